@@ -1,0 +1,65 @@
+"""Every error that Shardwise raises on purpose, in one tree.
+
+    ShardwiseError
+    ├── ConfigError        a key, a value or a combination in the configuration      (also a ValueError)
+    ├── MeshError          axes that do not cover the ranks
+    ├── PlanError          a model that cannot be planned: no Units, a tensor without a placement
+    ├── UsageError         a call that cannot work where it was made
+    ├── DataError          a missing, empty or damaged source of data
+    ├── NonFiniteError     a NaN or an infinity in loss or gradients
+    ├── CommError          a collective that failed, by rank, operation, Unit and step
+    │   └── DeadlineError  ... because another rank did not arrive in time
+    └── CheckpointError    a checkpoint that cannot be written or read
+        ├── MismatchError  ... because it belongs to another model
+        └── DamagedError   ... because its bytes changed: names the file and the tensor
+
+A message says where, what was given, what was expected and what to do.
+"""
+
+
+class ShardwiseError(Exception):
+    """Root of the tree above."""
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """A key, a value or a combination in the configuration."""
+
+
+class MeshError(ShardwiseError):
+    """Axes that do not cover the ranks."""
+
+
+class PlanError(ShardwiseError):
+    """A model that cannot be planned."""
+
+
+class UsageError(ShardwiseError):
+    """A call that cannot work where it was made."""
+
+
+class DataError(ShardwiseError):
+    """A missing, empty or damaged source of data."""
+
+
+class NonFiniteError(ShardwiseError):
+    """A NaN or an infinity in the loss or in the gradients."""
+
+
+class CommError(ShardwiseError):
+    """A collective that failed."""
+
+
+class DeadlineError(CommError):
+    """A collective in which another rank did not arrive in time."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written or read."""
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint of another model."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes changed after it was written."""
