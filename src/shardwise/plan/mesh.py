@@ -1,0 +1,101 @@
+"""Mesh: named axes over ranks, in closed form.
+
+The ranks lie in a row-major array, slowest axis first:
+
+    arange(world_size).view(pp, dp_replicate, dp_shard, cp, tp)
+
+so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost.
+"dp" names the two data-parallel axes together: state is cut along ``dp_shard`` and copied along ``dp_replicate``.
+
+Cost: O(number of axes) per question; ``ranks`` is O(size of the axis).
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from shardwise.plan.errors import MeshError
+
+_TOGETHER = {"dp": ("dp_replicate", "dp_shard")}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes, slowest first. ``Mesh(dp_shard=4)`` is plain data parallelism over four ranks."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or size < 1:
+                raise MeshError(
+                    f"mesh: axis {field.name!r} has size {size!r}; expected a whole number of at least 1"
+                )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the elementary axes, slowest first."""
+        return tuple(field.name for field in fields(self))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the mesh covers."""
+        return math.prod(getattr(self, axis) for axis in self.axes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis``; "dp" is both data-parallel axes."""
+        return math.prod(getattr(self, part) for part in self._parts(axis))
+
+    def index(self, axis: str, rank: int) -> int:
+        """Place of ``rank`` on ``axis``, from 0."""
+        index = 0
+        for part in self._parts(axis):
+            index = index * getattr(self, part) + rank // self._stride(part) % getattr(self, part)
+        return index
+
+    def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on ``axis`` alone, in order of their index: its group."""
+        ranks = [rank]
+        for part in self._parts(axis):
+            stride, size = self._stride(part), getattr(self, part)
+            ranks = [r + (i - r // stride % size) * stride for r in ranks for i in range(size)]
+        return tuple(ranks)
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Every group of ``axis``: they cover each rank once."""
+        return tuple(self.ranks(axis, rank) for rank in range(self.world_size) if self.index(axis, rank) == 0)
+
+    def check(self, world_size: int) -> None:
+        """Raise where the mesh does not cover a job of ``world_size`` ranks exactly."""
+        if self.world_size == world_size:
+            return
+        cut = (
+            " × ".join(f"{axis}={getattr(self, axis)}" for axis in self.axes if getattr(self, axis) > 1)
+            or "dp=1"
+        )
+        model = self.size("pp") * self.size("cp") * self.size("tp")
+        advice = (
+            f"with this model part of {model}, dp must be {world_size // model}, or leave dp out"
+            if world_size % model == 0
+            else f"pp × cp × tp = {model} does not divide {world_size}"
+        )
+        raise MeshError(f"mesh: {cut} covers {self.world_size} ranks but the job has {world_size}; {advice}")
+
+    def _parts(self, axis: str) -> tuple[str, ...]:
+        parts = _TOGETHER.get(axis, (axis,))
+        if parts[0] not in self.axes:
+            raise MeshError(f"mesh: there is no axis {axis!r}; known: {', '.join((*self.axes, *_TOGETHER))}")
+        return parts
+
+    def _stride(self, axis: str) -> int:
+        return math.prod(getattr(self, faster) for faster in self.axes[self.axes.index(axis) + 1 :])
+
+    def __str__(self) -> str:
+        return (
+            " × ".join(f"{axis}={getattr(self, axis)}" for axis in self.axes if getattr(self, axis) > 1)
+            or "1 rank"
+        )

@@ -1,0 +1,90 @@
+"""The tensor registry: every persistent tensor, once, with its place on every axis.
+
+Everything that must know about a tensor reads it here: bytes per rank (plan), how to put a global tensor together
+(verify), which slices to write and read (checkpoint), which gradients still need a reduction. No attribute is hung on
+a tensor and no module-level table exists.
+
+Cost: one entry per tensor, nothing per rank.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from shardwise.plan.errors import PlanError
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Placement, Replicate, Shard
+
+Kind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One persistent tensor."""
+
+    name: str
+    """Fully qualified name in the user's model."""
+    shape: tuple[int, ...]
+    """Global shape, uncut and unpadded."""
+    dtype: torch.dtype
+    kind: Kind
+    placement: Mapping[str, Placement] = field(default_factory=dict)
+    """Placement per axis; an axis that is not named is Replicate."""
+    grad_placement: Mapping[str, Placement] = field(default_factory=dict)
+    """For a parameter: placement of its gradient per axis before reduction."""
+    label: str = ""
+    """Which moment: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ..."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the same tensor (tied parameters)."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the global tensor."""
+        return math.prod(self.shape)
+
+    def bytes_on_rank(self, mesh: Mesh) -> float:
+        """Bytes of one rank's piece, padding left out: whole bytes divided by the axes that cut it."""
+        cut = math.prod(mesh.size(axis) for axis, where in self.placement.items() if isinstance(where, Shard))
+        return self.elements * self.dtype.itemsize / cut
+
+
+class Registry:
+    """Tensors by (kind, label, name); refuses a second registration and a parameter without a gradient placement."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, str, str], TensorInfo] = {}
+
+    def add(self, info: TensorInfo) -> None:
+        """Register one tensor."""
+        key = (info.kind, info.label, info.name)
+        if key in self._tensors:
+            raise PlanError(f"registry: {info.kind} {info.name!r} is registered twice")
+        if info.kind == "gradient" and not info.grad_placement:
+            raise PlanError(
+                f"registry: gradient of {info.name!r} has no grad_placement: nobody would know how to reduce it"
+            )
+        self._tensors[key] = info
+
+    def get(self, kind: Kind, name: str, label: str = "") -> TensorInfo:
+        """The tensor of that kind and name."""
+        try:
+            return self._tensors[kind, label, name]
+        except KeyError:
+            raise PlanError(f"registry: there is no {kind} {label} {name!r}") from None
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        return iter(self._tensors.values())
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def of_kind(self, kind: Kind) -> list[TensorInfo]:
+        """All tensors of one kind, in order of registration."""
+        return [info for info in self if info.kind == kind]
+
+    def cut_axes(self, info: TensorInfo) -> tuple[str, ...]:
+        """Axes on which the tensor is not replicated."""
+        return tuple(axis for axis, where in info.placement.items() if not isinstance(where, Replicate))
