@@ -1,0 +1,99 @@
+"""Floating-point operations: what a model needs, what a device can do, and the share between them.
+
+    needed per token, forward and backward    F = 6·P + 12·L·T·D
+    model FLOP/s utilisation                  mfu = F · tokens / (step_s · sum of the devices' peaks)
+    compute so far                            pf_days = FLOPs / (1e15 · 86400)
+
+P counts the weights that take part in a matrix product (an embedding that is only looked up does not, a head does,
+also when it is tied to the embedding); each costs one multiplication and one addition forward and twice that
+backward. The second term is the attention scores and their use; it is counted as if not causal, as the literature
+does, so that figures compare. Recomputation is not counted: this is the work the model needs, not what was executed.
+
+Papers: Kaplan et al. 2020, arXiv:2001.08361 (6·P); Chowdhery et al. 2022, arXiv:2204.02311, appendix B (mfu).
+Shapes: L layers, T tokens in a sequence, D width of the attention (heads times head size).
+"""
+
+import re
+from typing import NamedTuple
+
+import torch
+
+
+class Peak(NamedTuple):
+    """Dense peak of one device in FLOP/s, from its vendor's data sheet."""
+
+    name: str
+    """Regular expression for the whole device name, without the vendor's name in front."""
+    fp32: float
+    """Without TF32: what torch computes unless told otherwise."""
+    fp16: float
+    bf16: float | None
+    """None where the hardware has no matrix units for the type."""
+
+
+# Matrix units with 32-bit accumulation, without sparsity. Data sheets often print the figure with 2:4 sparsity, or
+# (GeForce) with 16-bit accumulation: both are twice what a training step can reach. Whole names only: a slice of a
+# device (MIG), a laptop part or an export variant shares the beginning of the name and not the peak.
+PEAKS: tuple[Peak, ...] = (
+    Peak(r"GB200", 80e12, 2500e12, 2500e12),
+    Peak(r"B200", 75e12, 2250e12, 2250e12),
+    Peak(r"GH200 \d+GB", 67e12, 989.4e12, 989.4e12),
+    Peak(r"H200", 67e12, 989.4e12, 989.4e12),
+    Peak(r"H[12]00 NVL", 60e12, 835.5e12, 835.5e12),
+    Peak(r"H100 PCIe", 51e12, 756e12, 756e12),
+    Peak(r"H100 (80GB HBM3|SXM5 80GB)", 67e12, 989.4e12, 989.4e12),
+    Peak(r"A100(-SXM4?|-PCIE| 80GB PCIe)(-[48]0GB)?", 19.5e12, 312e12, 312e12),
+    Peak(r"A40", 37.4e12, 149.7e12, 149.7e12),
+    Peak(r"A30", 10.3e12, 165e12, 165e12),
+    Peak(r"A10", 31.2e12, 125e12, 125e12),
+    Peak(r"V100S-PCIE-32GB", 16.4e12, 130e12, None),
+    Peak(r"V100-PCIE-(16|32)GB", 14e12, 112e12, None),
+    Peak(r"V100-SXM2-(16|32)GB", 15.7e12, 125e12, None),
+    Peak(r"T4", 8.1e12, 65e12, None),
+    Peak(r"L40S", 91.6e12, 362.05e12, 362.05e12),
+    Peak(r"L40", 90.5e12, 181.05e12, 181.05e12),
+    Peak(r"L4", 30.3e12, 121e12, 121e12),
+    Peak(r"GeForce RTX 5090", 104.8e12, 209.5e12, 209.5e12),
+    Peak(r"GeForce RTX 4090", 82.6e12, 165.2e12, 165.2e12),
+    Peak(r"GeForce RTX 3090 Ti", 40e12, 80e12, 80e12),
+    Peak(r"GeForce RTX 3090", 35.6e12, 71e12, 71e12),
+    Peak(r"Instinct MI3[02][05]X", 163.4e12, 1307.4e12, 1307.4e12),
+)
+_VENDOR = re.compile(r"^(NVIDIA|Tesla|AMD|Quadro)\s+")
+_SECONDS_PER_DAY = 86_400
+
+
+def peak(device_name: str, dtype: torch.dtype) -> float | None:
+    """Dense peak in FLOP/s of one device for matrix products in ``dtype``; None where no data sheet says it."""
+    short = device_name.strip()
+    while (shorter := _VENDOR.sub("", short)) != short:
+        short = shorter
+    for entry in PEAKS:
+        if re.fullmatch(entry.name, short):
+            known = {torch.float32: entry.fp32, torch.float16: entry.fp16, torch.bfloat16: entry.bf16}
+            return known.get(dtype)
+    return None
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """:func:`peak` of a torch device. A processor has no such figure, fp32 under TF32 has another one: None."""
+    if device.type != "cuda" or (
+        dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    ):
+        return None
+    return peak(torch.cuda.get_device_name(device), dtype)
+
+
+def needed_per_token(matmul_parameters: int, layers: int, sequence: int, attention_width: int) -> int:
+    """FLOPs that one token costs a transformer, forward and backward."""
+    return 6 * matmul_parameters + 12 * layers * sequence * attention_width
+
+
+def mfu(flops: float, step_s: float, peaks: float | None) -> float | None:
+    """Share of ``peaks`` (all devices together, FLOP/s) that a step of ``flops`` reached; None where unknown."""
+    return None if peaks is None or step_s <= 0 else flops / (step_s * peaks)
+
+
+def pf_days(flops: float) -> float:
+    """FLOPs as petaflop/s-days."""
+    return flops / (1e15 * _SECONDS_PER_DAY)

@@ -1,0 +1,52 @@
+"""Bytes that this process holds in RAM or on its accelerator.
+
+    resident       pages in RAM; a page shared by k processes counts k times over k processes
+    proportional   the same with each shared page divided by its sharers, so that ranks add up to the host's use
+
+The first costs one small read. The second walks the page tables (milliseconds for a large process), so it belongs
+in benchmarks and not in every step.
+"""
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+def _field_of(file: str, field: str) -> int | None:
+    """Value in bytes of a ``Name:   123 kB`` line of a file under /proc."""
+    try:
+        text = Path(file).read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process in RAM now; None where the system does not say."""
+    return _field_of("/proc/self/status", "VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Most that :func:`resident_bytes` has been since the process began."""
+    known = _field_of("/proc/self/status", "VmHWM")
+    if known is not None:
+        return known
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def proportional_bytes() -> int | None:
+    """Memory of this process in RAM with shared pages divided by their sharers; None where unknown."""
+    return _field_of("/proc/self/smaps_rollup", "Pss")
+
+
+def in_use_bytes(device: torch.device) -> int | None:
+    """What a progress line shows: the most that torch has held on an accelerator, else resident memory now."""
+    if device.type == "cpu":
+        return resident_bytes()
+    return torch.accelerator.max_memory_allocated(device)

@@ -1,0 +1,134 @@
+"""metrics.csv: one row per optimizer step, exact, and whole across kills and resumes.
+
+Numbers are written by ``repr``, the shortest text that reads back to the same float, so two runs can be compared
+bit for bit by comparing files. An absent number is an empty cell.
+
+A run that was killed at step 130 and resumes from the checkpoint of step 100 computes steps 101 to 130 again:
+opening the file for step 100 cuts the later rows off first. A last line without its newline is a write that the
+kill cut short; it is dropped, because ``12`` may be the beginning of ``123``.
+
+Cost: one small write and one flush per step, on rank 0 alone.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from shardwise.plan.errors import DataError
+
+
+class StepRecord(NamedTuple):
+    """What one optimizer step did. The columns of ``metrics.csv``, in this order."""
+
+    step: int
+    """Optimizer step, counted from 1."""
+    loss: float
+    """Training loss of this step: mean over all tokens of the global batch."""
+    val_loss: float | None = None
+    """Mean loss over the validation data after this step, on the steps that evaluate."""
+    grad_norm: float | None = None
+    """L2 norm of all gradients before clipping."""
+    lr: float | None = None
+    """Learning rate that this step used (of the first parameter group)."""
+    tokens: int | None = None
+    """Tokens in this step's global batch."""
+    tokens_per_s: float | None = None
+    """Tokens of this step over ``step_s``, all ranks together."""
+    step_s: float | None = None
+    """Wall time of this step in seconds, without evaluation and checkpoints."""
+    memory: int | None = None
+    """Bytes on rank 0: the accelerator's peak so far, else the process's resident memory now."""
+    flops: float | None = None
+    """Floating-point operations that the model needs for this step, all ranks; recomputation is not counted."""
+    pf_days: float | None = None
+    """Compute since step 0, in petaflop/s-days."""
+    mfu: float | None = None
+    """Model FLOP/s utilisation: ``flops / step_s`` over the devices' peak; empty where the peak is not known."""
+
+
+class Sink(Protocol):
+    """A place that takes every step's record."""
+
+    def write(self, record: StepRecord) -> None:
+        """Take one step."""
+
+    def close(self) -> None:
+        """Write what is still held back. Called once, also after an error."""
+
+
+_COLUMNS = StepRecord._fields
+_INTEGERS = frozenset({"step", "tokens", "memory"})
+_ALWAYS = frozenset({"step", "loss"})
+_HEADER = ",".join(_COLUMNS)
+
+
+def _row(record: StepRecord) -> str:
+    # int() and float() first: the repr of a NumPy scalar names its type.
+    cells = (
+        "" if value is None else repr(int(value) if name in _INTEGERS else float(value))
+        for name, value in zip(_COLUMNS, record, strict=True)
+    )
+    return ",".join(cells) + "\n"
+
+
+def _parse(path: Path, number: int, line: str) -> StepRecord:
+    cells = line.rstrip("\n").split(",")
+    try:
+        if len(cells) != len(_COLUMNS):
+            raise ValueError(f"it has {len(cells)} cells")
+        values: list[int | float | None] = []
+        for name, cell in zip(_COLUMNS, cells, strict=True):
+            if cell == "" and name not in _ALWAYS:
+                values.append(None)
+            else:
+                values.append(int(cell) if name in _INTEGERS else float(cell))
+    except ValueError as error:
+        raise DataError(
+            f"{path}, line {number}: {line.rstrip()!r} is not a row of {len(_COLUMNS)} numbers ({error}); "
+            f"repair or remove the line"
+        ) from None
+    return StepRecord(*values)  # type: ignore[arg-type]
+
+
+def read(path: str | os.PathLike[str]) -> list[StepRecord]:
+    """All whole rows of a metrics file; a last line that a kill cut short is left out."""
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    if not lines:
+        return []
+    header = lines[0].rstrip("\n")
+    if header != _HEADER:
+        raise DataError(
+            f"{path}: the header is {header!r}, expected {_HEADER!r}; "
+            f"this is not a metrics file of this version, move it away"
+        )
+    return [_parse(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+
+
+class MetricsFile:
+    """Sink that keeps ``metrics.csv``; ``resume_step`` 0 starts it anew."""
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
+        self.path = Path(path)
+        kept = [r for r in read(self.path) if r.step <= resume_step] if self.path.exists() else []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Beside and renamed: a kill at this moment leaves the old file or the new one, never half of either.
+        fresh = self.path.with_name(self.path.name + ".new")
+        with fresh.open("w", encoding="utf-8", newline="") as file:
+            file.write(_HEADER + "\n")
+            file.writelines(map(_row, kept))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8", newline="")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one row and hand it to the operating system at once."""
+        self._file.write(_row(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; every row is in it already."""
+        self._file.close()

@@ -1,0 +1,178 @@
+"""The run on a terminal: a bar where there is a person, one line every few seconds where there is a pipe.
+
+Both are sinks (``metrics.py``) that rank 0 alone opens, and both show the same words. Time left is the mean wall
+time between recent steps, evaluation and checkpoints included, times the steps that remain.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from shardwise.observe.metrics import Sink, StepRecord
+
+_PACE_MEMORY = 0.95
+"""Weight of the past in the mean time per step: the last 20 steps or so."""
+
+
+def count_text(value: float) -> str:
+    """``12.3k``: a count in three figures or so."""
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return (
+                f"{value / factor:.3g}{letter}" if value < 999.5 * factor else f"{value / factor:.0f}{letter}"
+            )
+    return f"{value:.3g}"
+
+
+def bytes_text(value: float) -> str:
+    """``1.5 GiB``."""
+    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= factor:
+            return f"{value / factor:.1f} {unit}" if value < 100 * factor else f"{value / factor:.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """``0:01:23``."""
+    whole = int(seconds + 0.5)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def step_time_text(seconds: float) -> str:
+    """``82 ms`` or ``1.84 s``."""
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def words(record: StepRecord) -> list[str]:
+    """What is said of one step, in order; what is not known is left out."""
+    said = [f"loss {record.loss:.4f}"]
+    if record.tokens_per_s is not None:
+        said.append(f"{count_text(record.tokens_per_s)} tokens/s")
+    if record.step_s is not None:
+        said.append(f"{step_time_text(record.step_s)}/step")
+    if record.memory is not None:
+        said.append(bytes_text(record.memory))
+    if record.mfu is not None:
+        said.append(f"MFU {100 * record.mfu:.1f}%")
+    return said
+
+
+class Pace:
+    """Wall time per step, as a mean that forgets; the first step, which warms everything up, only starts it."""
+
+    def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
+        self._total_steps, self._clock = total_steps, clock
+        self._last: float | None = None
+        self._weight = self._sum = 0.0
+
+    def left_s(self, step: int) -> float | None:
+        """Note that ``step`` is done, and say how long the rest will take; None while that is not known."""
+        now = self._clock()
+        if self._last is not None:
+            self._weight = _PACE_MEMORY * self._weight + 1
+            self._sum = _PACE_MEMORY * self._sum + now - self._last
+        self._last = now
+        return (self._total_steps - step) * self._sum / self._weight if self._weight else None
+
+
+class ConsoleHandler(logging.Handler):
+    """Log lines above the bar, as plain text."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one log record; a warning says that it is one."""
+        label = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        self._console.print(label + self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+
+class Lines:
+    """Sink for a pipe: the first step, the last, every evaluation, and one line every few seconds between them."""
+
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._total_steps, self._every_s, self._clock = console, total_steps, every_s, clock
+        self._pace = Pace(total_steps, clock)
+        self._printed_at: float | None = None
+        self._held_back: str | None = None
+
+    def write(self, record: StepRecord) -> None:
+        """Print the step, or hold it back in case it is the last."""
+        said = words(record)
+        if record.val_loss is not None:
+            said.insert(1, f"validation {record.val_loss:.4f}")
+        left_s = self._pace.left_s(record.step)
+        if left_s is not None:
+            said.append(f"{duration_text(left_s)} left")
+        line = f"step {record.step}/{self._total_steps}  " + "  ".join(said)
+        due = self._printed_at is None or self._clock() - self._printed_at >= self._every_s
+        if due or record.val_loss is not None or record.step == self._total_steps:
+            self._print(line)
+        else:
+            self._held_back = line
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._printed_at, self._held_back = self._clock(), None
+
+    def close(self) -> None:
+        """Print the last step if it was held back."""
+        if self._held_back is not None:
+            self._print(self._held_back)
+
+
+class Bar:
+    """Sink for a terminal: one live line."""
+
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int,
+        first_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pace = Pace(total_steps, clock)
+        self._validation = ""
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            console=console,
+            refresh_per_second=5,
+            expand=True,
+        )
+        self._task: TaskID = self._progress.add_task("starting", total=total_steps, completed=first_step)
+        self._progress.start()
+
+    def write(self, record: StepRecord) -> None:
+        """Move the bar."""
+        said = words(record)
+        if record.val_loss is not None:
+            self._validation = f"val {record.val_loss:.4f}"
+        if self._validation:
+            said.insert(1, self._validation)
+        left_s = self._pace.left_s(record.step)
+        if left_s is not None:
+            said.append(f"{duration_text(left_s)} left")
+        self._progress.update(self._task, completed=record.step, description=" · ".join(said))
+
+    def close(self) -> None:
+        """Draw once more and give the cursor back."""
+        self._progress.stop()
+
+
+def open_progress(console: Console, total_steps: int, first_step: int = 0) -> Sink:
+    """A bar on a terminal, lines elsewhere."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Bar(console, total_steps, first_step)
+    return Lines(console, total_steps)
