@@ -1,0 +1,89 @@
+"""One rank's side of the launcher: runs the script or module and says how it failed.
+
+    python -m shardwise.launch.child (script|module) NAME [ARGUMENT ...]
+
+It must stay light: it is imported before anything of the user's, in every rank.
+"""
+
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import traceback
+
+from shardwise.launch import failure as failures
+from shardwise.launch.environment import Seat, seat
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with(launcher_pid: int | None) -> None:
+    """Have the kernel kill this process when the launcher's ends, however that happens."""
+    if launcher_pid is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher_pid:  # it ended before the line above took effect
+        os._exit(128 + signal.SIGKILL)
+
+
+def _prepare(here: Seat) -> None:
+    """Signals, streams and descriptors as a program expects to find them."""
+    _die_with(here.launcher_pid)
+    # A launcher in the background of a shell has SIGINT ignored, which is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()
+    if here.store_fd is not None:
+        os.set_inheritable(here.store_fd, False)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A log that is read while the run goes on; and a name with odd bytes must not end a run.
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+
+
+def _run(kind: str, name: str, arguments: list[str]) -> None:
+    """Run the program as ``python NAME`` or ``python -m NAME`` would."""
+    sys.argv = [name, *arguments]
+    if kind == "module":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(name))
+        runpy.run_path(name, run_name="__main__")
+
+
+def _leave(here: Seat, failure: failures.Failure) -> int:
+    """Tell the launcher; without one, tell the terminal."""
+    if here.failure_path is not None:
+        failures.write(failure, here.failure_path)
+    else:
+        print(failure.traceback or failure.headline, file=sys.stderr)
+    return failure.code
+
+
+def main(arguments: list[str]) -> int:
+    """Run the program of this rank; returns the exit code."""
+    here = seat()
+    _prepare(here)
+    kind, name, *rest = arguments
+    try:
+        _run(kind, name, rest)
+    except SystemExit as end:
+        if end.code is None or end.code == 0:
+            return 0
+        code = end.code if isinstance(end.code, int) else 1
+        said = f"exited with code {code}" if isinstance(end.code, int) else str(end.code)
+        if code > 128:  # stopped by a signal that it handled
+            return code
+        return _leave(here, failures.of_own_exit(here.rank, code, said))
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        return _leave(here, failures.of_exception(here.rank, error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

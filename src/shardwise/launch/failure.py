@@ -1,0 +1,121 @@
+"""How a rank failed: told by the rank itself as JSON, or concluded from how its process ended.
+
+When one rank fails its peers soon fail too, because they wait for it: a broken connection on three ranks and the
+one real error. The one to show is the first in time; among failures that are close together, one of communication
+yields to any other.
+
+Times are of the monotonic clock, which all processes of one host share.
+"""
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from shardwise.plan.errors import CommError, ConfigError, MeshError, PlanError, ShardwiseError, UsageError
+
+CLOSE_S = 1.0
+"""Failures no further apart than this may be one the cause of the other, in either order of arrival."""
+_OUR_FRAMES = (os.path.join("shardwise", "launch", "child.py"), "<frozen runpy>")
+_SIGNAL_HINTS: dict[int, str] = {
+    signal.SIGKILL: ", as the kernel does when memory runs out (see dmesg)",
+    signal.SIGSEGV: ": a native library read memory that is not its own",
+    signal.SIGBUS: ", often because /dev/shm or the disk of a memory-mapped file is full",
+}
+_PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError", CommError.__name__)
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for what the user can repair in the configuration or the call, 1 for any other error."""
+    return 2 if isinstance(error, (ConfigError, MeshError, PlanError, UsageError)) else 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end."""
+
+    rank: int
+    time_s: float
+    """Monotonic clock when it failed, as near as is known."""
+    code: int
+    """Exit code of the rank's process; a signal counts 128 + its number, as shells do."""
+    headline: str
+    """:func:`headline` of the exception, or how the process ended."""
+    traceback: str = ""
+    """Without the launcher's own frames; empty for an error that is an answer to the user, and for a signal."""
+    is_of_peers: bool = False
+    """It failed in communication, so that another rank's failure may be the cause."""
+    is_answer: bool = False
+    """A :class:`ShardwiseError`: its sentence says everything and needs no traceback."""
+
+
+def headline(error: BaseException) -> str:
+    """``ValueError: bad value``; an answer to the user is its sentence alone."""
+    kind = type(error)
+    if isinstance(error, ShardwiseError):
+        return str(error) or kind.__name__
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name}: {error}" if str(error) else name
+
+
+def of_exception(rank: int, error: BaseException) -> Failure:
+    """What the rank itself knows, at the moment when the exception leaves the program."""
+    lineage = {kind.__name__ for kind in type(error).__mro__}
+    # gloo raises a plain RuntimeError that carries the path of its source file.
+    is_of_peers = bool(lineage.intersection(_PEER_LOST)) or "/gloo/" in str(error)
+    text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
+    return Failure(
+        rank=rank,
+        time_s=time.monotonic(),
+        code=exit_code(error),
+        headline=headline(error),
+        traceback=text,
+        is_of_peers=is_of_peers,
+        is_answer=isinstance(error, ShardwiseError),
+    )
+
+
+def _user_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is the user's."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OUR_FRAMES):
+        trace = trace.tb_next
+    return trace
+
+
+def of_own_exit(rank: int, code: int, said: str) -> Failure:
+    """A program that ended itself by ``sys.exit``."""
+    return Failure(rank, time.monotonic(), code, said)
+
+
+def of_exit(rank: int, time_s: float, status: int) -> Failure:
+    """What is known from outside: ``status`` as :mod:`subprocess` has it, negative for a signal."""
+    if status >= 0:
+        return Failure(rank, time_s, status, f"exited with code {status} and left no traceback")
+    number = -status
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    return Failure(rank, time_s, 128 + number, f"killed by {name}{_SIGNAL_HINTS.get(number, '')}")
+
+
+def write(failure: Failure, path: str | os.PathLike[str]) -> None:
+    """Leave the record for the launcher, whole or not at all."""
+    path = Path(path)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    fresh.replace(path)
+
+
+def read(path: str | os.PathLike[str]) -> Failure:
+    """Read what :func:`write` left."""
+    return Failure(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The failure to show: the earliest, unless it is of communication and another kind came close after it."""
+    in_time = sorted(failures, key=lambda failure: failure.time_s)
+    close = (f for f in in_time if f.time_s - in_time[0].time_s <= CLOSE_S)
+    return next((f for f in close if not f.is_of_peers), in_time[0])

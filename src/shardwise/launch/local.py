@@ -1,0 +1,233 @@
+"""Ranks on this host: spawn them, watch them, and leave none behind.
+
+    spawned ── all exit 0 ────────────────────────────────────────────► exit code 0
+       │──── one fails ── its traceback ── SIGTERM ── grace ── SIGKILL ─► its exit code
+       │──── Ctrl-C or SIGTERM ── the same signal to every rank, which saves and stops ─► 0, or 128 + signal
+       └──── a second one ── SIGKILL ──────────────────────────────────► 128 + signal
+
+The ranks meet at a store on the loopback interface. Its address is bound here, so that no other program can take the
+port between choosing and using it; rank 0 inherits the socket and listens on it. It does not listen yet: a script
+that lets torch create the store by itself can then still bind the same address.
+
+Cost: one wait of 20 ms at a time for any number of ranks; from a failure to the end of all ranks at most
+``_SETTLE_S + grace_s`` and the time to kill.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+
+from shardwise.launch import failure as failures
+from shardwise.launch import processes as ending
+from shardwise.launch import report
+from shardwise.launch.environment import LOOPBACK, Job, cores, is_in_job, of_rank
+from shardwise.launch.failure import Failure
+from shardwise.launch.output import Output
+from shardwise.plan.errors import UsageError
+
+_SETTLE_S = 0.5
+"""After the first sign of failure: time for the others to say theirs, so that the cause can be told from the effect."""
+GRACE_S = 2.5
+"""Between SIGTERM and SIGKILL."""
+_STOP_S = 30.0
+"""After the first rank has stopped on request: time for the others."""
+
+_log = logging.getLogger(__name__)
+
+
+class Program(NamedTuple):
+    """What every rank runs."""
+
+    kind: Literal["script", "module"]
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+class StopRequests:
+    """Ctrl-C and SIGTERM, as they come in while the ranks run."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Count them instead of being ended by them; outside the main thread Python does not let us."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {n: signal.signal(n, lambda n, _: self.received.append(signal.Signals(n))) for n in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Watch:
+    """The ranks of one job, from spawned to gone."""
+
+    def __init__(self, job: Job, output: Output, console: Console) -> None:
+        self.job, self.output, self.console = job, output, console
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.failures: dict[int, Failure] = {}
+        self.stopped: set[int] = set()
+        """Ranks that ended because they were asked to."""
+        self._looked_at_s = time.monotonic()
+
+    def spawn(self, program: Program, store: socket.socket) -> None:
+        """Start all ranks, each in a session of its own."""
+        command = [sys.executable, "-m", "shardwise.launch.child", program.kind, program.name]
+        for rank in range(self.job.ranks):
+            store_fd = store.fileno() if rank == 0 else None
+            with self.output.streams(rank) as streams:
+                process = subprocess.Popen(
+                    [*command, *program.arguments],
+                    env=of_rank(self.job, rank, store_fd),
+                    stdin=None if rank == 0 else subprocess.DEVNULL,
+                    stdout=streams.stdout,
+                    stderr=streams.stderr,
+                    pass_fds=() if store_fd is None else (store_fd,),
+                    start_new_session=True,
+                )
+            self.processes.append(process)
+
+    def look(self, asked: signal.Signals | None) -> None:
+        """Note which ranks failed since the last look, and how."""
+        wanted = {0} if asked is None else {0, -asked, 128 + asked}
+        now = time.monotonic()
+        for rank, process in enumerate(self.processes):
+            if rank in self.failures or rank in self.stopped:
+                continue
+            ended = process.poll()  # before looking for the file: a rank writes it and then ends
+            path = self.job.failure_path(rank)
+            if path.exists():
+                self.failures[rank] = failures.read(path)
+            elif ended is not None and ended not in wanted:
+                # It ended at some moment since the last look; the earliest is the safe guess for a cause.
+                self.failures[rank] = failures.of_exit(rank, self._looked_at_s, ended)
+            elif ended is not None and ended != 0:
+                self.stopped.add(rank)
+        self._looked_at_s = now
+
+    def is_over(self) -> bool:
+        """No rank runs any more."""
+        return all(process.poll() is not None for process in self.processes)
+
+    def fail(self) -> int:
+        """Show the first failure, end all ranks; returns the exit code of the job."""
+        until_s = time.monotonic() + _SETTLE_S
+        while time.monotonic() < until_s and not self.is_over():
+            time.sleep(ending.POLL_S)
+            self.look(None)
+        self.look(None)
+        cause = report.show_failures(self.console, self.failures.values(), self.output.log_of)
+        for failure in self.failures.values():
+            self._keep(failure)
+        return cause.code
+
+    def _keep(self, failure: Failure) -> None:
+        """Add a failure to its rank's log."""
+        log = self.output.log_of(failure.rank)
+        if log is not None:
+            with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(failure.traceback or failure.headline + "\n")
+
+    def _finish_stop(self, asked: signal.Signals) -> int:
+        """The first rank has gone on request: wait for the others, which may still be writing."""
+        ending.wait(self.processes, time.monotonic() + _STOP_S)
+        self.look(asked)
+        # That they lost a rank which was told to go is no failure of theirs.
+        self.failures = {rank: f for rank, f in self.failures.items() if not f.is_of_peers}
+        return self.fail() if self.failures else 128 + asked
+
+    def run(self, requests: StopRequests) -> int:
+        """Wait for the ranks; returns the exit code of the job."""
+        asked: signal.Signals | None = None
+        while True:
+            is_over = self.is_over()
+            self.look(asked)
+            if asked is None and requests.received:
+                asked = requests.received[0]
+                self.console.print("stopping the ranks; once more kills them", style="bold", soft_wrap=True)
+                for process in self.processes:
+                    if process.poll() is None:
+                        ending.send(process, asked)
+            if len(requests.received) > 1:
+                return 128 + requests.received[0]
+            if self.stopped:
+                return self._finish_stop(asked or signal.SIGTERM)
+            if self.failures:
+                return self.fail()
+            if is_over:
+                return 0
+            time.sleep(ending.POLL_S)
+
+
+def _check(program: Program, ranks: int) -> None:
+    if ranks < 1:
+        raise UsageError(f"launch: {ranks} ranks were asked for; at least 1 is needed")
+    if is_in_job():
+        raise UsageError(
+            "launch: this process is itself a rank that the launcher started; start the inner job from outside, "
+            "or let the script use the ranks that it has"
+        )
+    if program.kind == "script" and not os.path.exists(program.name):
+        raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
+    if ranks > cores():
+        _log.warning("%d ranks share %d cores: expect them to wait for one another", ranks, cores())
+
+
+def run(
+    program: Program,
+    ranks: int,
+    logs: str | os.PathLike[str] | None = None,
+    grace_s: float = GRACE_S,
+    console: Console | None = None,
+) -> int:
+    """Run ``program`` on ``ranks`` ranks of this host and wait for their end; returns the exit code.
+
+    ``logs`` is the folder for the ranks' logs. When this returns, no process of the job is left.
+    """
+    _check(program, ranks)
+    console = console or Console(stderr=True)
+    sys.stdout.flush()  # what was said before the ranks began stands above what they say
+    output = Output(None if logs is None else Path(logs))
+    requests = StopRequests()
+    folder = tempfile.mkdtemp(prefix="shardwise_")  # readable by this user alone
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        store = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind((LOOPBACK, 0))
+        job = Job(secrets.token_hex(16), ranks, store.getsockname()[1], Path(folder))
+        watch = Watch(job, output, console)
+        stack.enter_context(requests.listening())
+        stack.callback(output.close, 1.0)
+        try:
+            watch.spawn(program, store)
+            store.close()
+            code = watch.run(requests)
+        except BaseException:
+            grace_s = 0
+            raise
+        finally:
+            is_killed = len(requests.received) > 1
+            ending.stop(watch.processes, job.word, 0 if is_killed else grace_s)
+            if sys.stdout.isatty():
+                console.show_cursor()  # a rank that was killed while it drew left it hidden
+        return code

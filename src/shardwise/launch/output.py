@@ -1,0 +1,121 @@
+"""Where the ranks' output goes.
+
+    with a log folder       every rank writes to ``rank_00000.log`` and so on; rank 0 also to the terminal
+    without                 rank 0 writes to the terminal, the others too, each line tagged with its rank
+
+Rank 0 keeps the terminal itself as its standard output, so that it can draw there. What passes through the launcher
+is copied by one thread per pipe, which never stops reading: a full pipe would stop the rank.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.observe.log import log_path
+
+
+class Streams(NamedTuple):
+    """File descriptors that one rank gets; None is the launcher's own."""
+
+    stdout: int | None
+    stderr: int | None
+
+
+def _write_all(descriptor: int, chunk: bytes) -> bool:
+    """Write everything; False when nobody reads any more."""
+    try:
+        while chunk:
+            chunk = chunk[os.write(descriptor, chunk) :]
+    except OSError:
+        return False
+    return True
+
+
+def _tagged(tag: bytes) -> Callable[[bytes, bool], bytes]:
+    """Turn chunks into whole lines that begin with ``tag``; what has no end yet waits for it."""
+    rest = b""
+
+    def lines(chunk: bytes, is_last: bool) -> bytes:
+        nonlocal rest
+        rest += chunk
+        whole, newline, rest = rest.rpartition(b"\n")
+        if is_last and rest:
+            whole, newline, rest = whole + newline + rest, b"\n", b""
+        return b"".join(tag + line + b"\n" for line in whole.split(b"\n")) if newline else b""
+
+    return lines
+
+
+class Output:
+    """The pipes, threads and files of one job's output."""
+
+    def __init__(self, logs: Path | None) -> None:
+        self._logs = logs
+        self._threads: list[threading.Thread] = []
+        self._ours: list[int] = []
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+
+    def log_of(self, rank: int) -> Path | None:
+        """Log file of one rank."""
+        return None if self._logs is None else log_path(self._logs, rank)
+
+    @contextlib.contextmanager
+    def streams(self, rank: int) -> Iterator[Streams]:
+        """The descriptors for one rank, open until its process has them."""
+        log = self.log_of(rank)
+        opened: list[int] = []
+        try:
+            if log is None and rank == 0:
+                yield Streams(None, None)
+            elif log is None:
+                tag = f"[rank {rank}] ".encode()
+                opened += [self._copy([1], _tagged(tag)), self._copy([2], _tagged(tag))]
+                yield Streams(*opened)
+            else:
+                file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                if rank > 0:
+                    opened.append(file)
+                    yield Streams(file, file)
+                else:
+                    self._ours.append(file)
+                    stdout = None if os.isatty(1) else self._copy([1, file])
+                    stderr = self._copy([2, file])
+                    opened += [d for d in (stdout, stderr) if d is not None]
+                    yield Streams(stdout, stderr)
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+
+    def _copy(self, targets: list[int], change: Callable[[bytes, bool], bytes] | None = None) -> int:
+        """Start a thread that copies a new pipe to ``targets``; returns the pipe's end for the rank."""
+        source, sink = os.pipe()
+
+        def run() -> None:
+            alive = set(targets)
+            chunk = b"x"
+            while chunk:
+                chunk = os.read(source, 1 << 16)
+                out = change(chunk, not chunk) if change else chunk
+                for target in tuple(alive):
+                    if not _write_all(target, out):
+                        alive.discard(target)
+            os.close(source)
+
+        thread = threading.Thread(target=run, name="rank-output", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return sink
+
+    def close(self, until_s: float) -> None:
+        """Wait, for ``until_s`` seconds at most, until everything the ranks said has been copied."""
+        for thread in self._threads:
+            thread.join(until_s)
+        # A thread that still waits belongs to a process that escaped the job; its file must stay open.
+        if not any(thread.is_alive() for thread in self._threads):
+            for descriptor in self._ours:
+                os.close(descriptor)
+            self._ours.clear()

@@ -1,0 +1,53 @@
+"""What the launcher says when a rank failed: the first failure with its traceback, before anything else."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwise.launch.failure import Failure, first
+
+_TAIL_LINES = 20
+
+
+def show_answer(console: Console, sentence: str, where: str = "") -> None:
+    """One error that says everything by itself."""
+    console.print(Text(f"error{where}: ", style="bold red") + Text(sentence), soft_wrap=True)
+
+
+def show_failures(
+    console: Console, failures: Iterable[Failure], log_of: Callable[[int], Path | None]
+) -> Failure:
+    """Show the failure that ended the job, then a line for each that followed; returns the first."""
+    in_time = sorted(failures, key=lambda failure: failure.time_s)
+    cause = first(in_time)
+    followed = [f for f in in_time if f is not cause]
+    log = log_of(cause.rank)
+    if cause.is_answer:
+        is_everywhere = all(f.headline == cause.headline for f in followed)
+        show_answer(console, cause.headline, "" if is_everywhere else f" on rank {cause.rank}")
+    else:
+        title = Text(f"rank {cause.rank} failed: {cause.headline}", style="bold red")
+        console.print(title, soft_wrap=True)
+        if cause.traceback:
+            console.print(Text(cause.traceback.rstrip()), soft_wrap=True)
+        elif log is not None and (tail := _tail(log)):
+            console.print(Text(f"the last lines of {log}:\n{tail}"), soft_wrap=True)
+    for failure in followed:
+        if failure.headline != cause.headline:
+            line = failure.headline.partition("\n")[0]
+            console.print(Text(f"rank {failure.rank} failed too: {line}", style="dim"), soft_wrap=True)
+    if log is not None:
+        console.print(Text(f"log of rank {cause.rank}: {log}", style="dim"), soft_wrap=True)
+    return cause
+
+
+def _tail(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - (1 << 16)))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join("    " + line for line in lines[-_TAIL_LINES:])
