@@ -1,0 +1,212 @@
+"""What the user brings, seen as one of two things.
+
+    brought                                           seen as
+    Dataset, list: has ``len`` and ``[i]``            Mapped: our sampler gives the order
+    DataLoader over such, in order or shuffled        Mapped: its dataset, collate_fn, workers and shuffling are kept;
+                                                      batches are cut anew, by micro batch, in our order
+    IterableDataset, any object that can be iterated  Stream of samples
+    any other DataLoader (own sampler, own batches,   Stream of microbatches, as it yields them
+    an IterableDataset inside)
+
+A stream has no random access, so every rank reads all of it, keeps its share and drops the rest; its position is a
+number of items, reached again by reading them over.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from shardwise.data.draws import Draws
+from shardwise.data.sampler import key_of
+from shardwise.data.windows import Windows
+from shardwise.plan.errors import ConfigError, DataError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Place(NamedTuple):
+    """A sample of a dataset at a position of the endless line (``sampler.py``)."""
+
+    position: int
+    sample: int
+
+
+class _Placed(NamedTuple):
+    position: int
+    content: Any
+
+
+@dataclass
+class _Reader(Dataset[Any]):
+    """Reads one place; picklable, so that worker processes can hold it."""
+
+    dataset: Any
+    key: int
+    draws: bool
+
+    def __getitem__(self, place: Place) -> _Placed:
+        if not self.draws:
+            return _Placed(place.position, self.dataset[place.sample])
+        with Draws(key_of("sample", self.key, place.position)):
+            return _Placed(place.position, self.dataset[place.sample])
+
+
+@dataclass
+class _Collator:
+    """Puts the samples of one microbatch together."""
+
+    collate: Collate
+    key: int
+    draws: bool
+
+    def __call__(self, placed: list[_Placed]) -> Any:
+        samples = [each.content for each in placed]
+        if not self.draws:
+            return self.collate(samples)
+        with Draws(key_of("collate", self.key, placed[0].position)):
+            return self.collate(samples)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A dataset with random access."""
+
+    dataset: Any
+    collate: Collate
+    shuffle: bool
+    worker_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the DataLoader that runs workers; empty: samples are read in this process."""
+
+    @property
+    def size(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def is_text(self) -> bool:
+        """Our own windows: they draw nothing and may be read by a thread."""
+        return isinstance(self.dataset, Windows) and self.collate is default_collate
+
+    def batches(self, blocks: Iterable[list[Place]], key: int) -> Iterable[Any]:
+        """One batch per block of places, in order; worker processes read ahead where there are any."""
+        reader = _Reader(self.dataset, key, draws=not self.is_text)
+        collator = _Collator(self.collate, key, draws=not self.is_text)
+        if not self.worker_options:
+            return (collator([reader[place] for place in block]) for block in blocks)
+        # The loader draws its workers' seed when it is iterated; from a generator of its own, not from the model's.
+        generator = torch.Generator().manual_seed(key)
+        sampler: Any = blocks  # any iterable of lists serves; the stub asks for lists of int
+        return iter(
+            DataLoader(
+                reader, batch_sampler=sampler, collate_fn=collator, generator=generator, **self.worker_options
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Items that can only be read in order."""
+
+    source: Iterable[Any]
+    holds_batches: bool
+    collate: Collate
+    batch_size: int | None = None
+    """Samples per item where the user's DataLoader names it."""
+    workers: int = 0
+
+
+def adopt(
+    data: Any, collate_fn: Collate | None = None, workers: int = 0, shuffle: bool = True
+) -> Mapped | Stream:
+    """See what the user brought as ``Mapped`` or ``Stream``; a ``DataError`` says what would do instead."""
+    if isinstance(data, DataLoader):
+        return _adopt_loader(data, collate_fn, workers)
+    collate = collate_fn or default_collate
+    if (
+        hasattr(data, "__len__")
+        and hasattr(data, "__getitem__")
+        and not isinstance(data, IterableDataset | dict)
+    ):
+        if len(data) == 0:
+            raise DataError(f"{type(data).__name__} is empty; give a dataset that holds samples")
+        return Mapped(data, collate, shuffle, {"num_workers": workers} if workers else {})
+    if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__next__")):
+        if workers > 1:
+            raise ConfigError(
+                f"data.workers is {workers}, but {type(data).__name__} is a stream, which each worker would read "
+                "whole; set it to 0 or 1, or bring a DataLoader over an IterableDataset that splits itself among "
+                "its workers"
+            )
+        if workers:
+            return Stream(DataLoader(data, None, num_workers=1, collate_fn=_as_is), False, collate, None, 1)
+        return Stream(data, False, collate)
+    raise DataError(
+        f"data is a {type(data).__name__}; expected a Dataset with __len__ and __getitem__, an IterableDataset or a "
+        "DataLoader"
+        + (" (an iterator cannot be read again: bring what makes it)" if hasattr(data, "__next__") else "")
+    )
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def _adopt_loader(loader: DataLoader[Any], collate_fn: Collate | None, workers: int) -> Mapped | Stream:
+    shuffle = _shuffle_of(loader)
+    if shuffle is None:
+        return Stream(loader, True, default_collate, loader.batch_size, loader.num_workers)
+    dataset: Any = loader.dataset
+    if len(dataset) == 0:
+        raise DataError("the DataLoader's dataset is empty; give one that holds samples")
+    workers = workers or loader.num_workers
+    options: dict[str, Any] = {}
+    if workers:
+        options = {
+            "num_workers": workers,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "timeout": loader.timeout,
+            "pin_memory": loader.pin_memory,
+        }
+    return Mapped(dataset, collate_fn or loader.collate_fn, shuffle, options)
+
+
+def _shuffle_of(loader: DataLoader[Any]) -> bool | None:
+    """Whether a DataLoader shuffles, or None where its order or its batches are its own."""
+    if isinstance(loader.dataset, IterableDataset) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    dataset: Any = loader.dataset
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
+        return True
+    if type(sampler) is DistributedSampler:
+        return bool(sampler.shuffle)
+    return None
+
+
+def samples_in(batch: Any) -> int | None:
+    """The leading size of the first tensor in a batch, or None where it holds none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else None
+    parts: Iterable[Any] = ()
+    if isinstance(batch, dict) or hasattr(batch, "values") and hasattr(batch, "keys"):
+        parts = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        parts = batch
+    sizes = (samples_in(part) for part in parts)
+    return next((size for size in sizes if size is not None), None)

@@ -1,0 +1,72 @@
+"""From ``data:`` in the configuration to training and validation data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.policy import DataPolicy
+from shardwise.data.target import call_target
+from shardwise.data.text import Progress, open_source
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.data.windows import Span, Windows, hold_out
+from shardwise.plan.errors import DataError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run learns from and what it is evaluated on."""
+
+    train: Any
+    """``Windows`` for text; for a target whatever it returned: a Dataset, an IterableDataset or a DataLoader."""
+    validation: Any | None
+    """The same for evaluation; None where nothing is held out."""
+    tokenizer: Tokenizer | None
+    """None for a target, unless ``data.tokenizer`` is given beside it."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids that a model must know; None where the data has no tokens of ours."""
+        return None if self.tokenizer is None else self.tokenizer.vocab_size
+
+    def fingerprint(self) -> str | None:
+        """Equal on two ranks that read the same text; None for a target."""
+        return self.train.fingerprint() if isinstance(self.train, Windows) else None
+
+
+def build(policy: DataPolicy, context: int, cache: Path, progress: Progress | None = None) -> Corpus:
+    """Open, and where needed tokenise, what the policy names. ``cache`` is used unless the policy names a folder."""
+    if policy.target is not None:
+        return _from_target(policy)
+    tokenizer = load_tokenizer(policy.tokenizer)
+    cache = cache if policy.cache is None else Path(policy.cache).expanduser()
+    sources = [policy.source] if isinstance(policy.source, str) else policy.source
+    files = [
+        file
+        for source in sources
+        for file in open_source(source, tokenizer, cache, pattern=policy.pattern, progress=progress)
+    ]
+    if isinstance(policy.validation, str):
+        held_out = open_source(policy.validation, tokenizer, cache, pattern=policy.pattern, progress=progress)
+        train = Windows([Span(file, 0, file.count) for file in files], context)
+        return Corpus(train, Windows([Span(file, 0, file.count) for file in held_out], context), tokenizer)
+    cuts = [hold_out(file, policy.validation, context) for file in files]
+    train = Windows([cut[0] for cut in cuts], context)
+    validation = Windows([cut[1] for cut in cuts], context) if policy.validation else None
+    return Corpus(train, validation, tokenizer)
+
+
+def _from_target(policy: DataPolicy) -> Corpus:
+    assert policy.target is not None, "called for a policy with a target"
+    made = call_target("data.target", policy.target, policy.arguments)
+    train, validation = made, None
+    if isinstance(made, tuple):
+        if len(made) != 2:
+            raise DataError(
+                f"data.target {policy.target!r} returned {len(made)} things; expected one dataset, or a pair of them "
+                "(training, validation)"
+            )
+        train, validation = made
+    if train is None:
+        raise DataError(f"data.target {policy.target!r} returned None; expected a Dataset or a DataLoader")
+    tokenizer = load_tokenizer(policy.tokenizer) if "tokenizer" in policy.model_fields_set else None
+    return Corpus(train, validation, tokenizer)

@@ -1,0 +1,102 @@
+"""Evaluation: every validation sample exactly once over all ranks, whatever their number.
+
+The samples are cut into blocks of one micro batch, the last possibly shorter, and dealt: block k to data-parallel
+rank k mod dp. All ranks go the same number of rounds, because a collective in the model waits for all of them; a rank
+without a block in the last round gets a block that it must not count. The mean over the set is
+
+    sum over ranks and batches of weight · loss  /  sum of weight
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from shardwise.data.adopt import Collate, Mapped, Place, Stream, adopt, samples_in
+from shardwise.data.draws import Draws
+from shardwise.data.feed import read_stream
+from shardwise.data.sampler import key_of
+from shardwise.plan.errors import DataError
+
+
+class Weighted(NamedTuple):
+    """A batch and the number of samples that count in it; 0 for one that only fills up the round."""
+
+    batch: Any
+    weight: int
+
+
+def evaluation_batches(
+    data: Any,
+    dp_index: int,
+    dp_size: int,
+    micro_batch: int,
+    *,
+    collate_fn: Collate | None = None,
+    workers: int = 0,
+    samples: int | None = None,
+    seed: int = 0,
+) -> Iterator[Weighted]:
+    """This rank's batches of one evaluation, as many as on every other rank.
+
+    ``samples`` bounds the work: so many, evenly spread over a dataset, or the first of a stream.
+    """
+    adopted = adopt(data, collate_fn, workers, shuffle=False)
+    if isinstance(adopted, Mapped):
+        return _of_map(adopted, dp_index, dp_size, micro_batch, samples, seed)
+    return _of_stream(adopted, dp_index, dp_size, micro_batch, samples, seed)
+
+
+def _of_map(
+    data: Mapped, dp_index: int, dp_size: int, micro_batch: int, samples: int | None, seed: int
+) -> Iterator[Weighted]:
+    size = min(samples or data.size, data.size)
+    places = [Place(i, i * data.size // size) for i in range(size)]
+    blocks = [places[start : start + micro_batch] for start in range(0, size, micro_batch)]
+    mine = range(dp_index, -(-len(blocks) // dp_size) * dp_size, dp_size)
+    chosen = [blocks[k] if k < len(blocks) else blocks[0] for k in mine]
+    weights = [len(blocks[k]) if k < len(blocks) else 0 for k in mine]
+    yield from map(Weighted, data.batches(chosen, key_of("evaluation", seed)), weights)
+
+
+def _of_stream(
+    data: Stream, dp_index: int, dp_size: int, micro_batch: int, samples: int | None, seed: int
+) -> Iterator[Weighted]:
+    held: Weighted | None = None
+    filler: Weighted | None = None
+    k = -1
+    for k, block in enumerate(_stream_blocks(data, micro_batch, samples, seed)):
+        if k % dp_size == 0:
+            filler, held = block, None
+        if k % dp_size == dp_index:
+            held = block
+        if k % dp_size == dp_size - 1 and held is not None:
+            yield held
+    if k < 0 or filler is None:
+        raise DataError("the validation stream is empty; give one that holds samples")
+    if k % dp_size != dp_size - 1:
+        yield held if held is not None else Weighted(filler.batch, 0)
+
+
+def _stream_blocks(data: Stream, micro_batch: int, samples: int | None, seed: int) -> Iterator[Weighted]:
+    key = key_of("evaluation", seed)
+    seen = 0
+    held: list[Any] = []
+    for item in read_stream(data.source, key, 0):
+        if samples is not None and seen >= samples:
+            break
+        if data.holds_batches:
+            size = samples_in(item)
+            seen += 1 if size is None else size
+            yield Weighted(item, 1 if size is None else size)
+            continue
+        held.append(item)
+        seen += 1
+        if len(held) == micro_batch:
+            yield _collated(data, held, key_of("collate", key, seen))
+            held = []
+    if held:
+        yield _collated(data, held, key_of("collate", key, seen))
+
+
+def _collated(data: Stream, held: list[Any], key: int) -> Weighted:
+    with Draws(key):
+        return Weighted(data.collate(held), len(held))

@@ -1,0 +1,192 @@
+"""Feeds: from adopted data to the microbatches of one rank, step by step.
+
+A feed is opened at a cursor, a small JSON dictionary that is the same on every rank, and yields for each step this
+rank's microbatches and the cursor behind the step. What has been read ahead lies behind the cursor that was yielded
+last, so it is neither lost nor counted.
+
+    MapFeed      cursor {"position": p}             any cursor is reached at once
+    StreamFeed   cursor {"epoch": e, "items": k}    reached by reading k items of epoch e over
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader
+
+from shardwise.data.adopt import Mapped, Place, Stream, samples_in
+from shardwise.data.draws import Draws
+from shardwise.data.sampler import Sampler, Share, key_of
+from shardwise.plan.errors import ConfigError, DataError, UsageError
+
+Cursor = dict[str, int]
+
+
+class Fetched(NamedTuple):
+    """One step of one rank, and the cursor behind it."""
+
+    batches: list[Any]
+    after: Cursor
+
+
+class Feed(Protocol):
+    """What ``Loader`` asks of a feed."""
+
+    def start(self) -> Cursor: ...
+    def advance(self, cursor: Cursor, steps: int) -> Cursor: ...
+    def steps(self, cursor: Cursor) -> Iterator[Fetched]: ...
+    def identity(self) -> dict[str, Any]: ...
+
+
+class MapFeed:
+    """Steps of a dataset with random access, in the sampler's order."""
+
+    def __init__(self, data: Mapped, share: Share, seed: int) -> None:
+        if data.size < share.global_batch:
+            hint = ""
+            if data.is_text:
+                hint = (
+                    f" (windows of context {data.dataset.context}); give more text, a smaller model.context"
+                )
+            raise DataError(
+                f"the training data holds {data.size} samples{hint or '; give more data'} or a smaller "
+                f"batch.global_size, which is {share.global_batch}: one step must not see a sample twice"
+            )
+        self._data, self._share, self._seed = data, share, seed
+        self._sampler = Sampler(data.size, seed, data.shuffle)
+
+    def start(self) -> Cursor:
+        return {"position": 0}
+
+    def advance(self, cursor: Cursor, steps: int) -> Cursor:
+        return {"position": cursor["position"] + steps * self._share.global_batch}
+
+    def identity(self) -> dict[str, Any]:
+        content = self._data.dataset.fingerprint() if self._data.is_text else None
+        return {"kind": "map", "samples": self._data.size, "content": content}
+
+    def _blocks(self, position: int) -> Iterator[list[Place]]:
+        """This rank's microbatches as places, from a position on, without end."""
+        while True:
+            order = self._sampler.at(position, position + self._share.global_batch)
+            for block in self._share.blocks():
+                yield [Place(position + offset, int(order[offset])) for offset in block]
+            position += self._share.global_batch
+
+    def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+        batches = iter(self._data.batches(self._blocks(cursor["position"]), self._seed))
+        while True:
+            cursor = self.advance(cursor, 1)
+            yield Fetched([next(batches) for _ in range(self._share.accumulation)], cursor)
+
+
+class _Item(NamedTuple):
+    value: Any
+    after: Cursor
+
+
+class StreamFeed:
+    """Steps of a stream: every rank reads all items and keeps the blocks that are its own."""
+
+    def __init__(self, data: Stream, share: Share, seed: int) -> None:
+        if data.batch_size is not None and data.batch_size != share.micro_batch:
+            raise ConfigError(
+                f"the DataLoader's batch_size is {data.batch_size}, but the micro batch is {share.micro_batch}; its "
+                "batches are used as they come, so set batch.micro_size to the DataLoader's batch_size"
+            )
+        self._data, self._share, self._seed = data, share, seed
+        self._items_per_block = 1 if data.holds_batches else share.micro_batch
+
+    def start(self) -> Cursor:
+        return {"epoch": 0, "items": 0}
+
+    def advance(self, cursor: Cursor, steps: int) -> Cursor:
+        raise UsageError(
+            f"a stream is read in order and cannot jump by {steps} steps; ask for the next step, or load a saved state"
+        )
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "stream", "workers": self._data.workers}
+
+    def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+        items = self._items(cursor)
+        blocks = self._share.accumulation * self._share.dp_size
+        while True:
+            batches = []
+            for block in range(blocks):
+                held = [next(items) for _ in range(self._items_per_block)]
+                if self._share.owner(block) == self._share.dp_index:
+                    batches.append(self._batch(held))
+                cursor = held[-1].after
+            yield Fetched(batches, cursor)
+
+    def _batch(self, held: list[_Item]) -> Any:
+        if self._data.holds_batches:
+            return held[0].value
+        with Draws(key_of("collate", self._seed, *held[0].after.values())):
+            return self._data.collate([item.value for item in held])
+
+    def _items(self, cursor: Cursor) -> Iterator[_Item]:
+        """Items behind the cursor, epoch after epoch."""
+        epoch, skip = cursor["epoch"], cursor["items"]
+        needed = self._share.global_batch // (self._share.micro_batch if self._data.holds_batches else 1)
+        while True:
+            count = whole = 0
+            for item in read_stream(self._data.source, self._seed, epoch):
+                count += 1
+                if self._is_cut_short(item):
+                    continue
+                whole += 1
+                if count > skip:
+                    yield _Item(item, {"epoch": epoch, "items": count})
+            self._refuse_short(epoch, count, whole, skip, needed)
+            epoch, skip = epoch + 1, 0
+
+    def _is_cut_short(self, item: Any) -> bool:
+        """The incomplete last batch of a DataLoader without drop_last: left out, so that all samples weigh the same."""
+        if not self._data.holds_batches or self._data.batch_size is None:
+            return False
+        size = samples_in(item)
+        return size is not None and size < self._data.batch_size
+
+    def _refuse_short(self, epoch: int, count: int, whole: int, skip: int, needed: int) -> None:
+        what = "whole batches" if self._data.holds_batches else "samples"
+        if count == 0 and epoch:
+            raise DataError(
+                f"the stream gave nothing when it was read again for epoch {epoch}; it must start anew on every iter()"
+            )
+        if count < skip:
+            raise DataError(
+                f"the stream ended after {count} items, but {skip} had been read of it when the state was saved; "
+                "bring the same data, or start without the saved state"
+            )
+        if whole < needed:
+            raise DataError(
+                f"the stream holds {whole} {what}, fewer than the {needed} of one step (batch.global_size "
+                f"{self._share.global_batch}); give more data or a smaller batch.global_size"
+            )
+
+
+def read_stream(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """One pass over a stream, with random generators of its own: the same items on every rank and in every replay."""
+    draws = Draws(key_of("stream", seed, epoch))
+    with draws:
+        _set_epoch(source, epoch)
+        items = iter(source)
+    while True:
+        with draws:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
+def _set_epoch(source: Any, epoch: int) -> None:
+    """Tell the stream, or what it reads from, which epoch begins, where it has the customary method for that."""
+    told = [source]
+    if isinstance(source, DataLoader):
+        told = [source.dataset, source.sampler, source.batch_sampler]
+    for each in told:
+        set_epoch = getattr(each, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)

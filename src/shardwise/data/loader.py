@@ -1,0 +1,154 @@
+"""Loader: the microbatches of one rank, step by step, and the position that a checkpoint keeps.
+
+    loader = Loader(dataset, global_batch=64, micro_batch=8, dp_index=rank, dp_size=ranks, seed=0)
+    for step in range(steps):
+        engine.train_step(loader.step_batches(step))        # global_batch / (micro_batch · dp_size) batches
+    loader.state()                                          # JSON, equal on every rank
+
+The position is what has been handed out, never what has been read ahead. It counts samples, so a state loads on any
+number of ranks, with any micro batch, and after a change of the global batch.
+Text is read ahead by one thread, one step deep; a user's dataset by its worker processes, or not at all: it may draw
+random numbers or hold files that a second thread would disturb.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shardwise.data.adopt import Collate, Mapped, adopt
+from shardwise.data.feed import Feed, Fetched, MapFeed, StreamFeed
+from shardwise.data.sampler import Share
+from shardwise.plan.errors import DataError
+
+_STEPS_AHEAD = 1
+
+
+class Loader:
+    """Hands one data-parallel rank its microbatches."""
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        dp_index: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate_fn: Collate | None = None,
+        workers: int = 0,
+    ) -> None:
+        self.share = Share(global_batch, micro_batch, dp_index, dp_size)
+        adopted = adopt(data, collate_fn, workers, shuffle)
+        self._feed: Feed
+        if isinstance(adopted, Mapped):
+            self._feed = MapFeed(adopted, self.share, seed)
+            self._reads_ahead = adopted.is_text and not adopted.worker_options
+        else:
+            self._feed = StreamFeed(adopted, self.share, seed)
+            self._reads_ahead = False
+        self._step = 0
+        self._samples = 0
+        self._cursor = self._feed.start()
+        self._open: Iterator[Fetched] | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that ``step_batches`` gives next."""
+        return self._step
+
+    @property
+    def samples(self) -> int:
+        """Samples handed out so far, over all ranks."""
+        return self._samples
+
+    def step_batches(self, step: int | None = None) -> list[Any]:
+        """This rank's microbatches of a step: the next one, or with random access any.
+
+        Another step than the next counts from the last loaded state, by the present global batch.
+        """
+        if step is not None and step != self._step:
+            self._cursor = self._feed.advance(self._cursor, step - self._step)
+            self._samples += (step - self._step) * self.share.global_batch
+            self._step = step
+            self.close()
+        fetched = self._fetch()
+        self._count(fetched)
+        return fetched.batches
+
+    def _fetch(self) -> Fetched:
+        if self._open is None:
+            steps = self._feed.steps(self._cursor)
+            self._open = _read_ahead(steps) if self._reads_ahead else steps
+        try:
+            return next(self._open)
+        except BaseException:
+            self.close()  # a later call starts anew at the same position
+            raise
+
+    def _count(self, fetched: Fetched) -> None:
+        self._step += 1
+        self._samples += self.share.global_batch
+        self._cursor = fetched.after
+
+    def __iter__(self) -> Iterator[Any]:
+        """Microbatches without end, for a loop of the user's; a step counts once its last one is handed out."""
+        while True:
+            fetched = self._fetch()
+            try:
+                yield from fetched.batches[:-1]
+            except GeneratorExit:
+                self.close()  # left in the middle of a step: it is read again
+                raise
+            self._count(fetched)
+            yield fetched.batches[-1]
+
+    def state(self) -> dict[str, Any]:
+        """The position as JSON, equal on every rank."""
+        return {
+            "step": self._step,
+            "samples": self._samples,
+            "cursor": dict(self._cursor),
+            "data": self._feed.identity(),
+        }
+
+    def load_state(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Go on where a state was saved; with ``strict`` only over the data that it was saved with."""
+        given, here = state["data"], self._feed.identity()
+        if given["kind"] != here["kind"]:
+            raise DataError(
+                f"the saved position is of a {given['kind']} dataset, the data now is a {here['kind']} dataset; bring "
+                "the same data, or start without the saved position"
+            )
+        if strict and given != here:
+            differing = ", ".join(
+                f"{key} {given.get(key)} then, {here[key]} now" for key in here if given.get(key) != here[key]
+            )
+            raise DataError(
+                f"the data is not what the position was saved with ({differing}), so the run cannot go on exactly; "
+                "bring the same data, or start without the saved position"
+            )
+        self.close()
+        self._step, self._samples = int(state["step"]), int(state["samples"])
+        self._cursor = {key: int(value) for key, value in state["cursor"].items()}
+
+    def close(self) -> None:
+        """End what reads ahead; the next call of ``step_batches`` starts it again."""
+        opened, self._open = self._open, None
+        if opened is not None and hasattr(opened, "close"):
+            opened.close()
+
+
+def _read_ahead(steps: Iterator[Fetched]) -> Iterator[Fetched]:
+    """The same steps, read by one thread before they are asked for."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise-data")
+    try:
+        waiting = deque(pool.submit(next, steps) for _ in range(_STEPS_AHEAD))
+        while True:
+            current = waiting.popleft().result()
+            waiting.append(pool.submit(next, steps))
+            yield current
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,60 @@
+"""Where training text or samples come from: the keys of ``data:``.
+
+data: {source: stdlib, tokenizer: bytes}                       # text; a file, a folder, a token file, a list of them
+data: {target: "my_package.data:build", arguments: {size: 3}}  # the user's Dataset, IterableDataset or DataLoader
+"""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from shardwise.plan.policy import Policy
+
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+class DataPolicy(Policy):
+    """Where training data comes from and in which order it is read."""
+
+    source: str | list[str] = "stdlib"
+    """Text to learn: ``stdlib`` (the source code of Python's standard library), a file, a folder, a token file made
+    by ``shardwise convert``, or a list of these. A folder called stdlib is written ``./stdlib``."""
+    pattern: str = "*"
+    """Which files of a folder are read: a glob held against the file's name and its path inside the folder.
+    Hidden files and folders are left out."""
+    tokenizer: str = "bytes"
+    """``bytes`` (256 tokens, nothing to install) or the path of a Hugging Face ``tokenizer.json``."""
+    validation: Annotated[float, Field(ge=0, lt=1)] | str = 0.05
+    """Fraction of every source, taken from its end, that is held out for evaluation (at least one window; 0: none);
+    or a source of its own: a file, a folder or a token file."""
+    validation_samples: Annotated[int, Field(ge=1)] | None = None
+    """At most this many validation samples, evenly spread, are used in one evaluation; left out: all of them."""
+    target: str | None = None
+    """``module:function`` that returns a Dataset, an IterableDataset or a DataLoader, or a pair of them
+    (training, validation). Takes the place of ``source``."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of ``target``."""
+    shuffle: bool = True
+    """Read the samples of each epoch in an order drawn from (seed, epoch); false: as they lie."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that read samples ahead, per rank (DeepSpeed: ``data_efficiency.data_sampling.num_workers``).
+    Text needs none: a thread reads it ahead."""
+    cache: str | None = None
+    """Folder that keeps the tokenised text between runs; left out: ``cache`` inside the run folder."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataPolicy":
+        if self.target is not None and not _TARGET.fullmatch(self.target):
+            raise ValueError(
+                f"target is {self.target!r}; expected 'module:function', as in 'my_package.data:build'"
+            )
+        if self.target is not None and "source" in self.model_fields_set:
+            raise ValueError("source and target are both given; keep the one that training data comes from")
+        if self.target is None and self.arguments:
+            raise ValueError(
+                "arguments are given without a target; they are the keyword arguments of the target"
+            )
+        if isinstance(self.source, list) and not self.source:
+            raise ValueError("source is an empty list; give stdlib, a file, a folder or a token file")
+        return self

@@ -1,0 +1,278 @@
+"""Token files: text turned into numbers once, then mapped into memory by every rank.
+
+    byte 0          magic (8), version u32, length of the header u32, CRC-32 of the header u32, header (JSON), zeros
+    byte 4096       tokens, little endian, u8, u16 or u32 by the size of the vocabulary, zeros up to a multiple of 8
+    then            end of every document as a token position, u64
+    then            CRC-32 of every block of 64 KiB of tokens, u32
+
+Writing streams: memory is one block and the two tables. The file appears under its name by one rename after it has
+reached the disk, so a reader never meets half a file.
+Reading maps the file: ranks on one host share its pages. Opening checks the header, the tables and the length; a
+block's CRC is checked when it is first touched, so a large file opens at once and no damaged byte is ever trained on.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import struct
+import zlib
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.plan.errors import DataError
+
+SUFFIX = ".tokens"
+MAGIC = b"SHDWTOKN"
+VERSION = 1
+_PREFIX = struct.Struct("<8sIII")
+_TOKENS_START_BYTES = 4096
+_BLOCK_BYTES = 64 * 1024
+_DTYPES: dict[str, np.dtype[Any]] = {"u8": np.dtype("<u1"), "u16": np.dtype("<u2"), "u32": np.dtype("<u4")}
+_REPAIR = "make it again with `shardwise convert`, or delete it where it stands in a cache folder"
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest dtype that holds every id of a vocabulary."""
+    for name, dtype in _DTYPES.items():
+        if vocab_size <= 1 << (8 * dtype.itemsize):
+            return name
+    raise DataError(f"a vocabulary of {vocab_size} ids does not fit into 32 bits")
+
+
+class TokenWriter:
+    """Writes one token file; as a context it commits at the end and leaves nothing behind after an error.
+
+    >>> with TokenWriter(path, tokenizer_name="bytes", vocab_size=256) as writer:
+    ...     writer.append(tokens)
+    ...     writer.end_document()
+    """
+
+    def __init__(self, path: Path, tokenizer_name: str, vocab_size: int) -> None:
+        self.path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        self._dtype_name = dtype_for(vocab_size)
+        self._dtype = _DTYPES[self._dtype_name]
+        self._tokenizer_name, self._vocab_size = tokenizer_name, vocab_size
+        self.count = 0
+        self._ends = array("Q")
+        self._checksums = array("I")
+        self._pending = bytearray()
+
+    def __enter__(self) -> "TokenWriter":
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary.open("w+b")
+            self._file.write(bytes(_TOKENS_START_BYTES))
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        return self
+
+    def append(self, tokens: npt.NDArray[Any]) -> None:
+        """Add tokens to the current document."""
+        if tokens.size == 0:
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab_size:
+            raise DataError(
+                f"{self.path}: token {low if low < 0 else high} is outside the vocabulary of {self._vocab_size} ids "
+                f"of tokenizer {self._tokenizer_name!r}"
+            )
+        self._pending += tokens.astype(self._dtype, copy=False).tobytes()
+        self.count += tokens.size
+        self._write_blocks(len(self._pending) // _BLOCK_BYTES * _BLOCK_BYTES)
+
+    def end_document(self) -> None:
+        """Close the current document; one without tokens is not counted."""
+        if self.count > (self._ends[-1] if self._ends else 0):
+            self._ends.append(self.count)
+
+    def _write_blocks(self, size: int) -> None:
+        if size == 0:
+            return
+        ready = memoryview(self._pending)[:size]
+        for start in range(0, size, _BLOCK_BYTES):
+            self._checksums.append(zlib.crc32(ready[start : start + _BLOCK_BYTES]))
+        try:
+            self._file.write(ready)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        finally:
+            ready.release()
+        del self._pending[:size]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        except OSError as failure:
+            raise self._cannot_write(failure) from failure
+        finally:
+            self._close_quietly()
+            self._temporary.unlink(missing_ok=True)
+
+    def _close_quietly(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk, already reported by the write that met it
+            self._file.close()
+
+    def _commit(self) -> None:
+        if self.count == 0:
+            raise DataError(f"{self.path} is not written: the source holds no tokens")
+        self.end_document()
+        self._write_blocks(len(self._pending))
+        self._file.write(bytes(-self.count * self._dtype.itemsize % 8))
+        ends = np.asarray(self._ends, dtype="<u8").tobytes()
+        checksums = np.asarray(self._checksums, dtype="<u4").tobytes()
+        self._file.write(ends + checksums)
+        header = {
+            "dtype": self._dtype_name,
+            "count": self.count,
+            "documents": len(self._ends),
+            "blocks": len(self._checksums),
+            "tables_crc": zlib.crc32(checksums, zlib.crc32(ends)),
+            "tokenizer": self._tokenizer_name,
+            "vocab_size": self._vocab_size,
+        }
+        text = json.dumps(header).encode()
+        if _PREFIX.size + len(text) > _TOKENS_START_BYTES:
+            raise DataError(
+                f"{self.path}: the name of tokenizer {self._tokenizer_name[:40]!r}... is too long"
+            )
+        self._file.seek(0)
+        self._file.write(_PREFIX.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._temporary.replace(self.path)
+        _fsync_folder(self.path.parent)
+
+    def _cannot_write(self, error: OSError) -> DataError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free space there or choose another place" if full else "choose another place"
+        return DataError(f"token file {self.path} cannot be written ({error.strerror}); {advice}")
+
+
+class TokenFile:
+    """One token file, mapped. ``read(start, stop)`` is the only way to its tokens."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            size_bytes = self.path.stat().st_size
+            with self.path.open("rb") as file:
+                page = file.read(_TOKENS_START_BYTES)
+        except OSError as error:
+            raise DataError(f"token file {self.path} cannot be read ({error.strerror})") from error
+        header = self._header(page)
+        self.count: int = header["count"]
+        self.documents: int = header["documents"]
+        self.tokenizer_name: str = header["tokenizer"]
+        self.vocab_size: int = header["vocab_size"]
+        self.dtype = _DTYPES[header["dtype"]]
+        self._blocks: int = header["blocks"]
+        tables_start = _TOKENS_START_BYTES + -(-self.count * self.dtype.itemsize // 8) * 8
+        expected_bytes = tables_start + 8 * self.documents + 4 * self._blocks
+        if size_bytes != expected_bytes:
+            state = "cut short" if size_bytes < expected_bytes else "longer than it was written"
+            raise DataError(
+                f"token file {self.path} is {state}: {size_bytes} bytes where its header says "
+                f"{expected_bytes}; {_REPAIR}"
+            )
+        self._map = np.memmap(self.path, dtype=np.uint8, mode="r")
+        tables = self._map[tables_start:]
+        if zlib.crc32(tables.data) != header["tables_crc"]:
+            raise DataError(f"token file {self.path} is damaged: the CRC-32 of its tables differs; {_REPAIR}")
+        self.ends: npt.NDArray[np.uint64] = tables[: 8 * self.documents].view("<u8")
+        self._checksums = tables[8 * self.documents :].view("<u4")
+        token_bytes = self._map[_TOKENS_START_BYTES : _TOKENS_START_BYTES + self.count * self.dtype.itemsize]
+        self._token_bytes = token_bytes
+        self._tokens = token_bytes.view(self.dtype)
+        self._is_checked = np.zeros(self._blocks, dtype=bool)
+
+    def _header(self, page: bytes) -> dict[str, Any]:
+        if not page:
+            raise DataError(f"token file {self.path} is empty; {_REPAIR}")
+        if len(page) < _PREFIX.size or page[:8] != MAGIC:
+            raise DataError(
+                f"{self.path} is no token file: it does not start with {MAGIC.decode()}; "
+                f"make one with `shardwise convert`, or rename a text file that ends in {SUFFIX}"
+            )
+        _, version, length, checksum = _PREFIX.unpack_from(page)
+        if version != VERSION:
+            raise DataError(
+                f"token file {self.path} has version {version}, this release reads version {VERSION}; {_REPAIR}"
+            )
+        text = page[_PREFIX.size : _PREFIX.size + length]
+        if len(text) != length or zlib.crc32(text) != checksum:
+            raise DataError(f"token file {self.path} is damaged: the CRC-32 of its header differs; {_REPAIR}")
+        header: dict[str, Any] = json.loads(text)
+        return header
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __reduce__(self) -> tuple[type["TokenFile"], tuple[Path]]:
+        # A worker process maps the file itself; pickling would copy every token.
+        return TokenFile, (self.path,)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` as a copy in int64."""
+        if not 0 <= start <= stop <= self.count:
+            raise IndexError(f"tokens [{start}, {stop}) of {self.path}, which holds {self.count}")
+        self._check(
+            start * self.dtype.itemsize // _BLOCK_BYTES, -(-stop * self.dtype.itemsize // _BLOCK_BYTES)
+        )
+        return self._tokens[start:stop].astype(np.int64)
+
+    def check(self) -> None:
+        """Hold every block against its CRC-32; a ``DataError`` names the first that differs."""
+        self._is_checked[:] = False
+        self._check(0, self._blocks)
+
+    def _check(self, first: int, stop: int) -> None:
+        for block in range(first, stop):
+            if self._is_checked[block]:
+                continue
+            start = block * _BLOCK_BYTES
+            if zlib.crc32(self._token_bytes[start : start + _BLOCK_BYTES].data) != self._checksums[block]:
+                begin = _TOKENS_START_BYTES + start
+                raise DataError(
+                    f"token file {self.path} is damaged: the CRC-32 of bytes {begin} to "
+                    f"{min(begin + _BLOCK_BYTES, _TOKENS_START_BYTES + self._token_bytes.size) - 1} differs; {_REPAIR}"
+                )
+            self._is_checked[block] = True
+
+    def fingerprint(self) -> str:
+        """Names the content, wherever the file lies: equal on every rank that reads the same tokens."""
+        digest = hashlib.sha256(f"{self.dtype.str} {self.count} {self.tokenizer_name}\n".encode())
+        digest.update(self._checksums.tobytes())
+        digest.update(self.ends.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def is_token_file(path: Path) -> bool:
+    """Whether a file starts as a token file does; one that only carries the suffix counts too and fails on opening."""
+    if path.suffix == SUFFIX:
+        return True
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _fsync_folder(folder: Path) -> None:
+    """Make a rename durable where the system can open a folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    with contextlib.suppress(OSError):  # some network file systems refuse it for a folder
+        os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,94 @@
+"""Windows: every token predicted once, and the cut for validation."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.data.token_file import TokenFile, TokenWriter
+from shardwise.data.windows import Span, Windows, hold_out
+from shardwise.plan.errors import DataError
+
+
+def _file(path: Path, lengths: list[int]) -> TokenFile:
+    """Token i has the value i, so that a window shows where it was cut."""
+    start = 0
+    with TokenWriter(path, "numbers", 1 << 20) as writer:
+        for length in lengths:
+            writer.append(np.arange(start, start + length))
+            writer.end_document()
+            start += length
+    return TokenFile(path)
+
+
+def test_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:
+    file = _file(tmp_path / "x.tokens", [101])
+    windows = Windows([Span(file, 0, 101)], context=10)
+    assert len(windows) == 10
+    samples = [windows.sample(i) for i in range(len(windows))]
+    assert torch.equal(torch.cat([sample["tokens"] for sample in samples]), torch.arange(100))
+    assert torch.equal(torch.cat([sample["targets"] for sample in samples]), torch.arange(1, 101))
+    assert all(sample["tokens"].dtype == torch.int64 for sample in samples)
+    assert windows.tokens == 100
+
+
+def test_windows_stay_inside_their_span(tmp_path: Path) -> None:
+    one, two = _file(tmp_path / "1.tokens", [25]), _file(tmp_path / "2.tokens", [1000])
+    windows = Windows([Span(one, 3, 25), Span(two, 0, 4), Span(two, 500, 531)], context=10)
+    starts = [int(windows[i]["tokens"][0]) for i in range(len(windows))]
+    assert starts == [3, 13, 500, 510, 520]
+    for beyond in (-1, 5):
+        with pytest.raises(IndexError):
+            windows[beyond]
+
+
+def test_worker_processes_get_the_same_windows(tmp_path: Path) -> None:
+    windows = Windows([Span(_file(tmp_path / "x.tokens", [500]), 0, 500)], context=7)
+    copy = pickle.loads(pickle.dumps(windows))
+    assert torch.equal(copy[33]["tokens"], windows[33]["tokens"])
+    assert copy.fingerprint() == windows.fingerprint()
+
+
+def test_fingerprint_follows_the_cut(tmp_path: Path) -> None:
+    file = _file(tmp_path / "x.tokens", [500])
+    cuts = [([Span(file, 0, 500)], 7), ([Span(file, 0, 500)], 8), ([Span(file, 0, 499)], 7)]
+    assert len({Windows(spans, context).fingerprint() for spans, context in cuts}) == 3
+
+
+def test_too_short_names_file_and_need(tmp_path: Path) -> None:
+    file = _file(tmp_path / "x.tokens", [10])
+    with pytest.raises(DataError, match=r"x\.tokens holds 10 tokens, but one window of context 10 takes 11"):
+        Windows([Span(file, 0, 10)], context=10)
+    with pytest.raises(DataError, match=r"x\.tokens holds 10 tokens.*12 tokens; give more text"):
+        hold_out(file, 0.1, context=5)
+
+
+def test_held_out_part_is_the_end_and_loses_nothing(tmp_path: Path) -> None:
+    file = _file(tmp_path / "x.tokens", [1000])
+    train, validation = hold_out(file, 0.1, context=10)
+    assert (train.start, train.stop, validation.start, validation.stop) == (0, 900, 900, 1000)
+    assert hold_out(file, 0, context=10)[0] == Span(file, 0, 1000)
+
+
+def test_held_out_part_is_at_least_a_window(tmp_path: Path) -> None:
+    train, validation = hold_out(_file(tmp_path / "x.tokens", [100]), 0.01, context=30)
+    assert (train.tokens, validation.tokens) == (69, 31)
+    train, validation = hold_out(_file(tmp_path / "y.tokens", [100]), 0.99, context=30)
+    assert (train.tokens, validation.tokens) == (31, 69)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cut"),
+    [
+        ([880, 120], 880),  # the nearest end, within half of the 100 asked for
+        ([930, 70], 930),
+        ([880, 30, 90], 910),
+        ([700, 300], 900),  # too far: cut inside the document
+        ([1000], 900),
+    ],
+)
+def test_cut_prefers_the_end_of_a_document(tmp_path: Path, lengths: list[int], cut: int) -> None:
+    train, validation = hold_out(_file(tmp_path / "x.tokens", lengths), 0.1, context=10)
+    assert (train.stop, validation.start) == (cut, cut)
