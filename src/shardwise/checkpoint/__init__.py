@@ -1,0 +1,26 @@
+"""Checkpoints that any number of ranks can save and any other number load, and that survive a kill at any moment."""
+
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.inspect import FolderSummary, StepSummary, describe
+from shardwise.checkpoint.load import Damage, Loaded
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.peers import Peers, Solo
+from shardwise.checkpoint.piece import Item, Piece
+from shardwise.checkpoint.policy import CheckpointPolicy
+from shardwise.checkpoint.verify import verify
+
+__all__ = [
+    "CheckpointPolicy",
+    "Checkpoints",
+    "Damage",
+    "FolderSummary",
+    "Item",
+    "Loaded",
+    "Manifest",
+    "Peers",
+    "Piece",
+    "Solo",
+    "StepSummary",
+    "describe",
+    "verify",
+]

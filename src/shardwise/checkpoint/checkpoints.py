@@ -1,0 +1,207 @@
+"""Checkpoints: the folder of steps of one run, saved to behind training and loaded from on any number of ranks.
+
+    checkpoints = Checkpoints("runs/gpt/checkpoints", peers)
+    checkpoints.save(200, items, {"consumed_samples": 12800})     # returns after a copy to host memory
+    checkpoints.wait()                                            # until it is committed; raises what went wrong
+    loaded = checkpoints.load(items)                              # newest whole step, or None
+
+Every rank makes the same calls in the same order. A save waits for the one before it. What fails behind training
+is told through ``warn`` when it happens and raised by the next ``save``, ``load`` or ``wait``. The writing thread is
+not a daemon: a process that ends normally finishes its save first.
+"""
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.layout import Sizes
+from shardwise.checkpoint.load import Choose, Load, Loaded
+from shardwise.checkpoint.peers import Conversation, Peers, Solo
+from shardwise.checkpoint.piece import Item, Piece, check_pieces
+from shardwise.checkpoint.policy import CheckpointPolicy
+from shardwise.checkpoint.save import Contents, Save, Writer
+from shardwise.checkpoint.steps import Folder, Found
+from shardwise.plan.errors import CheckpointError
+
+
+class HostBuffer:
+    """Host memory for a copy of this rank's pieces: one allocation, used again by every save."""
+
+    _ALIGN_BYTES = 64
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, items: Sequence[Item]) -> list[Item]:
+        """``items`` with their tensors copied here; the copies are complete on return."""
+        check_pieces(items)
+        tensors = [piece.tensor for item in items for piece in item.pieces]
+        offsets, total = [], 0
+        for tensor in tensors:
+            offsets.append(total)
+            total += -(-tensor.numel() * tensor.dtype.itemsize // self._ALIGN_BYTES) * self._ALIGN_BYTES
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        if self._memory.numel() < total:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # let the old go before the new comes
+            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))
+        places = iter(offsets)
+        copied = []
+        for item in items:
+            pieces = [Piece(start, stop, self._put(t, next(places))) for start, stop, t in item.pieces]
+            copied.append(item._replace(pieces=pieces))
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return copied
+
+    def _put(self, tensor: Tensor, offset: int) -> Tensor:
+        size = tensor.numel() * tensor.dtype.itemsize
+        place = self._memory[offset : offset + size].view(tensor.dtype)
+        return place.copy_(tensor.detach(), non_blocking=True)
+
+
+class Checkpoints:
+    """The steps in one folder. One object per folder and run: two would count as two writers."""
+
+    def __init__(
+        self,
+        root: Path | str,
+        peers: Peers | None = None,
+        policy: CheckpointPolicy | None = None,
+        *,
+        run: str = "",
+        warn: Callable[[str], None] | None = None,
+        sizes: Sizes | None = None,
+        files: Files | None = None,
+    ) -> None:
+        """``run`` names the run in the manifest; ``warn`` takes one line at a time."""
+        self.root = Path(root)
+        self.policy = policy or CheckpointPolicy()
+        self._peers: Peers = peers or Solo()
+        self._files = files or Files()
+        self._folder = Folder(self.root, self._files)
+        self._sizes = sizes or Sizes()
+        self._warn = warn or logging.getLogger("shardwise.checkpoint").warning
+        self._writer = Writer(
+            run=run or secrets.token_hex(4),
+            keep_last=self.policy.keep_last,
+            keep_every=self.policy.keep_every,
+            read_back=self.policy.read_back,
+            warn=self._warn,
+        )
+        self._buffer = HostBuffer()
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    # -- saving
+
+    def save(
+        self,
+        step: int,
+        items: Sequence[Item],
+        trainer: Mapping[str, Any],
+        *,
+        aliases: Mapping[str, Sequence[str]] | None = None,
+        write_aliases: bool = False,
+        texts: Mapping[str, str] | None = None,
+        asynchronous: bool | None = None,
+    ) -> None:
+        """Save ``items`` as step ``step``; ``asynchronous`` overrides the policy.
+
+        ``aliases`` maps the name of a tied tensor to its other names; they are noted, and with ``write_aliases``
+        written as tensors of their own. ``texts`` are small files to go along, such as ``model/config.json``.
+        """
+        talk = self._open(f"save of step {step}")  # before anything may raise: ranks count alike
+        self.wait()
+        behind = self.policy.asynchronous if asynchronous is None else asynchronous
+        contents = Contents(step, items, dict(trainer), aliases or {}, write_aliases, texts or {})
+        if not 0 <= step < 10**15:
+            raise CheckpointError(f"step {step}: expected a number from 0 to 10^15 - 1")
+        if behind:
+            try:
+                contents = Contents(
+                    step, self._buffer.copy(items), dict(trainer), aliases or {}, write_aliases, texts or {}
+                )
+            except Exception as error:
+                self._tell(talk, error)
+            self._thread = threading.Thread(target=self._behind, args=(talk, contents), name="shardwise-save")
+            self._thread.start()
+        else:
+            self._save(talk, contents)
+
+    def _tell(self, talk: Conversation, error: Exception) -> None:
+        """A failure ahead of the first phase, told in its place so that no rank waits for this one."""
+
+        def fail() -> None:
+            raise error
+
+        talk.gather("specs", fail)
+
+    def _save(self, talk: Conversation, contents: Contents) -> None:
+        try:
+            Save(self._folder, self._files, self._sizes, self._writer, talk, contents).run()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.root}: step {contents.step} was not saved: {error}") from error
+
+    def _behind(self, talk: Conversation, contents: Contents) -> None:
+        self._yield_to_training()
+        try:
+            self._save(talk, contents)
+        except Exception as error:
+            failure = (
+                error
+                if isinstance(error, CheckpointError)
+                else CheckpointError(
+                    f"{self.root}: step {contents.step} was not saved: {type(error).__name__}: {error}"
+                )
+            )
+            failure.__cause__ = error.__cause__ or error
+            self._failure = failure
+            self._warn(str(failure))
+
+    @staticmethod
+    def _yield_to_training() -> None:
+        """The lowest priority but one for this thread, where the system knows priorities of threads."""
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+    def wait(self) -> None:
+        """Until the save behind training, if any, is committed; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is being written now."""
+        return self._thread is not None and self._thread.is_alive()
+
+    # -- loading
+
+    def load(self, items: Choose, *, path: Path | str | None = None, partial: bool = False) -> Loaded | None:
+        """Fill ``items`` from the newest whole step, or from the step at ``path`` and no other.
+
+        ``items`` may be a function of the manifest, for callers whose wishes depend on what a step holds. ``partial``
+        allows the step to hold more tensors of a kind than are asked for. None where the folder has no step.
+        """
+        talk = self._open("load")
+        self.wait()
+        load = Load(self._folder, self._files, talk, self._warn, partial)
+        return load.newest(items) if path is None else load.exactly(Path(path), items)
+
+    def steps(self) -> list[Found]:
+        """What lies in the folder, newest first; asks this process's view of the disk alone."""
+        return self._folder.scan()
+
+    def _open(self, purpose: str) -> Conversation:
+        return Conversation(self._peers, purpose, self.policy.timeout_s)

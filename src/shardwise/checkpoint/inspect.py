@@ -1,0 +1,130 @@
+"""What a checkpoint holds, for ``shardwise inspect``: one step, or a folder of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.load import Damage, Reader
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.steps import LATEST, Folder, open_step
+from shardwise.checkpoint.verify import verify
+from shardwise.plan.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor of a step."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """One step. ``problem`` says why it cannot be opened; everything but ``path`` is then empty."""
+
+    path: Path
+    problem: str = ""
+    step: int = 0
+    run: str = ""
+    generation: int = 0
+    bytes_by_kind: dict[str, int] | None = None
+    bytes_by_file: dict[str, int] | None = None
+    tensors: tuple[TensorRow, ...] = ()
+    aliases: dict[str, list[str]] | None = None
+    trainer: dict[str, Any] | None = None
+    damage: tuple[Damage, ...] | None = None
+    """What verification found; None if it was not asked for."""
+
+    @property
+    def bytes(self) -> int:
+        return sum((self.bytes_by_file or {}).values())
+
+    @property
+    def elements(self) -> int:
+        """Elements of the model's weights."""
+        sizes = [
+            row.bytes // manifests.DTYPES[row.dtype].itemsize for row in self.tensors if row.kind == "weight"
+        ]
+        return sum(sizes)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problem and not self.damage
+
+
+@dataclass(frozen=True)
+class FolderSummary:
+    """A folder of steps, newest first."""
+
+    path: Path
+    steps: tuple[StepSummary, ...]
+    latest: str
+    """The hint, as it stands."""
+    leftovers: tuple[str, ...]
+    """Directories of saves in progress or of writers that died; the next save removes the latter."""
+
+
+def describe(directory: Path | str, check: bool = True) -> StepSummary | FolderSummary:
+    """Summarise a step, or a folder of steps; with ``check``, verify every byte of each."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; expected a step or a folder of steps")
+    if (path / manifests.NAME).exists():
+        return _describe_step(path, check)
+    files = Files()
+    found = Folder(path, files).scan()
+    if not found:
+        raise CheckpointError(
+            f"{path}: neither a step (it has no {manifests.NAME}) nor a folder with directories step_NNNNNNNN"
+        )
+    try:
+        latest = files.read_bytes(path / LATEST, 4096).decode(errors="replace").strip()
+    except OSError:
+        latest = ""
+    leftovers = sorted(p.name for p in path.iterdir() if ".tmp-" in p.name or p.name.startswith(".trash-"))
+    steps = tuple(_describe_step(one.path, check) for one in found)
+    return FolderSummary(path, steps, latest if latest.isprintable() else "", tuple(leftovers))
+
+
+def _describe_step(path: Path, check: bool) -> StepSummary:
+    files = Files()
+    damage = tuple(verify(path, files)) if check else None
+    try:
+        manifest = open_step(path, files)
+        text = Reader(path, manifest, files).text(manifests.TRAINER)
+        trainer = manifests.read_json(text, str(path / manifests.TRAINER))
+    except CheckpointError as problem:
+        return StepSummary(path, problem=str(problem), damage=damage)
+    return StepSummary(
+        path=path,
+        step=manifest.step,
+        run=manifest.run,
+        generation=manifest.generation,
+        bytes_by_kind=manifest.kinds,
+        bytes_by_file={name: file.bytes for name, file in sorted(manifest.files.items())},
+        tensors=_rows(manifest),
+        aliases=manifest.aliases,
+        trainer=trainer,
+        damage=damage,
+    )
+
+
+def _rows(manifest: Manifest) -> tuple[TensorRow, ...]:
+    return tuple(
+        TensorRow(
+            kind=tensor.kind,
+            name=tensor.name,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            bytes=tensor.bytes,
+            files=tuple(dict.fromkeys(piece.file for piece in tensor.pieces)),
+        )
+        for tensor in manifest.tensors
+    )

@@ -1,0 +1,155 @@
+"""Where every byte lies: a pure function of the tensors' names, shapes and dtypes.
+
+    step_00001234/
+      model/model.safetensors                  whole tensors under the model's own names; or, above ``file_bytes``,
+      model/model-00001-of-00003.safetensors   several files and model.safetensors.index.json
+      state/master.safetensors                 "master/<name>/<r0>-<r1>": rows r0..r1 of dim 0, cut on a grid
+      state/exp_avg.safetensors                of at most ``piece_elements`` elements
+      trainer.json, manifest.json
+
+A safetensors file is 8 bytes of header length, a JSON header with the byte range of each tensor, then the bytes. So
+each rank computes every header and offset alone, and a rank that holds elements [a, b) of a tensor writes them at
+``slot.offset + (a - slot.start) * itemsize``: no all-to-all before a save, no rank ever holds a whole tensor, and no
+file tells how the job was cut. Tensors are ordered by falling itemsize and then by name, which keeps every element
+aligned; the header is padded with spaces so that data starts on a page.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from shardwise.checkpoint.piece import DTYPE_CODES, MODEL_KINDS, Spec
+from shardwise.plan.errors import CheckpointError
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes at which things are cut. Fixed in the format's first version; tests make them tiny."""
+
+    file_bytes: int = 5_000_000_000
+    """A file takes tensors up to this many bytes; one larger tensor has a file of its own."""
+    piece_elements: int = 2**28
+    """The grid of state tensors: as many whole rows as fit, at least one."""
+    block_bytes: int = 2**24
+    """What one CRC-32 covers; a multiple of 16, so that no element lies in two blocks."""
+
+
+class Slot(NamedTuple):
+    """Elements ``[start, stop)`` of one tensor, at ``offset`` of a file, there called ``key``."""
+
+    spec: Spec
+    start: int
+    stop: int
+    key: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + (self.stop - self.start) * self.spec.dtype.itemsize
+
+
+class FileLayout(NamedTuple):
+    """One safetensors file: its header and where the tensors lie behind it."""
+
+    path: str
+    header: bytes
+    slots: tuple[Slot, ...]
+    bytes: int
+
+
+def arrange(specs: Iterable[Spec], sizes: Sizes, aliases: Mapping[str, Sequence[str]]) -> list[FileLayout]:
+    """Every safetensors file of a step. ``aliases``: the other names of tied tensors, noted in the headers."""
+    groups: dict[str, list[Slot]] = {}
+    for spec in specs:
+        group = "model/model" if spec.kind in MODEL_KINDS else f"state/{spec.kind}"
+        groups.setdefault(group, []).extend(_cut(spec, sizes.piece_elements))
+    layouts: list[FileLayout] = []
+    for group in sorted(groups):
+        slots = sorted(
+            groups[group], key=lambda slot: (-slot.spec.dtype.itemsize, slot.spec.name, slot.start)
+        )
+        keys: set[str] = set()
+        for slot in slots:
+            if slot.key in keys:
+                raise CheckpointError(f"{slot.key!r} is the name of both a weight and a buffer; rename one")
+            keys.add(slot.key)
+        layouts += _files(group, slots, sizes.file_bytes, aliases)
+    return layouts
+
+
+def _cut(spec: Spec, piece_elements: int) -> list[Slot]:
+    """The slots of one tensor, offsets still unset: one if it belongs to the model, else rows of the grid."""
+    if spec.kind in MODEL_KINDS:
+        return [Slot(spec, 0, spec.elements, spec.name, spec.shape, 0)]
+    rows = spec.shape[0] if spec.shape else 1
+    row_shape = spec.shape[1:]
+    row_elements = prod(row_shape)
+    step = max(1, piece_elements // max(1, row_elements))
+    slots = []
+    for first in range(0, max(1, rows), step):
+        last = min(first + step, rows)
+        shape = (last - first, *row_shape) if spec.shape else ()
+        key = f"{spec.kind}/{spec.name}/{first}-{last}"
+        slots.append(Slot(spec, first * row_elements, last * row_elements, key, shape, 0))
+    return slots
+
+
+def _files(
+    group: str, slots: list[Slot], file_bytes: int, aliases: Mapping[str, Sequence[str]]
+) -> list[FileLayout]:
+    """Fill files in order up to ``file_bytes``."""
+    fills: list[list[Slot]] = [[]]
+    filled = 0
+    for slot in slots:
+        if fills[-1] and filled + slot.end - slot.offset > file_bytes:
+            fills.append([])
+            filled = 0
+        fills[-1].append(slot)
+        filled += slot.end - slot.offset
+    count = len(fills)
+    names = [f"{group}-{i + 1:05d}-of-{count:05d}" for i in range(count)] if count > 1 else [group]
+    return [_file(f"{name}.safetensors", fill, aliases) for name, fill in zip(names, fills, strict=True)]
+
+
+def _file(path: str, slots: list[Slot], aliases: Mapping[str, Sequence[str]]) -> FileLayout:
+    """The header in bytes, and the slots at their offsets."""
+    # "format": transformers refuses weights without it. An alias maps to the name that holds the tensor, as
+    # safetensors.torch.save_model writes it.
+    notes = {"format": "pt"}
+    entries: dict[str, object] = {"__metadata__": notes}
+    position = 0
+    for slot in slots:
+        end = position + slot.end - slot.offset
+        entries[slot.key] = {
+            "dtype": DTYPE_CODES[slot.spec.dtype],
+            "shape": list(slot.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+        if slot.spec.kind in MODEL_KINDS:
+            notes.update({alias: slot.key for alias in aliases.get(slot.key, ())})
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % PAGE_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    placed = []
+    offset = len(header)
+    for slot in slots:
+        placed.append(slot._replace(offset=offset))
+        offset = placed[-1].end
+    return FileLayout(path, header, tuple(placed), offset)
+
+
+def index_text(layouts: Sequence[FileLayout]) -> bytes | None:
+    """``model.safetensors.index.json``, where the model takes more than one file."""
+    files = [layout for layout in layouts if layout.path.startswith("model/")]
+    if len(files) < 2:
+        return None
+    weights = {slot.key: layout.path.partition("/")[2] for layout in files for slot in layout.slots}
+    total = sum(slot.end - slot.offset for layout in files for slot in layout.slots)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    return json.dumps(index, indent=2).encode() + b"\n"

@@ -1,0 +1,362 @@
+"""Loading: choose a step together, then read the slices, checking every byte that is read.
+
+    candidates   rank 0 scans the folder, newest first; all ranks take its list
+    check        each rank opens the manifest, compares its tensors, and reads its share of all blocks against their
+                 CRC-32, so that every block of the step is read once by someone. All hear how all fared: damage
+                 anywhere turns every rank to the next older step while no destination has been touched
+    read         each rank reads the blocks that its pieces lie in, checks them once more as it reads, and copies
+
+Two passes instead of one with a second copy of the state: memory is what is short when a run starts. The second pass
+reads mostly from the page cache and costs a CRC; because it checks too, bytes that went bad in between are not
+taken either. Then every rank turns to the next older step, which fills every destination anew; only when no step is
+left does loading fail with destinations half filled, and it says so.
+
+Blocks are the grain: a slice is checked by the whole blocks around it, and a rank reads each block once, in file order,
+however many of its slices lie in it.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import Manifest, StoredTensor
+from shardwise.checkpoint.peers import Conversation
+from shardwise.checkpoint.piece import Item, bytes_of, check_pieces
+from shardwise.checkpoint.steps import Folder, Found, open_step
+from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
+
+Choose = Sequence[Item] | Callable[[Manifest], Sequence[Item]]
+"""What to fill: the items, or a function that gives them for the step at hand."""
+
+
+class Loaded(NamedTuple):
+    """The step that was loaded."""
+
+    step: int
+    trainer: dict[str, Any]
+    path: Path
+    manifest: Manifest
+
+
+class Damage(NamedTuple):
+    """What is wrong with one file of a step, and with which tensors."""
+
+    file: str
+    tensors: tuple[str, ...]
+    what: str
+
+    def __str__(self) -> str:
+        tensors = f" (tensor {', '.join(self.tensors)})" if self.tensors else ""
+        return f"{self.file}{tensors}: {self.what}"
+
+
+class Reader:
+    """The bytes of one step, never returned unchecked. Holds one block of memory."""
+
+    def __init__(self, path: Path, manifest: Manifest, files: Files) -> None:
+        self.path, self.manifest = path, manifest
+        self._files = files
+        largest = max(file.bytes for file in manifest.files.values())
+        self._buffer = torch.empty(min(manifest.block_bytes, largest), dtype=torch.uint8)
+        self._memory = bytes_of(self._buffer)
+
+    def blocks(self) -> list[tuple[str, int]]:
+        """(file, block) of the whole step, in order."""
+        files = sorted(self.manifest.files.items())
+        return [(name, block) for name, file in files for block in range(file.blocks)]
+
+    def check(self, blocks: Iterable[tuple[str, int]]) -> None:
+        """Read ``blocks`` and compare; raises at the first that differs."""
+        by_file: dict[str, list[int]] = {}
+        for name, block in blocks:
+            by_file.setdefault(name, []).append(block)
+        for name, wanted in by_file.items():
+            self._each_block(name, wanted, lambda block, data: None)
+
+    def text(self, name: str) -> bytes:
+        """A small file whole."""
+        parts: list[bytes] = []
+        file = self.manifest.files[name]
+        self._each_block(name, range(file.blocks), lambda block, data: parts.append(data.numpy().tobytes()))
+        return b"".join(parts)
+
+    def fill(self, items: Sequence[Item]) -> None:
+        """Copy the stored elements into the pieces of ``items``, casting where the dtype differs."""
+        for name, wishes in self._wishes(items).items():
+            wishes.sort(key=lambda wish: wish.start)
+            size = self.manifest.block_bytes
+            touched = {block for wish in wishes for block in range(wish.start // size, -(-wish.stop // size))}
+            self._each_block(name, sorted(touched), _copier(wishes, size))
+
+    def _wishes(self, items: Sequence[Item]) -> dict[str, list["_Wish"]]:
+        wishes: dict[str, list[_Wish]] = {}
+        for item in items:
+            stored = self.manifest.find(item.kind, item.name)
+            assert stored is not None, f"{item.name} was compared before it is read"
+            for start, stop, tensor in item.pieces:
+                for piece in stored.pieces:
+                    a, b = max(start, piece.start), min(stop, piece.stop)
+                    if a < b:
+                        at = piece.offset + (a - piece.start) * stored.torch_dtype.itemsize
+                        end = at + (b - a) * stored.torch_dtype.itemsize
+                        wish = _Wish(at, end, stored.torch_dtype, tensor.detach()[a - start : b - start])
+                        wishes.setdefault(piece.file, []).append(wish)
+        return wishes
+
+    def _each_block(self, name: str, blocks: Iterable[int], use: Callable[[int, Tensor], None]) -> None:
+        """Read and check ``blocks`` of one file, handing each to ``use``."""
+        file = self.manifest.files[name]
+        size = self.manifest.block_bytes
+        place = self.path / name
+        try:
+            descriptor = self._files.open_for_reading(place)
+        except OSError as error:
+            raise DamagedError(f"{place}: cannot be opened ({error.strerror or error})") from None
+        try:
+            for block in blocks:
+                length = min(size, file.bytes - block * size)
+                data = self._memory[:length]
+                try:
+                    self._files.read_at(descriptor, data, block * size)
+                except OSError as error:
+                    what = f"cannot be read ({error})"
+                    raise DamagedError(f"{self.path}: {self._damage(name, block, what)}") from None
+                if zlib.crc32(data) != file.block_crc(block):
+                    what = (
+                        f"bytes {block * size}..{block * size + length} do not match their CRC-32; they changed "
+                        "after they were written"
+                    )
+                    raise DamagedError(f"{self.path}: {self._damage(name, block, what)}")
+                use(block, self._buffer[:length])
+        finally:
+            os.close(descriptor)
+
+    def _damage(self, name: str, block: int, what: str) -> Damage:
+        size = self.manifest.block_bytes
+        return Damage(name, self.suspects(name, block * size, (block + 1) * size), what)
+
+    def suspects(self, name: str, start: int, stop: int) -> tuple[str, ...]:
+        """The tensors within bytes ``[start, stop)`` of a file whose own CRC-32 no longer holds."""
+        return tuple(
+            f"{tensor.kind} {tensor.name!r}"
+            for tensor in self.manifest.tensors
+            for piece in tensor.pieces
+            if piece.file == name
+            and piece.offset < stop
+            and (end := piece.offset + (piece.stop - piece.start) * tensor.torch_dtype.itemsize) > start
+            and self._sum(name, piece.offset, end) != int(piece.crc32, 16)
+        )
+
+    def _sum(self, name: str, start: int, stop: int) -> int:
+        """The CRC-32 of a range as it is now; -1 where it cannot be read."""
+        total = 0
+        part = bytearray(min(2**20, stop - start))
+        try:
+            descriptor = self._files.open_for_reading(self.path / name)
+            try:
+                while start < stop:
+                    data = memoryview(part)[: stop - start]
+                    self._files.read_at(descriptor, data, start)
+                    total = zlib.crc32(data, total)
+                    start += len(data)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return -1
+        return total
+
+
+class _Wish(NamedTuple):
+    """Bytes ``[start, stop)`` of a file, of ``dtype``, wanted in ``tensor``."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    tensor: Tensor
+
+
+def _copier(wishes: Sequence[_Wish], block_bytes: int) -> Callable[[int, Tensor], None]:
+    """Serve sorted ``wishes`` from blocks that come in rising order."""
+    waiting = list(reversed(wishes))
+    open_wishes: list[_Wish] = []
+
+    def use(block: int, data: Tensor) -> None:
+        first = block * block_bytes
+        last = first + data.numel()
+        while waiting and waiting[-1].start < last:
+            open_wishes.append(waiting.pop())
+        for start, stop, dtype, tensor in open_wishes:
+            a, b = max(start, first), min(stop, last)
+            size = dtype.itemsize
+            source = data[a - first : b - first].view(dtype)
+            tensor[(a - start) // size : (b - start) // size].copy_(source)
+        open_wishes[:] = [wish for wish in open_wishes if wish.stop > last]
+
+    return use
+
+
+# ---------------------------------------------------------------------------------------------- which model
+
+
+def differences(items: Sequence[Item], manifest: Manifest) -> list[str]:
+    """Where this rank's items and the step are not the same model, in words."""
+    found = []
+    for item in items:
+        stored = manifest.find(item.kind, item.name)
+        if stored is None:
+            found.append(f"{item.kind} {item.name!r} {tuple(item.shape)} is not in the checkpoint")
+        elif tuple(stored.shape) != tuple(item.shape):
+            found.append(
+                f"{item.kind} {item.name!r} is {tuple(stored.shape)} in the checkpoint and "
+                f"{tuple(item.shape)} in this model"
+            )
+        elif not _castable(stored, item.dtype):
+            found.append(
+                f"{item.kind} {item.name!r} is {stored.torch_dtype} in the checkpoint and {item.dtype} in this model"
+            )
+    return found
+
+
+def _castable(stored: StoredTensor, wanted: torch.dtype) -> bool:
+    return stored.torch_dtype == wanted or (stored.torch_dtype.is_floating_point and wanted.is_floating_point)
+
+
+def _asked(items: Sequence[Item], manifest: Manifest) -> str:
+    """Which of the manifest's tensors this rank asks for: a bit each, in hex."""
+    wanted = {
+        id(manifest.find(item.kind, name)) for item in items for name in manifest.names_of(item.name)
+    }
+    bits = "".join("1" if id(tensor) in wanted else "0" for tensor in manifest.tensors)
+    return f"{int(bits, 2):x}" if bits else "0"
+
+
+def _unasked(told: Sequence[dict[str, Any]], manifest: Manifest) -> list[str]:
+    """Tensors that no rank asked for, of kinds that some rank did ask for."""
+    union = 0
+    for answer in told:
+        union |= int(answer["asked"], 16)
+    count = len(manifest.tensors)
+    asked = [bool(union >> (count - 1 - i) & 1) for i in range(count)]
+    kinds = {tensor.kind for tensor, yes in zip(manifest.tensors, asked, strict=True) if yes}
+    return [
+        f"{tensor.kind} {tensor.name!r} {tuple(tensor.shape)} is not in this model"
+        for tensor, yes in zip(manifest.tensors, asked, strict=True)
+        if not yes and tensor.kind in kinds
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- together
+
+
+class Load:
+    """One load in progress, the same on every rank."""
+
+    def __init__(
+        self, folder: Folder, files: Files, talk: Conversation, warn: Callable[[str], None], partial: bool
+    ) -> None:
+        self._folder, self._files, self._talk, self._partial = folder, files, talk, partial
+        self._warn = warn if talk.rank == 0 else lambda line: None
+        self._touched = False
+
+    def newest(self, choose: Choose) -> Loaded | None:
+        """The newest step that is whole, older ones where newer are damaged; None where there is no step at all."""
+        steps: list[Found] = []
+
+        def scan() -> list[str]:
+            if self._talk.rank == 0:
+                steps.extend(self._folder.scan())
+                self._pass_over(steps)
+            return [one.path.name for one in steps if one.manifest is not None]
+
+        names: list[str] = json.loads(self._talk.gather("candidates", scan)[0])
+        problems: list[str] = []
+        for number, name in enumerate(names):
+            try:
+                return self._one(self._folder.root / name, choose, str(number))
+            except DamagedError as damage:
+                problems.append(str(damage))
+                older = (
+                    f"trying {names[number + 1]}" if number + 1 < len(names) else "and there is no older one"
+                )
+                self._warn(f"checkpoint {name} is damaged, {older}: {damage}")
+        self._talk.gather("none left", lambda: self._none_left(steps, problems))
+        return None
+
+    def _pass_over(self, steps: Sequence[Found]) -> None:
+        """A word on steps newer than the newest readable one; a step of a newer format is no reason to go back."""
+        newest = max((one.step for one in steps if one.manifest is not None), default=-1)
+        for one in steps:
+            if one.problem is not None and one.step >= newest:
+                if not isinstance(one.problem, DamagedError):
+                    raise one.problem
+                self._warn(f"checkpoint {one.path.name} is passed over: {one.problem}")
+
+    def _none_left(self, steps: Sequence[Found], problems: Sequence[str]) -> None:
+        stories = [*problems, *(str(one.problem) for one in steps if one.problem is not None)]
+        if stories:
+            touched = " The tensors given are half filled." if self._touched else ""
+            raise DamagedError(
+                f"{self._folder.root}: no step there can be loaded.{touched} Restore one from a copy, or start anew in "
+                f"another folder. {'; '.join(stories)}"
+            )
+
+    def exactly(self, path: Path, choose: Choose) -> Loaded:
+        """This step and no other."""
+        return self._one(path, choose, "only")
+
+    def _one(self, path: Path, choose: Choose, turn: str) -> Loaded:
+        """Check ``path`` together, then fill."""
+        opened: list[tuple[Reader, Sequence[Item]]] = []
+
+        def check() -> dict[str, Any]:
+            manifest = open_step(path, self._files)
+            items = list(choose(manifest)) if callable(choose) else list(choose)
+            check_pieces(items)
+            reader = Reader(path, manifest, self._files)
+            opened.append((reader, items))
+            wrong = differences(items, manifest)
+            if not wrong:
+                blocks = reader.blocks()
+                rank, size = self._talk.rank, self._talk.size
+                reader.check(blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size])
+            return {"seal": manifest.sha256, "asked": _asked(items, manifest), "wrong": wrong}
+
+        told = [json.loads(text) for text in self._talk.gather(f"check {turn}", check)]
+        reader, items = opened[0]
+        self._judge(told, reader)
+
+        trainer: dict[str, Any] = {}
+
+        def read() -> None:
+            text = reader.text(manifests.TRAINER)
+            trainer.update(manifests.read_json(text, str(path / manifests.TRAINER)))
+            self._touched = True
+            reader.fill(items)
+
+        self._talk.gather(f"read {turn}", read)
+        return Loaded(reader.manifest.step, trainer, path, reader.manifest)
+
+    def _judge(self, told: Sequence[dict[str, Any]], reader: Reader) -> None:
+        """Equal on all ranks, since all judge the same answers."""
+        if len({answer["seal"] for answer in told}) > 1:
+            raise CheckpointError(
+                f"{reader.path}: the ranks see different manifests under this name; the checkpoint folder must lie on "
+                "a file system that all ranks share"
+            )
+        wrong = list(dict.fromkeys(line for answer in told for line in answer["wrong"]))
+        if not self._partial:
+            wrong += _unasked(told, reader.manifest)
+        if wrong:
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise MismatchError(
+                f"{reader.path}: a checkpoint of another model: {'; '.join(wrong[:5])}{more}. "
+                "Load it into the model that wrote it, or start without it"
+            )

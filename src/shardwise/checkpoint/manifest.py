@@ -1,0 +1,283 @@
+"""The manifest: what a step holds, and the sums by which its bytes are known.
+
+    {"format":1, "run":..., "generation":..., "writer":..., "step":1234, "block_bytes":16777216,
+     "files":   {"model/model.safetensors": {"bytes":..., "crc32":"<8 hex digits per block>"}, ...},
+     "tensors": [{"kind","name","shape","dtype","pieces":[{"file","offset","start","stop","crc32"}, ...]}, ...],
+     "aliases": {"embed.weight": ["head.weight"]},
+     "sha256":  "<of every byte before this field>"}
+
+One CRC-32 per block lets a reader check what it reads without reading the rest; one per piece names the tensor that a
+damaged block belongs to. The SHA-256 covers the sums, so that a flipped bit in them is found too. None of this is
+a signature: it finds accidents, not forgery. Against forgery stands that nothing here is ever executed: JSON with
+a fixed schema, bounded in size and in nodes before it is parsed, duplicate keys and NaN refused, file names plain.
+Unknown keys are ignored, an unknown format is refused.
+"""
+
+import hashlib
+import json
+import math
+import re
+from functools import cached_property
+from math import prod
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shardwise.checkpoint.piece import DTYPES, Spec, check_spec
+from shardwise.plan.errors import CheckpointError, DamagedError
+
+FORMAT = 1
+NAME = "manifest.json"
+TRAINER = "trainer.json"
+JSON_BYTES = 64 * 2**20
+"""No JSON file of a checkpoint is larger."""
+JSON_NODES = 1_000_000
+"""Nor has more values: what Python makes of a value weighs tens of bytes for one in the file."""
+
+_TAIL = re.compile(rb',\n"sha256":"([0-9a-f]{64})"\}\n', re.ASCII)
+_TAIL_BYTES = len(b',\n"sha256":""}\n') + 64
+_PATH = re.compile(r"(?:(?:model|state)/)?[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether ``path`` may name a file of a step: one plain name, or one in ``model/`` or ``state/``."""
+    return _PATH.fullmatch(path) is not None and path != NAME
+
+
+# ---------------------------------------------------------------------------------------------- strict JSON
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in {other for other, _ in pairs[:i]})
+        raise ValueError(f"key {twice!r} stands twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is not finite")
+    return number
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def read_json(data: bytes, where: str) -> dict[str, Any]:
+    """One JSON object, parsed strictly; ``where`` opens the error."""
+    nodes = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if len(data) > JSON_BYTES or nodes > JSON_NODES:
+        raise DamagedError(
+            f"{where}: {len(data)} bytes with some {nodes} values; at most {JSON_BYTES} and {JSON_NODES} are read"
+        )
+    try:
+        found = json.loads(
+            data.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: not the JSON that was written ({error})") from None
+    if not isinstance(found, dict):
+        raise DamagedError(f"{where}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def write_json(value: dict[str, Any], where: str) -> bytes:
+    """``value`` as JSON that ``read_json`` takes; refused now rather than when the run is to be resumed."""
+    try:
+        data = json.dumps(value, allow_nan=False, indent=1).encode() + b"\n"
+        read_json(data, where)
+    except (TypeError, ValueError, DamagedError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where}: cannot be written as JSON ({error}); keep to finite numbers, text, lists and dictionaries "
+            "with text keys"
+        ) from None
+    return data
+
+
+# -------------------------------------------------------------------------------------------------- schema
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class StoredPiece(_Entry):
+    """Elements ``[start, stop)`` of a tensor, at ``offset`` of ``file``."""
+
+    file: str
+    offset: Count
+    start: Count
+    stop: Count
+    crc32: Hash
+
+
+class StoredTensor(_Entry):
+    """One tensor and the pieces that make it whole, in order."""
+
+    kind: str
+    name: str
+    shape: Annotated[list[Count], Field(max_length=64)]
+    dtype: str
+    pieces: Annotated[list[StoredPiece], Field(min_length=1)]
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.kind, self.name, tuple(self.shape), DTYPES[self.dtype])
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "StoredTensor":
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}")
+        try:
+            check_spec(self.spec)
+        except CheckpointError as error:
+            raise ValueError(str(error)) from None
+        position = 0
+        for piece in self.pieces:
+            if piece.start != position or piece.stop < piece.start:
+                raise ValueError(
+                    f"piece {piece.start}..{piece.stop} of {self.name!r} does not follow {position}"
+                )
+            if piece.offset % DTYPES[self.dtype].itemsize:
+                raise ValueError(f"piece {piece.start}..{piece.stop} of {self.name!r} is not aligned")
+            position = piece.stop
+        if position != prod(self.shape):
+            raise ValueError(f"{self.name!r} of shape {self.shape} is stored up to element {position}")
+        return self
+
+
+class StoredFile(_Entry):
+    """One file: its size and the CRC-32 of each block, eight hex digits each."""
+
+    bytes: Count
+    crc32: Annotated[str, Field(pattern=r"^([0-9a-f]{8})*$")]
+
+    def block_crc(self, block: int) -> int:
+        return int(self.crc32[8 * block : 8 * block + 8], 16)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.crc32) // 8
+
+
+class Manifest(_Entry):
+    """The whole of ``manifest.json``."""
+
+    format: int
+    run: Annotated[str, Field(max_length=200)]
+    """Name of the run that wrote the step."""
+    generation: Count
+    """How many writers this folder had before: a later life of a run counts one more, whatever its step."""
+    writer: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
+    """Random; tells two writers of the same generation apart."""
+    step: Count
+    block_bytes: Annotated[int, Field(ge=64, le=2**26)]
+    files: dict[str, StoredFile]
+    tensors: list[StoredTensor]
+    aliases: dict[str, list[str]]
+    sha256: str = ""
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "Manifest":
+        if not self.run.isprintable():
+            raise ValueError("the run's name is not printable")
+        if self.block_bytes % 16:
+            raise ValueError(f"block_bytes {self.block_bytes} is no multiple of 16")
+        if TRAINER not in self.files:
+            raise ValueError(f"{TRAINER} is not among the files")
+        for path, file in self.files.items():
+            if not is_plain_path(path):
+                raise ValueError(f"{path!r} is not a plain relative name")
+            if file.blocks != -(-file.bytes // self.block_bytes):
+                raise ValueError(f"{path}: {file.blocks} sums for {file.bytes} bytes")
+        if len({path.lower() for path in self.files}) != len(self.files):
+            raise ValueError("two file names differ in case alone")
+        self._check_tensors()
+        return self
+
+    def _check_tensors(self) -> None:
+        seen: set[tuple[str, str]] = set()
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for tensor in self.tensors:
+            if (tensor.kind, tensor.name) in seen:
+                raise ValueError(f"{tensor.kind} {tensor.name!r} stands twice")
+            seen.add((tensor.kind, tensor.name))
+            for piece in tensor.pieces:
+                end = piece.offset + (piece.stop - piece.start) * tensor.torch_dtype.itemsize
+                if piece.file not in self.files or end > self.files[piece.file].bytes:
+                    raise ValueError(f"{tensor.name!r} lies outside the file {piece.file!r}")
+                ranges.setdefault(piece.file, []).append((piece.offset, end))
+        for path, taken in ranges.items():
+            taken.sort()
+            if any(first[1] > second[0] for first, second in zip(taken, taken[1:], strict=False)):
+                raise ValueError(f"two tensors overlap in {path}")
+
+    def find(self, kind: str, name: str) -> StoredTensor | None:
+        """A tensor by any of its names."""
+        return self._by_name.get((kind, name))
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of the tensor called ``name``."""
+        return self._ties.get(name, (name,))
+
+    @cached_property
+    def _ties(self) -> dict[str, tuple[str, ...]]:
+        groups = [(name, *others) for name, others in self.aliases.items()]
+        return {name: group for group in groups for name in group}
+
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, str], StoredTensor]:
+        index = {}
+        for tensor in self.tensors:
+            for alias in self.aliases.get(tensor.name, ()):
+                index[tensor.kind, alias] = tensor
+        index.update({(tensor.kind, tensor.name): tensor for tensor in self.tensors})
+        return index
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind."""
+        totals: dict[str, int] = {}
+        for tensor in self.tensors:
+            totals[tensor.kind] = totals.get(tensor.kind, 0) + tensor.bytes
+        return totals
+
+    def encode(self) -> bytes:
+        """The bytes of ``manifest.json``, sealed."""
+        body = json.dumps(self.model_dump(exclude={"sha256"}), separators=(",", ":"))[:-1].encode()
+        return body + b',\n"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> "Manifest":
+        """Check the seal, then the JSON, then the format, then the schema."""
+        tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
+        body = data[:-_TAIL_BYTES]
+        if tail is None or hashlib.sha256(body).hexdigest().encode() != tail.group(1):
+            raise DamagedError(f"{where}: its bytes do not match its SHA-256; it was cut short or changed")
+        found = read_json(data, where)
+        if found.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{where}: format {found.get('format')!r:.40}; this version reads format {FORMAT}. "
+                "Read it with the version of shardwise that wrote it, or a later one"
+            )
+        try:
+            return Manifest.model_validate(found)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part)[:80] for part in first["loc"])
+            raise DamagedError(f"{where}: {place or 'contents'}: {first['msg'][:400]}") from None

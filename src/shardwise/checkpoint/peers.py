@@ -1,0 +1,140 @@
+"""How the ranks of a save or a load agree: short texts over a store, no collective.
+
+A save runs behind training in its own thread, where a collective would tangle with the training's own. Texts under
+agreed keys do not. Every phase of a save or load is one ``Conversation.gather``: each rank does its part, posts how it
+went, and reads how all the others fared, so that all of them go on or all of them raise, and no rank is left waiting
+for one that failed. A rank that died does not post; the others name the phase when their time is up.
+
+Cost: one text per rank and phase; 4 to 6 phases a save, 3 a load.
+"""
+
+import contextlib
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
+
+
+class Peers(Protocol):
+    """The ranks of a job, as the checkpoint sees them. ``World`` is one; a single process has ``Solo``."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def barrier(self) -> None: ...
+
+    def post(self, key: str, text: str) -> None:
+        """Leave ``text`` for the others under ``key``."""
+
+    def collect(self, key: str, timeout_s: float) -> list[str]:
+        """What every rank posted under ``key``, by rank; raises when one is missing after ``timeout_s``."""
+
+
+class Solo:
+    """The one rank of a single process."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._posted: dict[str, str] = {}
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def post(self, key: str, text: str) -> None:
+        self._posted[key] = text
+
+    def collect(self, key: str, timeout_s: float) -> list[str]:
+        return [self._posted.pop(key)]
+
+
+class _Turns:
+    """Numbers for the conversations over one ``Peers``: keys must never be used twice on one store.
+
+    Ranks open their conversations in the same order, so equal numbers meet. Counted per Peers object and not per
+    folder, since several engines of one process may share the store; by identity, since a Peers need not be hashable.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def next(self, peers: Peers) -> int:
+        with self._lock:
+            turn = self._counts.get(id(peers))
+            if turn is None:
+                turn = 0
+                weakref.finalize(peers, self._counts.pop, id(peers), None).atexit = False
+            self._counts[id(peers)] = turn + 1
+            return turn
+
+
+_turns = _Turns()
+
+
+class Conversation:
+    """The phases of one save or one load. Open it in the caller's thread, use it in any."""
+
+    # The order in which failures of several ranks are judged, the same on every rank: what cannot be cured by an
+    # older step comes first.
+    _KINDS: tuple[type[CheckpointError], ...] = (CheckpointError, MismatchError, DamagedError)
+
+    def __init__(self, peers: Peers, purpose: str, timeout_s: float) -> None:
+        self.rank, self.size = peers.rank, peers.size
+        self._peers = peers
+        self._purpose = purpose
+        self._timeout_s = timeout_s
+        self._key = f"checkpoint/{_turns.next(peers)}"
+        self._last = ""
+
+    def gather(self, phase: str, work: Callable[[], Any]) -> list[str]:
+        """Do ``work``, tell the others, and return the JSON text of every rank's result.
+
+        Raises on all ranks if any failed: the same class with the same story.
+        """
+        failure: Exception | None = None
+        try:
+            text = "+" + json.dumps(work(), separators=(",", ":"))
+        except Exception as error:
+            failure = error
+            kind = next((k for k in self._KINDS[::-1] if isinstance(error, k)), CheckpointError)
+            story = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            text = "-" + json.dumps({"kind": self._KINDS.index(kind), "story": story[:4000]})
+        try:
+            self._peers.post(f"{self._key}/{phase}", text)
+            answers = self._peers.collect(f"{self._key}/{phase}", self._timeout_s)
+        except Exception as late:
+            if failure is not None:
+                raise CheckpointError(f"{self._purpose}, {phase}: {failure}") from failure
+            raise CheckpointError(
+                f"{self._purpose}: rank {self.rank} waited {self._timeout_s:g} s in phase {phase!r} for the other "
+                f"ranks ({late}). A rank died or hangs; checkpoints committed before are untouched"
+            ) from late
+        self._forget(phase)
+        self._raise_failures(answers, failure)
+        return [answer[1:] for answer in answers]
+
+    def _forget(self, phase: str) -> None:
+        """Whoever posted ``phase`` has read the one before it. Its text goes, or a long run would fill the store."""
+        if self._last and self.size > 1:
+            with contextlib.suppress(Exception):  # the next gather tells of a store that is gone
+                self._peers.post(f"{self._key}/{self._last}", "")
+        self._last = phase
+
+    def _raise_failures(self, answers: list[str], own: Exception | None) -> None:
+        failed = [
+            (told["kind"], rank, told["story"])
+            for rank, told in ((r, json.loads(a[1:])) for r, a in enumerate(answers) if a[:1] == "-")
+        ]
+        if not failed:
+            return
+        kind, rank, story = min(failed)
+        prefix = f"rank {rank}: " if self.size > 1 else ""
+        raise self._KINDS[kind](prefix + story) from own

@@ -1,0 +1,125 @@
+"""Piece and Item: how model state meets the checkpoint, as flat element ranges of whole tensors.
+
+A checkpoint knows nothing of meshes or stages. Whatever cut a tensor, a rank says which elements it holds:
+
+    element e of tensor t  =  t.reshape(-1)[e]          Piece(start, stop) = elements [start, stop)
+
+Saving takes the pieces that a rank writes; loading takes pieces to fill. Replicas are the caller's affair: on saving
+each element comes from exactly one rank, on loading any rank may ask for any element.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.errors import CheckpointError
+
+MODEL_KINDS = ("weight", "buffer")
+"""Kinds that are stored whole under the model's own names; every other kind is cut on the grid of ``layout``."""
+
+DTYPE_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtype names of safetensors."""
+
+DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+class Piece(NamedTuple):
+    """Elements ``[start, stop)`` of the flattened global tensor, held in a contiguous 1-D ``tensor``."""
+
+    start: int
+    stop: int
+    tensor: Tensor
+
+
+class Item(NamedTuple):
+    """One global tensor and this rank's pieces of it: to be written (save) or filled in place (load)."""
+
+    kind: str
+    """``weight``, ``buffer``, or a kind of optimizer state: ``master``, ``exp_avg``, ..."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece]
+
+
+class Spec(NamedTuple):
+    """What every rank must know of a tensor to compute where its bytes lie."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+def specs_of(items: Iterable[Item]) -> list[Spec]:
+    """The specs of ``items`` in canonical order; refuses names that the format cannot hold, and duplicates."""
+    seen: dict[tuple[str, str], Spec] = {}
+    for item in items:
+        spec = Spec(item.kind, item.name, tuple(item.shape), item.dtype)
+        check_spec(spec)
+        if (spec.kind, spec.name) in seen:
+            raise CheckpointError(f"{spec.kind} {spec.name!r} is given twice; merge its pieces into one Item")
+        seen[spec.kind, spec.name] = spec
+    return [seen[key] for key in sorted(seen)]
+
+
+def check_spec(spec: Spec) -> None:
+    """Refuse what could not be read back: odd kinds, unprintable or reserved names, dtypes without a code."""
+    if not (spec.kind.isascii() and spec.kind.isidentifier() and spec.kind == spec.kind.lower()):
+        raise CheckpointError(
+            f"kind {spec.kind!r} of {spec.name!r}: a kind becomes part of a file name and is a lower-case "
+            "identifier, such as 'exp_avg'"
+        )
+    if not spec.name or not spec.name.isprintable() or spec.name == "__metadata__":
+        raise CheckpointError(f"{spec.kind} name {spec.name!r}: expected a printable name")
+    if spec.dtype not in DTYPE_CODES:
+        raise CheckpointError(
+            f"{spec.kind} {spec.name!r} has dtype {spec.dtype}, which safetensors cannot hold; "
+            f"it holds {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+        )
+
+
+def check_pieces(items: Sequence[Item]) -> None:
+    """Refuse pieces that do not say what they hold."""
+    for item in items:
+        elements = prod(item.shape)
+        for start, stop, tensor in item.pieces:
+            where = f"{item.kind} {item.name!r}, piece {start}..{stop}"
+            if not 0 <= start <= stop <= elements:
+                raise CheckpointError(f"{where}: the tensor of shape {item.shape} has elements 0..{elements}")
+            if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != stop - start:
+                raise CheckpointError(
+                    f"{where}: expected a contiguous 1-D tensor of {stop - start} elements, "
+                    f"given shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+                )
+            if tensor.dtype != item.dtype:
+                raise CheckpointError(f"{where}: the item says {item.dtype}, its tensor is {tensor.dtype}")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous 1-D CPU tensor, without a copy; writable."""
+    return tensor.detach().view(torch.uint8).numpy().data

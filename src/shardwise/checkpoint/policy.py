@@ -1,0 +1,22 @@
+"""CheckpointPolicy: when and how the model state is saved."""
+
+from pydantic import Field
+
+from shardwise.plan.policy import Policy
+
+
+class CheckpointPolicy(Policy):
+    """When the model state is saved, how much of the past is kept, and whether training waits."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Steps between two saves; none saves only when asked, at the end, and on SIGTERM."""
+    keep_last: int | None = Field(default=2, ge=1)
+    """Steps kept, newest first; none keeps all. The newest is never removed before a newer one is verified."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Steps whose number divides by this are kept besides."""
+    asynchronous: bool = True
+    """Copy to host memory, then write behind training; costs one host copy of this rank's state."""
+    read_back: bool = True
+    """Read each save back before it is committed; catches file systems that lose writes."""
+    timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds that a rank waits for the others within one phase of a save or load."""

@@ -1,0 +1,132 @@
+"""Every byte of a step against its manifest, and the manifest against itself.
+
+What is found: a flipped bit anywhere (tensor data, headers, padding, JSON, the manifest with its own sums), a file
+that is missing, of another size, swapped or left from another step, a header that describes other tensors than the
+manifest, a file that no manifest knows (a reader that knows none either, such as plain safetensors, might take it).
+
+Cost: one read of the step and its CRC-32, 1 to 2 GB/s a core.
+"""
+
+from pathlib import Path
+
+from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.load import Damage, Reader
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.steps import open_step
+from shardwise.plan.errors import CheckpointError, DamagedError
+
+HEADER_BYTES = 100_000_000
+"""The bound that safetensors itself sets on a header."""
+
+
+def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:
+    """Everything that is wrong with one step; empty when it is whole."""
+    path = Path(directory)
+    files = files or Files()
+    try:
+        manifest = open_step(path, files)
+    except DamagedError as damage:
+        return _what_opens(path, damage, files)
+    except CheckpointError as refusal:
+        return [Damage(manifests.NAME, (), str(refusal))]
+    reader = Reader(path, manifest, files)
+    found: list[Damage] = []
+    for name in sorted(manifest.files):
+        wrong = _check_file(reader, name)
+        if wrong is None and name.endswith(".safetensors"):
+            wrong = _check_header(reader, name)
+        found += [wrong] if wrong else []
+    return found + _unknown_files(path, manifest)
+
+
+def _what_opens(path: Path, problem: DamagedError, files: Files) -> list[Damage]:
+    """The step does not open: is it the manifest, or a file that it names?"""
+    try:
+        manifest = Manifest.decode(
+            files.read_bytes(path / manifests.NAME, manifests.JSON_BYTES), str(path / manifests.NAME)
+        )
+    except (OSError, CheckpointError):
+        return [Damage(manifests.NAME, (), str(problem))]
+    found = []
+    for name, file in sorted(manifest.files.items()):
+        place = path / name
+        size = place.lstat().st_size if place.is_file() and not place.is_symlink() else None
+        if size != file.bytes:
+            tensors = tuple(
+                f"{tensor.kind} {tensor.name!r}"
+                for tensor in manifest.tensors
+                if any(piece.file == name for piece in tensor.pieces)
+            )
+            what = "is missing" if size is None else f"is {size} bytes; {file.bytes} were written"
+            found.append(Damage(name, tensors, what))
+    return found or [Damage(manifests.NAME, (), str(problem))]
+
+
+def _check_file(reader: Reader, name: str) -> Damage | None:
+    """The first bad block of a file, with every tensor of the file whose own sum fails."""
+    file = reader.manifest.files[name]
+    for block in range(file.blocks):
+        try:
+            reader.check([(name, block)])
+        except DamagedError:
+            start = block * reader.manifest.block_bytes
+            stop = min(file.bytes, start + reader.manifest.block_bytes)
+            what = f"bytes {start}..{stop} do not match their CRC-32"
+            tensors = reader.suspects(name, start, file.bytes)
+            return Damage(name, tensors, what if tensors else f"{what} (outside of every tensor)")
+    return None
+
+
+def _check_header(reader: Reader, name: str) -> Damage | None:
+    """Whether plain safetensors would read from this file what the manifest says is there."""
+    wanted = {}
+    for tensor in reader.manifest.tensors:
+        for piece in tensor.pieces:
+            if piece.file == name:
+                bytes_ = (piece.stop - piece.start) * tensor.torch_dtype.itemsize
+                wanted[piece.offset, piece.offset + bytes_, tensor.name] = tensor.dtype
+    try:
+        entries, data_start = read_header(reader.path / name, reader.manifest.files[name].bytes)
+        entries.pop("__metadata__", None)
+        described = {
+            (data_start + entry["data_offsets"][0], data_start + entry["data_offsets"][1]): (
+                key,
+                entry["dtype"],
+            )
+            for key, entry in entries.items()
+        }
+    except (DamagedError, KeyError, TypeError, IndexError) as error:
+        return Damage(name, (), f"its header is not one of safetensors ({error})")
+    for (start, end, tensor_name), dtype in wanted.items():
+        key, found = described.get((start, end), ("", ""))
+        if start != end and (found != dtype or tensor_name not in key):
+            return Damage(name, (repr(tensor_name),), "the file's header and the manifest disagree")
+    return None
+
+
+def read_header(path: Path, size: int) -> tuple[dict[str, dict[str, list[int]]], int]:
+    """The header of a safetensors file and where its data start; bounded, strict JSON."""
+    files = Files()
+    descriptor = files.open_for_reading(path)
+    try:
+        start = bytearray(8)
+        files.read_at(descriptor, memoryview(start), 0)
+        length = int.from_bytes(start, "little")
+        if length > min(HEADER_BYTES, manifests.JSON_BYTES, size - 8):
+            raise DamagedError(f"{path}: a header of {length} bytes in a file of {size}")
+        data = bytearray(length)
+        files.read_at(descriptor, memoryview(data), 8)
+    finally:
+        files.close(descriptor)
+    return manifests.read_json(bytes(data), str(path)), 8 + length
+
+
+def _unknown_files(path: Path, manifest: Manifest) -> list[Damage]:
+    known = {manifests.NAME, *manifest.files}
+    found = []
+    for place in sorted(path.rglob("*")):
+        name = place.relative_to(path).as_posix()
+        if not (place.is_dir() and not place.is_symlink()) and name not in known:
+            found.append(Damage(name, (), "is not in the manifest"))
+    return found
