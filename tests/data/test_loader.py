@@ -211,11 +211,11 @@ def test_a_users_dataset_is_read_in_the_callers_thread_and_leaves_its_draws_alon
             assert threading.current_thread() is threading.main_thread()
             return super().__getitem__(index)
 
-    for data in (Watching(), NoisyStream(), _streams_of_batches()):
+    for data, workers in ((Watching(), 0), (Noisy(), 1), (NoisyStream(), 0), (_streams_of_batches(), 0)):
         torch.manual_seed(0)
         expected = torch.rand(3)
         torch.manual_seed(0)
-        Loader(data, global_batch=4, micro_batch=2).step_batches()
+        Loader(data, global_batch=4, micro_batch=2, workers=workers).step_batches()
         assert torch.equal(torch.rand(3), expected)
 
 
@@ -264,6 +264,18 @@ def test_collate_fn_of_the_user_may_draw() -> None:
 
     layouts = [_steps(_ranks(Noisy, dp, 2, collate_fn=collate), 3) for dp in (1, 2, 4)]
     assert layouts[0] == layouts[1] == layouts[2]
+
+
+def test_each_epoch_draws_anew() -> None:
+    """Augmentation that repeated itself every epoch would be none."""
+    samples = [
+        sample for step in _steps([Loader(Noisy(8), global_batch=8, micro_batch=8)], 2) for sample in step
+    ]
+    assert len({index for index, _ in samples}) == 8
+    assert len({noise for _, noise in samples}) == 16
+    first, second = _steps([Loader(NoisyStream(8), global_batch=8, micro_batch=8)], 2)
+    assert sorted(first) == sorted(second)
+    assert first != second
 
 
 def test_state_of_other_data_is_refused(tmp_path: Path) -> None:

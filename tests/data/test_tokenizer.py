@@ -44,7 +44,8 @@ def test_name_follows_the_content_not_the_place(tmp_path: Path) -> None:
     for path, words in ((tmp_path, ["one"]), (tmp_path / "moved", ["one"])):
         _write_json_tokenizer(path / "tokenizer.json", words)
     before = load_tokenizer(str(tmp_path)).name
-    assert load_tokenizer(str(tmp_path / "moved")).name == before
+    renamed = (tmp_path / "moved" / "tokenizer.json").rename(tmp_path / "moved" / "other.json")
+    assert load_tokenizer(str(renamed)).name == before
     _write_json_tokenizer(tmp_path / "tokenizer.json", ["other"])
     assert load_tokenizer(str(tmp_path)).name != before
 

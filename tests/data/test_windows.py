@@ -36,10 +36,12 @@ def test_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:
 
 def test_windows_stay_inside_their_span(tmp_path: Path) -> None:
     one, two = _file(tmp_path / "1.tokens", [25]), _file(tmp_path / "2.tokens", [1000])
-    windows = Windows([Span(one, 3, 25), Span(two, 0, 4), Span(two, 500, 531)], context=10)
+    windows = Windows(
+        [Span(one, 3, 25), Span(two, 0, 4), Span(two, 500, 531), Span(two, 600, 620)], context=10
+    )
     starts = [int(windows[i]["tokens"][0]) for i in range(len(windows))]
-    assert starts == [3, 13, 500, 510, 520]
-    for beyond in (-1, 5):
+    assert starts == [3, 13, 500, 510, 520, 600]
+    for beyond in (-1, 6):
         with pytest.raises(IndexError):
             windows[beyond]
 

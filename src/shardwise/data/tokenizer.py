@@ -70,7 +70,7 @@ class JsonTokenizer:
                 f"tokenizer {path} is no tokenizer.json of the tokenizers library ({error}); "
                 "a SentencePiece .model or a vocab.txt must be converted first"
             ) from error
-        self.name = f"{path.name}:{hashlib.sha256(content).hexdigest()[:12]}"
+        self.name = f"tokenizer.json:{hashlib.sha256(content).hexdigest()[:12]}"
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         # Ids may have gaps; the embedding needs a row up to the largest.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
