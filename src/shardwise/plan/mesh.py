@@ -13,7 +13,10 @@ Cost: O(number of axes) per question; ``ranks`` is O(size of the axis).
 import math
 from dataclasses import dataclass, fields
 
+from pydantic import PositiveInt
+
 from shardwise.plan.errors import MeshError
+from shardwise.plan.policy import Policy
 
 _TOGETHER = {"dp": ("dp_replicate", "dp_shard")}
 
@@ -99,3 +102,38 @@ class Mesh:
             " × ".join(f"{axis}={getattr(self, axis)}" for axis in self.axes if getattr(self, axis) > 1)
             or "1 rank"
         )
+
+
+class DataParallelPolicy(Policy):
+    """``mesh.dp`` in two parts: HSDP."""
+
+    replicate: PositiveInt = 1
+    """Copies of the sharded state."""
+    shard: PositiveInt = 1
+    """Ranks that share one copy."""
+
+
+class MeshPolicy(Policy):
+    """Keys under ``mesh:``, in ranks."""
+
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    dp: PositiveInt | DataParallelPolicy | None = None
+    """Data-parallel ranks; left out, the ranks that remain; ``{replicate: 2, shard: 4}`` for HSDP."""
+    cp: PositiveInt = 1
+    """Context parallelism."""
+    tp: PositiveInt = 1
+    """Tensor parallelism."""
+    ep: PositiveInt = 1
+    """Expert parallelism."""
+
+    def mesh(self, world_size: int) -> Mesh:
+        """The mesh over ``world_size`` ranks. Errors: MeshError where the axes do not cover them."""
+        model = self.pp * self.cp * self.tp
+        dp = self.dp
+        if dp is None:
+            dp = max(world_size // model, 1)
+        replicate, shard = (dp.replicate, dp.shard) if isinstance(dp, DataParallelPolicy) else (1, dp)
+        mesh = Mesh(pp=self.pp, dp_replicate=replicate, dp_shard=shard, cp=self.cp, tp=self.tp)
+        mesh.check(world_size)
+        return mesh

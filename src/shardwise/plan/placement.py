@@ -5,7 +5,7 @@
     Partial              every rank holds an addend; the sum is the tensor
     ByHash               rows live where the hash of their key says (dynamic tables)
 
-Legal moves, and what each costs on an axis of N ranks for a tensor of P elements (ring algorithms, elements sent per rank):
+Legal moves, and the elements that a rank sends for each (ring algorithms, P elements, N ranks on the axis):
 
     Shard   -> Replicate   all-gather       P (N-1)/N
     Partial -> Shard       reduce-scatter   P (N-1)/N
@@ -83,7 +83,7 @@ def move(source: Placement, target: Placement) -> str:
 
 
 def elements_sent(source: Placement, target: Placement, elements: int, ranks: int) -> int:
-    """Elements that one rank sends to move a tensor of ``elements`` (a multiple of ``ranks``) on an axis of ``ranks``."""
+    """Elements that one rank sends to move a tensor of ``elements``, a multiple of ``ranks``."""
     if source == target:
         return 0
     move(source, target)

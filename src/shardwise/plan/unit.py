@@ -7,8 +7,8 @@ padded so that N ranks own equal ranges:
     |--- wq ---|.|--- wk ---|.|-- norm --|....|        P elements, P a multiple of N
     |  rank 0        |  rank 1        |  rank 2 ...    cuts fall on elements, not on parameters
 
-The layout is a pure function of shapes and N, so every rank computes the same one and a gather or a reduction of a Unit is one
-collective on one buffer, without a copy in or out.
+The layout is a pure function of shapes and N, so every rank computes the same one, and a gather or a reduction of a
+Unit is one collective on one buffer, without a copy in or out.
 
 Source: flat parameters as in ZeRO (arXiv:1910.02054) and FSDP (arXiv:2304.11277).
 Cost:   padding of at most 63 bytes per parameter and N·64 bytes per bucket.

@@ -1,0 +1,47 @@
+"""What was sent: calls, elements and bytes by operation and purpose.
+
+The count is the ring algorithms' lower bound per rank, from the sizes of the tensors that were really passed in, so a
+missing, doubled or unpadded collective shows as a difference from the plan's closed form:
+
+    all-gather, reduce-scatter   P (N-1)/N      all-reduce  2P (N-1)/N      broadcast  P (N-1)/N
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"]
+Purpose = Literal["weights", "gradients", "control"]
+
+_SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
+
+
+class Count(NamedTuple):
+    """Totals of one kind of traffic."""
+
+    calls: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Traffic:
+    """Running totals by (operation, purpose)."""
+
+    counts: dict[tuple[str, str], Count] = field(default_factory=dict)
+
+    def add(self, operation: Operation, purpose: Purpose, elements: int, itemsize: int, ranks: int) -> None:
+        """Count one collective over ``ranks`` ranks on a full tensor of ``elements``."""
+        sent = _SENT[operation] * elements * (ranks - 1) // ranks
+        old = self.counts.get((operation, purpose), Count())
+        self.counts[operation, purpose] = Count(
+            old.calls + 1, old.elements + sent, old.bytes + sent * itemsize
+        )
+
+    def total(self, *purposes: Purpose) -> Count:
+        """Sum over the given purposes; over all where none is given."""
+        rows = [count for (_, purpose), count in self.counts.items() if not purposes or purpose in purposes]
+        return Count(*(sum(column) for column in zip(*rows, strict=True))) if rows else Count()
+
+    def clear(self) -> None:
+        """Start again from nothing."""
+        self.counts.clear()

@@ -1,0 +1,1 @@
+"""Row 6: all policies together, the rules that span them, and what "auto" becomes."""

@@ -1,0 +1,54 @@
+"""What "auto" and left-out numbers become: one function that returns a new configuration and says what it chose."""
+
+from typing import NamedTuple
+
+from shardwise.config.batch import BatchPolicy
+from shardwise.config.rules import check
+from shardwise.config.run import RunConfig
+from shardwise.plan.errors import ConfigError
+from shardwise.plan.mesh import Mesh
+
+
+class Resolved(NamedTuple):
+    """A configuration without open questions, its mesh, and what was chosen, for people."""
+
+    config: RunConfig
+    mesh: Mesh
+    choices: tuple[str, ...]
+
+
+def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
+    """Fill in what follows from the number of ranks and the device.
+
+    Errors: MeshError, ConfigError.
+    """
+    check(config)
+    mesh = config.mesh.mesh(world_size)
+    batch = config.batch.derived(mesh.size("dp"))
+    choices = [f"mesh {mesh}", _batch_text(batch, mesh.size("dp"))]
+    prefetch = config.zero.prefetch_units
+    if prefetch == "auto":
+        # Two CPU ranks share their cores with the copy: a gather beside the computation gains nothing there.
+        prefetch = 0 if device_type == "cpu" else 1
+    schedule = config.schedule
+    if schedule.total_steps is None and "steps" in config.train.model_fields_set:
+        schedule = schedule.model_copy(update={"total_steps": config.train.steps})
+    if schedule.total_steps is None and schedule.type != "constant":
+        raise ConfigError(
+            f"schedule: {schedule.type} ends somewhere; give schedule.total_steps or train.steps"
+        )
+    resolved = config.model_copy(
+        update={
+            "batch": batch,
+            "schedule": schedule,
+            "zero": config.zero.model_copy(update={"prefetch_units": prefetch}),
+        }
+    )
+    check(resolved)
+    return Resolved(resolved, mesh, tuple(choices))
+
+
+def _batch_text(batch: BatchPolicy, dp: int) -> str:
+    micro = "?" if batch.micro_size is None else batch.micro_size
+    total = "?" if batch.global_size is None else batch.global_size
+    return f"batch {total} = {micro} micro × {batch.accumulation} accumulation × {dp} ranks"

@@ -1,0 +1,65 @@
+"""BatchPolicy and TrainPolicy: the numbers of the training loop.
+
+    global batch = micro batch · accumulation · data-parallel ranks
+
+The user's number is the global one; the others follow and are printed.
+"""
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from shardwise.plan.errors import ConfigError
+from shardwise.plan.policy import Policy
+
+
+class BatchPolicy(Policy):
+    """Keys under ``batch:``, in samples."""
+
+    global_size: PositiveInt | None = None
+    """Samples per optimizer step over all ranks."""
+    micro_size: PositiveInt | None = None
+    """Samples per rank and forward pass."""
+    accumulation: PositiveInt | None = None
+    """Microbatches per optimizer step; follows from the other two where both are given."""
+
+    def derived(self, dp: int) -> "BatchPolicy":
+        """All three numbers on ``dp`` data-parallel ranks, as far as they are determined.
+
+        Errors: ConfigError where they contradict one another.
+        """
+        total, micro, accumulation = self.global_size, self.micro_size, self.accumulation
+        if total is not None:
+            per_step = micro or accumulation
+            if total % dp or (per_step is not None and total % (per_step * dp)):
+                what = f"micro_size {micro}" if micro else f"accumulation {accumulation}"
+                near = max(round(total / ((per_step or 1) * dp)), 1) * (per_step or 1) * dp
+                raise ConfigError(
+                    f"batch: global_size {total} does not divide into {what if per_step else 'one share'} × {dp} "
+                    f"data-parallel ranks; the nearest that does is {near}"
+                )
+            micro = micro or total // dp // (accumulation or 1)
+            found = total // (micro * dp)
+            if accumulation is not None and accumulation != found:
+                raise ConfigError(
+                    f"batch: global_size {total} = micro_size {micro} × accumulation × {dp} ranks needs accumulation "
+                    f"{found}, given {accumulation}; leave one of the three out"
+                )
+            accumulation = found
+        accumulation = accumulation or 1
+        if micro is not None and total is None:
+            total = micro * accumulation * dp
+        return BatchPolicy(global_size=total, micro_size=micro, accumulation=accumulation)
+
+
+class TrainPolicy(Policy):
+    """Keys under ``train:``."""
+
+    steps: PositiveInt = 500
+    """Optimizer steps of the run."""
+    eval_every: NonNegativeInt = 100
+    """Steps between two evaluations on the held-out data; 0: at the end alone."""
+    seed: NonNegativeInt = 0
+    """Start weights, order of the data and samples follow from it, on any number of ranks."""
+    sample_tokens: NonNegativeInt = 200
+    """Tokens of the text that is generated at the end of a language model's run; 0: none."""
+    sample_prompt: str = "def "
+    """What that text starts with."""

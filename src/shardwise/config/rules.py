@@ -1,0 +1,60 @@
+"""Rules that span several policies: a table of (name, predicate, sentence).
+
+A rule holds when its predicate is true; else its sentence, filled in, is the error.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shardwise.config.run import RunConfig
+from shardwise.plan.errors import ConfigError
+
+
+class Rule(NamedTuple):
+    """One rule."""
+
+    name: str
+    holds: Callable[[RunConfig], bool]
+    sentence: Callable[[RunConfig], str]
+
+
+RULES = (
+    Rule(
+        "techniques",
+        lambda c: c.mesh.pp == c.mesh.cp == c.mesh.tp == c.mesh.ep == 1,
+        lambda c: "mesh: this version cuts along dp alone; set pp, cp, tp and ep to 1",
+    ),
+    Rule(
+        "warm-up",
+        lambda c: c.schedule.total_steps is None or c.schedule.warmup_steps < c.schedule.total_steps,
+        lambda c: (
+            f"schedule: warmup_steps {c.schedule.warmup_steps} must be less than total_steps "
+            f"{c.schedule.total_steps}"
+        ),
+    ),
+    Rule(
+        "momentum",
+        lambda c: c.optimizer.type == "sgd" or (c.optimizer.momentum == 0 and not c.optimizer.nesterov),
+        lambda c: f"optimizer: momentum and nesterov belong to sgd, not to {c.optimizer.type}; use betas",
+    ),
+    Rule(
+        "nesterov",
+        lambda c: not c.optimizer.nesterov or c.optimizer.momentum > 0,
+        lambda c: "optimizer: nesterov needs a momentum above 0",
+    ),
+    Rule(
+        "reduce",
+        lambda c: c.zero.reduce != "microbatch" or c.zero.stage >= 2,
+        lambda c: (
+            f"zero: reduce: microbatch keeps gradients cut between microbatches, which is stage 2; stage is "
+            f"{c.zero.stage}"
+        ),
+    ),
+)
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError with every rule that does not hold."""
+    broken = [rule.sentence(config) for rule in RULES if not rule.holds(config)]
+    if broken:
+        raise ConfigError("; ".join(broken))

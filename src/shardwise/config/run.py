@@ -1,0 +1,197 @@
+"""RunConfig: the policies of all components together, and how a file becomes one.
+
+YAML, JSON, and JSON with comments. Unknown keys are an error at every level, with the nearest known key. A key given
+twice is an error. ``load(path, ["zero.stage=3"])`` overrides values as the command line's ``--set`` does.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import json5
+import yaml
+from pydantic import Field, PositiveFloat, ValidationError, model_validator
+
+from shardwise.checkpoint.policy import CheckpointPolicy
+from shardwise.comm.policy import CommPolicy
+from shardwise.config.batch import BatchPolicy, TrainPolicy
+from shardwise.data.policy import DataPolicy
+from shardwise.models.policy import ModelPolicy
+from shardwise.observe.sinks import MonitorPolicy
+from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.errors import ConfigError
+from shardwise.plan.mesh import MeshPolicy
+from shardwise.plan.policy import Policy
+from shardwise.precision.policy import PrecisionPolicy
+
+
+class LossPolicy(Policy):
+    """Keys under ``loss:``."""
+
+    target: str
+    """``module:function`` with the signature ``(model, batch) -> scalar loss``."""
+
+
+class CompilePolicy(Policy):
+    """Keys under ``compile:``; one word (``compile: blocks``) sets ``scope``."""
+
+    scope: Literal["none", "blocks"] = "none"
+    """``blocks`` compiles the forward of every Unit; the hooks stay outside, so gathers break no graph."""
+    backend: str = "inductor"
+    """A backend of torch.compile."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word(cls, given: Any) -> Any:
+        return {"scope": given} if isinstance(given, str) else given
+
+
+class RunConfig(Policy):
+    """Everything that a run may set. ``initialize`` takes the same keys without model, data and train."""
+
+    model: ModelPolicy | None = None
+    """The model: ``{name: gpt, layers: 6, ...}`` or ``{target: "module:function", ...}``."""
+    init_from: str | None = None
+    """Start weights: a safetensors file or a Hugging Face folder, read by slices."""
+    data: DataPolicy = Field(default_factory=DataPolicy)
+    """Training and validation data."""
+    loss: LossPolicy | None = None
+    """The user's loss; left out, the model returns it."""
+    mesh: MeshPolicy = Field(default_factory=MeshPolicy)
+    """How the ranks are arranged."""
+    zero: ZeroPolicy = Field(default_factory=ZeroPolicy)
+    """How model state is cut along "dp"."""
+    batch: BatchPolicy = Field(default_factory=BatchPolicy)
+    """Batch sizes."""
+    precision: PrecisionPolicy = Field(default_factory=PrecisionPolicy)
+    """Dtypes."""
+    optimizer: OptimizerPolicy = Field(default_factory=OptimizerPolicy)
+    """What updates the weights."""
+    schedule: SchedulePolicy = Field(default_factory=SchedulePolicy)
+    """Learning rate over the steps."""
+    clip: PositiveFloat | None = None
+    """Largest global gradient norm; left out, gradients are not clipped."""
+    compile: CompilePolicy = Field(default_factory=CompilePolicy)
+    """torch.compile of the blocks."""
+    batch_norm: Literal["per_rank", "synchronized"] = "per_rank"
+    """Batch statistics of each rank's own samples, or of all ranks' together."""
+    comm: CommPolicy = Field(default_factory=CommPolicy)
+    """How ranks talk."""
+    train: TrainPolicy = Field(default_factory=TrainPolicy)
+    """The training loop."""
+    checkpoint: CheckpointPolicy = Field(default_factory=CheckpointPolicy)
+    """When the state is saved."""
+    monitor: MonitorPolicy = Field(default_factory=MonitorPolicy)
+    """Where numbers go."""
+    out: str = "runs/run"
+    """Folder of the run."""
+
+    def to_yaml(self) -> str:
+        """The whole configuration as YAML, defaults included."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], where: str = "config") -> "RunConfig":
+        """Check a dictionary. Errors: ConfigError that names every wrong key by its path."""
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            raise ConfigError(_explained(error, where)) from None
+
+
+def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequence[str] = ()) -> RunConfig:
+    """A RunConfig from a path, a dictionary or a RunConfig, with ``a.b=c`` overrides."""
+    if isinstance(source, RunConfig):
+        if not overrides:
+            return source
+        given: dict[str, Any] = source.model_dump(mode="json", exclude_unset=True)
+        where = "config"
+    elif isinstance(source, Mapping):
+        given, where = _plain(source), "config"
+    else:
+        given, where = read_file(Path(source)), str(source)
+    for override in overrides:
+        _override(given, override)
+    return RunConfig.parse(given, where)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The dictionary in a YAML or JSON file. Errors: ConfigError with the line where it does not parse."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"config: cannot read {path}: {error.strerror}; give the path of a YAML or JSON file"
+        ) from None
+    try:
+        if path.suffix in (".json", ".jsonc", ".json5"):
+            given = json5.loads(text, allow_duplicate_keys=False)
+        else:
+            given = yaml.load(text, _UniqueKeys)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"config: {path} does not parse: {error}") from None
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"config: {path} holds a {type(given).__name__}; expected keys and values")
+    return given
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's plain types; a key given twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    """Policies inside a dictionary as plain data."""
+    if isinstance(value, Policy):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value
+
+
+def _override(given: dict[str, Any], text: str) -> None:
+    path, separator, value = text.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(f"override {text!r}: expected key=value, as in zero.stage=3")
+    try:
+        parsed = yaml.load(value, _UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}: the value does not parse: {error}") from None
+    *outer, last = path.strip().split(".")
+    target = given
+    for key in outer:
+        inner = target.setdefault(key, {})
+        if isinstance(inner, str) and key in ("precision", "compile"):
+            inner = target[key] = {"precision": {"compute": inner}, "compile": {"scope": inner}}[key]
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {text!r}: {key!r} is {inner!r}, which has no keys of its own")
+        target = inner
+    target[last] = parsed
+
+
+def _explained(error: ValidationError, where: str) -> str:
+    lines = []
+    for detail in error.errors(include_url=False, include_context=False):
+        path = ".".join(str(part) for part in detail["loc"]) or "(top level)"
+        message = detail["msg"].removeprefix("Value error, ")
+        given = detail["input"]
+        shown = (
+            f" (given {given!r})"
+            if not isinstance(given, Mapping | Policy) and "unknown key" not in message
+            else ""
+        )
+        lines.append(f"{path}: {message}{shown}")
+    return f"{where}: " + "; ".join(lines)

@@ -1,0 +1,279 @@
+"""Build: Plan + model -> running parts.
+
+    1  world      which rank this is                            4  start weights   drawn, read or broadcast, owned
+    2  config     open numbers resolved and printed                                elements alone
+    3  plan       Units, layouts, placements, Actions           5  hooks           the executor takes over
+
+A model on ``meta`` gets its weights shard by shard: from ``initial`` rules (or its own ``initial_rules()``), or from
+``init_from``; no rank ever holds a whole fp32 model at stage 3. A model that comes initialised takes rank 0's weights
+everywhere.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.comm.collectives import Clock
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World, join
+from shardwise.compose.draft import Draft, draft
+from shardwise.config.auto import resolve
+from shardwise.config.run import RunConfig, load
+from shardwise.engine.engine import Engine, Loss, OnStep
+from shardwise.engine.inputs import cast_inputs
+from shardwise.engine.parts import Parts
+from shardwise.engine.step import Trained
+from shardwise.memory.slots import SlotPool
+from shardwise.models.initial import Rule, draw
+from shardwise.models.source import WeightSource
+from shardwise.plan.target import load_target
+from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moments_of
+from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
+from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings
+from shardwise.parallel.zero.executor import Executor, UnitState
+from shardwise.parallel.zero.modules import Holding
+from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.unit import Slot
+from shardwise.precision.loss_scale import LossScale
+
+_NEVER_SHARES = 1 << 30
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def initialize(
+    model: nn.Module,
+    config: "str | Path | Mapping[str, Any] | RunConfig | None" = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None = None,
+    elementwise: bool = False,
+    initial: Mapping[str, Rule] | None = None,
+    world: World | None = None,
+    on_step: Sequence[OnStep] = (),
+) -> Engine:
+    """Make an engine of ``model``, whose parameters it takes over.
+
+    config     a path (YAML, JSON), a dictionary, or a RunConfig
+    loss       function of (model, batch) that returns the loss; left out, the model returns it
+    optimizer  a torch optimizer on the model's parameters, or a callable that makes one; its class and groups are
+               rebuilt on the shards. Left out, ``config.optimizer``
+    elementwise  says of an unknown optimizer class that it treats each element alone
+    initial    start rule per parameter name, for a model on ``meta``
+    world      from ``comm.world.join``; left out, found in the environment
+
+    Errors: ConfigError, MeshError, PlanError, UsageError.
+    """
+    world = join() if world is None else world
+    resolved = resolve(load({} if config is None else config), world.size, world.device.type)
+    settings, mesh = resolved.config, resolved.mesh
+    if loss is None and settings.loss is not None:
+        loss = load_target("loss.target", settings.loss.target)
+    if callable(optimizer) and not isinstance(optimizer, optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+    make, group_of, moments = _optimizer(model, settings, optimizer, elementwise)
+    drawn = draft(
+        model, mesh, settings.zero, settings.precision, group_of, moments, settings.batch.accumulation or 1
+    )
+    clock, traffic = Clock(settings.comm.deadline_s, settings.comm.delay_s), Traffic()
+    both, shard, replicate = (
+        world.group(mesh, axis, settings.comm, clock, traffic) for axis in ("dp", "dp_shard", "dp_replicate")
+    )
+    if settings.batch_norm == "synchronized":
+        synchronize_batch_norm(model, both)
+    fill = _start_weights(model, settings, initial, drawn)
+    if fill is None:
+        _take_rank_0(model, world, both)
+    _move_buffers(model, world.device)
+    spare = _NEVER_SHARES if not settings.zero.share_memory else int(settings.zero.prefetch_units)
+    around = Surroundings(
+        strategy=drawn.strategy,
+        shard=shard,
+        replicate=replicate,
+        both=both,
+        weights=SlotPool(world.device, spare, settings.zero.debug),
+        gradients=SlotPool(world.device, 0, settings.zero.debug),
+        device=world.device,
+    )
+    states = _unit_states(model, drawn, around, fill)
+    executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
+    trained = [
+        Trained(bucket, FlatOptimizer(bucket.master, make, bucket.layout.key.optimizer_group))
+        for state in states
+        for bucket in state.buckets
+        if bucket.master is not None
+    ]
+    half = any(bucket.dtypes.compute == torch.float16 for bucket, _ in trained)
+    parts = Parts(
+        model=model,
+        world=world,
+        device=world.device,
+        plan=drawn.plan,
+        strategy=drawn.strategy,
+        executor=executor,
+        trained=trained,
+        both=both,
+        shard=shard,
+        replicate=replicate,
+        clock=clock,
+        traffic=traffic,
+        loss_scale=LossScale(settings.precision.loss_scale) if half else None,
+    )
+    traffic.clear()
+    _cast_at_the_root(model, settings, world.device, casts_output=loss is not None)
+    if settings.compile.scope == "blocks":
+        _compile_blocks(states, settings.compile.backend)
+    return Engine(parts, settings, loss, on_step)
+
+
+# Optimizer ---------------------------------------------------------------------------------------------------------
+
+
+def _optimizer(
+    model: nn.Module, settings: RunConfig, given: Any, elementwise: bool
+) -> tuple[Make, Callable[[str], int], tuple[str, ...]]:
+    if given is None:
+        policy = settings.optimizer
+        return from_policy(policy), policy.group_of, moments_of(policy)
+    if "optimizer" in settings.model_fields_set:
+        raise ConfigError(
+            "optimizer: given in the configuration and as an argument of initialize(); keep one"
+        )
+    groups = {id(p): i for i, group in enumerate(given.param_groups) for p in group["params"]}
+    by_name: dict[str, int] = {}
+    missing = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in groups:
+            by_name[name] = groups[id(parameter)]
+        elif parameter.requires_grad:
+            missing.append(name)
+    if missing:
+        raise UsageError(
+            f"optimizer: {len(missing)} trained parameters are not in it: {', '.join(missing[:5])}; give it all of "
+            "them, or set requires_grad = False on those that shall not train"
+        )
+    return from_torch(given, elementwise), by_name.__getitem__, ()
+
+
+# Start weights -----------------------------------------------------------------------------------------------------
+
+
+def _start_weights(
+    model: nn.Module, settings: RunConfig, initial: Mapping[str, Rule] | None, drawn: Draft
+) -> Fill | None:
+    """How to get any elements of any parameter; None where the model holds them already."""
+    names = list(drawn.holdings)
+    if settings.init_from is not None:
+        source = WeightSource.open(settings.init_from, model)
+        source.check({name: tuple(drawn.holdings[name].parameter.shape) for name in names})
+        return lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype)
+    on_meta = [name for name in names if drawn.holdings[name].parameter.is_meta]
+    if not on_meta and initial is None:
+        return None
+    own = getattr(model, "initial_rules", None)
+    rules = dict(initial or (own() if own is not None else {}))
+    without = [name for name in on_meta if name not in rules]
+    if without:
+        raise UsageError(
+            f"model: {len(without)} parameters are on meta and nobody says how they start: {', '.join(without[:5])}; "
+            "give initialize(..., initial={name: rule}) (shardwise.models.initial), init_from, or an initialised model"
+        )
+    seed = settings.train.seed
+
+    def fill(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        if slot.name in rules:
+            return draw(rules[slot.name], seed, slot.name, start, stop, dtype)
+        return drawn.holdings[slot.name].parameter.detach().reshape(-1)[start:stop]
+
+    return fill
+
+
+def _take_rank_0(model: nn.Module, world: World, both: Any) -> None:
+    """An initialised model: everybody takes the weights and buffers of the first rank."""
+    if both.size == 1:
+        return
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            whole = tensor.detach().to(world.device).contiguous()
+            both.broadcast(whole.view(-1), 0, name).wait()
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise UsageError(
+                    f"model: buffer {name!r} of a {type(module).__name__} is on meta, so its values are lost; compute it "
+                    "in forward, or build the model off meta"
+                )
+            module._buffers[name] = buffer.to(device)
+
+
+# Units -------------------------------------------------------------------------------------------------------------
+
+
+def _unit_states(model: nn.Module, drawn: Draft, around: Surroundings, fill: Fill | None) -> list[UnitState]:
+    states = []
+    for unit, found in zip(drawn.plan.units, drawn.found, strict=True):
+        made = []
+        for place, layout in enumerate(unit.buckets):
+            holdings = [drawn.holdings[slot.name] for slot in layout.slots]
+            source = fill or _from_model(drawn.holdings)
+            parameters = [_real(model, holding, layout.key.dtype, around.device) for holding in holdings]
+            what = f"Unit {unit.title}" + (f" bucket {place}" if len(unit.buckets) > 1 else "")
+            bucket = BucketState(layout, drawn.dtypes[unit.index, place], parameters, what, around)
+            bucket.fill(source)
+            bucket.attach()
+            made.append(bucket)
+        trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
+        frozen = any(not bucket.layout.key.trained for bucket in made)
+        states.append(UnitState(unit, found.module, made, trained, frozen))
+    return states
+
+
+def _from_model(holdings: Mapping[str, Holding]) -> Fill:
+    return lambda slot, start, stop, dtype: holdings[slot.name].parameter.detach().reshape(-1)[start:stop]
+
+
+def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """The Parameter object that the engine will point at the buffers; one on meta is replaced in every module."""
+    if not holding.parameter.is_meta:
+        return holding.parameter
+    real = nn.Parameter(
+        torch.empty(0, dtype=dtype, device=device), requires_grad=holding.parameter.requires_grad
+    )
+    for name in (holding.name, *holding.aliases):
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, real)
+    return real
+
+
+# The root ----------------------------------------------------------------------------------------------------------
+
+
+def _cast_at_the_root(
+    model: nn.Module, settings: RunConfig, device: torch.device, casts_output: bool
+) -> None:
+    """The 16-bit contract: floating inputs in the compute dtype, and what a loss function gets in fp32."""
+    dtype = settings.precision.compute_dtype
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_inputs(output, device, torch.float32)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    if casts_output and dtype in _SIXTEEN_BITS:
+        model.register_forward_hook(after)
+
+
+def _compile_blocks(states: Sequence[UnitState], backend: str) -> None:
+    for state in states[1:]:
+        state.module.forward = torch.compile(state.module.forward, backend=backend)  # type: ignore[method-assign]

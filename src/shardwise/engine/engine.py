@@ -1,0 +1,361 @@
+"""The engine: a model, its shards and its optimizer, behind five calls.
+
+    engine = shardwise.initialize(model, config="run.yaml")
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()                # acts after the last microbatch of an optimizer step
+    engine.save("checkpoints")
+
+``train_step(batches)`` runs all microbatches of one optimizer step and is the only way on meshes with a pipeline.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Clock
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World
+from shardwise.compose.draft import full_step
+from shardwise.config.run import RunConfig
+from shardwise.engine import state
+from shardwise.engine.inputs import apply, cast_inputs, find_loss
+from shardwise.engine.nonfinite import first_non_finite
+from shardwise.engine.parts import Parts
+from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
+from shardwise.optim.schedule import factor
+from shardwise.plan.errors import NonFiniteError, UsageError
+from shardwise.plan.plan import Plan
+
+Loss = Callable[[nn.Module, Any], Tensor]
+OnStep = Callable[["Engine", StepResult], None]
+
+
+class Engine:
+    """See the module's docstring. Made by ``shardwise.initialize``."""
+
+    def __init__(self, parts: Parts, config: RunConfig, loss: Loss | None, on_step: Sequence[OnStep]):
+        self.module = parts.model
+        """The user's model; its parameters are views that the engine moves."""
+        self.world: World = parts.world
+        self.config = config
+        """Resolved configuration."""
+        self.step_count = 0
+        """Optimizer steps done."""
+        self.on_step: list[OnStep] = list(on_step)
+        """Called with (engine, result) after every optimizer step."""
+        self._parts = parts
+        self._loss = loss
+        self._accumulation = config.batch.accumulation or 1
+        self._microbatch = 0
+        self._weight = 0.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._reference = 0.0
+        self._pending: Any = None
+        self._savers: dict[Path, Any] = {}
+
+    # Training --------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``engine(batch)``: the loss of a microbatch, from the user's loss function or from the model itself.
+
+        Any other arguments go to the model as they are. Floating inputs are cast to the compute dtype.
+        """
+        if self._microbatch >= self._accumulation:
+            raise UsageError(
+                f"engine(batch): {self._accumulation} microbatches have run; call engine.step() after each backward"
+            )
+        self._pending = (args, kwargs)
+        if self._loss is not None and len(args) == 1 and not kwargs:
+            return self._loss(self.module, cast_inputs(args[0], self._parts.device, None))
+        if len(args) == 1 and not kwargs:
+            return apply(self.module, args[0])
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
+        """Accumulate the gradients of one microbatch.
+
+        ``weight``: how much it counts (tokens, samples); left out, ranks and microbatches count alike. A rank without
+        data runs any batch with weight 0.
+        Errors: UsageError where ``loss`` is not one number.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"backward: expected a loss of one number, given {shape}; take its mean or sum")
+        if self._microbatch >= self._accumulation:
+            raise UsageError("backward: the step's microbatches are complete; call engine.step() first")
+        if self._microbatch == 0 and self._weight == 0.0:
+            self._parts.clock.step = self.step_count + 1
+        scale = self._relative_weight(weight) * (
+            self._parts.loss_scale.scale if self._parts.loss_scale else 1.0
+        )
+        last = self._microbatch == self._accumulation - 1
+        executor = self._parts.executor
+        executor.begin_backward(last)
+        try:
+            (loss if scale == 1.0 else loss * scale).backward(retain_graph=retain_graph)
+            executor.end_backward()
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error) and self._parts.strategy.cuts_weight:
+                raise UsageError(
+                    "backward: a weight was needed after its Unit had been released, or was changed in place between "
+                    "forward and backward. Call the module's forward (not its inner functions) so that its hooks run, "
+                    f"or name one Unit around what belongs together in zero.units. ({error})"
+                ) from error
+            raise
+        counted = 1.0 if weight is None else float(weight)
+        self._weight += counted
+        if counted:
+            self._loss_sum = self._loss_sum + loss.detach().double().cpu() * counted
+        self._microbatch += 1
+
+    def step(self) -> StepResult | None:
+        """At the accumulation boundary: update the weights; before it, do nothing and return None."""
+        if self._microbatch < self._accumulation:
+            if self._microbatch == 0:
+                raise UsageError(
+                    "step: there was no backward since the last step; call engine.backward(loss) first"
+                )
+            return None
+        parts = self._parts
+        flags = float(self._stop_wanted)
+        local = (self._weight, float(self._loss_sum), flags)
+        totals = exchange(parts.trained, parts.both, parts.executor, local)
+        reference = self._reference or 1.0
+        scale = (parts.loss_scale.scale if parts.loss_scale else 1.0) / reference
+        norm = gradient_norm(totals, scale)
+        finite = math.isfinite(norm)
+        if not finite:
+            self._explain_overflow()
+        lr_factor = factor(self.config.schedule, self.step_count)
+        if finite and totals.weight:
+            divisor = totals.weight * scale
+            update(parts.trained, totals, divisor, norm, self.config.clip, lr_factor)
+        if parts.loss_scale is not None:
+            parts.loss_scale.update(finite)
+        if totals.orders_agree:
+            parts.executor.adopt_order()
+        self._stop_seen = totals.flags > 0
+        return self._close_step(totals, norm, lr_factor, skipped=not finite)
+
+    def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
+        """All microbatches of one optimizer step. ``weights``: as ``backward``'s, one per microbatch.
+
+        Errors: UsageError where the number of batches is not the accumulation.
+        """
+        batches = list(batches)
+        if len(batches) != self._accumulation:
+            raise UsageError(
+                f"train_step: given {len(batches)} microbatches; the configuration makes {self._accumulation} of them "
+                "one optimizer step (batch.global_size / (micro_size × data-parallel ranks))"
+            )
+        result = None
+        for i, batch in enumerate(batches):
+            loss = find_loss(self(batch))
+            self.backward(loss, None if weights is None else weights[i])
+            result = self.step()
+        assert result is not None, "the last microbatch ends the step"
+        return result
+
+    def _relative_weight(self, weight: float | None) -> float:
+        """The weight as a factor near 1, by a power of two that all ranks agreed on. Weights of 10^5 tokens times a
+        loss scale of 2^16 would overflow fp16; a power of two changes no digit."""
+        if weight is None:
+            return 1.0
+        if not self._reference:
+            mean = torch.tensor([float(weight), 1.0], dtype=torch.float64, device=self._parts.device)
+            self._parts.both.all_reduce(mean, "the first weights", purpose="control").wait()
+            average = float(mean[0] / mean[1])
+            self._reference = 2.0 ** round(math.log2(average)) if average > 0 else 1.0
+        return float(weight) / self._reference
+
+    def _close_step(self, totals: Totals, norm: float, lr_factor: float, skipped: bool) -> StepResult:
+        for bucket, _ in self._parts.trained:
+            bucket.forget_gradients()
+        self.step_count += 1
+        loss = totals.loss / totals.weight if totals.weight else 0.0
+        lr = self._parts.trained[0].optimizer.top_lr * lr_factor if self._parts.trained else 0.0
+        result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped)
+        self._microbatch, self._weight = 0, 0.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._parts.clock.steps_done += 1
+        for callback in self.on_step:
+            callback(self, result)
+        return result
+
+    def _explain_overflow(self) -> None:
+        """A non-finite gradient: fine while the loss scale can fall, else the end."""
+        scale = self._parts.loss_scale
+        if scale is not None and not scale.at_floor:
+            return
+        where = first_non_finite(self, self._pending)
+        what = f"the loss scale is at its floor {scale.policy.floor}" if scale else "gradients are not finite"
+        for bucket, _ in self._parts.trained:
+            bucket.forget_gradients()
+        raise NonFiniteError(
+            f"step {self.step_count + 1}: {what}; {where}. The weights are those of step {self.step_count}. "
+            "Look at the data of this step, lower the learning rate, clip gradients, or widen precision.compute"
+        )
+
+    # Evaluation ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[Any, float]]) -> float:
+        """Mean loss over (batch, weight) pairs of all ranks, without gradients and in ``eval`` mode.
+
+        Every rank brings the same number of pairs; a rank that ran out of data repeats any batch with weight 0.
+        """
+        was_training = self.module.training
+        self.module.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        try:
+            for batch, weight in batches:
+                loss = find_loss(self(batch))
+                if weight:
+                    total += torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
+        finally:
+            self.module.train(was_training)
+        total = total.to(self._parts.device)
+        self._parts.both.all_reduce(total, "the validation loss", purpose="control").wait()
+        return float(total[0] / total[1]) if total[1] else math.nan
+
+    def run(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call another method of the model than ``forward`` (by name), or a function of it, as one forward pass.
+
+        The weights outside the repeated blocks are there while it runs, and gradients flow as after ``engine(batch)``.
+        """
+        function = getattr(self.module, method) if isinstance(method, str) else method
+        return self._parts.executor.run_as_forward(function, args, kwargs)
+
+    # Looking at the state --------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan, its Actions in the order that the ranks follow now."""
+        parts = self._parts
+        executor = parts.executor
+        actions = full_step(
+            parts.plan.units, parts.strategy, self._accumulation, executor.brackets, executor.prefetch_units
+        )
+        return Plan(
+            parts.plan.mesh,
+            parts.plan.registry,
+            parts.plan.units,
+            parts.plan.buffers,
+            {"all": actions},
+            parts.plan.notes,
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent so far."""
+        return self._parts.traffic
+
+    @property
+    def clock(self) -> Clock:
+        """The step that collectives are in."""
+        return self._parts.clock
+
+    @property
+    def departures(self) -> list[str]:
+        """What the model did otherwise than the Plan had it, newest last."""
+        return self._parts.executor.departures
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return self._parts.trained[0].optimizer.top_lr * factor(self.config.schedule, self.step_count)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of model state on this rank, counted on the buffers."""
+        return state.bytes_by_kind(self._parts)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Full gradients by name after the last backward of a step and before ``step()``: means, as the optimizer
+        sees them before clipping. Collective; parameters that no rank used are left out."""
+        if self._microbatch < self._accumulation:
+            raise UsageError(
+                f"gradients: {self._microbatch} of {self._accumulation} microbatches have run; call it after the last "
+                "backward and before step()"
+            )
+        scale = (self._parts.loss_scale.scale if self._parts.loss_scale else 1.0) / (self._reference or 1.0)
+        return state.gradients(self._parts, self._weight, scale)
+
+    def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """A context in which every parameter is whole and can be read; with ``write`` edited too (alike on all ranks)."""
+        return state.full_parameters(self._parts, write)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model on the CPU, under the model's own names (tied names both). Collective."""
+        return state.state_dict(self._parts)
+
+    def train(self, mode: bool = True) -> "Engine":
+        """The model's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Engine":
+        """The model's evaluation mode."""
+        return self.train(False)
+
+    # Stopping together -----------------------------------------------------------------------------------------
+
+    _stop_wanted = False
+    _stop_seen = False
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the running step; safe in a signal handler."""
+        self._stop_wanted = True
+
+    @property
+    def stop_requested(self) -> bool:
+        """True on all ranks alike after the step in which any rank had called ``request_stop``."""
+        return self._stop_seen
+
+    def agree(self, flag: bool) -> bool:
+        """True on all ranks where it is true on any. Collective."""
+        vote = torch.tensor([float(flag)], dtype=torch.float64, device=self._parts.device)
+        self._parts.both.all_reduce(vote, "a vote", purpose="control").wait()
+        return bool(vote.item() > 0)
+
+    # Saving ----------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path, trainer: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Save a step under ``directory``. Collective; may run on behind training. ``trainer``: JSON data of the user's,
+        which ``load`` returns."""
+        from shardwise.engine import saving
+
+        saving.save(self, self._parts, Path(directory), dict(trainer or {}), options)
+
+    def load(self, directory: str | Path, weights_only: bool = False) -> dict[str, Any]:
+        """Load a step, or the newest whole one of a folder, whatever layout it was saved on. Collective."""
+        from shardwise.engine import saving
+
+        return saving.load(self, self._parts, Path(directory), weights_only)
+
+    def wait_for_save(self) -> None:
+        """Return when a save that runs behind training is committed."""
+        for saver in self._savers.values():
+            saver.wait()
+
+    def close(self) -> None:
+        """Finish what runs behind training and give the model back without hooks."""
+        self.wait_for_save()
+        self._parts.executor.remove_hooks()
+
+    @contextmanager
+    def discard_on_error(self) -> Iterator[None]:
+        """After an exception inside, the engine stands between two steps again."""
+        try:
+            yield
+        except Exception:
+            self._parts.executor.abandon()
+            self._microbatch, self._weight = 0, 0.0
+            self._loss_sum = torch.zeros((), dtype=torch.float64)
+            raise

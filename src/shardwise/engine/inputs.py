@@ -1,0 +1,65 @@
+"""How a batch becomes a call of the model, and its result a loss.
+
+    mapping           model(**batch)
+    tuple or list     model(*batch)
+    anything else     model(batch)
+
+The loss is the result itself, its "loss" entry or attribute, or the first of a tuple.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.plan.errors import UsageError
+
+
+def apply(model: nn.Module, batch: Any) -> Any:
+    """Call the model with one batch."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Tensors of a pytree on ``device``, floating ones in ``dtype`` (None: as they are)."""
+    if isinstance(value, Tensor):
+        if dtype is not None and value.is_floating_point():
+            return value.to(device, dtype)
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_inputs(inner, device, dtype) for inner in value))
+    if isinstance(value, tuple | list):
+        return type(value)(cast_inputs(inner, device, dtype) for inner in value)
+    if isinstance(value, dict):
+        return {key: cast_inputs(inner, device, dtype) for key, inner in value.items()}
+    return value
+
+
+def find_loss(output: Any) -> Tensor:
+    """The loss in what the model returned. Errors: UsageError where there is none."""
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple | list) and output:
+        loss = output[0]
+    elif not isinstance(output, Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(
+            f"the model returned {_described(output)}, in which there is no loss of one number; return the loss, or "
+            "give initialize(..., loss=function of (model, batch))"
+        )
+    return loss
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"a mapping with keys {list(output)}"
+    return f"a {type(output).__name__}"

@@ -1,0 +1,128 @@
+"""The optimizer step: the end of the Plan's list.
+
+    1  every gradient has arrived where its master lies                       (REDUCE, started in the backward pass)
+    2  one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units
+    3  all ranks decide alike: scale, clip, or skip
+    4  STEP, Unit by Unit: update masters and moments, round into the weights
+    5  UNSHARD what is kept whole but updated in pieces                       (stages 1 and 2)
+
+Gradients are sums over ranks and microbatches; they are scaled once, by the global weight of the batch:
+
+    g = Σ w_i ∇loss_i / Σ w_i        w_i: tokens or samples of microbatch i (1 where none was given)
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Group
+from shardwise.optim.clip import clip_factor, share, square_sum
+from shardwise.optim.flat import FlatOptimizer
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.executor import Executor
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did; equal on all ranks."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    loss: float
+    """Mean loss of the global batch, weighted as the gradients are."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    weight: float
+    """Summed weights of the microbatches: tokens, samples, or their number."""
+    skipped: bool
+    """True where a non-finite gradient (fp16 overflow) left the weights as they were."""
+
+
+class Trained(NamedTuple):
+    """A trained bucket and its optimizer."""
+
+    bucket: BucketState
+    optimizer: FlatOptimizer
+
+
+class Totals(NamedTuple):
+    """What the one small all-reduce brings."""
+
+    weight: float
+    loss: float
+    squares: float
+    used: list[bool]
+    orders_agree: bool
+    flags: int
+
+
+def exchange(trained: Sequence[Trained], both: Group, executor: Executor, local: Sequence[float]) -> Totals:
+    """Sum over the data-parallel ranks. ``local``: (weight, weighted loss, flags) of this rank."""
+    squares = torch.zeros((), dtype=torch.float64)
+    used: list[float] = []
+    for bucket, _ in trained:
+        bucket.finish_reduce()
+        index, count = bucket.owned_range
+        copies = both.size // count  # ranks that hold the same gradient each sum a part of it
+        mine = share(bucket.owned_grad, both.index // count, copies)
+        squares = squares + square_sum(mine).cpu()
+        used += map(float, bucket.used)
+    order = float(executor.order_hash)
+    vector = torch.tensor([*local, order, order * order, *used], dtype=torch.float64)
+    vector = torch.cat([squares.reshape(1), vector])
+    device = trained[0].bucket.weight.device if trained else torch.device("cpu")
+    on_device: Tensor = vector.to(device)
+    both.all_reduce(on_device, "the gradient norm", purpose="control").wait()
+    total = on_device.tolist()
+    return Totals(
+        weight=total[1],
+        loss=total[2],
+        squares=total[0],
+        used=[count > 0 for count in total[6:]],
+        orders_agree=both.size * total[5] == total[4] * total[4],
+        flags=int(total[3]),
+    )
+
+
+def gradient_norm(totals: Totals, scale: float) -> float:
+    """Norm of the mean gradient; ``scale`` is what the losses were multiplied by. NaN or infinite where gradients are."""
+    if not math.isfinite(totals.squares) or totals.weight == 0:
+        return totals.squares if totals.weight else 0.0
+    return math.sqrt(totals.squares) / (totals.weight * scale)
+
+
+def update(
+    trained: Sequence[Trained],
+    totals: Totals,
+    divisor: float,
+    norm: float,
+    max_norm: float | None,
+    lr_factor: float,
+) -> None:
+    """STEP for every bucket, then the gathers of updated weights."""
+    divisor = divisor / clip_factor(norm, max_norm)
+    place = 0
+    gathers = []
+    for bucket, optimizer in trained:
+        used = totals.used[place : place + len(bucket.parameters)]
+        place += len(bucket.parameters)
+        optimizer.step(bucket.owned_grad, divisor, lr_factor, unused_ranges(bucket, used))
+        bucket.publish()
+        gathers.append(bucket.gather_update())
+    for gather in gathers:
+        gather.wait()
+
+
+def unused_ranges(bucket: BucketState, used: Sequence[bool]) -> list[tuple[int, int]]:
+    """Owned ranges of the parameters that no rank used, in elements of the master."""
+    if all(used):
+        return []
+    names = {slot.name for slot, is_used in zip(bucket.layout.slots, used, strict=True) if not is_used}
+    return [
+        (local, local + stop - start)
+        for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range)
+        if slot.name in names
+    ]

@@ -1,0 +1,1 @@
+"""Row 2: where bytes live."""

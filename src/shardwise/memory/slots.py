@@ -1,0 +1,95 @@
+"""Slots: a few fixed pieces of memory in which many Units take turns.
+
+A Unit that has once stood in a slot always returns to the same one. Views that autograd saved in the forward pass point
+into the slot and see the right bytes again when the Unit is gathered for its backward pass; addresses never change,
+nothing is allocated after the first step, and no allocator can hand the memory to somebody else in between.
+
+Two Units may share a slot only if they are never needed at the same time. In the first pass a Unit takes the free slot
+that was released longest ago, so with k slots the Units i and i+k meet. Units of different sizes never share.
+
+Cost: bytes of the largest set of Units that are gathered at once, plus ``spare`` more of each size.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.errors import UsageError
+
+
+@dataclass
+class _Slot:
+    memory: Tensor
+    holder: Hashable | None
+    tenant: Hashable | None = None
+    """Last holder: whose padding lies in the memory."""
+
+
+class SlotPool:
+    """Slots of one device. Owners are any hashable names."""
+
+    def __init__(self, device: torch.device, spare: int = 0, poison: bool = False):
+        self._device = device
+        self._spare = spare
+        self._poison = poison
+        self._slots: dict[tuple[int, torch.dtype], list[_Slot]] = {}
+        self._home: dict[Hashable, _Slot] = {}
+
+    def acquire(self, owner: Hashable, elements: int, dtype: torch.dtype, movable: bool = False) -> Tensor:
+        """Flat memory for ``owner``, at the same address every time.
+
+        A ``movable`` owner has no views outside and may be given another slot where its own is taken.
+        Errors: UsageError where the slot is taken and the owner cannot move.
+        """
+        slot = self._home.get(owner)
+        if slot is None or (movable and slot.holder is not None):
+            slot = self._home[owner] = self._free_slot(elements, dtype)
+        elif slot.holder is not None:
+            raise UsageError(
+                f"memory: {owner} is needed while {slot.holder}, which shares its memory, is still in use; the model "
+                "runs its blocks in an order that sharing cannot serve. Set zero.share_memory: false"
+            )
+        slot.holder = owner
+        return slot.memory
+
+    def is_free_for(self, owner: Hashable) -> bool:
+        """True where ``acquire`` would neither fail nor allocate a second home."""
+        slot = self._home.get(owner)
+        return slot is None or slot.holder is None
+
+    def holder_in_the_way(self, owner: Hashable) -> Hashable | None:
+        """Who stands in the owner's slot."""
+        slot = self._home.get(owner)
+        return None if slot is None else slot.holder
+
+    def release(self, owner: Hashable) -> None:
+        """Give the slot back."""
+        slot = self._home[owner]
+        assert slot.holder == owner, f"slot of {owner} is held by {slot.holder}"
+        slot.holder, slot.tenant = None, owner
+        row = self._slots[slot.memory.numel(), slot.memory.dtype]
+        row.remove(slot)
+        row.append(slot)  # least recently released first
+        if self._poison and slot.memory.dtype.is_floating_point:
+            slot.memory.fill_(float("nan"))
+            slot.tenant = None
+
+    def last_tenant(self, owner: Hashable) -> Hashable | None:
+        """Who used the owner's slot before; None where the memory is new or poisoned."""
+        return self._home[owner].tenant
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held, in use or not."""
+        return sum(slot.memory.nbytes for row in self._slots.values() for slot in row)
+
+    def _free_slot(self, elements: int, dtype: torch.dtype) -> _Slot:
+        row = self._slots.setdefault((elements, dtype), [])
+        free = [slot for slot in row if slot.holder is None]
+        if free and len(row) > self._spare:
+            return free[0]
+        slot = _Slot(torch.zeros(elements, dtype=dtype, device=self._device), None)
+        row.append(slot)
+        return slot

@@ -1,0 +1,209 @@
+"""Any elementwise torch optimizer on the flat masters.
+
+An elementwise update treats each element alone, so it may run on any cut of the flat buffer: 32 calls instead of 288, and
+torch's own fused kernels do the work. One optimizer object per bucket, so that masters can be updated Unit by Unit.
+
+[Note: segments]
+torch skips a parameter without a gradient, and its step count (Adam's bias correction) stands still. The flat buffer
+starts as one segment; where a parameter got no gradient on any rank, the segment is split around it, state and all, as
+views of the same memory. Split pieces have step counts of their own from then on.
+
+Scaling: gradients arrive as sums; ``divisor`` (weights summed, loss scale, clipping) is applied inside the fused kernel
+where that is exact enough (its scalar is fp32), else in a pass of its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, optim
+
+from shardwise.optim.policy import OptimizerPolicy
+from shardwise.plan.errors import UsageError
+
+Make = Callable[[list[Tensor], int], optim.Optimizer]
+"""(flat tensors, optimizer group) -> an optimizer on them."""
+
+_ELEMENTWISE = (
+    optim.Adam,
+    optim.AdamW,
+    optim.SGD,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.ASGD,
+    optim.Rprop,
+)
+_CLASSES = {"adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD}
+_MOMENTS = {"Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
+
+
+class Segment(NamedTuple):
+    """A part of the flat master that shares a step count."""
+
+    start: int
+    stop: int
+    leaf: Tensor
+
+
+def from_policy(policy: OptimizerPolicy) -> Make:
+    """torch's fused Adam, AdamW or SGD with the policy's groups."""
+    options = policy.options()
+    return lambda tensors, group: _CLASSES[policy.type](tensors, fused=True, **options[group])
+
+
+def moments_of(policy: OptimizerPolicy) -> tuple[str, ...]:
+    """Names of the moments that the optimizer will keep."""
+    if policy.type == "sgd":
+        return ("momentum_buffer",) if policy.momentum else ()
+    return _MOMENTS["Adam"]
+
+
+def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
+    """Rebuild a user's optimizer from its class and the options of its groups.
+
+    Errors: UsageError where the class needs whole tensors (its numbers would silently change on flat pieces).
+    """
+    cls = type(optimizer)
+    if not elementwise and cls not in _ELEMENTWISE:
+        known = ", ".join(known.__name__ for known in _ELEMENTWISE)
+        raise UsageError(
+            f"optimizer: {cls.__name__} is not known to treat each element alone; on flat shards an optimizer that needs "
+            f"whole tensors (Adafactor, Muon, LBFGS, Shampoo) would give wrong numbers. Known: {known}. "
+            "If yours is elementwise, say so: initialize(..., elementwise=True)"
+        )
+    if optimizer.state:
+        raise UsageError("optimizer: it has stepped already; hand it to initialize() before its first step")
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return lambda tensors, group: cls([{"params": tensors, **options[group]}])
+
+
+class FlatOptimizer:
+    """The optimizer of one bucket's owned range."""
+
+    def __init__(self, master: Tensor, make: Make, group: int):
+        self._segments = [Segment(0, master.numel(), master.detach())]
+        self._optimizer = make([self._segments[0].leaf], group)
+        self._top_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._divides = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False)) and (
+            master.dtype == torch.float32
+        )
+
+    def step(
+        self, grad: Tensor, divisor: float, lr_factor: float, unused: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Update from ``grad / divisor`` (flat, as the master); ``unused`` ranges are skipped. ``grad`` is spent."""
+        for start, stop in unused:
+            self._split_around(start, stop)
+        if grad.dtype != self._segments[0].leaf.dtype:
+            grad = grad.to(self._segments[0].leaf.dtype)
+        for group, top in zip(self._optimizer.param_groups, self._top_lr, strict=True):
+            group["lr"] = top * lr_factor
+        if self._divides and divisor != 1.0:
+            self._optimizer.grad_scale = torch.tensor(divisor, device=grad.device)  # type: ignore[attr-defined]
+            self._optimizer.found_inf = torch.zeros((), device=grad.device)  # type: ignore[attr-defined]
+        elif divisor != 1.0:
+            grad.mul_(1.0 / divisor)
+        for start, stop, leaf in self._segments:
+            is_unused = any(first <= start and stop <= last for first, last in unused)
+            leaf.grad = None if is_unused else grad[start:stop]
+        self._optimizer.step()
+        for segment in self._segments:
+            segment.leaf.grad = None
+        if self._divides:
+            self._optimizer.grad_scale = self._optimizer.found_inf = None  # type: ignore[attr-defined]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step (of the first group)."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def top_lr(self) -> float:
+        """Learning rate that the schedule multiplies."""
+        return self._top_lr[0]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the moments."""
+        return sum(tensor.nbytes for _, _, _, tensor in self.moments())
+
+    def moments(self) -> Iterator[tuple[str, int, int, Tensor]]:
+        """(label, start, stop, tensor) of every moment, by segment."""
+        for start, stop, leaf in self._segments:
+            for label, value in self._optimizer.state.get(leaf, {}).items():
+                if isinstance(value, Tensor) and value.numel() == stop - start and label != "step":
+                    yield label, start, stop, value
+
+    def scalars(self) -> list[dict[str, Any]]:
+        """Step counts and other single numbers by segment, as JSON data."""
+        rows = []
+        for start, stop, leaf in self._segments:
+            state = self._optimizer.state.get(leaf, {})
+            numbers = {
+                label: float(value)
+                for label, value in state.items()
+                if label == "step"
+                or isinstance(value, int | float)
+                or (isinstance(value, Tensor) and value.numel() == 1)
+            }
+            rows.append({"start": start, "stop": stop, "scalars": numbers})
+        return rows
+
+    def restore(self, labels: Sequence[str], pieces: Sequence[tuple[int, int, dict[str, float]]]) -> None:
+        """Make empty state for a checkpoint to fill: moments ``labels``; ``pieces`` are (start, stop, scalars).
+
+        Neighbouring pieces with the same scalars become one segment.
+        """
+        merged: list[tuple[int, int, dict[str, float]]] = []
+        for start, stop, scalars in pieces:
+            if merged and merged[-1][2] == scalars and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop, scalars)
+            else:
+                merged.append((start, stop, scalars))
+        whole = self._whole()
+        self._optimizer.state.clear()
+        self._segments = [Segment(start, stop, whole[start:stop].detach()) for start, stop, _ in merged]
+        self._optimizer.param_groups[0]["params"] = [segment.leaf for segment in self._segments]
+        for segment, (_, _, scalars) in zip(self._segments, merged, strict=True):
+            state: dict[str, Any] = {label: torch.tensor(value) for label, value in scalars.items()}
+            if scalars or not labels:
+                state |= {label: torch.zeros_like(segment.leaf) for label in labels}
+            elif labels:
+                state = {label: torch.zeros_like(segment.leaf) for label in labels}
+            self._optimizer.state[segment.leaf] = state
+
+    def _whole(self) -> Tensor:
+        first, last = self._segments[0].leaf, self._segments[-1]
+        return first.as_strided((last.stop,), (1,)) if len(self._segments) > 1 else first
+
+    def _split_around(self, start: int, stop: int) -> None:
+        """Make [start, stop) a segment of its own. [Note: segments]"""
+        for place, (first, last, leaf) in enumerate(self._segments):
+            if first <= start and stop <= last:
+                if (first, last) == (start, stop):
+                    return
+                cuts = [(a, b) for a, b in ((first, start), (start, stop), (stop, last)) if a < b]
+                pieces = [Segment(a, b, leaf[a - first : b - first].detach()) for a, b in cuts]
+                state = self._optimizer.state.pop(leaf, None)
+                if state:
+                    for a, b, piece in pieces:
+                        self._optimizer.state[piece] = _cut_state(state, a - first, b - first, last - first)
+                self._segments[place : place + 1] = pieces
+                self._optimizer.param_groups[0]["params"] = [segment.leaf for segment in self._segments]
+                return
+        for first, last, _ in self._segments:  # the range spans segments that were split before
+            if start < last and first < stop:
+                self._split_around(max(start, first), min(stop, last))
+
+
+def _cut_state(state: dict[str, Any], start: int, stop: int, elements: int) -> dict[str, Any]:
+    def cut(label: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value[start:stop] if value.numel() == elements and label != "step" else value.clone()
+
+    return {label: cut(label, value) for label, value in state.items()}

@@ -1,0 +1,1 @@
+"""Row 3: the parallel techniques, siblings that never import one another."""

@@ -1,0 +1,85 @@
+"""Batch norm over the samples of all data-parallel ranks.
+
+    n = Σ n_r      mean = Σ Σx / n      var = Σ Σ(x - mean)² / n       sums over ranks r
+
+Statistics of one rank's samples (the default) make the numbers depend on the number of ranks, as they do in DDP;
+synchronized, they are those of the whole global batch. torch's SyncBatchNorm does the same on GPUs alone.
+
+Paper: Ioffe and Szegedy 2015, arXiv:1502.03167.
+Cost:  two all-reduces of C (+1) elements forward, two backward.
+Shapes: x [B/dp, C, ...], statistics [C].
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardwise.comm.collectives import Group
+from shardwise.plan.errors import UsageError
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """y = Σ_r x_r on every rank. Each rank's loss is an addend of the global loss, so the backward is the same sum."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        total = value.detach().clone()
+        group.all_reduce(total, "batch statistics", purpose="control").wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        ctx.group.all_reduce(total, "gradients of batch statistics", purpose="control").wait()
+        return total, None
+
+
+class _Normalize:
+    """Takes the place of one module's forward. Holds the group, so that no attribute is hung on the module."""
+
+    def __init__(self, module: _BatchNorm, group: Group):
+        self._module = module
+        self._group = group
+        self._alone = module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self._module
+        if not (module.training or module.running_mean is None):
+            return self._alone(x)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        sums = torch.cat([wide.sum(dims), wide.new_tensor([x.numel() / x.shape[1]])])
+        sums = _SumOverRanks.apply(sums, self._group)
+        count = sums[-1]
+        mean = sums[:-1] / count
+        centred = wide - mean.view(shape)
+        var = _SumOverRanks.apply(centred.square().sum(dims), self._group) / count
+        self._update_running(mean.detach(), var.detach(), float(count))
+        y = centred * torch.rsqrt(var + module.eps).view(shape)
+        if module.weight is not None:
+            y = y * module.weight.view(shape) + module.bias.view(shape)
+        return y.to(x.dtype)
+
+    def _update_running(self, mean: Tensor, var: Tensor, count: float) -> None:
+        module = self._module
+        if module.running_mean is None or module.running_var is None or not module.training:
+            return
+        assert module.num_batches_tracked is not None, "a module with running statistics counts its batches"
+        module.num_batches_tracked.add_(1)
+        momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+        module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
+        unbiased = var * (count / max(count - 1, 1))
+        module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+
+
+def synchronize_batch_norm(model: nn.Module, group: Group) -> None:
+    """Let every batch norm of the model use the statistics of all ranks. Errors: UsageError where there is none."""
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if not found:
+        raise UsageError("batch_norm: synchronized, but the model has no batch norm; leave the key out")
+    for module in found:
+        module.forward = _Normalize(module, group)  # type: ignore[method-assign]

@@ -1,0 +1,368 @@
+"""One bucket's flat buffers on this rank: weight, gradient, master.
+
+    stage           0        1             2              3
+    weight          [P]      [P]           [P]            [P/N] + a slot [P] while gathered
+    grad            [P]      [P]           [P/N] + a slot [P] during the Unit's backward pass
+    master          [P]      [P/N]         [P/N]          [P/N]
+
+A master of the compute dtype is the weight buffer itself or this rank's range of it. The user's parameters are views:
+``p.data = view`` leaves the Parameter object, its hooks and its version counter where they are.
+
+[Note: stale memory]
+While a cut weight is not gathered its parameters read as NaN of the right shape, and their version counters stand one
+above the value under which autograd saved them; gathering restores both. A backward pass that reaches a weight which is
+not there fails in autograd's own check, and a forward pass gives NaN. Neither gives a wrong number.
+
+[Note: landing]
+Autograd hands each gradient to a hook, which copies it into the flat buffer (the first time since the buffer was last
+reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. What never landed is zeroed just before
+the reduction.
+
+Shapes: P elements of the bucket with padding, N shard ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.memory.slots import SlotPool
+from shardwise.parallel.zero.layout import Strategy
+from shardwise.plan.errors import UsageError
+from shardwise.plan.unit import Bucket, Slot
+from shardwise.precision.policy import Dtypes
+
+Fill = Callable[[Slot, int, int, torch.dtype], Tensor]
+"""(slot, first element, end, dtype) -> those elements of the parameter, flat."""
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all buckets of an engine share."""
+
+    strategy: Strategy
+    shard: Group
+    replicate: Group
+    both: Group
+    weights: SlotPool
+    gradients: SlotPool
+    device: torch.device
+
+
+class BucketState:
+    """See the module's docstring. ``what`` names the bucket in errors."""
+
+    def __init__(
+        self, layout: Bucket, dtypes: Dtypes, parameters: list[nn.Parameter], what: str, around: Surroundings
+    ):
+        self.layout = layout
+        self.dtypes = dtypes
+        self.parameters = parameters
+        self.what = what
+        self._around = around
+        strategy = around.strategy
+        whole, piece = layout.elements, layout.shard_elements
+        first = around.shard.index * piece
+        self._own = slice(first, first + piece)
+
+        def empty(dtype: torch.dtype, cut: bool) -> Tensor:
+            return torch.zeros(piece if cut else whole, dtype=dtype, device=around.device)
+
+        self.weight = empty(dtypes.compute, strategy.cuts_weight)
+        self.master: Tensor | None = None
+        self.grad: Tensor | None = None
+        if layout.key.trained:
+            same = dtypes.master == dtypes.compute
+            if not same:
+                self.master = empty(dtypes.master, strategy.cuts_master)
+            else:
+                self.master = (
+                    self.weight[self._own]
+                    if strategy.cuts_master and not strategy.cuts_weight
+                    else self.weight
+                )
+            self.grad = empty(dtypes.grad, strategy.cuts_grad)
+        self._full: Tensor | None = None if strategy.cuts_weight else self.weight
+        self._gathering: Pending = DONE
+        self._views: dict[int, list[Tensor]] = {}
+        self._absent = [_nan(slot.shape, dtypes.compute, around.device) for slot in layout.slots]
+        self._is_attached = False
+        self._is_lent = False
+        self._fresh = [parameter._version for parameter in parameters]
+        self._stale = [version + 1 for version in self._fresh]
+        self._landing: list[Tensor] | None = None
+        self._landing_full: Tensor | None = None
+        self._landed = [False] * len(parameters)
+        self._gaps = _gaps(layout)
+        self.used = [False] * len(parameters)
+        """Parameters that got a gradient since the last step."""
+        self._holds_earlier = False
+        self.reducing: Pending = DONE
+
+    # Where things lie ------------------------------------------------------------------------------------------
+
+    @property
+    def owned_range(self) -> tuple[int, int]:
+        """(index, count): this rank's master is range ``index`` of ``count`` equal ones."""
+        if self._around.strategy.cuts_master:
+            return self._around.shard.index, self._around.shard.size
+        return 0, 1
+
+    @property
+    def owned_grad(self) -> Tensor:
+        """The reduced gradient that belongs to this rank's master."""
+        assert self.grad is not None, f"{self.what} is frozen"
+        whole = self._around.strategy.cuts_master and not self._around.strategy.cuts_grad
+        return self.grad[self._own] if whole else self.grad
+
+    @property
+    def is_gathered(self) -> bool:
+        """True while the parameters can be read."""
+        return self._full is not None
+
+    def fill(self, fill: Fill) -> None:
+        """Write the start weights: each rank asks for the elements that it owns and no others."""
+        index, count = self.owned_range
+        target = self.weight if self.master is None else self.master
+        if self.master is None and not self._around.strategy.cuts_weight:
+            index, count = 0, 1  # frozen and kept whole
+        for slot, start, stop, local in self.layout.overlaps(index, count):
+            target[local : local + stop - start].copy_(fill(slot, start, stop, target.dtype))
+        if self.master is not None:
+            self.publish()
+            self.gather_update().wait()
+
+    def attach(self) -> None:
+        """Make the user's parameters views of the weight; a cut weight starts released."""
+        if self._full is None:
+            for parameter, absent in zip(self.parameters, self._absent, strict=True):
+                parameter.data = absent
+            _set_versions(self.parameters, self._stale)
+        else:
+            self._point_into(self._full)
+
+    # Weights ---------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Begin to gather a cut weight into its slot."""
+        if self._full is not None or self._is_lent:
+            return
+        self._full = self._around.weights.acquire(self._owner, self.layout.elements, self.dtypes.compute)
+        self._gathering = self._around.shard.all_gather(self._full, self.weight, self.what)
+
+    def finish_gather(self) -> None:
+        """Wait for the weight and let the parameters point at it."""
+        if self._full is not None and not self._is_attached:
+            self._gathering.wait()
+            self._point_into(self._full)
+            _set_versions(self.parameters, self._fresh)
+
+    def release(self) -> None:
+        """Give the slot back. [Note: stale memory]"""
+        if not self._around.strategy.cuts_weight or self._full is None:
+            return
+        self._gathering.wait()
+        for parameter, absent in zip(self.parameters, self._absent, strict=True):
+            parameter.data = absent
+        _set_versions(self.parameters, self._stale)
+        self._full, self._is_attached = None, False
+        self._around.weights.release(self._owner)
+
+    def gathered_copy(self, source: Tensor | None = None) -> Tensor:
+        """The whole weight (or another tensor that is cut like the master) in new memory; collective."""
+        source = self.weight if source is None else source
+        if source.numel() == self.layout.elements:
+            return source
+        full = torch.empty(self.layout.elements, dtype=source.dtype, device=source.device)
+        self._around.shard.all_gather(full, source, self.what, purpose="control").wait()
+        return full
+
+    def lend(self, full: Tensor) -> None:
+        """Let the parameters point into ``full`` until ``reclaim``; gathers and releases do nothing meanwhile."""
+        self.release()
+        self._is_lent = True
+        for parameter, view in zip(self.parameters, self.fresh_views(full), strict=True):
+            parameter.data = view
+
+    def reclaim(self, full: Tensor, keep: bool) -> None:
+        """End ``lend``; with ``keep`` this rank's range of the edited values becomes weight and master."""
+        if keep:
+            if self._around.strategy.cuts_weight:
+                self.weight.copy_(full[self._own])
+            if self.master is not None and not self._shares_master:
+                self.master.copy_(full[self._own] if self._around.strategy.cuts_master else full)
+            self._bump()
+        self._is_lent = False
+        self.attach()
+
+    def publish(self) -> None:
+        """After an update of the master: round it into the weight."""
+        if self.master is None:
+            return
+        if not self._shares_master:
+            cut = self._around.strategy.cuts_master and not self._around.strategy.cuts_weight
+            (self.weight[self._own] if cut else self.weight).copy_(self.master)
+        self._bump()
+
+    def gather_update(self) -> Pending:
+        """After ``publish``: gather the other ranks' ranges where the weight is kept whole and the master is not."""
+        if not self._around.strategy.cuts_master or self._around.strategy.cuts_weight:
+            return DONE
+        return self._around.shard.all_gather(self.weight, self.weight[self._own], self.what)
+
+    # Gradients -------------------------------------------------------------------------------------------------
+
+    def land(self, index: int, parameter: nn.Parameter) -> bool:
+        """Take over the gradient of parameter ``index``. True the first time since the last reduction. [Note: landing]"""
+        grad = parameter.grad
+        if grad is None:
+            return False
+        if self._landing is None:
+            self._open_landing()
+        assert self._landing is not None, "the landing was just opened"
+        view = self._landing[index]
+        first = not self._landed[index]
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if first:
+            view.copy_(grad)
+            self._landed[index] = self.used[index] = True
+        else:
+            view.add_(grad)
+        parameter.grad = None
+        return first
+
+    @property
+    def landed(self) -> int:
+        """Parameters whose gradient stands in the landing buffer."""
+        return sum(self._landed)
+
+    def reduce(self) -> None:
+        """REDUCE: sum the gradients over the ranks, to where the master lies."""
+        assert self.grad is not None, f"{self.what} is frozen"
+        if self._landing is None:
+            self._open_landing()
+        assert self._landing is not None and self._landing_full is not None, "the landing was just opened"
+        for view, landed in zip(self._landing, self._landed, strict=True):
+            if not landed:
+                view.zero_()
+        strategy, around, full = self._around.strategy, self._around, self._landing_full
+        if strategy.cuts_grad:
+            around.shard.reduce_scatter(self.grad, full, self.what, accumulate=self._holds_earlier).wait()
+            self._holds_earlier = True
+            around.gradients.release(self._owner)
+        elif strategy.cuts_master:
+            self.reducing = self._on_the_wire(full, self.owned_grad)
+        else:
+            self.reducing = self._sum_everywhere(full)
+        self._landing = self._landing_full = None
+        self._landed = [False] * len(self.parameters)
+
+    def finish_reduce(self) -> None:
+        """Before the step: all gradients are there, also over the replicas."""
+        self.reducing.wait()
+        self.reducing = DONE
+        if self._around.strategy.cuts_master and self._around.replicate.size > 1:
+            self._around.replicate.all_reduce(self.owned_grad, self.what).wait()
+
+    def forget_gradients(self) -> None:
+        """After the step: what lands next is the first of a new sum."""
+        self._holds_earlier = False
+        self.used = [False] * len(self.parameters)
+        if self._landing is not None and self._around.strategy.cuts_grad:
+            self._around.gradients.release(self._owner)
+        self._landing = self._landing_full = None
+        self._landed = [False] * len(self.parameters)
+
+    def _on_the_wire(self, full: Tensor, owned: Tensor) -> Pending:
+        if self.dtypes.reduce == full.dtype:
+            return self._around.shard.reduce_scatter(owned, full, self.what)
+        return self._around.shard.reduce_scatter(owned, full.to(self.dtypes.reduce), self.what)
+
+    def _sum_everywhere(self, full: Tensor) -> Pending:
+        if self.dtypes.reduce == full.dtype:
+            return self._around.both.all_reduce(full, self.what)
+        wire = full.to(self.dtypes.reduce)
+        pending = self._around.both.all_reduce(wire, self.what)
+
+        def finish() -> None:
+            pending.wait()
+            full.copy_(wire)
+
+        return Pending(finish)
+
+    def _open_landing(self) -> None:
+        if self.grad is None:
+            raise UsageError(
+                f"{self.what}: a frozen parameter got a gradient; set requires_grad before initialize()"
+            )
+        if not self._around.strategy.cuts_grad:
+            self._landing_full = self.grad
+        else:
+            # One microbatch's gradient: autograd's own dtype holds it without loss, and the sum over the ranks is
+            # taken in the buffer's dtype. A wider wire would carry the same numbers in more bytes.
+            dtype = self.dtypes.reduce
+            if dtype.itemsize > self.dtypes.compute.itemsize:
+                dtype = self.dtypes.compute
+            pool = self._around.gradients
+            self._landing_full = pool.acquire(self._owner, self.layout.elements, dtype, movable=True)
+            if pool.last_tenant(self._owner) != self._owner:
+                for start, stop in self._gaps:
+                    self._landing_full[start:stop] = 0
+        self._landing = self.views(self._landing_full)
+
+    # Views -----------------------------------------------------------------------------------------------------
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """The parameters as views of a whole flat buffer; kept for buffers whose address stays."""
+        key = full.data_ptr()
+        if key not in self._views or self._views[key][0].dtype != full.dtype:
+            self._views[key] = [
+                full[slot.offset : slot.offset + slot.elements].view(slot.shape) for slot in self.layout.slots
+            ]
+        return self._views[key]
+
+    def fresh_views(self, full: Tensor) -> list[Tensor]:
+        """As ``views`` for memory that will not be seen again."""
+        return [
+            full[slot.offset : slot.offset + slot.elements].view(slot.shape) for slot in self.layout.slots
+        ]
+
+    @property
+    def _owner(self) -> str:
+        return self.what
+
+    @property
+    def _shares_master(self) -> bool:
+        return self.dtypes.master == self.dtypes.compute
+
+    def _point_into(self, full: Tensor) -> None:
+        for parameter, view in zip(self.parameters, self.views(full), strict=True):
+            parameter.data = view
+        self._is_attached = True
+
+    def _bump(self) -> None:
+        """The values changed: what autograd saved before may not be used any more."""
+        self._fresh = [version + 2 for version in self._fresh]
+        self._stale = [version + 1 for version in self._fresh]
+        _set_versions(self.parameters, self._fresh if self._full is not None else self._stale)
+
+
+def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of that shape in the memory of one element: NaN, or the lowest number of an integer dtype."""
+    value = (
+        float("nan") if dtype.is_floating_point else (0 if dtype == torch.bool else torch.iinfo(dtype).min)
+    )
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+def _gaps(layout: Bucket) -> list[tuple[int, int]]:
+    """Ranges of the bucket that belong to no parameter."""
+    edges = [(slot.offset, slot.offset + slot.elements) for slot in layout.slots]
+    ends = [0, *(stop for _, stop in edges)]
+    starts = [*(start for start, _ in edges), layout.elements]
+    return [(stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start]

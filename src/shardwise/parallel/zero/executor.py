@@ -1,0 +1,338 @@
+"""The executor: module hooks that walk the Plan's list of Actions.
+
+In a user's own loop the order of Units belongs to the user's Python. So the hooks are the loop: each asks for its Unit's
+next Actions, and a cursor runs everything in the list up to there.
+
+    forward hook before Unit u      run the list up to F(u)          hook on the outputs of u    ... up to B(u)
+    forward hook after Unit u       run what closes u                last gradient of u landed   run what closes u
+    end of the forward pass         run the rest                     end of the backward pass    run the rest
+
+A Unit that this rank skips is gathered and reduced when the cursor passes it, so the ranks issue the same collectives
+in the same order whatever their data made them do. What the list cannot serve (a Unit used a second time, or out of
+order) is gathered on the spot and appended to ``departures``.
+
+The order starts as the order of registration. Every forward pass writes down its own; when all ranks have seen the same
+one (their hashes travel with the gradient norm) the lists are made anew from it.
+
+[Note: forced closing]
+A Unit's backward window is over when all its gradients have landed. Where some never will (unused, frozen), the window
+ends when the next Unit of the list opens: autograd runs later calls first, so everything that needs the Unit has run.
+In a graph where that is not so, the version check of [Note: stale memory] or the late gradient below stops the step.
+
+Cost: two hooks per Unit and pass, one per parameter.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.layout import (
+    Bracket,
+    Strategy,
+    backward_actions,
+    forward_actions,
+    registration_brackets,
+)
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.errors import UsageError
+from shardwise.plan.unit import Unit
+
+
+@dataclass
+class UnitState:
+    """One Unit on this rank."""
+
+    unit: Unit
+    module: nn.Module
+    buckets: list[BucketState]
+    trained_parameters: int
+    has_frozen: bool
+    missing: int = 0
+    """Gradients that have not landed in this backward pass."""
+    is_reduced: bool = False
+    in_backward: bool = False
+    recomputes: bool = False
+    """Gathered by a forward pass inside the backward pass (activation checkpointing)."""
+
+    def gather(self) -> None:
+        """UNSHARD, started and finished."""
+        for bucket in self.buckets:
+            bucket.start_gather()
+        self.finish_gather()
+
+    def finish_gather(self) -> None:
+        """What a forward or backward of the Unit waits for."""
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    @property
+    def is_complete(self) -> bool:
+        """True when nothing of the Unit's backward pass can be outstanding."""
+        return self.missing == 0 and self.trained_parameters > 0 and not self.has_frozen
+
+
+class Executor:
+    """Runs the lists of one engine. ``states`` are the Units in order of registration, the root first."""
+
+    def __init__(self, states: Sequence[UnitState], strategy: Strategy, prefetch_units: int = 0):
+        self.states = list(states)
+        self.strategy = strategy
+        self.departures: list[str] = []
+        """What departed from the Plan, newest last."""
+        self.prefetch_units = prefetch_units
+        self._trained = [state.trained_parameters > 0 for state in self.states]
+        self.brackets: tuple[Bracket, ...] = tuple(registration_brackets([s.unit.name for s in self.states]))
+        """The order that the lists follow."""
+        self._seen: list[Bracket] = []
+        self._forward = forward_actions(self.brackets, strategy, prefetch_units)
+        self._backward: dict[tuple[int, bool], list[Action]] = {}
+        self._list: list[Action] = []
+        self._cursor = 0
+        self._passes = 0
+        self._is_backward = False
+        self._is_last = True
+        self._handles: list[Any] = []
+        self._run: dict[Kind, Callable[[UnitState], None]] = {
+            Kind.UNSHARD: self._unshard,
+            Kind.RESHARD: self._reshard,
+            Kind.REDUCE: self._reduce,
+        }
+        self._install()
+
+    # The list and its cursor -----------------------------------------------------------------------------------
+
+    def run(self, action: Action) -> None:
+        """Do one Action."""
+        self._run[action.kind](self.states[action.unit])
+
+    def _advance_to(self, kind: Kind, unit: int) -> bool:
+        """Run the list up to the compute Action ``kind`` of ``unit``; False where it does not come any more."""
+        actions = self._list
+        for position in range(self._cursor, len(actions)):
+            if actions[position][0] is kind and actions[position][1] == unit:
+                break
+        else:
+            return False
+        for action in actions[self._cursor : position]:
+            if not action[0].computes:
+                self._run[action[0]](self.states[action[1]])
+        self._cursor = position + 1
+        return True
+
+    def _finish_list(self) -> None:
+        for action in self._list[self._cursor :]:
+            if not action.kind.computes:
+                self.run(action)
+        self._cursor = len(self._list)
+
+    def _unshard(self, state: UnitState) -> None:
+        for bucket in state.buckets:
+            bucket.start_gather()
+
+    def _reshard(self, state: UnitState) -> None:
+        for bucket in state.buckets:
+            bucket.release()
+        state.in_backward = state.recomputes = False
+
+    def _reduce(self, state: UnitState) -> None:
+        for bucket in state.buckets:
+            if bucket.layout.key.trained:
+                bucket.reduce()
+        state.is_reduced = True
+
+    # Forward ---------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, index: int, module: nn.Module, inputs: Any) -> None:
+        state = self.states[index]
+        if self._is_backward:
+            if self.strategy.cuts_weight and not state.in_backward:
+                state.gather()
+                state.recomputes = True
+            return
+        if index == 0:
+            self._list, self._cursor = self._forward, 0
+            self._seen = []
+        self._seen.append(Bracket(True, index))
+        if not self._advance_to(Kind.F, index) and self.strategy.cuts_weight:
+            self._depart(f"forward of {state.unit.title} is not next in the list")
+            state.gather()
+        state.finish_gather()
+
+    def _after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        state = self.states[index]
+        if self._is_backward:
+            if state.recomputes and not state.in_backward:
+                self._reshard(state)
+            return
+        self._seen.append(Bracket(False, index))
+        if self.strategy.cuts_weight:
+            self._close_forward(state)
+            if torch.is_grad_enabled():
+                for tensor in _tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(partial(self._before_backward, index))
+        if index == 0:
+            self._finish_list()
+            if torch.is_grad_enabled():
+                self._passes += 1
+
+    def _close_forward(self, state: UnitState) -> None:
+        index, actions = state.unit.index, self._list
+        if self._cursor < len(actions) and actions[self._cursor] == (Kind.RESHARD, index, -1):
+            self._cursor += 1
+            self._reshard(state)
+        elif Action(Kind.RESHARD, index) not in actions[self._cursor :]:
+            self._reshard(state)
+
+    def run_as_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``function`` inside the root's window, as if it were the model's forward."""
+        root = self.states[0].module
+        self._before_forward(0, root, args)
+        output = function(*args, **kwargs)
+        self._after_forward(0, root, args, output)
+        return output
+
+    # Backward --------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, last: bool) -> None:
+        """Before autograd runs. ``last``: the last microbatch of the step."""
+        passes = max(self._passes, 1)
+        if (passes, last) not in self._backward:
+            self._backward[passes, last] = backward_actions(
+                self.brackets * passes, self.strategy, self._trained, last, self.prefetch_units
+            )
+        self._list, self._cursor = self._backward[passes, last], 0
+        self._is_backward, self._is_last = True, last
+        for state in self.states:
+            state.missing = state.trained_parameters
+            state.is_reduced = state.in_backward = state.recomputes = False
+
+    def end_backward(self) -> None:
+        """After autograd has run: whatever did not close by itself closes now."""
+        self._finish_list()
+        if self.strategy.cuts_weight:
+            for state in self.states:
+                self._reshard(state)
+        self._is_backward = False
+        self._passes = 0
+
+    def abandon(self) -> None:
+        """After an exception in the middle of a pass: back to the state between two steps."""
+        self._list, self._cursor, self._is_backward, self._passes = [], 0, False, 0
+        for state in self.states:
+            for bucket in state.buckets:
+                bucket.release()
+                bucket.forget_gradients()
+            state.in_backward = state.recomputes = False
+
+    def _before_backward(self, index: int, grad: Tensor) -> None:
+        state = self.states[index]
+        if state.in_backward:
+            return
+        if not self._is_backward:
+            raise UsageError(
+                "backward: call engine.backward(loss), not loss.backward(); the engine must know when it ends"
+            )
+        state.in_backward = True
+        if not self._advance_to(Kind.B, index):
+            self._depart(f"backward of {state.unit.title} is not next in the list")
+            state.gather()
+        state.finish_gather()
+
+    def _land(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
+        state = self.states[index]
+        if state.is_reduced or not self._is_backward:
+            name = bucket.layout.slots[place].name
+            if not self._is_backward:
+                parameter.grad = None
+                raise UsageError(
+                    f"backward: the gradient of {name} arrived outside engine.backward(loss); loss.backward() alone "
+                    "cannot know when to reduce"
+                )
+            raise UsageError(
+                f"backward: {name} got another gradient after those of its Unit {state.unit.title!r} were reduced. "
+                "Reentrant activation checkpointing does that (set use_reentrant=False), and a graph that returns to a "
+                "block after later ones (name one Unit around them in zero.units)"
+            )
+        if bucket.land(place, parameter):
+            state.missing -= 1
+            if state.missing == 0:
+                self._close_complete()
+
+    def _close_complete(self) -> None:
+        """Run what closes Units whose gradients have all landed, as far as the list's order allows."""
+        actions, position = self._list, self._cursor
+        while position < len(actions):
+            kind, unit, _ = actions[position]
+            if kind is Kind.UNSHARD or (not kind.computes and not self.states[unit].is_complete):
+                return
+            position += 1
+            if not kind.computes:
+                self._run[kind](self.states[unit])
+                self._cursor = position
+
+    # Order -----------------------------------------------------------------------------------------------------
+
+    @property
+    def order_hash(self) -> int:
+        """A 24-bit number of the order that the last forward pass followed."""
+        text = repr([tuple(bracket) for bracket in self._seen]).encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:3])
+
+    def adopt_order(self) -> None:
+        """All ranks have seen the same order: follow it from now on."""
+        if self._seen and tuple(self._seen) != self.brackets and self._seen[0] == Bracket(True, 0):
+            absent = [
+                state.unit.index for state in self.states if Bracket(True, state.unit.index) not in self._seen
+            ]
+            # Units that nobody runs keep their place in the lists: a later step may use them on some ranks.
+            unused = [bracket for unit in absent for bracket in (Bracket(True, unit), Bracket(False, unit))]
+            self.brackets = (self._seen[0], *self._seen[1:-1], *unused, self._seen[-1])
+            self._forward = forward_actions(self.brackets, self.strategy, self.prefetch_units)
+            self._backward.clear()
+
+    def _depart(self, text: str) -> None:
+        self.departures.append(text)
+        del self.departures[:-100]
+
+    # Hooks -----------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        for state in self.states:
+            index = state.unit.index
+            # The lists need a window for the root even where it holds no parameter itself.
+            self._handles += [
+                state.module.register_forward_pre_hook(partial(self._before_forward, index)),
+                state.module.register_forward_hook(partial(self._after_forward, index)),
+            ]
+            for bucket in state.buckets:
+                for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
+                    hook = partial(self._land, index, bucket, place)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove_hooks(self) -> None:
+        """Give the model back as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Every tensor in a pytree of tuples, lists, mappings and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for field in fields(output):
+            yield from _tensors(getattr(output, field.name))

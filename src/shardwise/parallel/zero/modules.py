@@ -1,0 +1,116 @@
+"""Units found in a model: which modules' parameters move together.
+
+By itself: the repeated blocks, that is the children of the outermost ModuleList or Sequential that holds at least two
+modules of one class with parameters. By name: ``zero.units`` patterns. Whatever lies outside every Unit belongs to the
+root, whose window is the whole forward pass.
+
+A parameter that several modules hold (tied weights) is one slot with several names; it moves up to the innermost Unit
+that contains all its holders, so that its window covers every use.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from shardwise.plan.errors import ConfigError, PlanError
+
+
+class Holding(NamedTuple):
+    """One parameter: its first name, all its names, and itself."""
+
+    name: str
+    aliases: tuple[str, ...]
+    parameter: nn.Parameter
+
+
+class Found(NamedTuple):
+    """One Unit of a model, not yet laid out."""
+
+    name: str
+    module: nn.Module
+    holdings: tuple[Holding, ...]
+
+
+def find_units(model: nn.Module, units: Sequence[str] | str) -> list[Found]:
+    """Units in order of registration, the root first; Units without parameters are left out, the root never.
+
+    Errors: ConfigError where a pattern matches nothing, PlanError where a Unit cannot be called.
+    """
+    names = [""] + (repeated_blocks(model) if isinstance(units, str) else _matching(model, units))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = _distinct([name for name in modules if name in set(names)], modules)
+    held: dict[str, list[Holding]] = {name: [] for name in names}
+    for holding in holdings(model):
+        held[_home((holding.name, *holding.aliases), names)].append(holding)
+    for name in names:
+        if held[name] and isinstance(modules[name], nn.ModuleList | nn.ModuleDict) and name:
+            raise PlanError(
+                f"Unit {name!r} is a {type(modules[name]).__name__}, which has no forward pass of its own; "
+                f"name its children instead: zero.units: ['{name}.*']"
+            )
+    return [Found(name, modules[name], tuple(held[name])) for name in names if held[name] or not name]
+
+
+def holdings(model: nn.Module) -> list[Holding]:
+    """Every parameter once, with all its names."""
+    by_identity: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    return [Holding(found[0], tuple(found[1:]), parameters[key]) for key, found in by_identity.items()]
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Names of the children of the outermost containers of repeated modules."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(block + ".") for block in found) or not isinstance(
+            module, nn.ModuleList | nn.Sequential
+        ):
+            continue
+        children = [
+            (child_name, child) for child_name, child in module.named_children() if _has_parameters(child)
+        ]
+        classes = [type(child) for _, child in children]
+        repeated = {cls for cls in classes if classes.count(cls) >= 2}
+        # A Sequential of plain layers is one network, not a row of blocks: blocks have children of their own.
+        found += [
+            f"{name}.{child_name}" if name else child_name
+            for child_name, child in children
+            if type(child) in repeated and any(_has_parameters(inner) for inner in child.children())
+        ]
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    matched: list[str] = []
+    for pattern in patterns:
+        expression = re.compile("[^.]*".join(re.escape(part) for part in pattern.split("*")))
+        hits = [name for name in names if expression.fullmatch(name)]
+        if not hits:
+            raise ConfigError(
+                f"zero.units: pattern {pattern!r} matches no module; the model's are {', '.join(names[:12])}"
+                f"{' ...' if len(names) > 12 else ''} (* stands for one part of a name)"
+            )
+        matched += hits
+    return matched
+
+
+def _distinct(names: Sequence[str], modules: dict[str, nn.Module]) -> list[str]:
+    """One name per module: a block that is registered twice is one Unit."""
+    seen: set[int] = set()
+    return [name for name in names if not (id(modules[name]) in seen or seen.add(id(modules[name])))]
+
+
+def _home(names: Sequence[str], units: Sequence[str]) -> str:
+    """Innermost Unit that contains every holder."""
+    around = [unit for unit in units if not unit or all(name.startswith(unit + ".") for name in names)]
+    return max(around, key=len)

@@ -1,0 +1,1 @@
+"""Row 2: dtypes and the loss scale."""

@@ -1,0 +1,46 @@
+"""Fixtures of all tests. ``ranks(n)`` is a pool of n rank processes that starts once and serves the whole session."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tests compare bits: sums must not depend on how many threads are free."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(n).run(function, *args)`` calls ``function(world, *args)`` on n gloo ranks and returns their results.
+
+    ``function`` lives at module level of a test module. An exception on any rank is raised here with its traceback.
+    """
+    pools: dict[int, RankPool] = {}
+
+    def get(size: int) -> RankPool:
+        if size not in pools or not pools[size].is_alive:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:
+    """``soak`` runs only when asked for by name; ``gpu`` only where there is one."""
+    wanted = config.getoption("-m") or ""
+    for item in items:
+        if "soak" in item.keywords and "soak" not in wanted:
+            item.add_marker(pytest.mark.skip(reason="make soak"))
+        if "gpu" in item.keywords and not torch.accelerator.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))

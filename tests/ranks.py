@@ -1,0 +1,107 @@
+"""Rank processes for tests: started once (python and torch take seconds), then fed calls over pipes."""
+
+import importlib
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_PATIENCE_S = 120.0
+
+
+class RankPool:
+    """n processes that have joined one World. A failed call closes the pool: its ranks may be out of step."""
+
+    def __init__(self, size: int):
+        context = multiprocessing.get_context("spawn")
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, str(store), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while calls can be made."""
+        return bool(self._pipes)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = _PATIENCE_S) -> list[Any]:
+        """Results by rank. The first exception in time is raised, all tracebacks in its text."""
+        name = (function.__module__, function.__qualname__)
+        for pipe in self._pipes:
+            pipe.send((name, args))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            ready = wait(list(waiting), timeout_s)
+            if not ready:
+                failures |= {rank: "did not answer in time" for rank in waiting.values()}
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    good, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, "the process ended"
+                (results if good else failures)[rank] = value
+        if failures:
+            self.close()
+            raise RanksError("\n".join(f"--- rank {rank}: {text}" for rank, text in failures.items()))
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes = []
+        self._folder.cleanup()
+
+
+class RanksError(AssertionError):
+    """A call failed on at least one rank."""
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.comm.world import join
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    world = join(rank, size, store=dist.FileStore(store, size), quiet=True, timeout_s=60)
+    while True:
+        try:
+            (module, name), args = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            function: Any = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            answer = (True, function(world, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
