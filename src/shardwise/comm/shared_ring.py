@@ -1,0 +1,364 @@
+"""Ring: the memory that one rank shares with the others of its host, and the semaphores that order its use.
+
+Each rank owns one file in /dev/shm that never has a name there: it is made with O_TMPFILE, and its peers open it
+through /proc/<pid>/fd. So a rank may be killed at any moment and leaves nothing behind, and no other user reaches it.
+
+    | control: state, two semaphores per peer, one head per slot | slot 0 | slot 1 | ... | slot K-1 |
+
+The owner fills its slots in turn: round t goes to slot t % K. Every ordered pair (owner, reader) has two semaphores:
+
+    written   the owner posts after filling a slot      the reader waits before reading it
+    free      the reader posts after reading a slot     the owner waits before filling it again, K rounds later
+
+Why POSIX semaphores: ``sem_post`` and ``sem_wait`` synchronise memory by their specification, so a payload that torch
+wrote before the post is seen after the wait, on ARM as on x86; no plain load or store of ours orders anything. They are
+also the quickest of the ways that keep this promise (benchmarks/collectives): uncontended, a post or a wait is one
+atomic instruction in user space. A rank that dies is seen through a pidfd, which reports it at once even where forked
+children still hold its descriptors.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.errors import CommError, DeadlineError
+
+_LINE_BYTES = 128
+"""Semaphores lie this far apart: two ranks never write one cache line, nor the pair of lines that is prefetched."""
+_HEAD_BYTES = 256
+_SLICE_S = 0.02
+"""A blocked rank looks this often whether its peers still live."""
+_SPIN_S = 100e-6
+_SPIN_CROWDED_S = 100e-6
+"""How long a rank polls, yielding the core in between, before it sleeps: with a core for each rank, or without."""
+_OPEN, _LEFT = 0, 1
+_CLOCK_MONOTONIC = 1
+_FOLDER = "/dev/shm"
+
+
+class SharedMemoryUnavailable(Exception):
+    """This group cannot use shared memory; raised on all of its ranks or on none."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
+
+
+class Semaphores:
+    """The calls of libc, by address. All but ``wait`` return at once and so keep the interpreter's lock."""
+
+    def __init__(self) -> None:
+        quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None)
+        try:
+            self._init, self.post, self.take, self._value = (
+                quick.sem_init,
+                quick.sem_post,
+                quick.sem_trywait,
+                quick.sem_getvalue,
+            )
+            self._wait = slow.sem_clockwait
+        except AttributeError as error:
+            raise OSError(errno.ENOSYS, f"the C library lacks a semaphore call: {error}") from error
+        self._init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+        self._value.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+        self._wait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec)]
+        self.post.argtypes = self.take.argtypes = [ctypes.c_void_p]
+
+    def start(self, address: int) -> None:
+        """A semaphore at zero that processes share."""
+        if self._init(address, 1, 0) != 0:
+            raise OSError(errno.ENOSYS, "sem_init refuses a semaphore that processes share")
+
+    def value(self, address: int) -> int:
+        """How often it could be taken now."""
+        count = ctypes.c_int()
+        self._value(address, ctypes.byref(count))
+        return count.value
+
+    def wait(self, address: int, seconds: float) -> bool:
+        """Take it, unless the time is over or a signal arrives first; whether it was taken."""
+        end = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(seconds * 1e9)
+        until = _Timespec(*divmod(end, 1_000_000_000))
+        return bool(self._wait(address, _CLOCK_MONOTONIC, ctypes.byref(until)) == 0)
+
+
+class Layout(NamedTuple):
+    """Where things lie in a ring's file."""
+
+    ranks: int
+    slots: int
+    slot_bytes: int
+
+    def written(self, reader: int) -> int:
+        """Offset of the semaphore that tells ``reader`` of filled slots."""
+        return _LINE_BYTES * (1 + 2 * reader)
+
+    def free(self, reader: int) -> int:
+        """Offset of the semaphore with which ``reader`` gives slots back."""
+        return _LINE_BYTES * (2 + 2 * reader)
+
+    def head(self, slot: int) -> int:
+        """Offset of the text that says which collective begins in ``slot``."""
+        return _LINE_BYTES * (1 + 2 * self.ranks) + _HEAD_BYTES * slot
+
+    @property
+    def control_bytes(self) -> int:
+        """Bytes before the first slot, in whole pages."""
+        return -(-self.head(self.slots) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.control_bytes + self.slots * self.slot_bytes
+
+
+class Ring:
+    """One rank's file, as mapped by its owner or by a peer."""
+
+    def __init__(self, descriptor: int, layout: Layout):
+        self.layout = layout
+        self.map = mmap.mmap(descriptor, layout.file_bytes)
+        # A forked data worker must not keep the memory of a rank that was killed.
+        self.map.madvise(mmap.MADV_DONTFORK)
+        data = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.address: int = data.data_ptr()
+        self.slots: tuple[Tensor, ...] = data[layout.control_bytes :].split(layout.slot_bytes)
+
+    def write_head(self, slot: int, head: bytes) -> None:
+        """Say which collective begins in ``slot``."""
+        start = self.layout.head(slot)
+        self.map[start : start + _HEAD_BYTES] = head[:_HEAD_BYTES].ljust(_HEAD_BYTES)
+
+    def read_head(self, slot: int) -> bytes:
+        """Which collective begins in ``slot``."""
+        start = self.layout.head(slot)
+        return self.map[start : start + _HEAD_BYTES].rstrip()
+
+    def leave(self) -> None:
+        """Tell the peers that the owner takes part no longer."""
+        self.map[0] = _LEFT
+
+    @property
+    def left(self) -> bool:
+        """The owner takes part no longer."""
+        return self.map[0] != _OPEN
+
+
+class Call(NamedTuple):
+    """The collective that a rank is in, as errors name it."""
+
+    operation: str
+    what: str
+    timeout_s: float
+
+
+class Rings:
+    """The rings of a group as one rank uses them: it fills its own and reads those of its peers.
+
+    ``lives`` are pidfds of the peers; ``names`` are the ranks' numbers in errors; ``spin_s`` is how long a rank polls,
+    giving the core away in between, before it sleeps.
+    """
+
+    def __init__(
+        self, rank: int, rings: Sequence[Ring], lives: dict[int, int], names: Sequence[int], spin_s: float
+    ):
+        layout = rings[rank].layout
+        self.rings = rings
+        self.layout = layout
+        self.peers = [peer for peer in range(len(rings)) if peer != rank]
+        self.at = [-1] * len(rings)
+        """The slot of each peer's ring that was waited for last."""
+        self._rank = rank
+        self._names = names
+        self._lives = lives
+        self._poll = select.poll()
+        for life in lives.values():
+            self._poll.register(life, select.POLLIN)
+        self._spin_s = spin_s
+        self._semaphores = Semaphores()
+        own = rings[rank].address
+        self._tell = [own + layout.written(peer) for peer in self.peers]
+        self._told = {peer: rings[peer].address + layout.written(rank) for peer in self.peers}
+        self._give = {peer: rings[peer].address + layout.free(rank) for peer in self.peers}
+        self._given = {peer: own + layout.free(peer) for peer in self.peers}
+        self._credits = dict.fromkeys(self.peers, layout.slots)
+        self._next = 0
+
+    def claim(self, call: Call, blocks: bool) -> int:
+        """The next slot of the own ring, once every peer gave it back; -1 where that would mean to wait."""
+        credits, take = self._credits, self._semaphores.take
+        for peer, address in self._given.items():
+            if not credits[peer]:
+                if take(address) != 0:
+                    if not blocks:
+                        return -1
+                    self._wait(self._given, peer, [peer], call)
+                credits[peer] = 1
+        for peer in credits:
+            credits[peer] -= 1
+        slot = self._next
+        self._next = (slot + 1) % self.layout.slots
+        return slot
+
+    def publish(self) -> None:
+        """Let the peers read the slot claimed last."""
+        post = self._semaphores.post
+        for address in self._tell:
+            post(address)
+
+    def receive(self, sources: Sequence[int], call: Call) -> None:
+        """Wait for the next slot of each source; ``at`` then says which it is."""
+        take, told, at, slots = self._semaphores.take, self._told, self.at, self.layout.slots
+        for place, peer in enumerate(sources):
+            if take(told[peer]) != 0:
+                self._wait(told, peer, sources[place:], call)
+            at[peer] = (at[peer] + 1) % slots
+
+    def release(self, sources: Sequence[int]) -> None:
+        """Give the slots received last back to their owners."""
+        post, give = self._semaphores.post, self._give
+        for peer in sources:
+            post(give[peer])
+
+    def leave(self) -> None:
+        """Tell the peers that this rank takes part no longer, and let go of everything."""
+        self.rings[self._rank].leave()
+        for life in self._lives.values():
+            os.close(life)
+        self._lives = {}
+        self.rings = []
+
+    def _wait(self, addresses: dict[int, int], peer: int, awaited: Sequence[int], call: Call) -> None:
+        """Take ``peer``'s semaphore; where that fails, the error names all of ``awaited`` whose semaphore is empty."""
+        address, take = addresses[peer], self._semaphores.take
+        start = time.monotonic()
+        # Yielding matters more than spinning: where two ranks share a core, the other one gets it at once.
+        while time.monotonic() - start < self._spin_s:
+            if take(address) == 0:
+                return
+            os.sched_yield()
+        while not self._semaphores.wait(address, _SLICE_S):
+            missing = [other for other in awaited if self._semaphores.value(addresses[other]) == 0]
+            gone = self._gone(missing)
+            # One slice more: what a rank posted just before it ended still counts.
+            if gone and not self._semaphores.wait(address, _SLICE_S):
+                raise CommError(f"{self._where(call)}: {self._list(gone)} ended or left the group")
+            if gone:
+                return
+            if time.monotonic() - start > call.timeout_s:
+                raise DeadlineError(
+                    f"{self._where(call)}: {self._list(missing)} did not arrive within {call.timeout_s:g} s; see the "
+                    "last lines of their logs. Ranks that are merely slow need a larger comm.deadline_s"
+                )
+
+    def _gone(self, missing: Sequence[int]) -> list[int]:
+        ended = {life for life, _ in self._poll.poll(0)}
+        return [peer for peer in missing if self._lives[peer] in ended or self.rings[peer].left]
+
+    def _where(self, call: Call) -> str:
+        return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"
+
+    def _list(self, ranks: Sequence[int]) -> str:
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(self._names[rank]) for rank in ranks)}"
+
+
+def meet(
+    rank: int,
+    post: Callable[[str, str], None],
+    collect: Callable[[str, float], list[str]],
+    timeout_s: float,
+    layout: Layout,
+    names: Sequence[int],
+) -> Rings:
+    """Make the own ring and open those of all peers; every rank succeeds, or all raise SharedMemoryUnavailable.
+
+    Two exchanges of strings: what each rank offers, then whether it could open what the others offer.
+    """
+    with contextlib.ExitStack() as held:
+        own: Ring | None = None
+        try:
+            descriptor = _create(layout)
+            held.callback(os.close, descriptor)
+            own = Ring(descriptor, layout)
+            semaphores = Semaphores()
+            for peer in range(layout.ranks):
+                semaphores.start(own.address + layout.written(peer))
+                semaphores.start(own.address + layout.free(peer))
+            offer = _describe(descriptor, layout)
+        except (OSError, AttributeError) as error:
+            offer = {"reason": f"{_FOLDER}: {error}"}
+        post("offer", json.dumps(offer))
+        offers: list[dict[str, Any]] = [json.loads(text) for text in collect("offer", timeout_s)]
+        _refuse([str(each.get("reason", "")) for each in offers], names)
+        for key, meaning in (("host", "hosts"), ("layout", "ring sizes")):
+            if any(each[key] != offers[0][key] for each in offers):
+                raise SharedMemoryUnavailable(f"the ranks {list(names)} are on different {meaning}")
+
+        assert own is not None, "a rank without a ring gave its reason above"
+        rings, lives, reason = [own] * layout.ranks, {}, ""
+        undo = held.enter_context(contextlib.ExitStack())
+        try:
+            for peer in range(layout.ranks):
+                if peer != rank:
+                    lives[peer] = os.pidfd_open(offers[peer]["pid"])
+                    undo.callback(os.close, lives[peer])
+                    rings[peer] = _attach(offers[peer], layout)
+        except OSError as error:
+            reason = f"cannot open the memory of rank {names[peer]}: {error}"
+        post("attached", reason)
+        _refuse(collect("attached", timeout_s), names)
+        undo.pop_all()
+    cores = set().union(*(each["cores"] for each in offers))
+    return Rings(rank, rings, lives, names, _SPIN_S if len(cores) >= layout.ranks else _SPIN_CROWDED_S)
+
+
+def _create(layout: Layout) -> int:
+    """A new file without a name, its memory reserved: a small /dev/shm fails here and not with SIGBUS later."""
+    descriptor = os.open(_FOLDER, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, layout.file_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _describe(descriptor: int, layout: Layout) -> dict[str, Any]:
+    status = os.fstat(descriptor)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {
+        "host": [boot, os.stat("/proc/self/ns/pid").st_ino],
+        "layout": list(layout),
+        "pid": os.getpid(),
+        "descriptor": descriptor,
+        "file": [status.st_dev, status.st_ino],
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+
+
+def _attach(offer: dict[str, Any], layout: Layout) -> Ring:
+    descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if [status.st_dev, status.st_ino] != offer["file"]:
+            raise OSError(errno.ESTALE, "its process ended and another took its number")
+        return Ring(descriptor, layout)
+    finally:
+        os.close(descriptor)
+
+
+def _refuse(reasons: Sequence[str], names: Sequence[int]) -> None:
+    given = [f"rank {name}: {reason}" for name, reason in zip(names, reasons, strict=True) if reason]
+    if given:
+        raise SharedMemoryUnavailable("; ".join(given))
