@@ -101,6 +101,10 @@ class Sinks:
     def __init__(self, certain: Sequence[Sink], optional: Sequence[Sink]) -> None:
         self._certain, self._optional = list(certain), list(optional)
 
+    def add(self, sink: Sink) -> None:
+        """Join an optional sink."""
+        self._optional.append(sink)
+
     def write(self, record: StepRecord) -> None:
         """Hand one step to every sink; an optional one that fails is reported and left out from now on."""
         for sink in self._certain:
@@ -131,12 +135,16 @@ def open_sinks(
 ) -> Sinks:
     """The sinks of a run folder, continued from ``resume_step``; ``settings`` is the resolved configuration."""
     folder = Path(folder)
-    optional: list[Sink] = []
     metrics = MetricsFile(folder / "metrics.csv", resume_step)
-    if policy.picture:
-        optional.append(LossPicture(folder / "loss.png", folder.name, read(metrics.path)))
-    if policy.tensorboard:
-        optional.append(TensorBoardEvents(folder / "tensorboard", resume_step))
-    if policy.wandb is not None:
-        optional.append(WandbRun(policy.wandb, folder, settings or {}))
-    return Sinks([metrics], optional)
+    sinks = Sinks([metrics], [])
+    try:
+        if policy.picture:
+            sinks.add(LossPicture(folder / "loss.png", folder.name, read(metrics.path)))
+        if policy.tensorboard:
+            sinks.add(TensorBoardEvents(folder / "tensorboard", resume_step))
+        if policy.wandb is not None:
+            sinks.add(WandbRun(policy.wandb, folder, settings or {}))
+    except BaseException:
+        sinks.close()
+        raise
+    return sinks

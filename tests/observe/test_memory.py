@@ -1,0 +1,38 @@
+import sys
+
+import pytest
+import torch
+
+from shardwise.observe import memory
+
+needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+MIB = 2**20
+
+
+@needs_proc
+def test_resident_memory_grows_by_what_is_touched_and_the_peak_stays() -> None:
+    before = memory.resident_bytes()
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    during = memory.resident_bytes()
+    assert before is not None and during is not None
+    assert 60 * MIB < during - before < 80 * MIB
+    del block
+    after = memory.resident_bytes()
+    assert after is not None and after < during - 50 * MIB
+    assert memory.peak_resident_bytes() >= during - MIB, "the kernel counts pages per core and sums them lazily"
+
+
+@needs_proc
+def test_shared_pages_are_divided() -> None:
+    proportional, resident = memory.proportional_bytes(), memory.resident_bytes()
+    assert proportional is not None and resident is not None
+    assert 0 < proportional <= resident * 1.05
+
+
+def test_a_missing_source_is_no_number() -> None:
+    assert memory._field_of("/proc/self/no_such_file", "VmRSS") is None
+
+
+@needs_proc
+def test_on_a_processor_the_memory_in_use_is_resident_memory() -> None:
+    assert (memory.in_use_bytes(torch.device("cpu")) or 0) > 10 * MIB

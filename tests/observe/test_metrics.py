@@ -1,0 +1,111 @@
+import math
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.observe.metrics import MetricsFile, StepRecord, read
+from shardwise.plan.errors import DataError
+
+HEADER = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
+
+
+def write(path: Path, steps: range, resume_step: int = 0, loss: float = 1.0) -> None:
+    with closing(MetricsFile(path, resume_step)) as metrics:
+        for step in steps:
+            metrics.write(StepRecord(step, loss + step / 3))
+
+
+def test_every_number_reads_back_to_the_bit(tmp_path: Path) -> None:
+    records = [
+        StepRecord(
+            1, 0.1 + 0.2, None, 1e-300, 3e-4, 4096, 1234.5678901234567, 0.07, 2**40, 1e15, 1 / 3, None
+        ),
+        StepRecord(2, math.pi, math.e, math.inf, 0.0, 4096, 5e-324, 0.1, 12, 1e15, 2 / 3, 0.4137),
+    ]
+    with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
+        for record in records:
+            metrics.write(record)
+    assert read(tmp_path / "metrics.csv") == records
+
+
+def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
+    with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
+        metrics.write(StepRecord(1, math.nan))
+    assert math.isnan(read(tmp_path / "metrics.csv")[0].loss)
+
+
+def test_columns_are_in_the_promised_order_and_absent_numbers_are_empty(tmp_path: Path) -> None:
+    with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
+        metrics.write(StepRecord(7, 2.5, grad_norm=1.0))
+    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,\n"
+
+
+def test_numpy_numbers_are_written_as_plain_ones(tmp_path: Path) -> None:
+    with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
+        metrics.write(StepRecord(np.int64(3), np.float64(0.5), tokens=np.int64(8)))  # type: ignore[arg-type]
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1].startswith("3,0.5,,,,8,")
+
+
+def test_each_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
+        metrics.write(StepRecord(1, 1.0))
+        assert len(read(tmp_path / "metrics.csv")) == 1, "nothing was closed yet"
+
+
+def test_resuming_cuts_the_steps_that_are_computed_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write(path, range(1, 14))
+    write(path, range(11, 16), resume_step=10, loss=100.0)
+    records = read(path)
+    assert [r.step for r in records] == list(range(1, 16))
+    assert [r.loss > 50 for r in records] == [False] * 10 + [True] * 5
+
+
+def test_starting_anew_cuts_everything(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write(path, range(1, 5))
+    write(path, range(1, 2))
+    assert [r.step for r in read(path)] == [1]
+
+
+def test_a_row_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write(path, range(1, 4))
+    whole = path.read_text()
+    path.write_text(whole + "4,1.2")
+    assert [r.step for r in read(path)] == [1, 2, 3]
+    write(path, range(4, 5), resume_step=3)
+    assert [r.step for r in read(path)] == [1, 2, 3, 4]
+
+
+def test_a_cut_number_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write(path, range(1, 3))
+    path.write_text(path.read_text().rstrip("\n"))
+    assert [r.step for r in read(path)] == [1]
+
+
+def test_a_foreign_header_is_refused_and_the_file_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("epoch,accuracy\n1,0.5\n")
+    with pytest.raises(DataError, match=r"metrics.csv: the header is 'epoch,accuracy'"):
+        MetricsFile(path, resume_step=5)
+    assert path.read_text() == "epoch,accuracy\n1,0.5\n"
+
+
+@pytest.mark.parametrize("row", ["2,abc,,,,,,,,,,", "2,1.0", ",1.0,,,,,,,,,,", "2,,,,,,,,,,,"])
+def test_a_damaged_row_is_named(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "metrics.csv"
+    write(path, range(1, 2))
+    with path.open("a") as file:
+        file.write(row + "\n")
+    with pytest.raises(DataError, match=r"metrics.csv, line 3"):
+        read(path)
+
+
+def test_a_file_of_a_run_killed_before_its_first_row_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("")
+    assert read(path) == []

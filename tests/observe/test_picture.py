@@ -1,0 +1,54 @@
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.observe.metrics import StepRecord
+from shardwise.observe.picture import LossPicture, draw_loss, smoothed
+
+
+def test_a_straight_line_is_left_as_it_is_up_to_its_ends() -> None:
+    line = np.linspace(5, 1, 400)
+    assert np.abs(smoothed(line) - line).max() < 1e-12
+
+
+def test_noise_is_removed() -> None:
+    noise = np.random.default_rng(0).normal(size=1000)
+    assert smoothed(noise).std() < 0.5 * noise.std()
+
+
+def test_one_bad_value_does_not_blank_its_neighbours() -> None:
+    curve = [3.0, 2.9, math.nan, 2.7, math.inf, 2.5]
+    assert np.isfinite(smoothed(curve)).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_shortest_runs_are_drawn(tmp_path: Path, size: int) -> None:
+    draw_loss(
+        [StepRecord(i, 1.0 / i, 1.0 if i == size else None) for i in range(1, size + 1)],
+        tmp_path / "loss.png",
+    )
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_the_picture_is_drawn_after_an_evaluation_once_a_minute_and_at_the_end(tmp_path: Path) -> None:
+    now = 0.0
+    path = tmp_path / "loss.png"
+    sink = LossPicture(path, clock=lambda: now)
+    sink.write(StepRecord(1, 1.0, 1.0))
+    assert not path.exists(), "the first minute is not over"
+    now = 61.0
+    sink.write(StepRecord(2, 1.0))
+    assert not path.exists(), "this step evaluates nothing"
+    sink.write(StepRecord(3, 1.0, 1.0))
+    assert path.exists()
+    path.unlink()
+    sink.close()
+    assert path.exists()
+
+
+def test_a_run_without_steps_leaves_no_picture(tmp_path: Path) -> None:
+    LossPicture(tmp_path / "loss.png").close()
+    assert not (tmp_path / "loss.png").exists()

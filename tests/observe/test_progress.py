@@ -1,0 +1,113 @@
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from shardwise.observe import progress
+from shardwise.observe.metrics import StepRecord
+from shardwise.observe.progress import Bar, ConsoleHandler, Lines, open_progress
+
+
+class Pipe:
+    """A console that writes into a pipe, and a clock that the test turns."""
+
+    def __init__(self) -> None:
+        self.text = io.StringIO()
+        self.console = Console(file=self.text, width=40)
+        self.now = 0.0
+
+    def lines(self) -> list[str]:
+        return self.text.getvalue().splitlines()
+
+
+def steps_printed(pipe: Pipe) -> list[int]:
+    return [int(line.split()[1].split("/")[0]) for line in pipe.lines()]
+
+
+def test_a_pipe_gets_the_first_step_the_last_and_one_line_every_few_seconds() -> None:
+    pipe = Pipe()
+    lines = Lines(pipe.console, 100, every_s=5.0, clock=lambda: pipe.now)
+    for step in range(1, 101):
+        pipe.now += 1.0
+        lines.write(StepRecord(step, 1.0))
+    lines.close()
+    assert steps_printed(pipe) == [1, *range(6, 100, 5), 100]
+
+
+def test_the_step_at_which_a_run_stopped_early_is_printed() -> None:
+    pipe = Pipe()
+    lines = Lines(pipe.console, 100, clock=lambda: 0.0)
+    for step in (1, 2, 3):
+        lines.write(StepRecord(step, 1.0))
+    lines.close()
+    assert steps_printed(pipe) == [1, 3]
+
+
+def test_every_evaluation_is_printed() -> None:
+    pipe = Pipe()
+    lines = Lines(pipe.console, 100, clock=lambda: 0.0)
+    for step in range(1, 6):
+        lines.write(StepRecord(step, 1.0, 2.5 if step == 3 else None))
+    assert steps_printed(pipe) == [1, 3]
+    assert "validation 2.5000" in pipe.lines()[1]
+
+
+def test_a_line_says_what_is_known_and_nothing_else() -> None:
+    pipe = Pipe()
+    lines = Lines(pipe.console, 20, every_s=0.0, clock=lambda: pipe.now)
+    lines.write(StepRecord(1, 2.34567))
+    pipe.now = 2.0
+    lines.write(StepRecord(2, 2.0, tokens_per_s=12345, step_s=0.08251, memory=3 * 2**30, mfu=0.4136))
+    assert pipe.lines() == [
+        "step 1/20  loss 2.3457",
+        "step 2/20  loss 2.0000  12.3k tokens/s  82.5 ms/step  3.0 GiB  MFU 41.4%  0:00:36 left",
+    ], "18 steps of 2 s; no line is broken at the width of a terminal that is not there"
+
+
+def test_a_pipe_gets_lines_and_a_terminal_gets_a_bar() -> None:
+    assert isinstance(open_progress(Console(file=io.StringIO()), 10), Lines)
+    bar = open_progress(Console(file=io.StringIO(), force_terminal=True, width=120), 10)
+    bar.close()
+    assert isinstance(bar, Bar)
+
+
+def test_the_bar_shows_the_step_and_the_last_validation_loss() -> None:
+    text = io.StringIO()
+    bar = Bar(Console(file=text, force_terminal=True, width=160), 10, clock=lambda: 0.0)
+    bar.write(StepRecord(1, 3.0, 2.75))
+    bar.write(StepRecord(2, 2.5, step_s=1.5))
+    bar.close()
+    last = text.getvalue()
+    assert "step 2/10" in last and "loss 2.5000" in last and "val 2.7500" in last and "1.50 s/step" in last
+    assert "\x1b[?25h" in last, "the cursor is given back"
+
+
+def test_log_lines_pass_through_the_console_as_plain_text() -> None:
+    pipe = Pipe()
+    handler = ConsoleHandler(pipe.console)
+    for level, text in ((logging.INFO, "saved [bold]x[/bold]"), (logging.WARNING, "slow")):
+        handler.handle(logging.LogRecord("shardwise", level, "", 0, text, None, None))
+    assert pipe.lines() == ["saved [bold]x[/bold]", "warning: slow"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (1234, "1.23k"), (999_600, "1000k"), (2.5e6, "2.5M"), (1e9, "1G")],
+)
+def test_counts(value: float, text: str) -> None:
+    assert progress.count_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (300 * 2**20, "300 MiB"), (1.5 * 2**30, "1.5 GiB")]
+)
+def test_bytes(value: float, text: str) -> None:
+    assert progress.bytes_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90000, "25:00:00")]
+)
+def test_durations(value: float, text: str) -> None:
+    assert progress.duration_text(value) == text

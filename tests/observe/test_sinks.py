@@ -1,0 +1,126 @@
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shardwise.observe.metrics import StepRecord, read
+from shardwise.observe.sinks import MonitorPolicy, Sinks, TensorBoardEvents, open_sinks
+from shardwise.plan.errors import ConfigError
+
+
+class Kept:
+    """Sink that keeps what it is given, and breaks where told."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.records: list[StepRecord] = []
+        self.is_closed = False
+        self._breaks_at = breaks_at
+
+    def write(self, record: StepRecord) -> None:
+        if record.step == self._breaks_at:
+            raise OSError("no space left on device")
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return [(e.step, e.value) for e in events.Scalars(tag)]
+
+
+def test_a_run_folder_gets_metrics_events_and_picture(tmp_path: Path) -> None:
+    sinks = open_sinks(tmp_path, MonitorPolicy())
+    sinks.write(StepRecord(1, 3.5, lr=0.25))
+    sinks.write(StepRecord(2, 3.0, val_loss=3.25))
+    sinks.close()
+    assert [r.step for r in read(tmp_path / "metrics.csv")] == [1, 2]
+    assert scalars(tmp_path / "tensorboard", "loss/train") == [(1, 3.5), (2, 3.0)]
+    assert scalars(tmp_path / "tensorboard", "loss/validation") == [(2, 3.25)]
+    assert scalars(tmp_path / "tensorboard", "step/lr") == [(1, 0.25)]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
+    sinks = open_sinks(tmp_path, MonitorPolicy(tensorboard=False, picture=False))
+    sinks.write(StepRecord(1, 3.5))
+    sinks.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_readers_of_the_events_see_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    first = TensorBoardEvents(tmp_path)
+    for step in range(1, 7):
+        first.write(StepRecord(step, 1.0))
+    first.close()
+    second = TensorBoardEvents(tmp_path, resume_step=4)
+    for step in range(5, 8):
+        second.write(StepRecord(step, 2.0))
+    second.close()
+    assert scalars(tmp_path, "loss/train") == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 8)]
+
+
+def test_an_optional_sink_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    certain, broken, fine = Kept(), Kept(breaks_at=2), Kept()
+    sinks = Sinks([certain], [broken, fine])
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        for step in (1, 2, 3):
+            sinks.write(StepRecord(step, 0.0))
+    assert [len(s.records) for s in (certain, broken, fine)] == [3, 1, 3]
+    assert [r.getMessage() for r in caplog.records] == ["Kept failed and is switched off for this run"]
+
+
+def test_the_run_ends_when_its_own_record_cannot_be_kept() -> None:
+    with pytest.raises(OSError, match="no space"):
+        Sinks([Kept(breaks_at=1)], []).write(StepRecord(1, 0.0))
+
+
+def test_closing_goes_on_after_one_failed() -> None:
+    class Stuck(Kept):
+        def close(self) -> None:
+            raise OSError("gone")
+
+    certain, after = Kept(), Kept()
+    Sinks([certain], [Stuck(), after]).close()
+    assert certain.is_closed and after.is_closed
+
+
+def test_a_missing_wandb_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"monitor.wandb.*shardwise\[wandb\]"):
+        open_sinks(tmp_path, MonitorPolicy(wandb="p", picture=False, tensorboard=False))
+
+
+def test_wandb_continues_the_same_page_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    sent: list[tuple[int, dict[str, float]]] = []
+
+    class Page:
+        id = "abc123"
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            sent.append((step, values))
+
+        def finish(self) -> None:
+            pass
+
+    class Module:
+        @staticmethod
+        def init(**arguments: Any) -> Page:
+            started.append(arguments)
+            return Page()
+
+    monkeypatch.setitem(sys.modules, "wandb", Module)
+    for resume_step in (0, 3):
+        policy = MonitorPolicy(wandb="project", picture=False, tensorboard=False)
+        sinks = open_sinks(tmp_path, policy, resume_step, {"out": "x"})
+        sinks.write(StepRecord(resume_step + 1, 2.0))
+        sinks.close()
+    assert [s["id"] for s in started] == [None, "abc123"]
+    assert sent == [(1, {"loss/train": 2.0}), (4, {"loss/train": 2.0})]
