@@ -1,0 +1,75 @@
+"""Mean cross entropy of large vocabularies, a few rows at a time, in fp32 whatever the logits' dtype.
+
+    loss     = -1/n · sum over the n rows with a target of log softmax(z)[target]
+    d loss/dz = (softmax(z) - onehot(target)) / n
+
+Casting all logits to fp32 and keeping their log-softmax takes 20 bytes a logit at the peak in bf16; here the logits
+themselves are all that is saved, and the gradient is computed straight into its buffer: 4 bytes. Rows are cast as
+many at a time as stay in the cache. No target at all is a loss of 0 with a gradient of 0, not 0/0: a rank without
+data can run.
+
+Cost:  one exponential a logit in each direction, as usual.
+Shapes: N rows, V vocabulary.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+IGNORE = -100
+"""A target that counts for nothing: torch's convention."""
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 18}
+_CHUNK_ELEMENTS_ELSEWHERE = 1 << 26
+"""Logits cast to fp32 at once: a core's cache, or what keeps an accelerator busy."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the targets that are not ``IGNORE``; fp32 (fp64 for fp64 logits): [..., V], [...] -> []."""
+    return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The formula as it stands: the reference."""
+    wide = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
+    total = F.cross_entropy(wide, targets.reshape(-1), ignore_index=IGNORE, reduction="sum")
+    return total / (targets != IGNORE).sum().clamp_min(1)
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    elements = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+    rows = max(1, elements // logits.shape[1])
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor) -> Tensor:
+        counts = targets != IGNORE
+        # Other targets outside the vocabulary must still fail in gather, so only IGNORE is replaced.
+        columns = targets.masked_fill(~counts, 0)[:, None]  # [N, 1]
+        share = counts.to(_wide(logits)) / counts.sum().clamp_min(1)  # [N]
+        losses = torch.empty_like(share)
+        for rows in _chunks(logits):
+            log_softmax = logits[rows].log_softmax(-1, dtype=share.dtype)
+            losses[rows] = log_softmax.gather(1, columns[rows])[:, 0]
+        ctx.save_for_backward(logits, columns, share)
+        return -torch.dot(losses.masked_fill_(~counts, 0), share)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        logits, columns, share = ctx.saved_tensors  # type: ignore[attr-defined]
+        scale = (share * grad)[:, None]  # [N, 1]
+        d_logits = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            d_rows = logits[rows].softmax(-1, dtype=share.dtype).mul_(scale[rows])
+            d_logits[rows] = d_rows.scatter_add_(1, columns[rows], -scale[rows])
+        return d_logits, None

@@ -1,0 +1,94 @@
+"""Rotary positions: each pair of features turns by an angle that grows with the position.
+
+    angle(t, j) = t / theta^(2j/K)                                  j in [0, K/2)
+    out[j]       = x[j] cos - x[j + K/2] sin
+    out[j + K/2] = x[j + K/2] cos + x[j] sin
+
+so that query · key depends on the distance alone. The pairs are (j, j + K/2), as in the weights people publish.
+The backward pass is the rotation by the opposite angle: nothing of the input is saved.
+
+``stretch`` is LLaMA 3.1's change of the angles for contexts beyond the one trained on: frequencies that turn less
+than ``low`` times over the original context slow down by ``factor``, those above ``high`` stay, between them it
+is linear.
+
+Papers: Su et al. 2021, arXiv:2104.09864; Dubey et al. 2024, arXiv:2407.21783.
+Shapes: B batch, H heads, T sequence, K head size.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+class Stretch(NamedTuple):
+    """How far the angles are slowed down for long contexts."""
+
+    factor: float
+    low: float
+    high: float
+    original_context: int
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of every position's angles, each [T, K/2] in fp32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def angles(
+    start: int, stop: int, size: int, theta: float, device: torch.device, stretch: Stretch | None = None
+) -> Angles:
+    """The angles of positions [start, stop) for heads of ``size`` features.
+
+    A function of the position and not a buffer: nothing to save, to move, or to forget on the meta device.
+    """
+    # Rounded in this order everywhere: another order moves the far positions of published models by 1e-4.
+    frequency = 1 / theta ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    if stretch is not None:
+        turns = stretch.original_context * frequency / (2 * math.pi)
+        keep = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / stretch.factor)
+    angle = torch.arange(start, stop, device=device, dtype=torch.float32)[:, None] * frequency
+    return Angles(angle.cos(), angle.sin())
+
+
+def rotate(x: Tensor, at: Angles) -> Tensor:
+    """x [B, H, T, K] turned by the angles of its T positions, contiguous."""
+    if torch.compiler.is_compiling():
+        return plain_rotate(
+            x, at
+        )  # The compiler fuses the formula, and refuses to write into halves of a tensor.
+    return _Rotate.apply(x, at.cos.to(x.dtype), at.sin.to(x.dtype))
+
+
+def plain_rotate(x: Tensor, at: Angles) -> Tensor:
+    """The formula as it stands: the reference."""
+    a, b = x.chunk(2, -1)
+    cos, sin = at.cos.to(x.dtype), at.sin.to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    a, b = x.chunk(2, -1)
+    out_a, out_b = out.chunk(2, -1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
+        return _turn(grad, cos, -sin), None, None

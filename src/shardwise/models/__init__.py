@@ -1,0 +1,41 @@
+"""Models that come with the package, where their weights start, come from and go to.
+
+build(policy)          the model of a configuration, really or under ``torch.device("meta")``
+open_weights(path)     weights to start from, read by slices
+write_huggingface(...) a folder that transformers opens
+generate(...)          text from a trained model
+"""
+
+from torch import nn
+
+from shardwise.data.target import call_target
+from shardwise.models.export import write_huggingface
+from shardwise.models.gpt import Gpt, GptPolicy, flops_per_token
+from shardwise.models.policy import ModelPolicy, TargetPolicy
+from shardwise.models.source import WeightSource, gpt_policy_from_huggingface, open_weights
+from shardwise.plan.errors import ConfigError
+
+__all__ = [
+    "Gpt",
+    "GptPolicy",
+    "ModelPolicy",
+    "TargetPolicy",
+    "WeightSource",
+    "build",
+    "flops_per_token",
+    "gpt_policy_from_huggingface",
+    "open_weights",
+    "write_huggingface",
+]
+
+
+def build(policy: GptPolicy | TargetPolicy, vocab: int | None = None, seed: int = 0) -> nn.Module:
+    """The model that ``policy`` describes; ``vocab`` is the tokenizer's size, where there is one."""
+    if isinstance(policy, GptPolicy):
+        return Gpt(policy.resolved(vocab), seed=seed)
+    model = call_target("model.target", policy.target, policy.keywords())
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.target {policy.target!r} returned a {type(model).__name__}; expected an nn.Module"
+        )
+    return model

@@ -1,0 +1,61 @@
+"""Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens: config.json, model.safetensors.
+
+Tensors come one at a time under our names, as an engine that gathers them one at a time gives them: memory of one
+tensor beside the file. The folder loads with no code of ours and computes the same logits.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.models.gpt import GptPolicy
+from shardwise.models.huggingface import config_of, joined_shape, parts_of
+from shardwise.models.safetensors import Writer
+from shardwise.plan.errors import MismatchError
+from shardwise.plan.policy import nearest
+
+
+def write_huggingface(
+    folder: str | Path,
+    policy: GptPolicy,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write the model ``policy`` with these full ``tensors``; ``dtype`` of the file: that of the first tensor."""
+    folder = Path(folder)
+    table = parts_of(policy)
+    iterator = iter(tensors)
+    first = next(iterator, None)
+    if first is None:
+        raise MismatchError(f"export to {folder}: no tensors; expected {len(table)}")
+    dtype = dtype or first[1].dtype
+    config = config_of(policy, str(dtype).removeprefix("torch."))
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = {part.name: part.shape for parts in table.values() for part in parts}
+    with Writer(folder / "model.safetensors", shapes, dtype) as file:
+        for name, tensor in chain([first], iterator):
+            if name == "head.weight" and name not in table:
+                continue  # Tied: a second name of the embedding.
+            if name not in table:
+                raise MismatchError(f"export to {folder}: a Gpt has no tensor {name!r}{nearest(name, table)}")
+            expected = joined_shape(table[name])
+            if tuple(tensor.shape) != expected:
+                raise MismatchError(
+                    f"export to {folder}: {name} has shape {list(tensor.shape)}, the model's is {list(expected)}"
+                )
+            rows = [part.our_shape[0] for part in table[name]]
+            for part, piece in zip(table[name], tensor.split(rows), strict=True):
+                file.write(part.name, piece.T if part.transposed else piece)
+    _write_json(folder / "config.json", config)
+    return folder
+
+
+def _write_json(file: Path, content: dict[str, object]) -> None:
+    temporary = file.with_name(file.name + ".part")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, file)

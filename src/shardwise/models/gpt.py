@@ -1,0 +1,264 @@
+"""A decoder-only language model, in the LLaMA or in the GPT-2 manner.
+
+    manner   norm        positions           feed-forward         biases   head
+    llama    RMSNorm     rotary              SwiGLU, F = 8/3·D    no       its own (``tied_head: false``)
+    gpt2     LayerNorm   learned, added      GELU,   F = 4·D      yes      the embedding's weights
+
+Nothing in it knows of ranks: the engine cuts it by its Units, and the attention function is given from outside.
+It can be built on the meta device, where it has neither weights nor buffers: rotary angles are a function of the
+position, and start weights follow from (seed, name) by ``initial_rules``.
+
+Papers: Touvron et al. 2023, arXiv:2302.13971; Radford et al. 2019 (GPT-2).
+Cost:   ``flops_per_token``.
+Shapes: B batch, T sequence, D width, H heads, N key and value heads, K head size, F hidden, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.kernels.rotary import Angles, Stretch, angles
+from shardwise.models.cache import Cache
+from shardwise.models.initial import Constant, Normal, Rule, draw_all
+from shardwise.models.layers import Attention, AttentionFunction, Block, GeluMlp, RmsNorm, SwiGlu
+from shardwise.observe.flops import needed_per_token
+from shardwise.plan.errors import ConfigError, PlanError, UsageError
+from shardwise.plan.policy import Policy
+
+_STD = 0.02
+"""Standard deviation of GPT-2's start weights."""
+
+_HIDDEN_MULTIPLE = 64
+"""The default SwiGLU hidden width is rounded up to it: matrix units like multiples."""
+
+
+class RopeStretch(Policy):
+    """LLaMA 3.1's slower rotary angles for a context longer than the one first trained on."""
+
+    factor: Annotated[float, Field(ge=1)]
+    """How many times slower the slowest angles turn."""
+    low_frequency_factor: float = 1.0
+    """Angles that turn less often than this over ``original_context`` are slowed down by ``factor``."""
+    high_frequency_factor: float = 4.0
+    """Angles that turn more often than this over ``original_context`` stay as they are."""
+    original_context: PositiveInt = 8192
+    """Context in tokens of the first training."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError("low_frequency_factor must be below high_frequency_factor")
+        return self
+
+
+class GptPolicy(Policy):
+    """The shape of a :class:`Gpt`. Keys that are left out are filled by ``resolved``."""
+
+    name: Literal["gpt"] = "gpt"
+    """Which of the models that come with the package."""
+    manner: Literal["llama", "gpt2"] = "llama"
+    """The family whose parts are used: the table in the module's docstring."""
+    layers: PositiveInt = 6
+    """Transformer blocks."""
+    width: PositiveInt = 384
+    """Features of a token between the blocks."""
+    heads: PositiveInt = 6
+    """Attention heads (queries)."""
+    kv_heads: PositiveInt | None = None
+    """Heads of keys and values, shared by equal groups of query heads; left out: as many as ``heads``."""
+    head_size: PositiveInt | None = None
+    """Features of a head; left out: width / heads."""
+    context: PositiveInt = 256
+    """Longest sequence in tokens."""
+    vocab: PositiveInt | None = None
+    """Tokens in the vocabulary; left out: the tokenizer's."""
+    hidden: PositiveInt | None = None
+    """Features inside the feed-forward part; left out: 8/3 of the width (llama, rounded up to 64) or 4 times it."""
+    tied_head: bool | None = None
+    """Whether the head uses the embedding's weights; left out: only in the gpt2 manner."""
+    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
+    """Base of the rotary angles (llama)."""
+    rope_stretch: RopeStretch | None = None
+    """LLaMA 3.1's change of the rotary angles (llama)."""
+    norm_eps: Annotated[float, Field(ge=0)] = 1e-5
+    """Added to the variance inside the norms."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of features zeroed in training after the embedding and after each half of a block. Attention weights
+    have none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.head_size is None and self.width % self.heads:
+            raise ValueError(f"width {self.width} does not divide by heads {self.heads}; or set head_size")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} does not divide by kv_heads {self.kv_heads}")
+        size = self.head_size or self.width // self.heads
+        if self.manner == "llama" and size % 2:
+            raise ValueError(f"rotary positions turn pairs of features, but a head has {size}; make it even")
+        if self.manner == "gpt2":
+            self._check_gpt2(size)
+        return self
+
+    def _check_gpt2(self, size: int) -> None:
+        if self.kv_heads not in (None, self.heads):
+            raise ValueError(
+                f"kv_heads {self.kv_heads} is for manner llama; gpt2 has as many as heads ({self.heads})"
+            )
+        if size * self.heads != self.width:
+            raise ValueError(f"head_size {size} is for manner llama; gpt2 has width / heads")
+        if self.rope_stretch is not None or self.rope_theta != GptPolicy.model_fields["rope_theta"].default:
+            raise ValueError("rope_theta and rope_stretch are for manner llama; gpt2 learns its positions")
+
+    def resolved(self, vocab: int | None = None) -> Self:
+        """The same policy with every key filled; ``vocab`` is the tokenizer's size, where there is a tokenizer."""
+        if vocab is None and self.vocab is None:
+            raise ConfigError(
+                "model.vocab is not set and there is no tokenizer to take it from; set model.vocab"
+            )
+        if vocab is not None and self.vocab is not None and self.vocab < vocab:
+            raise ConfigError(
+                f"model.vocab is {self.vocab} but the tokenizer makes {vocab} different tokens; "
+                f"leave model.vocab out or set at least {vocab}"
+            )
+        llama = self.manner == "llama"
+        multiple = _HIDDEN_MULTIPLE
+        hidden = math.ceil(self.width * 8 / 3 / multiple) * multiple if llama else 4 * self.width
+        filled: dict[str, Any] = {
+            "vocab": self.vocab or vocab,
+            "kv_heads": self.kv_heads or self.heads,
+            "head_size": self.head_size or self.width // self.heads,
+            "hidden": self.hidden or hidden,
+            "tied_head": not llama if self.tied_head is None else self.tied_head,
+        }
+        return type(self).model_validate(self.model_dump() | filled)
+
+
+class Gpt(nn.Module):
+    """The model. On a real device it starts with the weights of ``seed``; on the meta device without any."""
+
+    def __init__(
+        self, policy: GptPolicy, attention: AttentionFunction = causal_attention, seed: int = 0
+    ) -> None:
+        super().__init__()
+        p = self.policy = policy.resolved()
+        llama = p.manner == "llama"
+        self.embed = nn.Embedding(_set(p.vocab), p.width)
+        self.positions = None if llama else nn.Embedding(p.context, p.width)
+        self.dropout = nn.Dropout(p.dropout)
+        self.blocks = nn.ModuleList(_block(p, attention) for _ in range(p.layers))
+        self.norm = _norm(p)
+        self.head = nn.Linear(p.width, _set(p.vocab), bias=False)
+        if p.tied_head:
+            self.head.weight = self.embed.weight
+        if not self.embed.weight.is_meta:
+            draw_all(self, self.initial_rules(), seed)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits [B, T, V] of ``tokens`` [B, T]; the mean loss [] in fp32 over ``targets`` != -100 where given.
+
+        With a ``cache`` the tokens follow those it holds, and the logits are those of the last place: [B, 1, V].
+        """
+        start = 0 if cache is None else cache.length
+        stop = start + tokens.shape[1]
+        self._check_call(stop)
+        x, at = self.embed(tokens), None  # [B, T, D]
+        if self.positions is None:
+            at = self._angles(start, stop, x.device)
+        else:
+            x = x + self.positions(torch.arange(start, stop, device=tokens.device))
+        x = self.dropout(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, at, None if cache is None else cache.layer(i))
+        if cache is not None:
+            cache.length = stop
+            x = x[:, -1:]
+        logits = self.head(self.norm(x))  # [B, T, V]
+        return logits if targets is None else cross_entropy(logits, targets)
+
+    def initial_rules(self) -> dict[str, Rule]:
+        """GPT-2's start: normal of 0.02, what is added to the residual scaled by 1/√(2L); norms 1, biases 0."""
+        residual = Normal(_STD / math.sqrt(2 * self.policy.layers))
+        rules: dict[str, Rule] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                rules[name] = Constant(1.0 if name.endswith("norm.weight") else 0.0)
+            else:
+                rules[name] = residual if name.endswith(("out.weight", "down.weight")) else Normal(_STD)
+        return rules
+
+    def unit_patterns(self) -> list[str]:
+        """Modules whose parameters move together. What is left, a tied embedding too, belongs to the root.
+
+        A tied embedding is read first and last: as a Unit of its own it would be gathered twice.
+        """
+        return ["blocks.*"] if self.policy.tied_head else ["embed", "blocks.*", "head"]
+
+    def _angles(self, start: int, stop: int, device: torch.device) -> Angles:
+        p = self.policy
+        stretch = None
+        if p.rope_stretch is not None:
+            s = p.rope_stretch
+            stretch = Stretch(s.factor, s.low_frequency_factor, s.high_frequency_factor, s.original_context)
+        return angles(start, stop, _set(p.head_size), p.rope_theta, device, stretch)
+
+    def _check_call(self, stop: int) -> None:
+        if stop > self.policy.context:
+            raise UsageError(
+                f"the model was given {stop} tokens but its context is {self.policy.context}; "
+                "give shorter sequences or set model.context"
+            )
+        if self.policy.tied_head and self.head.weight is not self.embed.weight:
+            raise PlanError(
+                "head.weight and embed.weight are tied but became two tensors; whatever replaces a parameter must "
+                "replace it under both names"
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Moving a module off the meta device makes new parameters one module at a time, which unties them.
+        super()._apply(fn, recurse)
+        if self.policy.tied_head:
+            self.head.weight = self.embed.weight
+        return self
+
+
+def parameter_count(policy: GptPolicy) -> int:
+    """Parameters of the whole model, tied ones once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Gpt(policy).parameters())
+
+
+def flops_per_token(policy: GptPolicy, causal: bool = True) -> int:
+    """Floating-point operations of one token, forward and backward: 6·P + 12·L·H·K·C, the second term halved.
+
+    P leaves out what is only looked up (the embedding unless it is the head too, learned positions). A causal query
+    sees half of the context on average; ``causal=False`` gives the figure of papers that count the whole square.
+    """
+    p = policy.resolved()
+    looked_up = 0 if p.tied_head else _set(p.vocab) * p.width
+    if p.manner == "gpt2":
+        looked_up += p.context * p.width
+    seen = p.context // 2 if causal else p.context
+    return needed_per_token(parameter_count(p) - looked_up, p.layers, seen, p.heads * _set(p.head_size))
+
+
+def _block(p: GptPolicy, attention: AttentionFunction) -> Block:
+    llama = p.manner == "llama"
+    mix = Attention(p.width, p.heads, _set(p.kv_heads), _set(p.head_size), not llama, p.dropout, attention)
+    mlp = (SwiGlu if llama else GeluMlp)(p.width, _set(p.hidden), p.dropout)
+    return Block(_norm(p), mix, _norm(p), mlp)
+
+
+def _norm(p: GptPolicy) -> nn.Module:
+    return (RmsNorm if p.manner == "llama" else nn.LayerNorm)(p.width, eps=p.norm_eps)
+
+
+def _set(value: int | None) -> int:
+    """A key that ``resolved`` has filled."""
+    assert value is not None, "a key of the policy is read before it is resolved"
+    return value

@@ -1,0 +1,247 @@
+"""What Hugging Face calls the parts of a Gpt: one table, read in one direction to import and in the other to export.
+
+Our tensor is the stored parts joined along dim 0, each transposed first where GPT-2 stores [inputs, outputs]:
+
+    blocks.3.attention.qkv.weight   =  rows of  layers.3.self_attn.{q,k,v}_proj.weight          (llama, mistral)
+    blocks.3.attention.qkv.weight   =  transpose of  h.3.attn.c_attn.weight                     (gpt2)
+
+A configuration is accepted only where our model computes the same function; anything else is refused by its key.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from shardwise.models.gpt import GptPolicy, RopeStretch
+from shardwise.plan.errors import ConfigError
+
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+
+
+class Part(NamedTuple):
+    """One stored tensor that is (a piece of) one of ours."""
+
+    name: str
+    shape: tuple[int, ...]
+    """As stored."""
+    transposed: bool = False
+
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        """Shape of the piece in our tensor."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+
+def joined_shape(parts: list[Part]) -> tuple[int, ...]:
+    """Shape of our tensor made of ``parts``."""
+    first = parts[0].our_shape
+    return (sum(part.our_shape[0] for part in parts), *first[1:])
+
+
+def parts_of(policy: GptPolicy) -> dict[str, list[Part]]:
+    """Our parameter names to the stored tensors they are made of."""
+    p = policy.resolved()
+    return _llama_parts(p) if p.manner == "llama" else _gpt2_parts(p)
+
+
+def _llama_parts(p: GptPolicy) -> dict[str, list[Part]]:
+    assert p.vocab and p.kv_heads and p.head_size and p.hidden, "resolved() fills these"
+    d, q, kv = p.width, p.heads * p.head_size, p.kv_heads * p.head_size
+    parts = {"embed.weight": [Part("model.embed_tokens.weight", (p.vocab, d))]}
+    for i in range(p.layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        attn, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        parts |= {
+            f"{ours}.attention_norm.weight": [Part(f"{theirs}.input_layernorm.weight", (d,))],
+            f"{ours}.attention.qkv.weight": [
+                Part(f"{attn}.q_proj.weight", (q, d)),
+                Part(f"{attn}.k_proj.weight", (kv, d)),
+                Part(f"{attn}.v_proj.weight", (kv, d)),
+            ],
+            f"{ours}.attention.out.weight": [Part(f"{attn}.o_proj.weight", (d, q))],
+            f"{ours}.mlp_norm.weight": [Part(f"{theirs}.post_attention_layernorm.weight", (d,))],
+            f"{ours}.mlp.gate_up.weight": [
+                Part(f"{mlp}.gate_proj.weight", (p.hidden, d)),
+                Part(f"{mlp}.up_proj.weight", (p.hidden, d)),
+            ],
+            f"{ours}.mlp.down.weight": [Part(f"{mlp}.down_proj.weight", (d, p.hidden))],
+        }
+    parts["norm.weight"] = [Part("model.norm.weight", (d,))]
+    if not p.tied_head:
+        parts["head.weight"] = [Part("lm_head.weight", (p.vocab, d))]
+    return parts
+
+
+def _gpt2_parts(p: GptPolicy) -> dict[str, list[Part]]:
+    assert p.vocab and p.hidden, "resolved() fills these"
+    d = p.width
+    parts = {
+        "embed.weight": [Part("transformer.wte.weight", (p.vocab, d))],
+        "positions.weight": [Part("transformer.wpe.weight", (p.context, d))],
+    }
+
+    def norm(ours: str, theirs: str) -> None:
+        for leaf in ("weight", "bias"):
+            parts[f"{ours}.{leaf}"] = [Part(f"transformer.{theirs}.{leaf}", (d,))]
+
+    def linear(ours: str, theirs: str, inputs: int, outputs: int) -> None:
+        parts[f"{ours}.weight"] = [Part(f"transformer.{theirs}.weight", (inputs, outputs), True)]
+        parts[f"{ours}.bias"] = [Part(f"transformer.{theirs}.bias", (outputs,))]
+
+    for i in range(p.layers):
+        norm(f"blocks.{i}.attention_norm", f"h.{i}.ln_1")
+        linear(f"blocks.{i}.attention.qkv", f"h.{i}.attn.c_attn", d, 3 * d)
+        linear(f"blocks.{i}.attention.out", f"h.{i}.attn.c_proj", d, d)
+        norm(f"blocks.{i}.mlp_norm", f"h.{i}.ln_2")
+        linear(f"blocks.{i}.mlp.up", f"h.{i}.mlp.c_fc", d, p.hidden)
+        linear(f"blocks.{i}.mlp.down", f"h.{i}.mlp.c_proj", p.hidden, d)
+    norm("norm", "ln_f")
+    if not p.tied_head:
+        parts["head.weight"] = [Part("lm_head.weight", (p.vocab, d))]
+    return parts
+
+
+def policy_of(config: Mapping[str, Any], where: str) -> GptPolicy:
+    """The policy of the model that a ``config.json`` describes; ``where`` is for the error messages."""
+    family = config.get("model_type")
+    readers: dict[Any, Callable[[Mapping[str, Any], str], GptPolicy]]
+    readers = {"llama": _llama_policy, "mistral": _llama_policy, "gpt2": _gpt2_policy}
+    if family not in readers:
+        raise ConfigError(f"{where}: model_type is {family!r}; a Gpt can be a {', a '.join(readers)}")
+    if config.get("quantization_config"):
+        raise ConfigError(f"{where}: the weights are quantised; take the model's 16-bit or 32-bit weights")
+    try:
+        return readers[family](config, where)
+    except KeyError as error:
+        raise ConfigError(f"{where}: the key {error} of a {family} model is missing") from None
+
+
+def _refuse(config: Mapping[str, Any], where: str, supported: Mapping[str, tuple[Any, ...]]) -> None:
+    for key, values in supported.items():
+        given = config.get(key, values[0])
+        if given not in values:
+            raise ConfigError(
+                f"{where}: {key} is {given!r}, which a Gpt does not compute; expected {values[0]!r}"
+            )
+
+
+def _llama_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
+    _refuse(
+        config, where, {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
+    )
+    rope = _rope(config, where)
+    # Up to the window's length, attention in a sliding window is plain causal attention.
+    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
+    context = config.get("max_position_embeddings", 2048)
+    return GptPolicy(
+        manner="llama",
+        layers=config["num_hidden_layers"],
+        width=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads"),
+        head_size=config.get("head_dim"),
+        context=min(context, window or context),
+        vocab=config["vocab_size"],
+        hidden=config["intermediate_size"],
+        tied_head=config.get("tie_word_embeddings", False),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        **rope,
+    )
+
+
+def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = given.get("rope_theta", config.get("rope_theta", 10_000.0))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ConfigError(f"{where}: rotary positions of type {kind!r}; a Gpt has 'default' and 'llama3'")
+    if kind == "default":
+        return {"rope_theta": theta}
+    stretch = RopeStretch(
+        factor=given["factor"],
+        low_frequency_factor=given["low_freq_factor"],
+        high_frequency_factor=given["high_freq_factor"],
+        original_context=given["original_max_position_embeddings"],
+    )
+    return {"rope_theta": theta, "rope_stretch": stretch}
+
+
+def _gpt2_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
+    _refuse(
+        config,
+        where,
+        {
+            "activation_function": _GELU_TANH,
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+    )
+    return GptPolicy(
+        manner="gpt2",
+        layers=config["n_layer"],
+        width=config["n_embd"],
+        heads=config["n_head"],
+        context=config["n_positions"],
+        vocab=config["vocab_size"],
+        hidden=config.get("n_inner"),
+        tied_head=config.get("tie_word_embeddings", True),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` that describes ``policy``; ``dtype`` is torch's name of the weights' type."""
+    p = policy.resolved()
+    common = {
+        "vocab_size": p.vocab,
+        "tie_word_embeddings": p.tied_head,
+        "dtype": dtype,
+        # Which tokens begin and end a text is the tokenizer's to say, not the model's.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if p.manner == "gpt2":
+        return common | {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_layer": p.layers,
+            "n_embd": p.width,
+            "n_head": p.heads,
+            "n_positions": p.context,
+            "n_inner": p.hidden,
+            "activation_function": _GELU_TANH[0],
+            "layer_norm_epsilon": p.norm_eps,
+            "resid_pdrop": p.dropout,
+            "embd_pdrop": p.dropout,
+            "attn_pdrop": 0.0,
+        }
+    if p.width % p.heads:
+        raise ConfigError(
+            f"export: width {p.width} does not divide by heads {p.heads}, which transformers refuses in a llama"
+        )
+    config: dict[str, Any] = common | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": p.layers,
+        "hidden_size": p.width,
+        "num_attention_heads": p.heads,
+        "num_key_value_heads": p.kv_heads,
+        "head_dim": p.head_size,
+        "max_position_embeddings": p.context,
+        "intermediate_size": p.hidden,
+        "hidden_act": "silu",
+        "rms_norm_eps": p.norm_eps,
+        "rope_theta": p.rope_theta,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    if p.rope_stretch is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": p.rope_stretch.factor,
+            "low_freq_factor": p.rope_stretch.low_frequency_factor,
+            "high_freq_factor": p.rope_stretch.high_frequency_factor,
+            "original_max_position_embeddings": p.rope_stretch.original_context,
+        }
+    return config

@@ -1,0 +1,106 @@
+"""The parts of a transformer block, in the LLaMA and in the GPT-2 manner.
+
+Projections that read the same input are one matrix: queries, keys and values (``qkv``, rows in that order), gate and
+up projection (``gate_up``). One large product is faster than three small ones, and a layout that cuts them later
+names the blocks.
+
+Papers: Shazeer 2020, arXiv:2002.05202 (SwiGLU); Ainslie et al. 2023, arXiv:2305.13245 (grouped-query attention);
+        Radford et al. 2019 (GPT-2).
+Shapes: B batch, T sequence, D width, H heads, N key and value heads, K head size, F hidden.
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.kernels.rms_norm import rms_norm
+from shardwise.kernels.rotary import Angles, rotate
+from shardwise.models.cache import LayerCache
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q [B, H, T, K], k [B, N, S, K], v [B, N, S, K]) -> [B, H, T, K], causal, as ``kernels.attention`` defines it."""
+
+
+class RmsNorm(nn.RMSNorm):
+    """RMSNorm through the kernel that is fast on the CPU too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps or 0.0)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; positions by rotation where the block is given angles."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        bias: bool,
+        dropout: float,
+        attention: AttentionFunction,
+    ) -> None:
+        super().__init__()
+        self.head_counts = (heads, kv_heads, kv_heads)
+        self.head_size = head_size
+        self.qkv = nn.Linear(width, sum(self.head_counts) * head_size, bias=bias)
+        self.out = nn.Linear(heads * head_size, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+        self.attention = attention
+
+    def forward(self, x: Tensor, at: Angles | None = None, cache: LayerCache | None = None) -> Tensor:
+        b, t, _ = x.shape
+        heads = self.qkv(x).view(b, t, -1, self.head_size).transpose(1, 2)  # [B, H + 2N, T, K]
+        q, k, v = heads.split(self.head_counts, 1)
+        if at is not None:
+            q, k = rotate(q, at), rotate(k, at)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        mixed = self.attention(q, k, v)  # [B, H, T, K]
+        return self.dropout(self.out(mixed.transpose(1, 2).reshape(b, t, -1)))
+
+
+class SwiGlu(nn.Module):
+    """down(silu(gate) · up)."""
+
+    def __init__(self, width: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)  # [B, T, F] each
+        return self.dropout(self.down(F.silu(gate) * up))
+
+
+class GeluMlp(nn.Module):
+    """down(gelu(up)), with GPT-2's tanh form of the GELU."""
+
+    def __init__(self, width: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self, attention_norm: nn.Module, attention: Attention, mlp_norm: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, at: Angles | None = None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), at, cache)
+        return x + self.mlp(self.mlp_norm(x))

@@ -1,0 +1,159 @@
+"""The safetensors format, by its bytes: what lies where in a file, so that any slice of a tensor can be read alone.
+
+    8 bytes    length of the header, little endian
+    header     JSON: {name: {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, "__metadata__": {...}}
+    data       the tensors, row-major; offsets count from here
+
+Reading goes through a memory map: only the pages of the slice are touched. Nothing in the file is executed.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.plan.errors import CheckpointError, DamagedError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CARRIERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+"""numpy has no bfloat16: bits travel in an integer of the same size."""
+_HEADER_LIMIT_BYTES = 100_000_000
+
+
+class StoredTensor(NamedTuple):
+    """Where one tensor lies."""
+
+    file: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Byte in the file."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    def read(self, start: int, stop: int, transposed: bool = False) -> Tensor:
+        """Flat elements [start, stop) of the tensor, or of its transpose: [stop - start]."""
+        if start >= stop:
+            return torch.empty(0, dtype=self.dtype)
+        carrier = _CARRIERS[self.dtype.itemsize]
+        raw = np.memmap(self.file, dtype=carrier, mode="r", offset=self.offset, shape=(self.elements,))
+        if transposed:
+            _, inner = self.shape[::-1]
+            first, last = start // inner, -(-stop // inner)
+            columns = np.ascontiguousarray(raw.reshape(self.shape)[:, first:last].T).reshape(-1)
+            values = np.array(columns[start - first * inner : stop - first * inner])
+        else:
+            values = np.array(raw[start:stop])
+        return torch.from_numpy(values).view(self.dtype)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, by name. Their places are checked against the size of the file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT_BYTES):
+            raise DamagedError(f"{file}: not a safetensors file: {size} bytes, header of {length} bytes")
+        try:
+            header = json.loads(stream.read(length))
+            return dict(_tensors(file, header, data=8 + length, size=size))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{file}: the safetensors header cannot be read: {error}") from error
+
+
+def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> Iterator[tuple[str, StoredTensor]]:
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"{file}: {name} is stored as {entry['dtype']}; readable are {', '.join(_DTYPES)}"
+            )
+        begin, end = entry["data_offsets"]
+        tensor = StoredTensor(file, name, dtype, tuple(entry["shape"]), data + begin)
+        if not 0 <= begin <= end <= size - data or end - begin != tensor.elements * dtype.itemsize:
+            raise DamagedError(
+                f"{file}: {name} with shape {list(tensor.shape)} and dtype {entry['dtype']} lies at bytes "
+                f"[{begin}, {end}) of {size - data}; the file is cut short or damaged"
+            )
+        yield name, tensor
+
+
+class Writer:
+    """Writes tensors one at a time, in any order, at places fixed beforehand: memory of one tensor.
+
+    The file appears under its name when the last tensor is in and the writer is left without an exception.
+    """
+
+    def __init__(self, file: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        if dtype not in _CODES:
+            raise CheckpointError(f"{file}: safetensors has no {dtype}")
+        self._file, self._dtype = file, dtype
+        self._temporary = file.with_name(file.name + ".part")
+        self._missing = dict(shapes)
+        self._offsets: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in shapes.items():
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            self._offsets[name] = begin
+        text = json.dumps(header).encode()
+        self._head = text + b" " * (-len(text) % 8)  # The data starts at a multiple of 8.
+        self._stream: BinaryIO | None = None
+
+    def __enter__(self) -> "Writer":
+        self._stream = self._temporary.open("wb")
+        self._stream.write(len(self._head).to_bytes(8, "little") + self._head)
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put one whole tensor in its place."""
+        assert self._stream is not None, "Writer is a context manager"
+        expected = self._missing.pop(name)
+        if tuple(tensor.shape) != expected:
+            raise CheckpointError(
+                f"{self._file}: {name} has shape {list(tensor.shape)}, not {list(expected)}"
+            )
+        bits = tensor.detach().to("cpu", self._dtype).contiguous().reshape(-1).view(torch.uint8)
+        self._stream.seek(8 + len(self._head) + self._offsets[name])
+        self._stream.write(bits.numpy().data)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert self._stream is not None, "Writer is a context manager"
+        try:
+            if kind is None and self._missing:
+                first = ", ".join(list(self._missing)[:3])
+                raise CheckpointError(f"{self._file}: {len(self._missing)} tensors never came: {first}")
+            if kind is None:
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+                os.replace(self._temporary, self._file)
+        finally:
+            self._stream.close()
+            self._temporary.unlink(missing_ok=True)

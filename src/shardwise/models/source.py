@@ -1,0 +1,217 @@
+"""Weights to start from: a safetensors file or a Hugging Face folder, read slice by slice.
+
+    source = open_weights("Llama-3.2-1B", policy)
+    source.read("blocks.3.attention.qkv.weight", start, stop)       # flat elements of OUR tensor
+
+A rank reads the elements it keeps, whatever the file calls them: our tensor may be several stored ones joined, or a
+stored one transposed (``models/huggingface.py``). A user's own model reads its own names as they are.
+
+Cost: one open map and the memory of the slice.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.models.gpt import GptPolicy
+from shardwise.models.huggingface import joined_shape, parts_of, policy_of
+from shardwise.models.safetensors import StoredTensor, read_header
+from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, MismatchError
+from shardwise.plan.policy import nearest
+
+_INDEX = "model.safetensors.index.json"
+_SHOWN = 5
+"""Tensors that an error names."""
+
+_SAME_FUNCTION = frozenset({"name", "dropout", "context"})
+"""Keys that may differ between a folder's configuration and the policy."""
+
+
+class _Piece(NamedTuple):
+    stored: StoredTensor
+    transposed: bool
+
+
+class WeightSource:
+    """Tensors by the model's names, each made of stored pieces joined along dim 0."""
+
+    def __init__(self, where: Path, recipes: Mapping[str, list[_Piece]]) -> None:
+        self.where = where
+        self._recipes = dict(recipes)
+
+    def names(self) -> list[str]:
+        """All tensors, by the model's names."""
+        return list(self._recipes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape."""
+        pieces = self._recipe(name)
+        shapes = [p.stored.shape[::-1] if p.transposed else p.stored.shape for p in pieces]
+        return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that ``read`` returns."""
+        return reduce(torch.promote_types, (piece.stored.dtype for piece in self._recipe(name)))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor: [stop - start]."""
+        pieces, total = self._recipe(name), math.prod(self.shape(name))
+        if not 0 <= start <= stop <= total:
+            raise CheckpointError(f"{self.where}: elements [{start}, {stop}) of {name}, which has {total}")
+        read, begin = [], 0
+        for stored, transposed in pieces:
+            low, high = max(start - begin, 0), min(stop - begin, stored.elements)
+            if low < high:
+                read.append(stored.read(low, high, transposed).to(self.dtype(name)))
+            begin += stored.elements
+        if len(read) == 1:
+            return read[0]
+        return torch.cat(read) if read else torch.empty(0, dtype=self.dtype(name))
+
+    def check(self, shapes: Mapping[str, Iterable[int]]) -> None:
+        """Refuse a source that lacks one of a model's tensors or has it in another shape, naming the first."""
+        missing = [name for name in shapes if name not in self._recipes]
+        if missing:
+            raise MismatchError(
+                f"{self.where}: {len(missing)} of the model's {len(shapes)} tensors are missing: "
+                f"{_list(missing)}{nearest(missing[0], self._recipes)}"
+            )
+        wrong = [
+            f"{name} is {list(self.shape(name))}, the model's is {list(shape)}"
+            for name, shape in shapes.items()
+            if self.shape(name) != tuple(shape)
+        ]
+        if wrong:
+            raise MismatchError(f"{self.where}: {len(wrong)} tensors have another shape: {_list(wrong)}")
+
+    def _recipe(self, name: str) -> list[_Piece]:
+        if name not in self._recipes:
+            raise MismatchError(f"{self.where}: no tensor {name!r}{nearest(name, self._recipes)}")
+        return self._recipes[name]
+
+
+def open_weights(path: str | Path, policy: GptPolicy | None = None) -> WeightSource:
+    """The tensors of a safetensors file or of a folder, by the names of ``Gpt(policy)``; without policy as stored."""
+    where = Path(path)
+    stored = _stored_tensors(where)
+    if policy is None:
+        return WeightSource(where, {name: [_Piece(tensor, False)] for name, tensor in stored.items()})
+    policy = policy.resolved()
+    if where.is_dir() and (where / "config.json").is_file():
+        _check_same_model(where, policy)
+    source = WeightSource(where, _recipes(where, stored, policy))
+    source.check({name: joined_shape(parts) for name, parts in parts_of(policy).items()})
+    return source
+
+
+def gpt_policy_from_huggingface(folder: str | Path) -> GptPolicy:
+    """The policy of the model in a Hugging Face folder (llama, mistral, gpt2).
+
+    The dropout of its training is left out: set ``model.dropout`` to train with one. Mistral's context is cut to its
+    attention window, within which a Gpt computes the same.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder}: no config.json; expected the folder of a Hugging Face model")
+    return policy_of(_json(file), str(file))
+
+
+def _recipes(where: Path, stored: Mapping[str, StoredTensor], policy: GptPolicy) -> dict[str, list[_Piece]]:
+    table = parts_of(policy)
+    if "embed.weight" in stored or "head.weight" in stored:
+        own = {name: [_Piece(stored[name], False)] for name in table if name in stored}
+        if policy.tied_head and "embed.weight" not in own:
+            own["embed.weight"] = [_Piece(stored["head.weight"], False)]
+        return own
+    # The files of GPT-2 itself, and of models saved without their head, leave out the first part of the name.
+    found: dict[str, list[_Piece]] = {}
+    missing = []
+    for name, parts in table.items():
+        names = [part.name if part.name in stored else part.name.partition(".")[2] for part in parts]
+        missing += [part.name for part, key in zip(parts, names, strict=True) if key not in stored]
+        wrong = [
+            f"{key} is {list(stored[key].shape)}, the model's is {list(part.shape)}"
+            for part, key in zip(parts, names, strict=True)
+            if key in stored and stored[key].shape != part.shape
+        ]
+        if wrong:
+            raise MismatchError(f"{where}: tensors have another shape than model: says: {_list(wrong)}")
+        if all(key in stored for key in names):
+            found[name] = [
+                _Piece(stored[key], part.transposed) for part, key in zip(parts, names, strict=True)
+            ]
+    if missing:
+        hint = "; set model.tied_head: true" if missing == ["lm_head.weight"] else nearest(missing[0], stored)
+        raise MismatchError(
+            f"{where}: {len(missing)} tensors of a {policy.manner} model are missing: {_list(missing)}{hint}"
+        )
+    return found
+
+
+def _check_same_model(folder: Path, policy: GptPolicy) -> None:
+    """Shapes do not tell 8 heads of 64 from 16 of 32: the folder's own configuration does."""
+    theirs = gpt_policy_from_huggingface(folder).resolved()
+    differ = [
+        f"{key} is {getattr(policy, key)!r}, there it is {getattr(theirs, key)!r}"
+        for key in GptPolicy.model_fields
+        if key not in _SAME_FUNCTION and getattr(policy, key) != getattr(theirs, key)
+    ]
+    if differ:
+        raise MismatchError(f"{folder}: config.json describes another model than model: {_list(differ)}")
+
+
+def _stored_tensors(where: Path) -> dict[str, StoredTensor]:
+    if where.is_file():
+        return read_header(where)
+    if not where.is_dir():
+        raise CheckpointError(f"init_from: {where} is neither a file nor a folder")
+    tensors: dict[str, StoredTensor] = {}
+    for file in _files(where):
+        for name, tensor in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(f"{where}: {name} is in {tensors[name].file.name} and in {file.name}")
+            tensors[name] = tensor
+    return tensors
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        names = sorted(set(_json(index)["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise CheckpointError(f"{index}: names files outside its folder: {_list(outside)}")
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{index}: {len(absent)} of {len(names)} files are missing: {_list(absent)}"
+            )
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder}: no *.safetensors file; weights in other formats have to be converted (shardwise convert)"
+        )
+    return files
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedError(f"{file}: not JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise DamagedError(f"{file}: a JSON {type(loaded).__name__}; expected an object")
+    return loaded
+
+
+def _list(items: list[str]) -> str:
+    rest = len(items) - _SHOWN
+    return "; ".join(items[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
