@@ -7,7 +7,7 @@ that says rank, operation, Unit and step. A ``Transport`` moves the bytes:
     SharedMemoryTransport   CPU ranks of one host (comm/shared_memory.py)
 
 On gloo the native reduce-scatter and all-gather are slower than what its other calls give (benchmarks/collectives):
-    reduce-scatter = one all-to-all, then local sums in rank order (2 to 4 times faster, and the bits of the other transport)
+    reduce-scatter = one all-to-all, then local sums in rank order: 2 to 4 times faster, with the other transport's bits
     all-gather     = N broadcasts in flight together
 
 Cost: N-1 of N parts of the tensor sent per rank for gather and reduce-scatter, twice that for an all-reduce.

@@ -39,9 +39,8 @@ _LINE_BYTES = 128
 _HEAD_BYTES = 256
 _SLICE_S = 0.02
 """A blocked rank looks this often whether its peers still live."""
-_SPIN_S = 100e-6
-_SPIN_CROWDED_S = 100e-6
-"""How long a rank polls, yielding the core in between, before it sleeps: with a core for each rank, or without."""
+_SPIN_S = 50e-6
+"""A rank polls this long before it sleeps; it yields the core in between, so this also serves more ranks than cores."""
 _OPEN, _LEFT = 0, 1
 _CLOCK_MONOTONIC = 1
 _FOLDER = "/dev/shm"
@@ -166,13 +165,10 @@ class Call(NamedTuple):
 class Rings:
     """The rings of a group as one rank uses them: it fills its own and reads those of its peers.
 
-    ``lives`` are pidfds of the peers; ``names`` are the ranks' numbers in errors; ``spin_s`` is how long a rank polls,
-    giving the core away in between, before it sleeps.
+    ``lives`` are pidfds of the peers; ``names`` are the ranks' numbers in errors.
     """
 
-    def __init__(
-        self, rank: int, rings: Sequence[Ring], lives: dict[int, int], names: Sequence[int], spin_s: float
-    ):
+    def __init__(self, rank: int, rings: Sequence[Ring], lives: dict[int, int], names: Sequence[int]):
         layout = rings[rank].layout
         self.rings = rings
         self.layout = layout
@@ -185,7 +181,6 @@ class Rings:
         self._poll = select.poll()
         for life in lives.values():
             self._poll.register(life, select.POLLIN)
-        self._spin_s = spin_s
         self._semaphores = Semaphores()
         own = rings[rank].address
         self._tell = [own + layout.written(peer) for peer in self.peers]
@@ -243,8 +238,7 @@ class Rings:
         """Take ``peer``'s semaphore; where that fails, the error names all of ``awaited`` whose semaphore is empty."""
         address, take = addresses[peer], self._semaphores.take
         start = time.monotonic()
-        # Yielding matters more than spinning: where two ranks share a core, the other one gets it at once.
-        while time.monotonic() - start < self._spin_s:
+        while time.monotonic() - start < _SPIN_S:
             if take(address) == 0:
                 return
             os.sched_yield()
@@ -319,8 +313,7 @@ def meet(
         post("attached", reason)
         _refuse(collect("attached", timeout_s), names)
         undo.pop_all()
-    cores = set().union(*(each["cores"] for each in offers))
-    return Rings(rank, rings, lives, names, _SPIN_S if len(cores) >= layout.ranks else _SPIN_CROWDED_S)
+    return Rings(rank, rings, lives, names)
 
 
 def _create(layout: Layout) -> int:
@@ -343,7 +336,6 @@ def _describe(descriptor: int, layout: Layout) -> dict[str, Any]:
         "pid": os.getpid(),
         "descriptor": descriptor,
         "file": [status.st_dev, status.st_ino],
-        "cores": sorted(os.sched_getaffinity(0)),
     }
 
 

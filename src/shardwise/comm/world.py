@@ -146,7 +146,7 @@ class World:
     backend: str = ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: dist.Store | None = None
-    _groups: dict[tuple[Any, ...], Group] = field(default_factory=dict, repr=False)
+    _engines: int = 0
     _transports: dict[tuple[Any, ...], Transport] = field(default_factory=dict, repr=False)
 
     def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
@@ -193,6 +193,11 @@ class World:
                     f"comm.transport: shared_memory cannot be used here: {error}; use auto"
                 ) from error
             return None
+
+    def next_engine(self) -> int:
+        """A number for an engine of this world, the same on every rank that builds its engines in the same order."""
+        self._engines += 1
+        return self._engines
 
     def barrier(self) -> None:
         """Return when every rank has arrived."""

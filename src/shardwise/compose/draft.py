@@ -53,7 +53,8 @@ def draft(
     ``group_of``: optimizer group of a parameter name; ``moments``: names of the optimizer's moments.
     Errors: PlanError where the model has no parameters.
     """
-    found = find_units(model, zero.units)
+    own_units = getattr(model, "unit_patterns", None)
+    found = find_units(model, own_units() if zero.units == "auto" and own_units is not None else zero.units)
     if not any(entry.holdings for entry in found):
         raise PlanError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
     strategy = layout.strategy_of(zero, mesh)

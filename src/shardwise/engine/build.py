@@ -27,15 +27,16 @@ from shardwise.engine.inputs import cast_inputs
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import Trained
 from shardwise.memory.slots import SlotPool
+from shardwise.models.gpt import Gpt
 from shardwise.models.initial import Rule, draw
-from shardwise.models.source import WeightSource
-from shardwise.plan.target import load_target
+from shardwise.models.source import open_weights
 from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moments_of
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings
 from shardwise.parallel.zero.executor import Executor, UnitState
 from shardwise.parallel.zero.modules import Holding
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.target import load_target
 from shardwise.plan.unit import Slot
 from shardwise.precision.loss_scale import LossScale
 
@@ -120,6 +121,7 @@ def initialize(
         clock=clock,
         traffic=traffic,
         loss_scale=LossScale(settings.precision.loss_scale) if half else None,
+        number=world.next_engine(),
     )
     traffic.clear()
     _cast_at_the_root(model, settings, world.device, casts_output=loss is not None)
@@ -166,7 +168,7 @@ def _start_weights(
     """How to get any elements of any parameter; None where the model holds them already."""
     names = list(drawn.holdings)
     if settings.init_from is not None:
-        source = WeightSource.open(settings.init_from, model)
+        source = open_weights(settings.init_from, model.policy if isinstance(model, Gpt) else None)
         source.check({name: tuple(drawn.holdings[name].parameter.shape) for name in names})
         return lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype)
     on_meta = [name for name in names if drawn.holdings[name].parameter.is_meta]
@@ -209,8 +211,8 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 continue
             if buffer.is_meta:
                 raise UsageError(
-                    f"model: buffer {name!r} of a {type(module).__name__} is on meta, so its values are lost; compute it "
-                    "in forward, or build the model off meta"
+                    f"model: buffer {name!r} of a {type(module).__name__} is on meta, so its values are lost; compute "
+                    "it in forward, or build the model off meta"
                 )
             module._buffers[name] = buffer.to(device)
 

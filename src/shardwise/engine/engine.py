@@ -24,7 +24,7 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.compose.draft import full_step
 from shardwise.config.run import RunConfig
-from shardwise.engine import state
+from shardwise.engine import saving, state
 from shardwise.engine.inputs import apply, cast_inputs, find_loss
 from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
@@ -56,9 +56,9 @@ class Engine:
         self._microbatch = 0
         self._weight = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64)
-        self._reference = 0.0
+        self.weight_reference = 0.0
+        """Power of two near the first weights, by which all are divided."""
         self._pending: Any = None
-        self._savers: dict[Path, Any] = {}
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Engine:
         flags = float(self._stop_wanted)
         local = (self._weight, float(self._loss_sum), flags)
         totals = exchange(parts.trained, parts.both, parts.executor, local)
-        reference = self._reference or 1.0
+        reference = self.weight_reference or 1.0
         scale = (parts.loss_scale.scale if parts.loss_scale else 1.0) / reference
         norm = gradient_norm(totals, scale)
         finite = math.isfinite(norm)
@@ -168,12 +168,12 @@ class Engine:
         loss scale of 2^16 would overflow fp16; a power of two changes no digit."""
         if weight is None:
             return 1.0
-        if not self._reference:
+        if not self.weight_reference:
             mean = torch.tensor([float(weight), 1.0], dtype=torch.float64, device=self._parts.device)
             self._parts.both.all_reduce(mean, "the first weights", purpose="control").wait()
             average = float(mean[0] / mean[1])
-            self._reference = 2.0 ** round(math.log2(average)) if average > 0 else 1.0
-        return float(weight) / self._reference
+            self.weight_reference = 2.0 ** round(math.log2(average)) if average > 0 else 1.0
+        return float(weight) / self.weight_reference
 
     def _close_step(self, totals: Totals, norm: float, lr_factor: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
@@ -284,11 +284,13 @@ class Engine:
                 f"gradients: {self._microbatch} of {self._accumulation} microbatches have run; call it after the last "
                 "backward and before step()"
             )
-        scale = (self._parts.loss_scale.scale if self._parts.loss_scale else 1.0) / (self._reference or 1.0)
+        scale = (self._parts.loss_scale.scale if self._parts.loss_scale else 1.0) / (
+            self.weight_reference or 1.0
+        )
         return state.gradients(self._parts, self._weight, scale)
 
     def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """A context in which every parameter is whole and can be read; with ``write`` edited too (alike on all ranks)."""
+        """A context in which every parameter is whole; with ``write`` it may be edited, alike on all ranks."""
         return state.full_parameters(self._parts, write)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -326,23 +328,36 @@ class Engine:
 
     # Saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, directory: str | Path, trainer: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Save a step under ``directory``. Collective; may run on behind training. ``trainer``: JSON data of the user's,
-        which ``load`` returns."""
-        from shardwise.engine import saving
+    def save(
+        self,
+        directory: str | Path,
+        trainer: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool | None = None,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
+        """Save a step under ``directory``. Collective. Returns when the state is copied to host memory and writes on
+        behind training, unless ``asynchronous`` (default: ``checkpoint.asynchronous``) is false.
 
-        saving.save(self, self._parts, Path(directory), dict(trainer or {}), options)
+        ``trainer``: JSON data of the user's, which ``load`` returns; ``texts``: small files to go along.
+        Errors: CheckpointError, also for the save before.
+        """
+        saving.save(
+            self, self._parts, Path(directory), dict(trainer or {}), asynchronous=asynchronous, texts=texts
+        )
 
-    def load(self, directory: str | Path, weights_only: bool = False) -> dict[str, Any]:
-        """Load a step, or the newest whole one of a folder, whatever layout it was saved on. Collective."""
-        from shardwise.engine import saving
+    def load(self, directory: str | Path, weights_only: bool = False) -> dict[str, Any] | None:
+        """Load a step, or the newest whole one of a folder, whatever layout saved it. Collective.
 
+        Returns what ``save`` got as ``trainer``; None where the folder holds no step.
+        Errors: MismatchError names the first tensors that differ, DamagedError the damaged file and tensor.
+        """
         return saving.load(self, self._parts, Path(directory), weights_only)
 
     def wait_for_save(self) -> None:
-        """Return when a save that runs behind training is committed."""
-        for saver in self._savers.values():
-            saver.wait()
+        """Return when a save that runs behind training is committed; raises what went wrong with it."""
+        for checkpoints in self._parts.checkpoints.values():
+            checkpoints.wait()
 
     def close(self) -> None:
         """Finish what runs behind training and give the model back without hooks."""

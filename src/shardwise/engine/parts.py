@@ -1,10 +1,12 @@
 """Parts: what ``build`` made and the engine runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from shardwise.checkpoint import Checkpoints
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -35,3 +37,8 @@ class Parts:
     traffic: Traffic
     loss_scale: LossScale | None
     """Only under fp16."""
+    number: int = 0
+    """Which engine of its world: keeps the keys of several engines apart in the store."""
+    checkpoints: dict[Path, Checkpoints] = field(default_factory=dict)
+    """By folder."""
+    saves: int = 0

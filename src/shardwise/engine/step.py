@@ -88,7 +88,7 @@ def exchange(trained: Sequence[Trained], both: Group, executor: Executor, local:
 
 
 def gradient_norm(totals: Totals, scale: float) -> float:
-    """Norm of the mean gradient; ``scale`` is what the losses were multiplied by. NaN or infinite where gradients are."""
+    """Norm of the mean gradient, NaN or infinite where gradients are; the losses were multiplied by ``scale``."""
     if not math.isfinite(totals.squares) or totals.weight == 0:
         return totals.squares if totals.weight else 0.0
     return math.sqrt(totals.squares) / (totals.weight * scale)

@@ -4,8 +4,8 @@
     g ← g · min(1, max_norm / (norm + 1e-6))
 
 Each rank sums what it owns (or its share of what every rank holds); the sums meet in one small all-reduce that also
-carries the finite check. Rows are summed in the gradient's dtype, row sums in fp64, so the result does not depend on the
-cut beyond the last digits.
+carries the finite check. Rows are summed in the gradient's dtype, row sums in fp64, so the result does not depend on
+the cut beyond the last digits.
 
 Paper: Pascanu et al. 2013, arXiv:1211.5063.
 Cost:  one read of the owned gradients.

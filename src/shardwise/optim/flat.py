@@ -1,7 +1,7 @@
 """Any elementwise torch optimizer on the flat masters.
 
-An elementwise update treats each element alone, so it may run on any cut of the flat buffer: 32 calls instead of 288, and
-torch's own fused kernels do the work. One optimizer object per bucket, so that masters can be updated Unit by Unit.
+An elementwise update treats each element alone, so it may run on any cut of the flat buffer: 32 calls instead of 288,
+and torch's own fused kernels do the work. One optimizer object per bucket, so that masters can be updated Unit by Unit.
 
 [Note: segments]
 torch skips a parameter without a gradient, and its step count (Adam's bias correction) stands still. The flat buffer
@@ -12,7 +12,7 @@ Scaling: gradients arrive as sums; ``divisor`` (weights summed, loss scale, clip
 where that is exact enough (its scalar is fp32), else in a pass of its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,15 @@ class Segment(NamedTuple):
     leaf: Tensor
 
 
+class Scalars(NamedTuple):
+    """Single numbers of one segment's state."""
+
+    start: int
+    stop: int
+    scalars: dict[str, float]
+    has_state: bool
+
+
 def from_policy(policy: OptimizerPolicy) -> Make:
     """torch's fused Adam, AdamW or SGD with the policy's groups."""
     options = policy.options()
@@ -71,8 +80,8 @@ def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
     if not elementwise and cls not in _ELEMENTWISE:
         known = ", ".join(known.__name__ for known in _ELEMENTWISE)
         raise UsageError(
-            f"optimizer: {cls.__name__} is not known to treat each element alone; on flat shards an optimizer that needs "
-            f"whole tensors (Adafactor, Muon, LBFGS, Shampoo) would give wrong numbers. Known: {known}. "
+            f"optimizer: {cls.__name__} is not known to treat each element alone; on flat shards an optimizer that "
+            f"needs whole tensors (Adafactor, Muon, LBFGS, Shampoo) would give wrong numbers. Known: {known}. "
             "If yours is elementwise, say so: initialize(..., elementwise=True)"
         )
     if optimizer.state:
@@ -138,47 +147,46 @@ class FlatOptimizer:
                 if isinstance(value, Tensor) and value.numel() == stop - start and label != "step":
                     yield label, start, stop, value
 
-    def scalars(self) -> list[dict[str, Any]]:
-        """Step counts and other single numbers by segment, as JSON data."""
+    def scalars(self) -> list["Scalars"]:
+        """Step counts and other single numbers by segment."""
         rows = []
         for start, stop, leaf in self._segments:
             state = self._optimizer.state.get(leaf, {})
             numbers = {
                 label: float(value)
                 for label, value in state.items()
-                if label == "step"
-                or isinstance(value, int | float)
-                or (isinstance(value, Tensor) and value.numel() == 1)
+                if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
             }
-            rows.append({"start": start, "stop": stop, "scalars": numbers})
+            rows.append(Scalars(start, stop, numbers, bool(state)))
         return rows
 
-    def restore(self, labels: Sequence[str], pieces: Sequence[tuple[int, int, dict[str, float]]]) -> None:
-        """Make empty state for a checkpoint to fill: moments ``labels``; ``pieces`` are (start, stop, scalars).
-
-        Neighbouring pieces with the same scalars become one segment.
-        """
-        merged: list[tuple[int, int, dict[str, float]]] = []
-        for start, stop, scalars in pieces:
-            if merged and merged[-1][2] == scalars and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], stop, scalars)
-            else:
-                merged.append((start, stop, scalars))
-        whole = self._whole()
+    def restore(
+        self, moments: Mapping[str, Tensor], ends: Sequence[tuple[int, dict[str, float] | None]]
+    ) -> None:
+        """Take over state from a checkpoint: flat ``moments`` by label, and for each parameter in turn where its part
+        ends and its scalars (None: it never got a gradient). Neighbours with equal scalars become one segment."""
+        elements = self._segments[-1].stop
+        whole = self._segments[0].leaf
+        if len(self._segments) > 1:
+            whole = whole.as_strided((elements,), (1,))
+        merged: list[tuple[int, dict[str, float] | None]] = []
+        for stop, scalars in ends or [(elements, None)]:
+            if merged and merged[-1][1] == scalars:
+                merged.pop()
+            merged.append((stop, scalars))
+        merged[-1] = (elements, merged[-1][1])
         self._optimizer.state.clear()
-        self._segments = [Segment(start, stop, whole[start:stop].detach()) for start, stop, _ in merged]
+        self._segments, start = [], 0
+        for stop, scalars in merged:
+            leaf = whole[start:stop].detach()
+            self._segments.append(Segment(start, stop, leaf))
+            if scalars is not None:
+                state: dict[str, Any] = {label: torch.tensor(value) for label, value in scalars.items()}
+                self._optimizer.state[leaf] = state | {
+                    label: flat[start:stop] for label, flat in moments.items()
+                }
+            start = stop
         self._optimizer.param_groups[0]["params"] = [segment.leaf for segment in self._segments]
-        for segment, (_, _, scalars) in zip(self._segments, merged, strict=True):
-            state: dict[str, Any] = {label: torch.tensor(value) for label, value in scalars.items()}
-            if scalars or not labels:
-                state |= {label: torch.zeros_like(segment.leaf) for label in labels}
-            elif labels:
-                state = {label: torch.zeros_like(segment.leaf) for label in labels}
-            self._optimizer.state[segment.leaf] = state
-
-    def _whole(self) -> Tensor:
-        first, last = self._segments[0].leaf, self._segments[-1]
-        return first.as_strided((last.stop,), (1,)) if len(self._segments) > 1 else first
 
     def _split_around(self, start: int, stop: int) -> None:
         """Make [start, stop) a segment of its own. [Note: segments]"""
