@@ -139,7 +139,13 @@ def test_items_may_follow_from_the_manifest(tmp_path: Path) -> None:
     master = torch.zeros(4)
     Checkpoints(tmp_path).load(
         lambda manifest: [
-            Item("master" if "master" in manifest.kinds else "weight", "w", (4,), torch.float32, [Piece(0, 4, master)])
+            Item(
+                "master" if "master" in manifest.kinds else "weight",
+                "w",
+                (4,),
+                torch.float32,
+                [Piece(0, 4, master)],
+            )
         ]
     )
     assert torch.equal(master, torch.arange(4.0))
@@ -150,7 +156,9 @@ def test_parameters_that_require_grad_are_written_and_filled(tmp_path: Path) -> 
     target = torch.zeros(5, requires_grad=True)
     for behind in (False, True):
         checkpoints = Checkpoints(tmp_path / str(behind))
-        checkpoints.save(1, [Item("weight", "w", (5,), torch.float32, [Piece(0, 5, source)])], {}, asynchronous=behind)
+        checkpoints.save(
+            1, [Item("weight", "w", (5,), torch.float32, [Piece(0, 5, source)])], {}, asynchronous=behind
+        )
         checkpoints.load([Item("weight", "w", (5,), torch.float32, [Piece(0, 5, target)])])
         assert torch.equal(source, target)
 
@@ -211,7 +219,9 @@ def test_another_model_is_named(tmp_path: Path) -> None:
         try:
             Checkpoints(tmp_path, peers, QUICK).load(items)
         except MismatchError as error:
-            assert all(bool((piece.tensor == -1).all()) for i in items for piece in i.pieces if i.dtype != torch.bool)
+            assert all(
+                bool((piece.tensor == -1).all()) for i in items for piece in i.pieces if i.dtype != torch.bool
+            )
             return [str(error)]
         return []
 
@@ -241,9 +251,13 @@ def test_part_of_a_kind_loads_when_asked(tmp_path: Path) -> None:
     "trainer", [{"loss": float("nan")}, {"seen": {1, 2}}, {1: "a", "1": "b"}], ids=["nan", "set", "key"]
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_trainer_state_that_is_not_json_is_refused_on_all_ranks(tmp_path: Path, trainer: dict, ranks: int) -> None:
+def test_trainer_state_that_is_not_json_is_refused_on_all_ranks(
+    tmp_path: Path, trainer: dict, ranks: int
+) -> None:
     def work(peers: ThreadPeers) -> None:
-        Checkpoints(tmp_path, peers, QUICK).save(1, items_of(make_state(1), peers.rank, ranks), trainer, asynchronous=False)
+        Checkpoints(tmp_path, peers, QUICK).save(
+            1, items_of(make_state(1), peers.rank, ranks), trainer, asynchronous=False
+        )
 
     for result in crew(ranks, work):
         with pytest.raises(CheckpointError, match=r"trainer\.json: cannot be written as JSON"):
@@ -271,7 +285,9 @@ def test_a_bad_piece_on_one_rank_stops_all(tmp_path: Path, behind: bool) -> None
         checkpoints.wait()
 
     for result in crew(2, work):
-        with pytest.raises(CheckpointError, match=r"rank 1: master 'm', piece 8\.\.16: expected a contiguous"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1: master 'm', piece 8\.\.16: expected a contiguous"
+        ):
             raise result
 
 

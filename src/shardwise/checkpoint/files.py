@@ -114,6 +114,13 @@ class Files:
             self.close(descriptor)
         self.rename(temporary, path)
 
+    def make_folder(self, path: Path) -> None:
+        """``path`` and what is missing above it, each name durable."""
+        if not path.is_dir():
+            self.make_folder(path.parent)
+            self.make_directory(path)
+            self.sync_directory(path.parent)
+
     def remove_tree(self, path: Path) -> None:
         """Remove ``path`` and what lies under it; links are removed, never followed."""
         with os.scandir(path) as entries:

@@ -231,9 +231,7 @@ def _castable(stored: StoredTensor, wanted: torch.dtype) -> bool:
 
 def _asked(items: Sequence[Item], manifest: Manifest) -> str:
     """Which of the manifest's tensors this rank asks for: a bit each, in hex."""
-    wanted = {
-        id(manifest.find(item.kind, name)) for item in items for name in manifest.names_of(item.name)
-    }
+    wanted = {id(manifest.find(item.kind, name)) for item in items for name in manifest.names_of(item.name)}
     bits = "".join("1" if id(tensor) in wanted else "0" for tensor in manifest.tensors)
     return f"{int(bits, 2):x}" if bits else "0"
 

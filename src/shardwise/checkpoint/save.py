@@ -161,7 +161,7 @@ class Save:
             return ""
         root, files = self._folder.root, self._files
         self._texts = self._small_files(layouts)
-        root.mkdir(parents=True, exist_ok=True)
+        files.make_folder(root)
         self._unlock = files.lock(root / LOCK)
         if self._unlock is not None:
             self._folder.remove_leftovers()

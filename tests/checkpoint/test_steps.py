@@ -1,0 +1,159 @@
+"""Which step is the newest, which are kept, and who may write."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Manifest
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.steps import LOCK, Folder
+from shardwise.plan.errors import CheckpointError, DamagedError
+
+from .crew import TINY, blank_items, items_of, make_state
+
+
+def writer(
+    root: Path, keep_last: int | None = 2, keep_every: int | None = None, run: str = ""
+) -> Checkpoints:
+    policy = CheckpointPolicy(asynchronous=False, keep_last=keep_last, keep_every=keep_every)
+    return Checkpoints(root, policy=policy, sizes=TINY, run=run)
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, items_of(make_state(step)), {"step": step})
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name not in (LOCK, "latest"))
+
+
+def numbers(root: Path) -> list[int]:
+    return [int(name.removeprefix("step_")) for name in names(root)]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    save(writer(tmp_path, keep_last=2), 1, 2, 3, 4)
+    assert names(tmp_path) == ["step_00000003", "step_00000004"]
+    assert (tmp_path / "latest").read_text() == "step_00000004\n"
+
+
+def test_every_so_many_are_kept_besides(tmp_path: Path) -> None:
+    save(writer(tmp_path, keep_last=1, keep_every=10), 5, 10, 15, 20, 25)
+    assert numbers(tmp_path) == [10, 20, 25]
+
+
+def test_all_are_kept_when_none_is_said(tmp_path: Path) -> None:
+    save(writer(tmp_path, keep_last=None), 1, 2, 3)
+    assert numbers(tmp_path) == [1, 2, 3]
+
+
+def test_a_run_that_went_back_is_newer_than_its_earlier_life(tmp_path: Path) -> None:
+    """Resumed from step 20 it saves 25: step 30 of the life before is older, is not loaded, and goes first."""
+    save(writer(tmp_path), 20, 30)
+    later = writer(tmp_path)
+    save(later, 25)
+    assert numbers(tmp_path) == [25, 30]
+    loaded = later.load(blank_items())
+    assert loaded is not None and loaded.step == 25 and loaded.manifest.generation == 2
+    save(later, 30)  # takes the number of the earlier life's
+    assert numbers(tmp_path) == [25, 30]
+    loaded = later.load(blank_items())
+    assert loaded is not None and (loaded.step, loaded.manifest.generation) == (30, 2)
+
+
+def test_a_step_saved_twice_is_replaced(tmp_path: Path) -> None:
+    checkpoints = writer(tmp_path)
+    save(checkpoints, 1, 1)
+    checkpoints.save(1, items_of(make_state(1)), {"again": True})
+    assert names(tmp_path) == ["step_00000001"]
+    loaded = checkpoints.load(blank_items())
+    assert loaded is not None and loaded.trainer == {"again": True}
+
+
+def test_a_step_set_aside_still_loads(tmp_path: Path) -> None:
+    """The moment between setting the old one aside and committing the new one."""
+    save(writer(tmp_path), 1, 2)
+    (tmp_path / "step_00000002").rename(tmp_path / "step_00000002.old-ab12")
+    loaded = Checkpoints(tmp_path).load(blank_items())
+    assert loaded is not None and loaded.step == 2
+    save(writer(tmp_path), 3)  # it counts as the step it is
+    assert names(tmp_path) == ["step_00000001", "step_00000002.old-ab12", "step_00000003"]
+    save(writer(tmp_path), 2)
+    assert "step_00000002.old-ab12" not in names(tmp_path)
+
+
+def test_damaged_steps_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
+    save(writer(tmp_path), 1, 2)
+    os.truncate(tmp_path / "step_00000002" / "trainer.json", 1)
+    save(writer(tmp_path), 3)
+    assert numbers(tmp_path) == [1, 2, 3]
+    save(writer(tmp_path), 4)
+    assert numbers(tmp_path) == [2, 3, 4]
+
+
+def test_leftovers_of_dead_writers_go_and_nothing_else(tmp_path: Path) -> None:
+    save(writer(tmp_path), 1)
+    for name in ("step_00000009.tmp-1-ab", ".trash-77", "step_other", "notes", "step_00000003.backup"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "file").write_text("x")
+    elsewhere = tmp_path.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("x")
+    (tmp_path / ".trash-link").symlink_to(elsewhere)
+    (tmp_path / ".trash-77" / "link").symlink_to(elsewhere)
+    save(writer(tmp_path), 2)
+    assert names(tmp_path) == [
+        ".trash-link", "notes", "step_00000001", "step_00000002", "step_00000003.backup", "step_other",
+    ]  # fmt: skip
+    assert (elsewhere / "precious").exists()
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    release = Files().lock(tmp_path / LOCK)
+    assert release is not None
+    with pytest.raises(CheckpointError, match="another process is saving into this folder"):
+        save(writer(tmp_path), 1)
+    release()
+    save(writer(tmp_path), 1)
+
+
+def test_without_locks_leftovers_stay(tmp_path: Path) -> None:
+    class NoLocks(Files):
+        def lock(self, path: Path) -> None:
+            return None
+
+    (tmp_path / "step_00000009.tmp-1-ab").mkdir()
+    policy = CheckpointPolicy(asynchronous=False)
+    save(Checkpoints(tmp_path, policy=policy, sizes=TINY, files=NoLocks()), 1)
+    assert names(tmp_path) == ["step_00000001", "step_00000009.tmp-1-ab"]
+
+
+def test_a_writer_that_was_cut_off_may_not_come_back(tmp_path: Path) -> None:
+    old = writer(tmp_path)
+    save(old, 1)
+    save(writer(tmp_path), 2)
+    with pytest.raises(CheckpointError, match=r"a newer process \(generation 2\) saves into this folder"):
+        save(old, 3)
+    assert numbers(tmp_path) == [1, 2]
+
+
+def test_the_run_is_named(tmp_path: Path) -> None:
+    save(writer(tmp_path, run="gpt-7"), 1)
+    assert [found.manifest.run for found in Folder(tmp_path, Files()).scan() if found.manifest] == ["gpt-7"]
+
+
+def rewrite(step: Path, **changes: int) -> None:
+    """Another manifest with a right seal."""
+    manifest = Manifest.decode((step / "manifest.json").read_bytes(), "x")
+    (step / "manifest.json").write_bytes(manifest.model_copy(update=changes).encode())
+
+
+def test_a_newer_format_is_no_reason_to_go_back(tmp_path: Path) -> None:
+    """Silently loading the step before would throw away what a newer version of the program trained."""
+    save(writer(tmp_path), 1, 2)
+    rewrite(tmp_path / "step_00000002", format=2)
+    with pytest.raises(CheckpointError, match="format 2; this version reads format 1") as caught:
+        Checkpoints(tmp_path).load(blank_items())
+    assert not isinstance(caught.value, DamagedError)
