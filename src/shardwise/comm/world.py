@@ -327,6 +327,7 @@ def _connect(seat: Seat, limit: timedelta) -> dist.Store:
     descriptor = os.environ.get("SHARDWISE_STORE_FD")
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent serves the store already
     listens = seat.rank == 0 and not under_agent
+    listening: dict[str, Any] = {"master_listen_fd": int(descriptor)} if descriptor and listens else {}
     try:
         return dist.TCPStore(
             seat.address,
@@ -335,7 +336,7 @@ def _connect(seat: Seat, limit: timedelta) -> dist.Store:
             is_master=listens,
             timeout=limit,
             wait_for_workers=False,
-            **({"master_listen_fd": int(descriptor)} if descriptor and listens else {}),
+            **listening,
         )
     except (RuntimeError, dist.DistNetworkError) as error:
         raise CommError(

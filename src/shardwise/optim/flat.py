@@ -87,7 +87,7 @@ def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
     if optimizer.state:
         raise UsageError("optimizer: it has stepped already; hand it to initialize() before its first step")
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return lambda tensors, group: cls([{"params": tensors, **options[group]}])
+    return lambda tensors, group: cls([{"params": tensors, **options[group]}])  # type: ignore[call-arg]
 
 
 class FlatOptimizer:

@@ -82,4 +82,4 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> None:
     if not found:
         raise UsageError("batch_norm: synchronized, but the model has no batch norm; leave the key out")
     for module in found:
-        module.forward = _Normalize(module, group)  # type: ignore[method-assign]
+        module.forward = _Normalize(module, group)  # type: ignore[method-assign, assignment]

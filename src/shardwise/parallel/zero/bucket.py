@@ -21,7 +21,7 @@ the reduction.
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,8 @@ from shardwise.precision.policy import Dtypes
 Fill = Callable[[Slot, int, int, torch.dtype], Tensor]
 """(slot, first element, end, dtype) -> those elements of the parameter, flat."""
 
-_set_versions = torch._C._autograd._unsafe_set_version_counter
+_set_versions: Callable[[Sequence[Tensor], Sequence[int]], None]
+_set_versions = torch._C._autograd._unsafe_set_version_counter  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

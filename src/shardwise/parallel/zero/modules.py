@@ -106,8 +106,10 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 def _distinct(names: Sequence[str], modules: dict[str, nn.Module]) -> list[str]:
     """One name per module: a block that is registered twice is one Unit."""
-    seen: set[int] = set()
-    return [name for name in names if not (id(modules[name]) in seen or seen.add(id(modules[name])))]
+    first: dict[int, str] = {}
+    for name in names:
+        first.setdefault(id(modules[name]), name)
+    return list(first.values())
 
 
 def _home(names: Sequence[str], units: Sequence[str]) -> str:

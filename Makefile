@@ -1,0 +1,50 @@
+# Both main targets do all the set-up from a fresh clone:  make train   make test
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test install lint types walls soak gpu clean help
+
+help:
+	@echo "make train    train a GPT on two ranks for about two minutes, into runs/"
+	@echo "make test     linters and the whole test suite"
+	@echo "make soak     the long fault campaigns"
+	@echo "make gpu      the tests that need an accelerator"
+	@echo "make install  the virtual environment in .venv alone"
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	@# torch first and by itself: with it in place nothing else pulls another build of it
+	$(BIN)/pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/pip install --quiet -e ".[dev,hf]"
+	@touch $@
+
+install: $(READY)
+
+train: $(READY)
+	$(BIN)/shardwise train examples/gpt_stdlib.yaml --ranks 2 $(ARGS)
+
+test: lint types walls
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+walls: $(READY)
+	$(BIN)/lint-imports
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)
+
+gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

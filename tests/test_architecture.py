@@ -1,0 +1,69 @@
+"""The walls that import-linter cannot express, read from the sources with ast."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "shardwise"
+FILES = sorted(SOURCE.rglob("*.py"))
+FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def room(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0]
+
+
+def nodes(file: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+
+
+def imported(file: Path) -> Iterator[str]:
+    for node in nodes(file):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_walls(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "a module opens with its idea"
+    modules = set(imported(file))
+    if room(file) not in ("comm", "launch"):
+        assert not any(name.startswith("torch.distributed") for name in modules), "torch.distributed is for comm/ alone"
+    assert not {name.split(".")[0] for name in modules} & FORBIDDEN_MODULES, "no pickle in any form"
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), "no global state"
+        if isinstance(node, ast.Attribute):
+            pickles = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
+            assert node.attr not in pickles | {"send_object_list", "recv_object_list"}, "these collectives pickle"
+            if node.attr == "environ" and room(file) != "launch":
+                assert file == SOURCE / "comm" / "world.py", "the environment is read in launch/ and comm/world.py"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("eval", "exec"), "no eval"
+        if isinstance(node, ast.keyword) and node.arg == "shell":
+            assert isinstance(node.value, ast.Constant) and node.value.value is False, "no shell strings"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id == "torch":
+                assert any(k.arg == "weights_only" for k in node.keywords), "torch.load unpickles"
+
+
+def test_siblings_in_parallel_do_not_import_one_another() -> None:
+    techniques = {path.name for path in (SOURCE / "parallel").iterdir() if path.is_dir() and path.name[0] != "_"}
+    for file in (SOURCE / "parallel").rglob("*.py"):
+        own = file.relative_to(SOURCE / "parallel").parts[0]
+        for name in imported(file):
+            parts = name.split(".")
+            if parts[:2] == ["shardwise", "parallel"] and len(parts) > 2 and parts[2] in techniques:
+                assert parts[2] == own, f"{file} imports {name}"
+
+
+def test_no_drawer_modules() -> None:
+    drawers = {"utils", "helpers", "common", "misc", "manager", "runtime"}
+    assert not [file for file in FILES if file.stem in drawers or file.parent.name in drawers]
