@@ -2,7 +2,7 @@
 
 A counter-based generator has no state to carry along: word i is a keyed bijection of the counter i.
 
-    word(key, i)    = Philox4x64-10(key, counter = i // 4)[i % 4]                64 random bits
+    word(key, i)    = Philox4x64-10(key, counter = i // 4 + 1)[i % 4]            64 random bits
     uniform(key, i) = (word >> 12 + 1/2) / 2^52                                  in (0, 1), both ends left out
     normal(key, i)  = ndtri(uniform)                                             inverse of the normal's CDF, fp64
 

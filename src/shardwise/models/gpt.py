@@ -236,15 +236,21 @@ def parameter_count(policy: GptPolicy) -> int:
 def flops_per_token(policy: GptPolicy, causal: bool = True) -> int:
     """Floating-point operations of one token, forward and backward: 6·P + 12·L·H·K·C, the second term halved.
 
-    P leaves out what is only looked up (the embedding unless it is the head too, learned positions). A causal query
-    sees half of the context on average; ``causal=False`` gives the figure of papers that count the whole square.
+    P counts the matrices that a token is multiplied with: not the embedding that it is only looked up in, but a head
+    tied to it. A causal query sees half of the context on average; ``causal=False`` gives the figure of papers that
+    count the whole square.
     """
     p = policy.resolved()
-    looked_up = 0 if p.tied_head else _set(p.vocab) * p.width
-    if p.manner == "gpt2":
-        looked_up += p.context * p.width
+    with torch.device("meta"):
+        model = Gpt(p)
+    looked_up = {"positions.weight"} if p.tied_head else {"embed.weight", "positions.weight"}
+    multiplied = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and name not in looked_up
+    )
     seen = p.context // 2 if causal else p.context
-    return needed_per_token(parameter_count(p) - looked_up, p.layers, seen, p.heads * _set(p.head_size))
+    return needed_per_token(multiplied, p.layers, seen, p.heads * _set(p.head_size))
 
 
 def _block(p: GptPolicy, attention: AttentionFunction) -> Block:
