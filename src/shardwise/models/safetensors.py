@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.plan.errors import CheckpointError, DamagedError
+from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 
 _DTYPES = {
     "F64": torch.float64,
@@ -135,11 +135,11 @@ class Writer:
     def write(self, name: str, tensor: Tensor) -> None:
         """Put one whole tensor in its place."""
         assert self._stream is not None, "Writer is a context manager"
-        expected = self._missing.pop(name)
+        expected = self._missing.pop(name, None)
+        if expected is None:
+            raise MismatchError(f"{self._file}: {name} came twice, or is not among the announced tensors")
         if tuple(tensor.shape) != expected:
-            raise CheckpointError(
-                f"{self._file}: {name} has shape {list(tensor.shape)}, not {list(expected)}"
-            )
+            raise MismatchError(f"{self._file}: {name} has shape {list(tensor.shape)}, not {list(expected)}")
         bits = tensor.detach().to("cpu", self._dtype).contiguous().reshape(-1).view(torch.uint8)
         self._stream.seek(8 + len(self._head) + self._offsets[name])
         self._stream.write(bits.numpy().data)
@@ -149,7 +149,7 @@ class Writer:
         try:
             if kind is None and self._missing:
                 first = ", ".join(list(self._missing)[:3])
-                raise CheckpointError(f"{self._file}: {len(self._missing)} tensors never came: {first}")
+                raise MismatchError(f"{self._file}: {len(self._missing)} tensors never came: {first}")
             if kind is None:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())

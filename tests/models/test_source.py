@@ -1,0 +1,228 @@
+"""Weights to start from: by slices, under several names, with errors that name the tensor."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.gpt import Gpt, GptPolicy
+from shardwise.models.huggingface import joined_shape, parts_of
+from shardwise.models.source import WeightSource, gpt_policy_from_huggingface, open_weights
+from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, MismatchError
+from tests.models.shapes import BOTH, GPT2, LLAMA, NAMES, restless
+
+both = pytest.mark.parametrize("policy", BOTH, ids=NAMES)
+
+
+def stored_like_theirs(policy: GptPolicy) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A model's tensors under the published names, written out by hand here, and under ours."""
+    ours = {name: p.detach() for name, p in restless(policy).named_parameters()}
+    theirs = {}
+    for name, parts in parts_of(policy).items():
+        pieces = ours[name].split([part.our_shape[0] for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
+            theirs[part.name] = (piece.T if part.transposed else piece).contiguous()
+    return theirs, ours
+
+
+def check_all(source: WeightSource, expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert source.shape(name) == tuple(tensor.shape)
+        assert source.dtype(name) == tensor.dtype
+        flat, total = tensor.reshape(-1), tensor.numel()
+        for start, stop in ((0, total), (1, total - 1), (total // 3, total // 2), (1, 1)):
+            assert torch.equal(source.read(name, start, stop), flat[start:stop]), name
+
+
+@both
+def test_the_table_covers_the_model(policy: GptPolicy) -> None:
+    for tied in (True, False):
+        p = GptPolicy.model_validate(policy.model_dump() | {"tied_head": tied})
+        shapes = {name: tuple(q.shape) for name, q in Gpt(p).named_parameters()}
+        assert {name: joined_shape(parts) for name, parts in parts_of(p).items()} == shapes
+
+
+@both
+def test_a_file_with_their_names(policy: GptPolicy, tmp_path: Path) -> None:
+    theirs, ours = stored_like_theirs(policy)
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    check_all(open_weights(tmp_path / "model.safetensors", policy), ours)
+    check_all(open_weights(tmp_path, policy), ours)
+
+
+def test_gpt2_s_own_files_leave_out_the_prefix_and_hold_buffers(tmp_path: Path) -> None:
+    theirs, ours = stored_like_theirs(GPT2)
+    theirs = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
+    theirs["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    check_all(open_weights(tmp_path, GPT2), ours)
+
+
+@both
+def test_a_file_with_our_names(policy: GptPolicy, tmp_path: Path) -> None:
+    ours = {name: p.detach().bfloat16() for name, p in restless(policy).named_parameters()}
+    safetensors.torch.save_file(ours, tmp_path / "weights.safetensors")
+    check_all(open_weights(tmp_path, policy), ours)
+
+
+def test_a_tied_tensor_under_its_second_name(tmp_path: Path) -> None:
+    ours = {name: p.detach() for name, p in restless(GPT2).named_parameters()}
+    stored = {("head.weight" if name == "embed.weight" else name): tensor for name, tensor in ours.items()}
+    safetensors.torch.save_file(stored, tmp_path / "weights.safetensors")
+    check_all(open_weights(tmp_path, GPT2), ours)
+
+
+def test_an_index_of_several_files(tmp_path: Path) -> None:
+    theirs, ours = stored_like_theirs(LLAMA)
+    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(theirs)}
+    for file in set(weight_map.values()):
+        part = {name: theirs[name] for name in theirs if weight_map[name] == file}
+        safetensors.torch.save_file(part, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check_all(open_weights(tmp_path, LLAMA), ours)
+
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"1 of 2 files are missing: model-1\.safetensors"):
+        open_weights(tmp_path, LLAMA)
+    outside = {"a": "../secret.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": outside}))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        open_weights(tmp_path, LLAMA)
+
+
+def test_parts_of_different_dtypes_are_promoted(tmp_path: Path) -> None:
+    theirs, ours = stored_like_theirs(LLAMA)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    theirs[name] = theirs[name].bfloat16()
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    read = open_weights(tmp_path, LLAMA).read("blocks.0.attention.qkv.weight", 0, 24 * 64)
+    assert read.dtype == torch.float32
+    assert torch.allclose(read.view(64, 24), ours["blocks.0.attention.qkv.weight"], rtol=2**-7)
+
+
+def test_the_own_names_of_a_user_s_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
+    source = open_weights(tmp_path / "w.safetensors")
+    check_all(source, model.state_dict())
+    source.check({name: p.shape for name, p in model.named_parameters()})
+    with pytest.raises(MismatchError, match=r"1 tensors .*0\.weight is \[4, 3\], the model's is \[3, 4\]"):
+        source.check({"0.weight": (3, 4), "0.bias": (4,)})
+    with pytest.raises(
+        MismatchError, match=r"1 of the model's 2 tensors are missing: 0\.weigth; did you mean"
+    ):
+        source.check({"0.weigth": (4, 3), "0.bias": (4,)})
+    with pytest.raises(MismatchError, match="no tensor 'x'"):
+        source.read("x", 0, 1)
+    with pytest.raises(CheckpointError, match=r"elements \[0, 13\) of 0\.weight, which has 12"):
+        source.read("0.weight", 0, 13)
+
+
+def test_missing_and_wrong_tensors_are_named(tmp_path: Path) -> None:
+    theirs, _ = stored_like_theirs(LLAMA)
+    file = tmp_path / "model.safetensors"
+    del theirs["model.layers.1.self_attn.k_proj.weight"]
+    safetensors.torch.save_file(theirs, file)
+    with pytest.raises(
+        MismatchError, match=r"1 tensors of a llama .*missing: model\.layers\.1\.self_attn\.k_proj"
+    ):
+        open_weights(file, LLAMA)
+    safetensors.torch.save_file({"something.weight": torch.ones(3)}, file)
+    with pytest.raises(MismatchError, match=r"model\.embed_tokens\.weight.*; and \d+ more"):
+        open_weights(file, LLAMA)
+    theirs, _ = stored_like_theirs(LLAMA)
+    theirs["model.norm.weight"] = torch.ones(7)
+    safetensors.torch.save_file(theirs, file)
+    with pytest.raises(MismatchError, match=r"model\.norm\.weight is \[7\], the model's is \[24\]"):
+        open_weights(file, LLAMA)
+
+
+def test_a_missing_head_suggests_the_tie(tmp_path: Path) -> None:
+    theirs, _ = stored_like_theirs(LLAMA)
+    del theirs["lm_head.weight"]
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    with pytest.raises(MismatchError, match="set model.tied_head: true"):
+        open_weights(tmp_path, LLAMA)
+
+
+def test_heads_that_shapes_do_not_tell(tmp_path: Path) -> None:
+    """8 heads of 64 have the shapes of 16 heads of 32, and another function."""
+    theirs, _ = stored_like_theirs(LLAMA)
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    open_weights(tmp_path, LLAMA)
+    halved = GptPolicy.model_validate(LLAMA.model_dump() | {"heads": 8, "kv_heads": 4, "head_size": 4})
+    with pytest.raises(MismatchError, match=r"heads is 8, there it is 4; kv_heads is 4, there it is 2"):
+        open_weights(tmp_path, halved)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        open_weights(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors file; .*convert"):
+        open_weights(tmp_path)
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        gpt_policy_from_huggingface(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DamagedError, match="not JSON"):
+        gpt_policy_from_huggingface(tmp_path)
+
+
+def test_a_name_in_two_files(tmp_path: Path) -> None:
+    for file in ("a", "b"):
+        safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / f"{file}.safetensors")
+    with pytest.raises(CheckpointError, match=r"w is in a\.safetensors and in b\.safetensors"):
+        open_weights(tmp_path)
+
+
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def policy_from(tmp_path: Path, **keys: object) -> GptPolicy:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG | keys))
+    return gpt_policy_from_huggingface(tmp_path)
+
+
+def test_configurations_of_llama(tmp_path: Path) -> None:
+    assert policy_from(tmp_path).resolved() == LLAMA.resolved()
+    assert policy_from(tmp_path, rope_theta=5e5).rope_theta == 5e5
+    assert (
+        policy_from(tmp_path, rope_parameters={"rope_theta": 6e5, "rope_type": "default"}).rope_theta == 6e5
+    )
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    scaling["original_max_position_embeddings"] = 8192
+    stretched = policy_from(tmp_path, rope_scaling=scaling, rope_theta=5e5)
+    assert stretched.rope_stretch is not None
+    assert (stretched.rope_stretch.factor, stretched.rope_theta) == (32, 5e5)
+    assert policy_from(tmp_path, model_type="mistral", sliding_window=8).context == 8
+    assert policy_from(tmp_path, model_type="mistral", sliding_window=None).context == 16
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "bert"}, "model_type is 'bert'; a Gpt can be a llama, a mistral, a gpt2"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which a Gpt does not compute; expected 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rotary positions of type 'yarn'"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"model_type": "gpt2"}, "key 'n_layer' of a gpt2 model is missing"),
+    ],
+)
+def test_configurations_that_a_gpt_does_not_compute(tmp_path: Path, keys: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy_from(tmp_path, **keys)
