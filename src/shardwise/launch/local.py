@@ -14,7 +14,6 @@ Cost: one wait of 20 ms at a time for any number of ranks; from a failure to the
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import shutil
@@ -45,8 +44,6 @@ GRACE_S = 2.5
 """Between SIGTERM and SIGKILL."""
 _STOP_S = 30.0
 """After the first rank has stopped on request: time for the others."""
-
-_log = logging.getLogger(__name__)
 
 
 class Program(NamedTuple):
@@ -178,7 +175,8 @@ class Watch:
             time.sleep(ending.POLL_S)
 
 
-def _check(program: Program, ranks: int) -> None:
+def check_ranks(ranks: int) -> None:
+    """Refuse a number of ranks that cannot be started here. Errors: UsageError."""
     if ranks < 1:
         raise UsageError(f"launch: {ranks} ranks were asked for; at least 1 is needed")
     if is_in_job():
@@ -186,10 +184,6 @@ def _check(program: Program, ranks: int) -> None:
             "launch: this process is itself a rank that the launcher started; start the inner job from outside, "
             "or let the script use the ranks that it has"
         )
-    if program.kind == "script" and not os.path.exists(program.name):
-        raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
-    if ranks > cores():
-        _log.warning("%d ranks share %d cores: expect them to wait for one another", ranks, cores())
 
 
 def run(
@@ -203,8 +197,13 @@ def run(
 
     ``logs`` is the folder for the ranks' logs. When this returns, no process of the job is left.
     """
-    _check(program, ranks)
+    check_ranks(ranks)
+    if program.kind == "script" and not os.path.exists(program.name):
+        raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
     console = console or Console(stderr=True)
+    if ranks > cores():
+        text = f"warning: {ranks} ranks share {cores()} cores: expect them to wait for one another"
+        console.print(text, style="yellow", highlight=False, soft_wrap=True)
     sys.stdout.flush()  # what was said before the ranks began stands above what they say
     output = Output(None if logs is None else Path(logs))
     requests = StopRequests()

@@ -10,7 +10,7 @@ is copied by one thread per pipe, which never stops reading: a full pipe would s
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,19 +34,24 @@ def _write_all(descriptor: int, chunk: bytes) -> bool:
     return True
 
 
-def _tagged(tag: bytes) -> Callable[[bytes, bool], bytes]:
-    """Turn chunks into whole lines that begin with ``tag``; what has no end yet waits for it."""
-    rest = b""
+class _Target:
+    """Where a pipe's bytes go; ``tag`` asks for whole lines that begin with it, so that two sources may be mixed."""
 
-    def lines(chunk: bytes, is_last: bool) -> bytes:
-        nonlocal rest
-        rest += chunk
-        whole, newline, rest = rest.rpartition(b"\n")
-        if is_last and rest:
-            whole, newline, rest = whole + newline + rest, b"\n", b""
-        return b"".join(tag + line + b"\n" for line in whole.split(b"\n")) if newline else b""
+    def __init__(self, descriptor: int, tag: bytes | None = None) -> None:
+        self._descriptor, self._tag = descriptor, tag
+        self._rest = b""
+        self._is_read = True
 
-    return lines
+    def take(self, chunk: bytes) -> None:
+        """Write, unless nobody reads any more. An empty chunk is the end."""
+        if self._tag is not None:
+            lines = (self._rest + chunk).split(b"\n")
+            self._rest = lines.pop()
+            if not chunk and self._rest:
+                lines.append(self._rest)
+            chunk = b"".join(self._tag + line + b"\n" for line in lines)
+        if self._is_read:
+            self._is_read = _write_all(self._descriptor, chunk)
 
 
 class Output:
@@ -73,7 +78,7 @@ class Output:
                 yield Streams(None, None)
             elif log is None:
                 tag = f"[rank {rank}] ".encode()
-                opened += [self._copy([1], _tagged(tag)), self._copy([2], _tagged(tag))]
+                opened += [self._copy([_Target(1, tag)]), self._copy([_Target(2, tag)])]
                 yield Streams(*opened)
             else:
                 file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -82,27 +87,24 @@ class Output:
                     yield Streams(file, file)
                 else:
                     self._ours.append(file)
-                    stdout = None if os.isatty(1) else self._copy([1, file])
-                    stderr = self._copy([2, file])
+                    stdout = None if os.isatty(1) else self._copy([_Target(1), _Target(file, b"")])
+                    stderr = self._copy([_Target(2), _Target(file, b"")])
                     opened += [d for d in (stdout, stderr) if d is not None]
                     yield Streams(stdout, stderr)
         finally:
             for descriptor in opened:
                 os.close(descriptor)
 
-    def _copy(self, targets: list[int], change: Callable[[bytes, bool], bytes] | None = None) -> int:
+    def _copy(self, targets: list[_Target]) -> int:
         """Start a thread that copies a new pipe to ``targets``; returns the pipe's end for the rank."""
         source, sink = os.pipe()
 
         def run() -> None:
-            alive = set(targets)
             chunk = b"x"
             while chunk:
                 chunk = os.read(source, 1 << 16)
-                out = change(chunk, not chunk) if change else chunk
-                for target in tuple(alive):
-                    if not _write_all(target, out):
-                        alive.discard(target)
+                for target in targets:
+                    target.take(chunk)
             os.close(source)
 
         thread = threading.Thread(target=run, name="rank-output", daemon=True)

@@ -38,7 +38,7 @@ def show_failures(
         if failure.headline != cause.headline:
             line = failure.headline.partition("\n")[0]
             console.print(Text(f"rank {failure.rank} failed too: {line}", style="dim"), soft_wrap=True)
-    if log is not None:
+    if log is not None and not cause.is_answer:
         console.print(Text(f"log of rank {cause.rank}: {log}", style="dim"), soft_wrap=True)
     return cause
 

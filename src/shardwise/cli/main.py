@@ -1,0 +1,61 @@
+"""``shardwise``: the commands put together, and what an error looks like.
+
+An error of Shardwise's own is an answer to the user: one line, no traceback, exit code 2 where the configuration or
+the call is at fault and 1 where the run failed. Anything else is a defect and keeps its traceback.
+
+The commands import what they need when they run, so that ``shardwise --help`` does not wait for torch.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import shardwise
+from shardwise.cli import convert, generate, inspect, launch, train
+from shardwise.launch.failure import exit_code, headline
+from shardwise.launch.report import show_answer
+from shardwise.plan.errors import ShardwiseError
+
+app = typer.Typer(
+    help="Train PyTorch models that are larger than the hardware at hand.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.command)
+# What follows the script's name is the script's, options and all.
+app.command("launch", context_settings={"allow_interspersed_args": False})(launch.command)
+app.command("generate")(generate.command)
+app.command("inspect")(inspect.command)
+app.command("convert")(convert.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardwise {shardwise.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What may stand before a command."""
+
+
+def main() -> None:
+    """Entry point of the installed ``shardwise`` program."""
+    try:
+        app()
+    except ShardwiseError as error:
+        show_answer(Console(stderr=True), headline(error))
+        sys.exit(exit_code(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM during training: remembered, and acted on between two steps."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+
+class StopFlag:
+    """Raised by the first signal, which also calls ``tell``; a second one does what it would have done without us."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.signal: signal.Signals | None = None
+        self._tell = tell
+        self._before: dict[signal.Signals, Any] = {}
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._restore()
+        self._tell()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals over; outside the main thread Python does not let us, and they stay as they are."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._remember)
+        try:
+            yield
+        finally:
+            self._restore()

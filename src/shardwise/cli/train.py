@@ -1,0 +1,52 @@
+"""``shardwise train CONFIG``: from one file to a trained model."""
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    config: Annotated[str, typer.Argument(help="The run as YAML, JSON or JSON with comments.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            "-n",
+            help="Processes on this host. Left out: the ranks of torchrun, srun or mpirun, or one.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in zero.stage=3."),
+    ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: from the newest whole checkpoint in the run folder, if any; never: refuse to go on; "
+            "or the PATH of a run, of its checkpoints or of one step."
+        ),
+    ] = "auto",
+    profile: Annotated[int, typer.Option(min=0, help="Trace this many steps of every rank.")] = 0,
+) -> None:
+    """Train a model, and leave checkpoints, metrics and logs in its run folder."""
+    from shardwise.cli.trainer import Request, train
+
+    request = Request(config, tuple(overrides or ()), resume, profile, ranks)
+    if ranks is None:
+        raise typer.Exit(train(request))
+
+    from pathlib import Path
+
+    from shardwise.cli.run_folder import RunFolder
+    from shardwise.config.auto import resolve
+    from shardwise.config.run import load
+    from shardwise.launch.local import Program, check_ranks, run
+
+    # Looked at here as well as in the ranks: what is wrong is then said once, before anything has started.
+    check_ranks(ranks)
+    wanted = load(config, request.overrides)
+    resolve(wanted, ranks, "cpu")
+    folder = RunFolder(Path(wanted.out))
+    folder.start_from(resume)
+    program = Program("module", "shardwise.cli.trainer", (request.to_json(),))
+    raise typer.Exit(run(program, ranks, folder.logs))
