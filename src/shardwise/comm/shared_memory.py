@@ -24,7 +24,8 @@ Shapes: every tensor is flat and contiguous; with N ranks a shard has 1/N of the
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -238,7 +239,7 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Leave the group; peers that still wait for this rank are told."""
         if not self._broken and self._process == os.getpid():
-            self._let_go("it was closed")
+            self._let_go("it was closed", failed=False)
 
     def _call(self, operation: str, what: str, timeout_s: float, *tensors: Tensor) -> Call:
         call = Call(operation, what, timeout_s)
@@ -269,28 +270,35 @@ class SharedMemoryTransport:
         self._calls += 1
         head = f"{self._calls} {call.operation} of {_kind(tensor)} for {call.what}".encode()
         exchange = _Exchange(call, head, writes, write, reads, read, sources or self._peers, ahead)
-        queue = self._queue
-        queue.append(exchange)
-        if len(queue) == 1 or queue[-2].written == queue[-2].writes:
-            try:
-                self._fill(exchange, blocks=False)
-            except BaseException as error:
-                self._let_go(repr(error))
-                raise
+        self._queue.append(exchange)
+        with self._all_or_nothing():
+            self._fill_in_turn()
         return Pending(lambda: self._finish(exchange))
 
     def _finish(self, exchange: _Exchange) -> None:
         if self._broken:
             raise CommError(f"{self._where(exchange.call)}: the group was given up before: {self._broken}")
-        try:
+        with self._all_or_nothing():
             while not exchange.ended:
                 self._complete(self._queue[0])
                 self._queue.popleft()
-                if self._queue:
-                    self._fill(self._queue[0], blocks=False)
+                self._fill_in_turn()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A rank that fails between two rounds, for whatever reason, is out of step with its peers for good."""
+        try:
+            yield
         except BaseException as error:
-            self._let_go(repr(error))
+            self._let_go(str(error) or repr(error), failed=True)
             raise
+
+    def _fill_in_turn(self) -> None:
+        """Write what there is room for; a collective's rounds come before those of the next one."""
+        for exchange in self._queue:
+            self._fill(exchange, blocks=False)
+            if exchange.written < exchange.writes:
+                return
 
     def _complete(self, exchange: _Exchange) -> None:
         rings, call, sources = self._rings, exchange.call, exchange.sources
@@ -331,12 +339,12 @@ class SharedMemoryTransport:
                     "collectives in the same order"
                 )
 
-    def _let_go(self, reason: str) -> None:
+    def _let_go(self, reason: str, failed: bool) -> None:
         self._broken = reason
         self._queue.clear()
         self._own.clear()
         self._theirs.clear()
-        self._rings.leave()
+        self._rings.leave(failed)
 
     def _where(self, call: Call) -> str:
         return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"

@@ -41,7 +41,9 @@ _SLICE_S = 0.02
 """A blocked rank looks this often whether its peers still live."""
 _SPIN_S = 50e-6
 """A rank polls this long before it sleeps; it yields the core in between, so this also serves more ranks than cores."""
-_OPEN, _LEFT = 0, 1
+_OPEN, _LEFT, _FAILED = 0, 1, 2
+"""An owner's state, in the first byte of its file. One that left may have finished before its peers; one that failed
+will be missed by all of them."""
 _CLOCK_MONOTONIC = 1
 _FOLDER = "/dev/shm"
 
@@ -144,14 +146,14 @@ class Ring:
         start = self.layout.head(slot)
         return self.map[start : start + _HEAD_BYTES].rstrip()
 
-    def leave(self) -> None:
-        """Tell the peers that the owner takes part no longer."""
-        self.map[0] = _LEFT
-
     @property
-    def left(self) -> bool:
-        """The owner takes part no longer."""
-        return self.map[0] != _OPEN
+    def state(self) -> int:
+        """Whether the owner still takes part."""
+        return self.map[0]
+
+    def leave(self, failed: bool) -> None:
+        """Tell the peers that the owner takes part no longer."""
+        self.map[0] = _FAILED if failed else _LEFT
 
 
 class Call(NamedTuple):
@@ -226,9 +228,9 @@ class Rings:
         for peer in sources:
             post(give[peer])
 
-    def leave(self) -> None:
+    def leave(self, failed: bool) -> None:
         """Tell the peers that this rank takes part no longer, and let go of everything."""
-        self.rings[self._rank].leave()
+        self.rings[self._rank].leave(failed)
         for life in self._lives.values():
             os.close(life)
         self._lives = {}
@@ -257,8 +259,11 @@ class Rings:
                 )
 
     def _gone(self, missing: Sequence[int]) -> list[int]:
+        failed = [peer for peer in self.peers if self.rings[peer].state == _FAILED]
         ended = {life for life, _ in self._poll.poll(0)}
-        return [peer for peer in missing if self._lives[peer] in ended or self.rings[peer].left]
+        return failed or [
+            peer for peer in missing if self._lives[peer] in ended or self.rings[peer].state == _LEFT
+        ]
 
     def _where(self, call: Call) -> str:
         return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"
