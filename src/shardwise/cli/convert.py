@@ -1,20 +1,59 @@
-"""``shardwise convert SOURCE OUT``: text to a token file."""
+"""``shardwise convert SOURCE OUT``: from one form to another.
 
+text (a file, a folder, stdlib)      a token file that training maps into memory
+a run, its checkpoints or one step   a folder that Hugging Face's from_pretrained opens
+a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
+"""
+
+import math
+import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.plan.errors import CheckpointError, DamagedError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PICKLES = (".pt", ".pth", ".bin")
+
 
 def command(
-    source: Annotated[str, typer.Argument(help="A text file, a folder, or 'stdlib'.")],
-    out: Annotated[Path, typer.Argument(help="The token file to write, such as text.tokens.")],
+    source: Annotated[
+        str, typer.Argument(help="Text (a file, a folder or 'stdlib'), a run or checkpoint, or a .pt.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(help="The token file, Hugging Face folder or safetensors file to write.")
+    ],
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="'bytes', or the path of a tokenizer.json.")
+        str, typer.Option("--tokenizer", help="For text: 'bytes', or the path of a tokenizer.json.")
     ] = "bytes",
-    pattern: Annotated[str, typer.Option("--pattern", help="Which files of a folder are read.")] = "*",
+    pattern: Annotated[
+        str, typer.Option("--pattern", help="For text: which files of a folder are read.")
+    ] = "*",
 ) -> None:
-    """Tokenise text once, into a file that training maps into memory."""
+    """Turn text into a token file, a checkpoint into a Hugging Face folder, a .pt into safetensors."""
+    path = Path(source)
+    if path.suffix in _PICKLES and path.is_file():
+        _weights(path, out)
+    elif _is_checkpoint(path):
+        _export(path, out)
+    else:
+        _tokenise(source, out, tokenizer, pattern)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    from shardwise.cli.run_folder import RunFolder
+
+    here = RunFolder(path)
+    return (
+        here.has_checkpoints() or (path / "manifest.json").is_file() or any(path.glob("step_*/manifest.json"))
+    )
+
+
+def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -31,9 +70,63 @@ def command(
             pattern=pattern,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    size = bytes_text(out.stat().st_size)
-    console.print(
-        f"{out}: {count_text(made.count)} tokens, {len(made.ends)} documents, {size}, tokenizer {made.tokenizer_name}",
-        highlight=False,
-        soft_wrap=True,
+    size, documents = bytes_text(out.stat().st_size), len(made.ends)
+    typer.echo(
+        f"{out}: {count_text(made.count)} tokens, {documents} documents, {size}, {made.tokenizer_name}"
     )
+
+
+def _export(source: Path, out: Path) -> None:
+    from shardwise.checkpoint import verify
+    from shardwise.cli.trained import gpt_of, newest_step
+    from shardwise.models import open_weights, write_huggingface
+
+    step = newest_step(source)
+    policy, config = gpt_of(step)
+    if damage := verify(step.path):
+        raise DamagedError(f"{step.path}: {damage[0]}; nothing was exported")
+    weights = open_weights(step.path / "model", policy)
+    tensors = (
+        (name, weights.read(name, 0, math.prod(weights.shape(name))).view(weights.shape(name)))
+        for name in weights.names()
+    )
+    write_huggingface(out, policy, tensors)
+    if config.data.tokenizer != "bytes":
+        given = Path(config.data.tokenizer).expanduser()
+        shutil.copyfile(given / "tokenizer.json" if given.is_dir() else given, out / "tokenizer.json")
+    typer.echo(f"{out}: step {step.step} of {source}, for transformers' from_pretrained")
+
+
+def _weights(source: Path, out: Path) -> None:
+    import pickle
+
+    import torch
+    from safetensors.torch import save_file
+
+    if out.suffix != ".safetensors":
+        raise UsageError(
+            f"convert: {source} becomes a safetensors file; name it so, as in {out.stem}.safetensors"
+        )
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(
+            f"{source} does not load as plain tensors, and nothing else is read: {error}"
+        ) from None
+    tensors = _tensors(content, "")
+    if not tensors:
+        raise CheckpointError(f"{source} holds no tensors under names")
+    save_file(tensors, out)
+    typer.echo(f"{out}: {len(tensors)} tensors")
+
+
+def _tensors(content: Any, name: str) -> "dict[str, Tensor]":
+    """Tensors of nested dictionaries under dotted names. Each gets memory of its own: safetensors stores no views."""
+    import torch
+
+    if isinstance(content, torch.Tensor):
+        return {name: content.detach().clone(memory_format=torch.contiguous_format)}
+    if not isinstance(content, dict):
+        return {}
+    inner = (_tensors(value, f"{name}.{key}" if name else str(key)) for key, value in content.items())
+    return {key: tensor for part in inner for key, tensor in part.items()}

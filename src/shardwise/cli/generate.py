@@ -1,4 +1,36 @@
-"""placeholder"""
+"""``shardwise generate RUN``: text from a trained model."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 
-def command() -> None: ...
+def command(
+    source: Annotated[Path, typer.Argument(help="A run folder, its checkpoints, or one step.")],
+    prompt: Annotated[
+        str, typer.Option("--prompt", help="What the text begins with; '-' reads it from stdin.")
+    ] = "\n",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0, help="Tokens to add.")] = 200,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token each time.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, help="Choose among this many tokens.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Continue a prompt with the newest checkpoint of a run."""
+    import torch
+
+    from shardwise.cli.trained import open_trained
+    from shardwise.models.generate import generate
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    trained = open_trained(source, device or torch.device("cpu"))
+    begin = sys.stdin.read() if prompt == "-" else prompt
+    tokens = trained.tokenizer.encode(begin) or [trained.tokenizer.end_of_document or 0]
+    given = torch.tensor([tokens], device=device or "cpu")
+    made = generate(trained.model, given, max_new_tokens, temperature, top_k, seed)
+    typer.echo(trained.tokenizer.decode(made[0].tolist()))

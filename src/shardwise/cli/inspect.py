@@ -1,4 +1,88 @@
-"""placeholder"""
+"""``shardwise inspect DIR``: what a checkpoint holds, how large it is, and whether every byte is as it was written."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwise.checkpoint import FolderSummary, StepSummary
 
 
-def command() -> None: ...
+def command(
+    directory: Annotated[Path, typer.Argument(help="A run folder, its checkpoints, or one step.")],
+    verify: Annotated[bool, typer.Option(help="Read every byte and hold it against its checksum.")] = True,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor of a step.")] = False,
+) -> None:
+    """Print, size and verify a checkpoint, or a folder of them. Exit code 1 where one is damaged."""
+    from rich.console import Console
+
+    from shardwise.checkpoint import StepSummary, describe
+    from shardwise.cli.run_folder import RunFolder
+
+    inside = RunFolder(directory).checkpoints
+    found = describe(inside if inside.is_dir() else directory, verify)
+    console = Console(highlight=False)
+    if isinstance(found, StepSummary):
+        _show_step(console, found, tensors)
+        steps: tuple[StepSummary, ...] = (found,)
+    else:
+        _show_folder(console, found)
+        steps = found.steps
+    if any(not step.is_whole for step in steps):
+        raise typer.Exit(1)
+
+
+def _state(step: "StepSummary") -> str:
+    """``whole``, ``opens`` (not verified) or what is wrong."""
+    if step.damage:
+        more = f" and {len(step.damage) - 1} more" if len(step.damage) > 1 else ""
+        return f"damaged: {step.damage[0]}{more}"
+    if step.problem:
+        return step.problem
+    return "opens, not verified" if step.damage is None else "whole"
+
+
+def _show_folder(console: "Console", folder: "FolderSummary") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from shardwise.observe.progress import bytes_text, count_text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("step", "parameters", "size", "state"):
+        table.add_column(title, justify="left" if title == "state" else "right", overflow="fold")
+    for step in folder.steps:
+        name = str(step.step) if not step.problem else step.path.name
+        size = ("", "") if step.problem else (count_text(step.elements), bytes_text(step.bytes))
+        table.add_row(name, *size, Text(_state(step), style="" if step.is_whole else "red"))
+    console.print(table)
+    for name in folder.leftovers:
+        console.print(f"left over, removed by the next save: {name}", style="dim", markup=False)
+
+
+def _show_step(console: "Console", step: "StepSummary", tensors: bool) -> None:
+    from shardwise.observe.progress import bytes_text, count_text
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    say(f"{step.path}: {'damaged' if step.damage else _state(step)}", "" if step.is_whole else "red")
+    for damage in step.damage or ():
+        say(f"    {damage}", "red")
+    if step.problem:
+        return
+    layout = (step.trainer or {}).get("engine", {}).get("layout", {})
+    saved_from = f", saved from {layout.get('mesh')}, ZeRO-{layout.get('zero_stage')}" if layout else ""
+    size = f"{count_text(step.elements)} parameters, {bytes_text(step.bytes)}"
+    say(f"step {step.step} of run {step.run}{saved_from}; {size}")
+    for kind, kind_bytes in (step.bytes_by_kind or {}).items():
+        count = sum(row.kind == kind for row in step.tensors)
+        say(f"    {kind:12} {bytes_text(kind_bytes):>10}  {count} tensors")
+    for name, other in (step.aliases or {}).items():
+        say(f"    {name} is also {', '.join(other)}")
+    for row in step.tensors if tensors else ():
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        say(f"{row.kind:12} {row.dtype:5} {shape:>14} {bytes_text(row.bytes):>10}  {row.name}")

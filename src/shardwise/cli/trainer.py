@@ -34,6 +34,7 @@ from shardwise.config.run import RunConfig, load
 from shardwise.data import Corpus, Loader, build, evaluation_batches
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
+from shardwise.launch.environment import is_in_job
 from shardwise.models import Gpt, GptPolicy, flops_per_token
 from shardwise.models import build as build_model
 from shardwise.models.generate import generate
@@ -335,7 +336,9 @@ def train(request: Request) -> int:
     console = Console(quiet=world.rank != 0)
     terminal = ConsoleHandler(console) if world.rank == 0 else None
     start = folder.start_from(request.resume)
-    with rank_log(world.rank, folder.logs, terminal):
+    # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read.
+    is_copied = world.rank == 0 and is_in_job() and not console.is_terminal
+    with rank_log(world.rank, None if is_copied else folder.logs, terminal):
         resolved = resolve(config, world.size, world.device.type)
         if world.rank == 0:
             for choice in resolved.choices:

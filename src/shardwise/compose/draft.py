@@ -46,9 +46,8 @@ def draft(
     precision: PrecisionPolicy,
     group_of: Callable[[str], int],
     moments: Sequence[str] = (),
-    accumulation: int = 1,
 ) -> Draft:
-    """The Plan of a data-parallel run.
+    """The Plan of a data-parallel run, its Actions left to ``full_step``: their order is known after the first step.
 
     ``group_of``: optimizer group of a parameter name; ``moments``: names of the optimizer's moments.
     Errors: PlanError where the model has no parameters.
@@ -73,8 +72,7 @@ def draft(
     for name, buffer in model.named_buffers():
         registry.add(TensorInfo(name, tuple(buffer.shape), buffer.dtype, "buffer"))
     holdings = {holding.name: holding for entry in found for holding in entry.holdings}
-    actions = full_step(units, strategy, accumulation)
-    plan = Plan(mesh, registry, tuple(units), buffers, {"all": actions}, _notes(found, zero))
+    plan = Plan(mesh, registry, tuple(units), buffers, {}, _notes(found, zero))
     return Draft(plan, strategy, tuple(found), holdings, dtypes)
 
 

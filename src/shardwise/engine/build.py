@@ -75,9 +75,7 @@ def initialize(
     if callable(optimizer) and not isinstance(optimizer, optim.Optimizer):
         optimizer = optimizer(model.parameters())
     make, group_of, moments = _optimizer(model, settings, optimizer, elementwise)
-    drawn = draft(
-        model, mesh, settings.zero, settings.precision, group_of, moments, settings.batch.accumulation or 1
-    )
+    drawn = draft(model, mesh, settings.zero, settings.precision, group_of, moments)
     clock, traffic = Clock(settings.comm.deadline_s, settings.comm.delay_s), Traffic()
     both, shard, replicate = (
         world.group(mesh, axis, settings.comm, clock, traffic) for axis in ("dp", "dp_shard", "dp_replicate")
