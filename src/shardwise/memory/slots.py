@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.plan.errors import UsageError
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     memory: Tensor
     holder: Hashable | None
