@@ -17,7 +17,9 @@ from shardwise.plan.errors import MismatchError
 SMALL = GptPolicy(layers=2, width=16, heads=2, context=8, vocab=19, hidden=24)
 
 
-def build(world: World, stage: int, precision: str = "fp32", optimizer: str = "adamw", policy: GptPolicy = SMALL) -> Any:
+def build(
+    world: World, stage: int, precision: str = "fp32", optimizer: str = "adamw", policy: GptPolicy = SMALL
+) -> Any:
     with torch.device("meta"):
         model = Gpt(policy)
     sgd: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
@@ -79,7 +81,9 @@ def load_and_save(world: World, source: str, target: str, stage: int, precision:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_state_goes_round_layouts_without_changing_a_bit(ranks: Any, tmp_path: Path, precision: str) -> None:
+def test_a_state_goes_round_layouts_without_changing_a_bit(
+    ranks: Any, tmp_path: Path, precision: str
+) -> None:
     """1 -> 2 -> 4 -> 1 ranks and stages 3 -> 0 -> 3 -> 1 -> 2."""
     solo = join(quiet=True)
     _, first = save_after_training(solo, str(tmp_path / "0"), 3, precision, 3)
@@ -135,7 +139,9 @@ def test_precision_may_change_on_the_way(tmp_path: Path) -> None:
     whole = build(solo, 0, "fp32")
     whole.load(tmp_path / "half")
     masters = {name: values for name, values in fingerprint(half).items() if name.startswith("master/")}
-    assert masters == {name: values for name, values in fingerprint(whole).items() if name.startswith("master/")}
+    assert masters == {
+        name: values for name, values in fingerprint(whole).items() if name.startswith("master/")
+    }
     whole.save(tmp_path / "whole", asynchronous=False)
     again = build(solo, 0, "bf16")
     again.load(tmp_path / "whole")
@@ -161,7 +167,10 @@ def test_another_optimizer_is_refused_and_weights_alone_are_not(tmp_path: Path) 
     with pytest.raises(MismatchError, match="exp_avg.*momentum_buffer.*weights_only"):
         other.load(tmp_path)
     other.load(tmp_path, weights_only=True)
-    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), engine.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(other.state_dict().values(), engine.state_dict().values(), strict=True)
+    )
 
 
 class Switched(nn.Module):
@@ -183,7 +192,9 @@ def test_step_counts_of_late_parameters_survive(tmp_path: Path) -> None:
 
     def fresh() -> Any:
         torch.manual_seed(0)
-        return shardwise.initialize(Switched(), {"optimizer": {"type": "adam", "lr": 0.1}}, world=join(quiet=True))
+        return shardwise.initialize(
+            Switched(), {"optimizer": {"type": "adam", "lr": 0.1}}, world=join(quiet=True)
+        )
 
     x = torch.arange(8.0).view(2, 4) / 8
     whole, first = fresh(), fresh()
