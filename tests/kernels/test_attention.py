@@ -65,6 +65,15 @@ def test_bf16_is_as_close_as_the_fused_kernel(t: int) -> None:
     assert worst(gradients(causal_attention, q, k, v), truth) < 2 * worst(gradients(fused, q, k, v), truth)
 
 
+def test_many_blocks_add_up_without_loss_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early keys get a gradient from every block: summed in bf16, 64 blocks would lose what the later ones add."""
+    q, k, v = inputs(512, dtype=torch.bfloat16)
+    truth = gradients(plain_attention, *[x.detach().double().requires_grad_() for x in (q, k, v)])
+    few = worst(gradients(causal_attention, q, k, v)[2:], truth[2:])
+    monkeypatch.setattr(attention, "_blocks", lambda t: [(i, i + 8) for i in range(0, t, 8)])
+    assert worst(gradients(causal_attention, q, k, v)[2:], truth[2:]) < 1.3 * few
+
+
 @pytest.mark.parametrize(("t", "keys"), [(1, 9), (3, 9), (9, 9)])
 def test_fewer_queries_than_keys_are_the_last_places(t: int, keys: int) -> None:
     q, k, v = inputs(9)

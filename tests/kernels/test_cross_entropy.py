@@ -68,6 +68,14 @@ def test_no_target_at_all_is_a_loss_of_nothing() -> None:
     assert not grad.any()
 
 
+def test_a_logit_of_minus_infinity_where_there_is_no_target() -> None:
+    logits, targets = batch()
+    logits = logits.detach()
+    logits[..., 0] = float("-inf")
+    targets[targets == 0] = 1
+    assert torch.allclose(cross_entropy(logits, targets), plain_cross_entropy(logits, targets))
+
+
 @pytest.mark.parametrize("target", [11, -1])
 def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
     logits, targets = batch()
