@@ -24,15 +24,15 @@ Shapes: every tensor is flat and contiguous; with N ranks a shard has 1/N of the
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from mmap import PAGESIZE
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import DONE, Pending
-from shardwise.comm.shared_ring import Call, Layout, Rings, SharedMemoryUnavailable, meet
+from shardwise.comm.shared_ring import HEAD_BYTES, Call, Layout, Rings, SharedMemoryUnavailable, meet
 from shardwise.plan.errors import CommError, UsageError
 
 __all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable"]
@@ -88,8 +88,12 @@ class SharedMemoryTransport:
         ring_bytes: int = 8 << 20,
         names: Sequence[int] | None = None,
     ):
-        slot_bytes = min(_SLOT_BYTES, max(ring_bytes // 8, 4096) // 4096 * 4096)
+        # Eight slots of whole pages, in which every peer's part has at least one aligned piece.
+        slot_bytes = (
+            -(-max(min(_SLOT_BYTES, ring_bytes // 8), _ALIGNMENT_BYTES * size) // PAGESIZE) * PAGESIZE
+        )
         layout = Layout(size, max(ring_bytes // slot_bytes, 2), slot_bytes)
+        self.size = size
         self._rank = rank
         self._names = range(size) if names is None else names
         self._rings: Rings = meet(rank, post, collect, timeout_s, layout, self._names)
@@ -268,27 +272,26 @@ class SharedMemoryTransport:
         if not writes and not reads:
             return DONE
         self._calls += 1
-        head = f"{self._calls} {call.operation} of {_kind(tensor)} for {call.what}".encode()
+        head = f"{self._calls} {call.operation} of {_kind(tensor)} for {call.what}".encode()[
+            :HEAD_BYTES
+        ].rstrip()
         exchange = _Exchange(call, head, writes, write, reads, read, sources or self._peers, ahead)
         self._queue.append(exchange)
-        with self._all_or_nothing():
+        try:
             self._fill_in_turn()
+        except BaseException as error:
+            self._let_go(str(error) or repr(error), failed=True)
+            raise
         return Pending(lambda: self._finish(exchange))
 
     def _finish(self, exchange: _Exchange) -> None:
         if self._broken:
             raise CommError(f"{self._where(exchange.call)}: the group was given up before: {self._broken}")
-        with self._all_or_nothing():
+        try:
             while not exchange.ended:
                 self._complete(self._queue[0])
                 self._queue.popleft()
                 self._fill_in_turn()
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """A rank that fails between two rounds, for whatever reason, is out of step with its peers for good."""
-        try:
-            yield
         except BaseException as error:
             self._let_go(str(error) or repr(error), failed=True)
             raise
@@ -332,19 +335,20 @@ class SharedMemoryTransport:
         """Ranks in different collectives would take each other's bytes for their own."""
         for peer in exchange.sources:
             given = self._rings.rings[peer].read_head(self._rings.at[peer])
-            if given != exchange.head[: len(given)]:
+            if given != exchange.head:
+                mine, other = (head.decode(errors="replace") for head in (exchange.head, given))
                 raise CommError(
-                    f"{self._where(exchange.call)}: this rank is at {exchange.head.decode()!r} and rank "
-                    f"{self._names[peer]} at {given.decode(errors='replace')!r}; all ranks must call the same "
-                    "collectives in the same order"
+                    f"{self._where(exchange.call)}: this rank is at {mine!r} and rank {self._names[peer]} at {other!r}; "
+                    "all ranks must call the same collectives in the same order"
                 )
 
     def _let_go(self, reason: str, failed: bool) -> None:
+        """A rank that fails between two rounds, for whatever reason, is out of step with its peers for good."""
         self._broken = reason
         self._queue.clear()
         self._own.clear()
         self._theirs.clear()
-        self._rings.leave(failed)
+        self._rings.leave(reason, failed)
 
     def _where(self, call: Call) -> str:
         return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"
@@ -429,7 +433,7 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
 
 def _split(tensor: Tensor, step: int) -> Sequence[Tensor]:
-    """Pieces of ``step`` elements, the last one shorter. (``Tensor.split`` costs 4 us also where one piece comes out.)"""
+    """Pieces of ``step`` elements, the last one shorter. ``Tensor.split`` costs 4 us also for a single piece."""
     return (tensor,) if tensor.numel() <= step else tensor.split(step)
 
 

@@ -36,14 +36,15 @@ from shardwise.plan.errors import CommError, DeadlineError
 
 _LINE_BYTES = 128
 """Semaphores lie this far apart: two ranks never write one cache line, nor the pair of lines that is prefetched."""
-_HEAD_BYTES = 256
+_STATE_BYTES = 1024
+HEAD_BYTES = 256
 _SLICE_S = 0.02
 """A blocked rank looks this often whether its peers still live."""
 _SPIN_S = 50e-6
 """A rank polls this long before it sleeps; it yields the core in between, so this also serves more ranks than cores."""
 _OPEN, _LEFT, _FAILED = 0, 1, 2
-"""An owner's state, in the first byte of its file. One that left may have finished before its peers; one that failed
-will be missed by all of them."""
+"""An owner's state, in the first byte of its file; the reason follows. One that left may just have finished before its
+peers; one that failed will be missed by all of them."""
 _CLOCK_MONOTONIC = 1
 _FOLDER = "/dev/shm"
 
@@ -103,15 +104,15 @@ class Layout(NamedTuple):
 
     def written(self, reader: int) -> int:
         """Offset of the semaphore that tells ``reader`` of filled slots."""
-        return _LINE_BYTES * (1 + 2 * reader)
+        return _STATE_BYTES + _LINE_BYTES * 2 * reader
 
     def free(self, reader: int) -> int:
         """Offset of the semaphore with which ``reader`` gives slots back."""
-        return _LINE_BYTES * (2 + 2 * reader)
+        return _STATE_BYTES + _LINE_BYTES * (2 * reader + 1)
 
     def head(self, slot: int) -> int:
         """Offset of the text that says which collective begins in ``slot``."""
-        return _LINE_BYTES * (1 + 2 * self.ranks) + _HEAD_BYTES * slot
+        return _STATE_BYTES + _LINE_BYTES * 2 * self.ranks + HEAD_BYTES * slot
 
     @property
     def control_bytes(self) -> int:
@@ -130,8 +131,6 @@ class Ring:
     def __init__(self, descriptor: int, layout: Layout):
         self.layout = layout
         self.map = mmap.mmap(descriptor, layout.file_bytes)
-        # A forked data worker must not keep the memory of a rank that was killed.
-        self.map.madvise(mmap.MADV_DONTFORK)
         data = torch.frombuffer(self.map, dtype=torch.uint8)
         self.address: int = data.data_ptr()
         self.slots: tuple[Tensor, ...] = data[layout.control_bytes :].split(layout.slot_bytes)
@@ -139,20 +138,27 @@ class Ring:
     def write_head(self, slot: int, head: bytes) -> None:
         """Say which collective begins in ``slot``."""
         start = self.layout.head(slot)
-        self.map[start : start + _HEAD_BYTES] = head[:_HEAD_BYTES].ljust(_HEAD_BYTES)
+        self.map[start : start + HEAD_BYTES] = head.ljust(HEAD_BYTES)
 
     def read_head(self, slot: int) -> bytes:
         """Which collective begins in ``slot``."""
         start = self.layout.head(slot)
-        return self.map[start : start + _HEAD_BYTES].rstrip()
+        return self.map[start : start + HEAD_BYTES].rstrip()
 
     @property
     def state(self) -> int:
         """Whether the owner still takes part."""
         return self.map[0]
 
-    def leave(self, failed: bool) -> None:
+    @property
+    def reason(self) -> str:
+        """Why it does not."""
+        return self.map[1:_STATE_BYTES].rstrip(b"\0").decode(errors="replace")
+
+    def leave(self, reason: str, failed: bool) -> None:
         """Tell the peers that the owner takes part no longer."""
+        text = reason.encode()[: _STATE_BYTES - 1]
+        self.map[1 : 1 + len(text)] = text
         self.map[0] = _FAILED if failed else _LEFT
 
 
@@ -228,9 +234,9 @@ class Rings:
         for peer in sources:
             post(give[peer])
 
-    def leave(self, failed: bool) -> None:
+    def leave(self, reason: str, failed: bool) -> None:
         """Tell the peers that this rank takes part no longer, and let go of everything."""
-        self.rings[self._rank].leave(failed)
+        self.rings[self._rank].leave(reason, failed)
         for life in self._lives.values():
             os.close(life)
         self._lives = {}
@@ -247,23 +253,25 @@ class Rings:
         while not self._semaphores.wait(address, _SLICE_S):
             missing = [other for other in awaited if self._semaphores.value(addresses[other]) == 0]
             gone = self._gone(missing)
-            # One slice more: what a rank posted just before it ended still counts.
-            if gone and not self._semaphores.wait(address, _SLICE_S):
-                raise CommError(f"{self._where(call)}: {self._list(gone)} ended or left the group")
             if gone:
-                return
+                # One slice more: what a rank posted just before it ended still counts.
+                if self._semaphores.wait(address, _SLICE_S):
+                    return
+                raise CommError(f"{self._where(call)}: {gone}")
             if time.monotonic() - start > call.timeout_s:
                 raise DeadlineError(
                     f"{self._where(call)}: {self._list(missing)} did not arrive within {call.timeout_s:g} s; see the "
                     "last lines of their logs. Ranks that are merely slow need a larger comm.deadline_s"
                 )
 
-    def _gone(self, missing: Sequence[int]) -> list[int]:
-        failed = [peer for peer in self.peers if self.rings[peer].state == _FAILED]
+    def _gone(self, missing: Sequence[int]) -> str:
+        """Who will not come any more, as a sentence."""
+        for peer in self.peers:
+            if self.rings[peer].state == _FAILED:
+                return f"{self._list([peer])} gave up: {self.rings[peer].reason}"
         ended = {life for life, _ in self._poll.poll(0)}
-        return failed or [
-            peer for peer in missing if self._lives[peer] in ended or self.rings[peer].state == _LEFT
-        ]
+        gone = [peer for peer in missing if self._lives[peer] in ended or self.rings[peer].state == _LEFT]
+        return f"{self._list(gone)} ended or left the group; see the last lines of the log" if gone else ""
 
     def _where(self, call: Call) -> str:
         return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"
@@ -313,7 +321,7 @@ def meet(
                     lives[peer] = os.pidfd_open(offers[peer]["pid"])
                     undo.callback(os.close, lives[peer])
                     rings[peer] = _attach(offers[peer], layout)
-        except OSError as error:
+        except (OSError, AttributeError) as error:
             reason = f"cannot open the memory of rank {names[peer]}: {error}"
         post("attached", reason)
         _refuse(collect("attached", timeout_s), names)
