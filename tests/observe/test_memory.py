@@ -19,7 +19,9 @@ def test_resident_memory_grows_by_what_is_touched_and_the_peak_stays() -> None:
     del block
     after = memory.resident_bytes()
     assert after is not None and after < during - 50 * MIB
-    assert memory.peak_resident_bytes() >= during - MIB, "the kernel counts pages per core and sums them lazily"
+    assert memory.peak_resident_bytes() >= during - MIB, (
+        "the kernel counts pages per core and sums them lazily"
+    )
 
 
 @needs_proc

@@ -50,7 +50,7 @@ def test_every_evaluation_is_printed() -> None:
     for step in range(1, 6):
         lines.write(StepRecord(step, 1.0, 2.5 if step == 3 else None))
     assert steps_printed(pipe) == [1, 3]
-    assert "validation 2.5000" in pipe.lines()[1]
+    assert "val 2.5000" in pipe.lines()[1]
 
 
 def test_a_line_says_what_is_known_and_nothing_else() -> None:
@@ -79,8 +79,33 @@ def test_the_bar_shows_the_step_and_the_last_validation_loss() -> None:
     bar.write(StepRecord(2, 2.5, step_s=1.5))
     bar.close()
     last = text.getvalue()
-    assert "step 2/10" in last and "loss 2.5000" in last and "val 2.7500" in last and "1.50 s/step" in last
+    assert (
+        "step 2/10" in last
+        and "loss 2.5000" in last
+        and "val 2.7500" in last
+        and "1.50 s/step" in last
+    )
     assert "\x1b[?25h" in last, "the cursor is given back"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_bar_keeps_to_one_line_and_never_cuts_the_step(width: int) -> None:
+    text = io.StringIO()
+    ticks = iter(range(100))
+    bar = Bar(
+        Console(file=text, force_terminal=True, width=width, color_system=None),
+        1000,
+        clock=lambda: float(next(ticks)),
+    )
+    bar.write(StepRecord(1, 3.0, 2.75))
+    bar.write(StepRecord(400, 2.5, None, 1.0, 1e-3, 4096, 12345.0, 0.25, 2**30, 1e12, 0.1, 0.4))
+    bar.close()
+    lines = text.getvalue().rpartition("\r")[2].splitlines()
+    line = lines[0]
+    assert len(lines) == 2, "the second holds the cursor alone"
+    assert "step 400/1000" in line and "loss 2.5000" in line
+    assert ("val 2.7500" in line) == (width >= 80)
+    assert ("MFU 40.0%" in line and "1.0 GiB" in line) == (width >= 120)
 
 
 def test_log_lines_pass_through_the_console_as_plain_text() -> None:

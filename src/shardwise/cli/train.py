@@ -29,7 +29,8 @@ def command(
     profile: Annotated[int, typer.Option(min=0, help="Trace this many steps of every rank.")] = 0,
 ) -> None:
     """Train a model, and leave checkpoints, metrics and logs in its run folder."""
-    from shardwise.cli.trainer import Request, train
+    from shardwise.cli.rank import train
+    from shardwise.cli.request import Request
 
     request = Request(config, tuple(overrides or ()), resume, profile, ranks)
     if ranks is None:
@@ -39,14 +40,13 @@ def command(
 
     from shardwise.cli.run_folder import RunFolder
     from shardwise.config.auto import resolve
-    from shardwise.config.run import load
     from shardwise.launch.local import Program, check_ranks, run
 
     # Looked at here as well as in the ranks: what is wrong is then said once, before anything has started.
     check_ranks(ranks)
-    wanted = load(config, request.overrides)
+    wanted = request.load()
     resolve(wanted, ranks, "cpu")
     folder = RunFolder(Path(wanted.out))
     folder.start_from(resume)
-    program = Program("module", "shardwise.cli.trainer", (request.to_json(),))
+    program = Program("module", "shardwise.cli.rank", (request.to_json(),))
     raise typer.Exit(run(program, ranks, folder.logs))

@@ -1,83 +1,44 @@
-"""One rank of ``shardwise train``: data, model, engine, the loop over steps, and the last words.
+"""The training loop of ``shardwise train`` on one rank.
 
-    prepare     world, data, model on meta, engine, checkpoint to go on from
+    made        data, model on meta, engine, loader
     each step   batches -> engine.train_step -> evaluation? -> one record -> checkpoint?
-    the end     checkpoint, validation loss, a sample, where everything is
 
-Every rank runs this; rank 0 alone prints and writes metrics. A signal is acted on between two steps: the ranks learn
-of it in the reduction that every step has anyway, so that all stop after the same one.
+A signal is acted on between two steps: the ranks learn of it in the reduction that every step has anyway, so that all
+stop after the same one.
 """
 
-import json
 import logging
 import math
-import shlex
-import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.cli.profile import StepProfile
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.stop import StopFlag
-from shardwise.comm.world import World, join
-from shardwise.config.auto import Resolved, resolve
-from shardwise.config.run import RunConfig, load
+from shardwise.comm.world import World
+from shardwise.config.auto import Resolved
+from shardwise.config.run import RunConfig
 from shardwise.data import Corpus, Loader, build, evaluation_batches
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
-from shardwise.launch.environment import is_in_job
 from shardwise.models import Gpt, GptPolicy, flops_per_token
 from shardwise.models import build as build_model
 from shardwise.models.generate import generate
 from shardwise.observe.flops import mfu, peak_of, pf_days
-from shardwise.observe.log import rank_log
 from shardwise.observe.memory import in_use_bytes
-from shardwise.observe.metrics import StepRecord
-from shardwise.observe.progress import ConsoleHandler, bytes_text, count_text, open_progress
-from shardwise.observe.sinks import Sinks, open_sinks
+from shardwise.observe.metrics import Sink, StepRecord
+from shardwise.observe.progress import bytes_text, count_text
 from shardwise.plan.errors import ConfigError, DataError
 
-_log = logging.getLogger("shardwise.cli.trainer")  # not __name__: a rank runs this file as __main__
+_log = logging.getLogger(__name__)
 _IGNORED = -100
 """Target that no loss counts."""
 _TOKENISING_LINE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for on the command line."""
-
-    config: str
-    overrides: tuple[str, ...] = ()
-    resume: str = "auto"
-    profile_steps: int = 0
-    ranks: int | None = None
-
-    def to_json(self) -> str:
-        """For the ranks' command line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Request":
-        """Read back what :meth:`to_json` wrote."""
-        given = json.loads(text)
-        return cls(**given | {"overrides": tuple(given["overrides"])})
-
-    def command(self) -> str:
-        """The command that goes on with this run."""
-        words = ["shardwise", "train", self.config]
-        words += ["--ranks", str(self.ranks)] if self.ranks is not None else []
-        words += [word for override in self.overrides for word in ("--set", override)]
-        return shlex.join(words)
 
 
 # Parts -------------------------------------------------------------------------------------------------------------
@@ -98,12 +59,8 @@ def _context_of(config: RunConfig) -> int:
     )
 
 
-def _tokenising(done_bytes: int, total_bytes: int) -> None:
-    _log.info("tokenising: %.0f%% of %.1f MiB", 100 * done_bytes / max(1, total_bytes), total_bytes / 2**20)
-
-
-class _Rarely:
-    """Calls ``_tokenising`` once every few seconds, and never for a text that is done before that."""
+class _Tokenising:
+    """Says how far it is, every few seconds; nothing for a text that is done before that."""
 
     def __init__(self) -> None:
         self._said_at = time.monotonic()
@@ -111,12 +68,12 @@ class _Rarely:
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         if time.monotonic() - self._said_at >= _TOKENISING_LINE_S:
             self._said_at = time.monotonic()
-            _tokenising(done_bytes, total_bytes)
+            _log.info("tokenising: %.0f%% of %s", 100 * done_bytes / total_bytes, bytes_text(total_bytes))
 
 
 def _open_data(config: RunConfig, world: World, folder: RunFolder) -> Corpus:
     """The corpus, the same on every rank."""
-    corpus = build(config.data, _context_of(config), folder.cache, _Rarely() if world.rank == 0 else None)
+    corpus = build(config.data, _context_of(config), folder.cache, _Tokenising() if world.rank == 0 else None)
     if world.size > 1:
         world.post("trainer/data", corpus.fingerprint() or "")
         told = world.collect("trainer/data", config.checkpoint.timeout_s)
@@ -138,10 +95,7 @@ def _with_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
 
 def _make_model(config: RunConfig) -> nn.Module:
     """On meta where the model allows it: the engine then draws each weight on the rank that keeps it."""
-    if config.model is None:
-        raise ConfigError(
-            "model: is missing; give {name: gpt, layers: 6, ...} or {target: 'module:function'}"
-        )
+    assert config.model is not None, "Request.load refuses a run without a model"
     if isinstance(config.model, GptPolicy):
         with torch.device("meta"):
             return build_model(config.model)
@@ -168,17 +122,15 @@ def _weights(batches: Sequence[Any]) -> list[float] | None:
 class Trainer:
     """One rank's run."""
 
-    def __init__(self, request: Request, world: World, resolved: Resolved, folder: RunFolder) -> None:
-        self.request, self.world, self.folder = request, world, folder
+    def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
+        self.world, self.folder = world, folder
+        self.profile_steps = profile_steps
         self.mesh = resolved.mesh
         self.corpus = _open_data(resolved.config, world, folder)
         self.config = _with_vocabulary(resolved.config, self.corpus)
         self.engine: Engine = shardwise.initialize(_make_model(self.config), self.config, world=world)
         batch = self.config.batch
-        if batch.global_size is None or batch.micro_size is None:
-            raise ConfigError(
-                "batch: give batch.global_size, the samples of one optimizer step over all ranks"
-            )
+        assert batch.global_size and batch.micro_size, "Request.load refuses a run without a batch size"
         self.micro_size = batch.micro_size
         self.dp_index, self.dp_size = self.mesh.index("dp", world.rank), self.mesh.size("dp")
         self.loader = Loader(
@@ -217,26 +169,20 @@ class Trainer:
             return
         self.flops = float(state["flops"])
         self.loader.load_state(state["loader"])
-        if start.resolve() in (
-            self.folder.checkpoints.resolve(),
-            *self.folder.checkpoints.resolve().iterdir(),
-        ):
+        if self.folder.checkpoints.resolve() in (start.resolve(), start.resolve().parent):
             self.saved_step = self.engine.step_count
         _log.info("going on from step %d of %s", self.engine.step_count, start)
 
-    def run(self, sinks: Sinks, stop: StopFlag) -> bool:
+    def run(self, sink: Sink) -> bool:
         """All steps that remain; False where a signal ended them early."""
-        profile = StepProfile(
-            self.folder.profile / f"rank_{self.world.rank:05d}.json",
-            self.request.profile_steps,
-            self.world.device,
-        )
+        trace = self.folder.profile / f"rank_{self.world.rank:05d}.json"
+        profile = StepProfile(trace, self.profile_steps, self.world.device)
         try:
             while self.engine.step_count < self.config.train.steps:
                 profile.before_step()
                 record = self.step()
                 profile.after_step()
-                sinks.write(record)
+                sink.write(record)
                 if self.engine.stop_requested:
                     self.save()
                     return False
@@ -255,24 +201,24 @@ class Trainer:
         weights = _weights(batches)
         result = self.engine.train_step(batches, weights)
         step_s = time.perf_counter() - started
+        tokens = None if weights is None else int(result.weight)
+        record = self.record(result, step_s, tokens)
         train = self.config.train
-        is_last = result.step == train.steps
-        if is_last or (train.eval_every and result.step % train.eval_every == 0):
+        is_due = train.eval_every and result.step % train.eval_every == 0
+        if is_due or result.step == train.steps:
             self.evaluate()
-            return self.record(result, step_s, None if weights is None else int(result.weight), self.val_loss)
-        return self.record(result, step_s, None if weights is None else int(result.weight), None)
+            record = record._replace(val_loss=self.val_loss)
+        return record
 
-    def record(
-        self, result: StepResult, step_s: float, tokens: int | None, val_loss: float | None
-    ) -> StepRecord:
+    def record(self, result: StepResult, step_s: float, tokens: int | None) -> StepRecord:
         """The row of metrics.csv."""
-        known = tokens is not None and self.flops_per_token is not None
-        flops = float(tokens * self.flops_per_token) if known else None  # type: ignore[operator]
-        self.flops += flops or 0.0
+        flops = None
+        if tokens is not None and self.flops_per_token is not None:
+            flops = float(tokens * self.flops_per_token)
+            self.flops += flops
         return StepRecord(
             step=result.step,
             loss=result.loss,
-            val_loss=val_loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens=tokens,
@@ -323,94 +269,3 @@ class Trainer:
         with self.engine.full_parameters():
             tokens = generate(self.engine.module, prompt, train.sample_tokens, 0.8, 50, train.seed)
         return tokenizer.decode(tokens[0].tolist())
-
-
-# From start to end -------------------------------------------------------------------------------------------------
-
-
-def train(request: Request) -> int:
-    """Train as one rank; returns the exit code."""
-    config = load(request.config, request.overrides)
-    world = join(timeout_s=config.comm.deadline_s * 10)
-    folder = RunFolder(Path(config.out))
-    console = Console(quiet=world.rank != 0)
-    terminal = ConsoleHandler(console) if world.rank == 0 else None
-    start = folder.start_from(request.resume)
-    # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read.
-    is_copied = world.rank == 0 and is_in_job() and not console.is_terminal
-    with rank_log(world.rank, None if is_copied else folder.logs, terminal):
-        resolved = resolve(config, world.size, world.device.type)
-        if world.rank == 0:
-            for choice in resolved.choices:
-                _log.info("%s", choice)
-        trainer = Trainer(request, world, resolved, folder)
-        _log.info("%s", trainer.description())
-        if start is not None:
-            trainer.go_on_from(start)
-        if world.rank == 0:  # not before: a start that fails leaves the folder as it was
-            for change in folder.keep_config(config.to_yaml()):
-                _log.warning("since the last start of this run: %s", change)
-        code = _train(trainer, console)
-        trainer.engine.wait_for_save()
-        world.close()
-    return code
-
-
-def _open_sinks(trainer: Trainer, console: Console) -> Sinks:
-    if trainer.world.rank != 0:
-        return Sinks([], [])
-    config, first = trainer.config, trainer.engine.step_count
-    sinks = open_sinks(trainer.folder.root, config.monitor, first, config.model_dump(mode="json"))
-    sinks.add(open_progress(console, config.train.steps, first))
-    return sinks
-
-
-def _train(trainer: Trainer, console: Console) -> int:
-    """The loop with everything that must be given back after it."""
-    sinks = _open_sinks(trainer, console)
-    stop = StopFlag(trainer.engine.request_stop)
-    try:
-        with stop.listening():
-            is_done = trainer.run(sinks, stop)
-    finally:
-        sinks.close()
-    engine = trainer.engine
-    engine.wait_for_save()
-    if not is_done:
-        console.print(f"stopped after step {engine.step_count}, which is saved. Go on with:", style="bold")
-        console.print(f"    {trainer.request.command()}", markup=False, highlight=False, soft_wrap=True)
-        # A scheduler must not take a run that it interrupted for one that finished.
-        return 128 + signal.SIGTERM if engine.agree(stop.signal == signal.SIGTERM) else 0
-    _last_words(trainer, console)
-    return 0
-
-
-def _last_words(trainer: Trainer, console: Console) -> None:
-    """Validation loss, sample, run folder."""
-    if trainer.val_loss is None:
-        trainer.evaluate()  # a run that was resumed at its end
-    sample = trainer.sample()
-    if trainer.world.rank != 0:
-        return
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    loss, tokenizer = trainer.val_loss, trainer.corpus.tokenizer
-    if loss is not None:
-        bits = f", {loss / math.log(2):.4f} bits per byte" if tokenizer and tokenizer.name == "bytes" else ""
-        say(f"validation loss {loss:.4f}{bits}")
-    if sample is not None:
-        trainer.folder.sample.write_text(sample, encoding="utf-8")
-        say(f"sample:\n{sample}\n")
-    say(f"run folder: {trainer.folder.root}")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Entry point of a rank that the launcher started."""
-    (text,) = arguments
-    return train(Request.from_json(text))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

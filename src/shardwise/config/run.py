@@ -185,7 +185,10 @@ def _override(given: dict[str, Any], text: str) -> None:
 def _explained(error: ValidationError, where: str) -> str:
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
-        path = ".".join(str(part) for part in detail["loc"]) or "(top level)"
+        steps = [str(part) for part in detail["loc"]]
+        if steps[:1] == ["model"] and len(steps) > 1:
+            del steps[1]  # the tag of the union, which is no key of the user's
+        path = ".".join(steps) or "(top level)"
         message = detail["msg"].removeprefix("Value error, ")
         given = detail["input"]
         shown = (

@@ -10,11 +10,15 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from shardwise.observe.metrics import Sink, StepRecord
 
 _PACE_MEMORY = 0.95
 """Weight of the past in the mean time per step: the last 20 steps or so."""
+
+_LEAST_BAR = 11
+"""Characters that the bar keeps for itself, with the space after it."""
 
 
 def count_text(value: float) -> str:
@@ -46,18 +50,32 @@ def step_time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
-def words(record: StepRecord) -> list[str]:
+def words(record: StepRecord, left_s: float | None) -> dict[str, str]:
     """What is said of one step, in order; what is not known is left out."""
-    said = [f"loss {record.loss:.4f}"]
+    said = {"loss": f"loss {record.loss:.4f}"}
+    if record.val_loss is not None:
+        said["val_loss"] = f"val {record.val_loss:.4f}"
     if record.tokens_per_s is not None:
-        said.append(f"{count_text(record.tokens_per_s)} tokens/s")
+        said["tokens_per_s"] = f"{count_text(record.tokens_per_s)} tokens/s"
     if record.step_s is not None:
-        said.append(f"{step_time_text(record.step_s)}/step")
+        said["step_s"] = f"{step_time_text(record.step_s)}/step"
     if record.memory is not None:
-        said.append(bytes_text(record.memory))
+        said["memory"] = bytes_text(record.memory)
     if record.mfu is not None:
-        said.append(f"MFU {100 * record.mfu:.1f}%")
+        said["mfu"] = f"MFU {100 * record.mfu:.1f}%"
+    if left_s is not None:
+        said["left"] = f"{duration_text(left_s)} left"
     return said
+
+
+def fitting(said: dict[str, str], width: int) -> str:
+    """As much of ``said`` as fits into ``width`` characters; the least needed goes first."""
+    said = dict(said)
+    for name in ("memory", "step_s", "mfu", "val_loss", "tokens_per_s", "left"):
+        if len("  ".join(said.values())) <= width:
+            break
+        said.pop(name, None)
+    return "  ".join(said.values())
 
 
 class Pace:
@@ -108,13 +126,8 @@ class Lines:
 
     def write(self, record: StepRecord) -> None:
         """Print the step, or hold it back in case it is the last."""
-        said = words(record)
-        if record.val_loss is not None:
-            said.insert(1, f"validation {record.val_loss:.4f}")
-        left_s = self._pace.left_s(record.step)
-        if left_s is not None:
-            said.append(f"{duration_text(left_s)} left")
-        line = f"step {record.step}/{self._total_steps}  " + "  ".join(said)
+        said = words(record, self._pace.left_s(record.step))
+        line = f"step {record.step}/{self._total_steps}  " + "  ".join(said.values())
         due = self._printed_at is None or self._clock() - self._printed_at >= self._every_s
         if due or record.val_loss is not None or record.step == self._total_steps:
             self._print(line)
@@ -142,11 +155,12 @@ class Bar:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pace = Pace(total_steps, clock)
-        self._validation = ""
+        self._total_steps = total_steps
+        self._val_loss: float | None = None
         self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
+            TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=_LEAST_BAR - 1)),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             console=console,
             refresh_per_second=5,
             expand=True,
@@ -156,15 +170,12 @@ class Bar:
 
     def write(self, record: StepRecord) -> None:
         """Move the bar."""
-        said = words(record)
         if record.val_loss is not None:
-            self._validation = f"val {record.val_loss:.4f}"
-        if self._validation:
-            said.insert(1, self._validation)
-        left_s = self._pace.left_s(record.step)
-        if left_s is not None:
-            said.append(f"{duration_text(left_s)} left")
-        self._progress.update(self._task, completed=record.step, description=" · ".join(said))
+            self._val_loss = record.val_loss
+        said = words(record._replace(val_loss=self._val_loss), self._pace.left_s(record.step))
+        taken = len(f"step {record.step}/{self._total_steps} ") + _LEAST_BAR
+        text = fitting(said, self._progress.console.width - taken)
+        self._progress.update(self._task, completed=record.step, description=text)
 
     def close(self) -> None:
         """Draw once more and give the cursor back."""

@@ -76,17 +76,13 @@ class Mesh:
         """Raise where the mesh does not cover a job of ``world_size`` ranks exactly."""
         if self.world_size == world_size:
             return
-        cut = (
-            " × ".join(f"{axis}={getattr(self, axis)}" for axis in self.axes if getattr(self, axis) > 1)
-            or "dp=1"
-        )
         model = self.size("pp") * self.size("cp") * self.size("tp")
         advice = (
             f"with this model part of {model}, dp must be {world_size // model}, or leave dp out"
             if world_size % model == 0
             else f"pp × cp × tp = {model} does not divide {world_size}"
         )
-        raise MeshError(f"mesh: {cut} covers {self.world_size} ranks but the job has {world_size}; {advice}")
+        raise MeshError(f"mesh: {self} covers {self.world_size} ranks but the job has {world_size}; {advice}")
 
     def _parts(self, axis: str) -> tuple[str, ...]:
         parts = _TOGETHER.get(axis, (axis,))
@@ -98,10 +94,8 @@ class Mesh:
         return math.prod(getattr(self, faster) for faster in self.axes[self.axes.index(axis) + 1 :])
 
     def __str__(self) -> str:
-        return (
-            " × ".join(f"{axis}={getattr(self, axis)}" for axis in self.axes if getattr(self, axis) > 1)
-            or "1 rank"
-        )
+        axes = self.axes if self.dp_replicate > 1 else ("pp", "dp", "cp", "tp")
+        return " × ".join(f"{axis}={self.size(axis)}" for axis in axes if self.size(axis) > 1) or "1 rank"
 
 
 class DataParallelPolicy(Policy):
