@@ -1,0 +1,108 @@
+"""One rank of ``shardwise train``, from start to end. Every rank runs this; rank 0 alone prints and writes metrics."""
+
+import math
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from shardwise.cli.request import Request
+from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.stop import StopFlag
+from shardwise.cli.trainer import Trainer
+from shardwise.comm.world import join
+from shardwise.config.auto import resolve
+from shardwise.launch.environment import is_in_job
+from shardwise.observe.log import rank_log
+from shardwise.observe.progress import ConsoleHandler, open_progress
+from shardwise.observe.sinks import Sinks, open_sinks
+
+
+def train(request: Request) -> int:
+    """Train as one rank; returns the exit code."""
+    config = request.load()
+    world = join(timeout_s=config.comm.deadline_s * 10)
+    folder = RunFolder(Path(config.out))
+    console = Console(quiet=world.rank != 0)
+    terminal = ConsoleHandler(console) if world.rank == 0 else None
+    start = folder.start_from(request.resume)
+    # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read.
+    is_copied = world.rank == 0 and is_in_job() and not console.is_terminal
+    with rank_log(world.rank, None if is_copied else folder.logs, terminal) as log:
+        resolved = resolve(config, world.size, world.device.type)
+        if world.rank == 0:
+            for choice in resolved.choices:
+                log.info("%s", choice)
+        trainer = Trainer(world, resolved, folder, request.profile_steps)
+        log.info("%s", trainer.description())
+        if start is not None:
+            trainer.go_on_from(start)
+        if world.rank == 0:  # not before: a start that fails leaves the folder as it was
+            for change in folder.keep_config(config.to_yaml()):
+                log.warning("since the last start of this run: %s", change)
+        code = _train(trainer, console, request)
+        trainer.engine.wait_for_save()
+        world.close()
+    return code
+
+
+def _open_sinks(trainer: Trainer, console: Console) -> Sinks:
+    if trainer.world.rank != 0:
+        return Sinks([], [])
+    config, first = trainer.config, trainer.engine.step_count
+    sinks = open_sinks(trainer.folder.root, config.monitor, first, config.model_dump(mode="json"))
+    sinks.add(open_progress(console, config.train.steps, first))
+    return sinks
+
+
+def _train(trainer: Trainer, console: Console, request: Request) -> int:
+    """The loop with everything that must be given back after it."""
+    sinks = _open_sinks(trainer, console)
+    stop = StopFlag(trainer.engine.request_stop)
+    try:
+        with stop.listening():
+            is_done = trainer.run(sinks)
+    finally:
+        sinks.close()
+    engine = trainer.engine
+    engine.wait_for_save()
+    if not is_done:
+        console.print(f"stopped after step {engine.step_count}, which is saved. Go on with:", style="bold")
+        console.print(f"    {request.command()}", markup=False, highlight=False, soft_wrap=True)
+        # A scheduler must not take a run that it interrupted for one that finished.
+        return 128 + signal.SIGTERM if engine.agree(stop.signal == signal.SIGTERM) else 0
+    _last_words(trainer, console)
+    return 0
+
+
+def _last_words(trainer: Trainer, console: Console) -> None:
+    """Validation loss, sample, run folder."""
+    if trainer.val_loss is None:
+        trainer.evaluate()  # a run that was resumed at its end
+    sample = trainer.sample()
+    if trainer.world.rank != 0:
+        return
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    loss, tokenizer = trainer.val_loss, trainer.corpus.tokenizer
+    if loss is not None:
+        bits = f", {loss / math.log(2):.4f} bits per byte" if tokenizer and tokenizer.name == "bytes" else ""
+        say(f"validation loss {loss:.4f}{bits}")
+    if sample is not None:
+        trainer.folder.sample.write_text(sample, encoding="utf-8")
+        say(f"sample:\n{sample}\n")
+    say(f"run folder: {trainer.folder.root}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of a rank that the launcher started."""
+    (text,) = arguments
+    return train(Request.from_json(text))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""What the user asked ``shardwise train`` for, on its way to the ranks."""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass
+
+from shardwise.config.run import RunConfig, load
+from shardwise.plan.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for on the command line."""
+
+    config: str
+    overrides: tuple[str, ...] = ()
+    resume: str = "auto"
+    profile_steps: int = 0
+    ranks: int | None = None
+
+    def to_json(self) -> str:
+        """For the ranks' command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Request":
+        """Read back what :meth:`to_json` wrote."""
+        given = json.loads(text)
+        return cls(**given | {"overrides": tuple(given["overrides"])})
+
+    def command(self) -> str:
+        """The command that goes on with this run."""
+        words = ["shardwise", "train", self.config]
+        words += ["--ranks", str(self.ranks)] if self.ranks is not None else []
+        words += [word for override in self.overrides for word in ("--set", override)]
+        return shlex.join(words)
+
+    def load(self) -> RunConfig:
+        """The configuration, with what a run cannot do without. Errors: ConfigError."""
+        config = load(self.config, self.overrides)
+        if config.model is None:
+            raise ConfigError(
+                f"{self.config}: model is missing; give {{name: gpt, layers: 6, width: 384, heads: 6, context: 256}} "
+                f"or {{target: 'module:function'}}"
+            )
+        if config.batch.global_size is None and config.batch.micro_size is None:
+            raise ConfigError(
+                f"{self.config}: batch.global_size is missing: the samples of one optimizer step over all ranks"
+            )
+        return config

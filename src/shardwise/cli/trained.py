@@ -1,0 +1,76 @@
+"""A trained model found again: from the path of a run, of its checkpoints or of one step."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, StepSummary, describe
+from shardwise.cli.run_folder import RunFolder
+from shardwise.config.run import RunConfig
+from shardwise.data import Tokenizer, load_tokenizer
+from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.errors import CheckpointError, UsageError
+
+
+class Trained(NamedTuple):
+    """A model with its weights, and what turns its numbers into text."""
+
+    model: Gpt
+    tokenizer: Tokenizer
+    step: int
+
+
+def newest_step(path: Path) -> StepSummary:
+    """The newest step that opens, at ``path``: a run folder, a folder of steps or a step."""
+    inside = RunFolder(path).checkpoints
+    found = describe(inside if inside.is_dir() else path, check=False)
+    steps = (found,) if isinstance(found, StepSummary) else found.steps
+    for step in steps:
+        if not step.problem:
+            return step
+    raise CheckpointError(f"{path}: none of its {len(steps)} steps opens; the newest: {steps[0].problem}")
+
+
+def gpt_of(step: StepSummary) -> tuple[GptPolicy, RunConfig]:
+    """The model in a step of ``shardwise train``, and the whole configuration. Errors: UsageError."""
+    user: dict[str, Any] = (step.trainer or {}).get("user", {})
+    if "config" not in user:
+        raise UsageError(
+            f"{step.path} was saved by a loop of your own and does not say which model it holds; "
+            f"its weights are plain safetensors in {step.path / 'model'}"
+        )
+    config = RunConfig.parse(user["config"], str(step.path / "trainer.json"))
+    if not isinstance(config.model, GptPolicy):
+        raise UsageError(
+            f"{step.path} holds a model of your own (model.target), of which only you know the use; "
+            f"its weights are plain safetensors in {step.path / 'model'}"
+        )
+    return config.model, config
+
+
+def open_trained(path: Path, device: torch.device) -> Trained:
+    """Read the model of :func:`newest_step`; every byte is held against its checksum on the way."""
+    step = newest_step(path)
+    policy, config = gpt_of(step)
+    with torch.device("meta"):
+        model = Gpt(policy)
+    # Half precision is slow on a processor and no better: the weights are what they are in any wider type.
+    dtype = torch.float32 if device.type == "cpu" else config.precision.compute_dtype or torch.float32
+    model = model.to(dtype).to_empty(device=device).eval()
+    _fill(model, step.path)
+    return Trained(model, load_tokenizer(config.data.tokenizer), step.step)
+
+
+def _fill(model: Gpt, step: Path) -> None:
+    items = []
+    for name, parameter in model.named_parameters():
+        flat = parameter.data.view(-1)
+        items.append(
+            Item("weight", name, tuple(parameter.shape), parameter.dtype, [Piece(0, flat.numel(), flat)])
+        )
+
+    def choose(manifest: Manifest) -> list[Item]:
+        return items
+
+    Checkpoints(step.parent).load(choose, path=step)
