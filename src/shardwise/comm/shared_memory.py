@@ -338,7 +338,7 @@ class SharedMemoryTransport:
             if given != exchange.head:
                 mine, other = (head.decode(errors="replace") for head in (exchange.head, given))
                 raise CommError(
-                    f"{self._where(exchange.call)}: this rank is at {mine!r} and rank {self._names[peer]} at {other!r}; "
+                    f"{self._where(exchange.call)}: this rank is at {mine!r}, rank {self._names[peer]} at {other!r}; "
                     "all ranks must call the same collectives in the same order"
                 )
 
