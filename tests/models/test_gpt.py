@@ -186,6 +186,30 @@ def test_recomputed_blocks_give_the_same_gradients(policy: GptPolicy) -> None:
         assert torch.equal(a.grad, b.grad)
 
 
+# dynamo itself trips over warnings of torch's when they are errors.
+@pytest.mark.filterwarnings("ignore")
+@both
+def test_blocks_compile_without_a_break(policy: GptPolicy) -> None:
+    x = tokens()
+    model, compiled = restless(policy), restless(policy)
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for m in (model, compiled):
+        m(x, x.roll(-1, 1)).backward()
+    for (name, a), b in zip(model.named_parameters(), compiled.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 1e-5 * a.grad.norm(), name
+
+
+@both
+def test_shapes_can_be_traced_on_meta(policy: GptPolicy) -> None:
+    with torch.device("meta"):
+        model = Gpt(policy)
+    x = tokens().to("meta")
+    assert model(x).shape == (2, 12, 50)
+    model(x, x).backward()
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
 def test_dropout_only_in_training() -> None:
     model = restless(changed(GPT2, dropout=0.5))
     assert not torch.equal(model(tokens()), model(tokens()))
