@@ -102,6 +102,7 @@ class BucketState:
         self.used = [False] * len(parameters)
         """Parameters that got a gradient since the last step."""
         self._holds_earlier = False
+        self._awaits_replicas = False
         self.reducing: Pending = DONE
 
     # Where things lie ------------------------------------------------------------------------------------------
@@ -262,17 +263,21 @@ class BucketState:
             self.reducing = self._sum_everywhere(full)
         self._landing = self._landing_full = None
         self._landed = [False] * len(self.parameters)
+        self._awaits_replicas = strategy.cuts_master and around.replicate.size > 1
 
     def finish_reduce(self) -> None:
-        """Before the step: all gradients are there, also over the replicas."""
+        """Before the step: all gradients are there, also over the replicas. A second call does nothing."""
         self.reducing.wait()
         self.reducing = DONE
-        if self._around.strategy.cuts_master and self._around.replicate.size > 1:
+        if self._awaits_replicas:
+            self._awaits_replicas = False
             self._around.replicate.all_reduce(self.owned_grad, self.what).wait()
 
     def forget_gradients(self) -> None:
         """After the step: what lands next is the first of a new sum."""
-        self._holds_earlier = False
+        self.reducing.wait()  # a reduction in flight would go on writing into the buffer
+        self.reducing = DONE
+        self._holds_earlier = self._awaits_replicas = False
         self.used = [False] * len(self.parameters)
         if self._landing is not None and self._around.strategy.cuts_grad:
             self._around.gradients.release(self._owner)
