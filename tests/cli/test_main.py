@@ -1,0 +1,130 @@
+"""The command line from outside: what is printed, the exit codes, and that it does not wait for torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import shardwise
+from shardwise.cli.main import main
+
+GOOD = {
+    "model": {"name": "gpt", "layers": 1, "width": 16, "heads": 2, "context": 8},
+    "batch": {"global_size": 4},
+    "train": {"steps": 1},
+}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(GOOD | {"out": str(tmp_path / "run")}))
+    return path
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
+
+
+def test_help_names_every_command_and_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from shardwise.cli.main import main\n"
+        "sys.argv = ['shardwise', '--help']\n"
+        "try:\n    main()\n"
+        "finally:\n    print('torch' in sys.modules, 'pydantic' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for command in ("train", "launch", "generate", "inspect", "convert"):
+        assert f" {command} " in done.stdout
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("zero.stag=3", "zero: unknown key 'stag'; did you mean 'stage'?"),
+        ("zero.stage=7", "zero.stage"),
+        ("batch.global_size=5", "batch: global_size 5 does not divide"),
+        ("mesh.dp=3", "mesh"),
+        ("model=null", "model is missing"),
+        ("batch.global_size=null", "batch.global_size is missing"),
+        ("nonsense", "expected key=value"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_before_anything_starts(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    sentence: str,
+) -> None:
+    assert call(monkeypatch, "train", str(config), "--ranks", "2", "--set", override) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "Traceback" not in error
+    assert sentence in error
+    assert not (config.parent / "run").exists(), "no rank was started"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "missing.yaml"], "cannot read missing.yaml"),
+        (["launch", "missing.py"], "there is no script 'missing.py'"),
+        (["launch", "--ranks", "0", "x.py"], "0 ranks were asked for"),
+        (["generate", "missing"], "missing: no such directory"),
+        (["inspect", "missing"], "missing: no such directory"),
+        (["convert", "missing", "out.tokens"], "missing"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, *arguments) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert sentence in error
+
+
+def test_a_defect_keeps_its_traceback(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("shardwise.cli.rank.train", broken)
+    monkeypatch.setattr(sys, "argv", ["shardwise", "train", str(config)])
+    with pytest.raises(ZeroDivisionError):
+        main()
+
+
+def test_the_exit_code_of_a_launched_script_is_handed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\nsys.exit(5)\n")
+    words = ["--ranks", "9", "--", "--help", "a b", ""]
+    assert call(monkeypatch, "launch", "--ranks", "1", str(script), *words) == 5
+    assert capfd.readouterr().out == f"{words}\n"
+
+
+def test_a_launched_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.py").write_text("import sys\nprint('module', __name__, sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "launch", "-m", "job", "-x") == 0
+    assert capfd.readouterr().out == "module __main__ ['-x']\n"

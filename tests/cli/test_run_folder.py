@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.run_folder import RunFolder, differences
+from shardwise.plan.errors import ConfigError, UsageError
+
+
+def with_step(root: Path) -> RunFolder:
+    (root / "checkpoints" / "step_00000005").mkdir(parents=True)
+    return RunFolder(root)
+
+
+def test_a_new_folder_starts_fresh_either_way(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path / "run").start_from("auto") is None
+    assert RunFolder(tmp_path / "run").start_from("never") is None
+
+
+def test_a_save_that_was_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000005.tmp-0-abc").mkdir(parents=True)
+    assert RunFolder(tmp_path).start_from("auto") is None
+    assert RunFolder(tmp_path).start_from("never") is None
+
+
+def test_auto_goes_on_from_the_run_folder(tmp_path: Path) -> None:
+    assert with_step(tmp_path).start_from("auto") == tmp_path / "checkpoints"
+
+
+def test_never_refuses_to_mix_two_runs_and_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds checkpoints of an earlier run.*--resume auto.*--set out="):
+        with_step(tmp_path).start_from("never")
+
+
+def test_a_path_may_be_a_run_its_checkpoints_or_one_step(tmp_path: Path) -> None:
+    other = with_step(tmp_path / "other")
+    new = RunFolder(tmp_path / "new")
+    assert new.start_from(str(other.root)) == other.checkpoints
+    assert new.start_from(str(other.checkpoints)) == other.checkpoints
+    step = other.checkpoints / "step_00000005"
+    assert new.start_from(str(step)) == step
+
+
+def test_a_run_may_go_back_to_a_step_of_its_own(tmp_path: Path) -> None:
+    run = with_step(tmp_path)
+    step = run.checkpoints / "step_00000005"
+    assert run.start_from(str(step)) == step
+
+
+def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder; expected auto, never, or the path"):
+        RunFolder(tmp_path).start_from(str(tmp_path / "nowhere"))
+
+
+def test_another_runs_checkpoint_does_not_go_into_a_folder_that_has_its_own(tmp_path: Path) -> None:
+    other = with_step(tmp_path / "other")
+    with pytest.raises(UsageError, match="already holds checkpoints of its own"):
+        with_step(tmp_path / "run").start_from(str(other.root))
+
+
+def test_differences_name_every_changed_leaf() -> None:
+    before = {"a": {"b": 1, "c": [1, 2]}, "d": "x"}
+    now = {"a": {"b": 2, "c": [1, 2], "e": None}, "d": {"f": 3}}
+    assert differences(before, now) == ["a.b: 1 -> 2", "d: x -> {'f': 3}"]
+
+
+def test_the_configuration_is_kept_and_changes_are_told(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert folder.keep_config("train: {steps: 5}\n") == []
+    assert folder.keep_config("train: {steps: 7}\n") == ["train.steps: 5 -> 7"]
+    assert folder.config.read_text() == "train: {steps: 7}\n"
+    assert [path.name for path in folder.root.iterdir()] == ["config.yaml"]
+
+
+def test_a_configuration_that_somebody_broke_is_not_overwritten_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml of the earlier start is not YAML"):
+        RunFolder(tmp_path).keep_config("a: 1\n")

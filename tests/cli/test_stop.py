@@ -1,0 +1,47 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from shardwise.cli.stop import StopFlag
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_remembered_and_told(number: signal.Signals) -> None:
+    told: list[str] = []
+    flag = StopFlag(lambda: told.append("stop"))
+    with flag.listening():
+        os.kill(os.getpid(), number)
+        assert flag.signal == number
+        assert told == ["stop"]
+
+
+def test_the_second_ctrl_c_interrupts() -> None:
+    flag = StopFlag(lambda: None)
+    with pytest.raises(KeyboardInterrupt), flag.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_afterwards_signals_do_what_they_did_before() -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with StopFlag(lambda: None).listening():
+        assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] != before
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    failures: list[BaseException] = []
+
+    def listen() -> None:
+        try:
+            with StopFlag(lambda: None).listening():
+                pass
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert failures == []

@@ -1,0 +1,248 @@
+"""Runs from start to end: on one rank in this process, and on two as a user starts them."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwise.cli.rank import train
+from shardwise.cli.request import Request
+from shardwise.observe import metrics
+from shardwise.observe.metrics import StepRecord
+from shardwise.plan.errors import ConfigError, MismatchError, UsageError
+
+COMPARED = ("step", "loss", "val_loss", "grad_norm", "lr", "tokens", "flops", "pf_days")
+
+
+class Runs:
+    """Writes configurations and trains by them; every run reads the same little text."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "text.txt").write_text("".join(f"line {i} says {i * i}\n" for i in range(400)))
+
+    def config(self, **changes: Any) -> Path:
+        content: dict[str, Any] = {
+            "model": {"name": "gpt", "layers": 1, "width": 16, "heads": 2, "context": 16},
+            "data": {"source": str(self.folder / "text.txt"), "validation_samples": 4},
+            "batch": {"global_size": 4, "micro_size": 2},
+            "optimizer": {"lr": 1e-3},
+            "train": {"steps": 6, "eval_every": 3, "sample_tokens": 8},
+            "checkpoint": {"every": 2, "keep_last": None},
+            "out": str(self.folder / "run"),
+        }
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(content | changes))
+        return path
+
+    def train(self, *overrides: str, resume: str = "auto", profile_steps: int = 0, **changes: Any) -> int:
+        return train(Request(str(self.config(**changes)), overrides, resume, profile_steps))
+
+    def rows(self, name: str = "run") -> list[StepRecord]:
+        return metrics.read(self.folder / name / "metrics.csv")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def compared(rows: list[StepRecord]) -> list[list[float | None]]:
+    return [[getattr(row, name) for name in COMPARED] for row in rows]
+
+
+def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.train(profile_steps=2) == 0
+    run = runs.folder / "run"
+    rows = runs.rows()
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row.val_loss is not None for row in rows] == [False, False, True, False, False, True]
+    assert all(row.tokens == 4 * 16 and row.lr == 1e-3 and row.memory for row in rows)
+    assert rows[-1].pf_days == pytest.approx(sum(row.flops or 0 for row in rows) / 8.64e19)
+    assert all(row.mfu is None for row in rows), "no data sheet says a processor's peak"
+    assert abs(rows[0].loss - math.log(256)) < 0.2
+    steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    assert steps == ["step_00000002", "step_00000004", "step_00000006"]
+    for name in ("loss.png", "config.yaml", "logs/rank_00000.log", "sample.txt", "tensorboard"):
+        assert (run / name).exists(), name
+    assert json.loads((run / "profile" / "rank_00000.json").read_text())["traceEvents"]
+    out = capsys.readouterr().out
+    assert "step 6/6" in out and f"validation loss {rows[-1].val_loss:.4f}" in out
+    assert out.rstrip().endswith(f"run folder: {run}")
+    sample = (run / "sample.txt").read_text()
+    assert sample.startswith("def ") and sample in out
+
+
+def test_the_kept_configuration_starts_the_same_run(runs: Runs) -> None:
+    runs.train()
+    kept = runs.folder / "run" / "config.yaml"
+    again = runs.folder / "again"
+    assert train(Request(str(kept), (f"out={again}",))) == 0
+    assert compared(runs.rows("again")) == compared(runs.rows())
+
+
+def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(runs: Runs) -> None:
+    undisturbed, resumed = f"out={runs.folder / 'a'}", f"out={runs.folder / 'b'}"
+    runs.train(undisturbed)
+    runs.train(resumed, "train.steps=4", "schedule.total_steps=6")
+    with (runs.folder / "b" / "metrics.csv").open("a") as file:
+        file.write("5,99.0,,,,,,,,,,\n")  # a step whose checkpoint the kill prevented
+    runs.train(resumed, "schedule.total_steps=6")
+    # The evaluation at the end of the first life is the only trace of the interruption.
+    rows = [row if row.step != 4 else row._replace(val_loss=None) for row in runs.rows("b")]
+    assert compared(rows) == compared(runs.rows("a"))
+    a, b = (runs.folder / name / "checkpoints" / "step_00000006" for name in "ab")
+    for part in ("model/model.safetensors", "state/exp_avg.safetensors"):
+        left, right = load_file(a / part), load_file(b / part)
+        assert all(torch.equal(left[name], right[name]) for name in left | right)
+
+
+def test_a_finished_run_is_not_trained_further(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.train()
+    before = runs.rows()
+    assert runs.train() == 0
+    assert runs.rows() == before
+    assert "validation loss" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_in_another_folder(runs: Runs) -> None:
+    runs.train("train.steps=4", "schedule.total_steps=6")
+    new = runs.folder / "new"
+    assert runs.train(f"out={new}", resume=str(runs.folder / "run")) == 0
+    assert [row.step for row in runs.rows("new")] == [5, 6]
+    assert sorted(path.name for path in (new / "checkpoints").glob("step_*")) == ["step_00000006"]
+
+
+def test_never_refuses_and_leaves_the_folder_as_it_was(runs: Runs) -> None:
+    runs.train()
+    before = (runs.folder / "run" / "config.yaml").read_text()
+    with pytest.raises(UsageError, match="--resume never"):
+        runs.train("optimizer.lr=5", resume="never")
+    assert (runs.folder / "run" / "config.yaml").read_text() == before
+
+
+def test_another_model_is_refused_and_leaves_the_folder_as_it_was(runs: Runs) -> None:
+    runs.train()
+    before = ((runs.folder / "run" / "config.yaml").read_text(), runs.rows())
+    with pytest.raises(MismatchError, match="checkpoint of another model"):
+        runs.train("model.width=32")
+    assert ((runs.folder / "run" / "config.yaml").read_text(), runs.rows()) == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_signal_saves_the_step_and_says_how_to_go_on(
+    runs: Runs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    write = metrics.MetricsFile.write
+
+    def write_and_signal(self: metrics.MetricsFile, record: StepRecord) -> None:
+        write(self, record)
+        if record.step == 3:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(metrics.MetricsFile, "write", write_and_signal)
+    assert runs.train("checkpoint.every=null") == code
+    assert [row.step for row in runs.rows()] == [1, 2, 3, 4], (
+        "it comes between two steps; the next one tells all"
+    )
+    assert (runs.folder / "run" / "checkpoints" / "step_00000004" / "manifest.json").exists()
+    out = capsys.readouterr().out
+    assert "stopped after step 4, which is saved" in out and "shardwise train" in out
+    monkeypatch.undo()
+    assert runs.train() == 0
+    assert [row.step for row in runs.rows()] == [1, 2, 3, 4, 5, 6]
+
+
+class Line(nn.Module):
+    """A user's model: returns its loss."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.line = nn.Linear(size, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((self.line(x)[:, 0] - y) ** 2).mean()
+
+
+def points(count: int = 64) -> list[dict[str, torch.Tensor]]:
+    """A user's dataset."""
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
+    return [{"x": row, "y": row.sum()} for row in x]
+
+
+def test_a_model_and_data_of_the_users_own(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "their_module", sys.modules[__name__])
+    code = runs.train(
+        "optimizer.lr=0.1",
+        "train.steps=20",
+        model={"target": "their_module:Line"},
+        data={"target": "their_module:points", "arguments": {"count": 32}},
+    )
+    assert code == 0
+    rows = runs.rows()
+    assert rows[-1].loss < 0.5 * rows[0].loss
+    assert rows[0].tokens is rows[0].flops is None, "nobody told what a token of theirs is"
+    assert not (runs.folder / "run" / "sample.txt").exists()
+
+
+def test_text_for_a_model_that_does_not_say_its_context(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "their_module", sys.modules[__name__])
+    with pytest.raises(ConfigError, match=r"samples of model\.context tokens"):
+        runs.train(model={"target": "their_module:Line"})
+
+
+# As a user starts it -----------------------------------------------------------------------------------------------
+
+
+def command(runs: Runs, *more: str) -> list[str]:
+    return [sys.executable, "-m", "shardwise.cli.main", "train", str(runs.config()), "--ranks", "2", *more]
+
+
+def wait_for_rows(runs: Runs, count: int, job: "subprocess.Popen[str]") -> None:
+    end = time.monotonic() + 120
+    while not (runs.folder / "run" / "metrics.csv").exists() or len(runs.rows()) < count:
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < end, "training did not begin"
+        time.sleep(0.02)
+
+
+def test_two_ranks_stop_on_ctrl_c_and_one_goes_on(runs: Runs) -> None:
+    endless = ["--set", "train.steps=1000000", "--set", "zero.stage=3", "--set", "train.eval_every=0"]
+    pipe = subprocess.PIPE
+    job = subprocess.Popen(command(runs, *endless), stdout=pipe, stderr=pipe, text=True)
+    wait_for_rows(runs, 3, job)
+    job.send_signal(signal.SIGINT)
+    out, error = job.communicate(timeout=120)
+    assert job.returncode == 0, error
+    last = runs.rows()[-1].step
+    assert f"stopped after step {last}, which is saved" in out
+    assert f"--ranks 2 --set train.steps={10**6}" in out
+    logs = runs.folder / "run" / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == ["rank_00000.log", "rank_00001.log"]
+    assert runs.train(f"train.steps={last + 2}", "train.eval_every=0") == 0
+    assert [row.step for row in runs.rows()] == list(range(1, last + 3))
+
+
+def test_a_missing_text_is_one_line_from_two_ranks(runs: Runs) -> None:
+    done = subprocess.run(
+        command(runs, "--set", "data.source=/no/such/file"), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "/no/such/file" in line

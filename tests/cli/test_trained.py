@@ -1,0 +1,189 @@
+"""What is done with a trained model: text, a look inside, and other forms of it."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from shardwise.checkpoint import Checkpoints
+from shardwise.cli.main import main
+from shardwise.cli.rank import train
+from shardwise.cli.request import Request
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("abc " * 500)
+    config = {
+        "model": {"name": "gpt", "layers": 1, "width": 16, "heads": 2, "context": 16},
+        "data": {"source": str(folder / "text.txt"), "validation_samples": 4},
+        "batch": {"global_size": 4},
+        "optimizer": {"lr": 1e-2},
+        "train": {"steps": 4, "sample_tokens": 0},
+        "checkpoint": {"every": 2},
+        "monitor": {"tensorboard": False, "picture": False},
+        "out": str(folder / "run"),
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert train(Request(str(folder / "config.yaml"))) == 0
+    return folder / "run"
+
+
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    captured = capsys.readouterr()
+    return int(end.value.code or 0), captured.out, captured.err
+
+
+def damaged(run: Path, tmp_path: Path) -> Path:
+    """A copy of the newest step with one bit of a weight flipped."""
+    step = tmp_path / "step_00000004"
+    shutil.copytree(run / "checkpoints" / "step_00000004", step)
+    file = step / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return step
+
+
+def test_a_prompt_is_continued_the_same_way_from_any_path(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompt", "abc", "--max-new-tokens", "5", "--temperature", "0"]
+    texts = []
+    for path in (run, run / "checkpoints", run / "checkpoints" / "step_00000004"):
+        code, out, error = call(monkeypatch, capsys, "generate", str(path), *options)
+        assert (code, error) == (0, "")
+        texts.append(out)
+    assert texts[0].startswith("abc") and len(set(texts)) == 1
+
+
+def test_the_seed_decides_what_is_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def text(seed: str) -> str:
+        options = ["--prompt", "a", "--max-new-tokens", "12", "--temperature", "2", "--seed", seed]
+        return call(monkeypatch, capsys, "generate", str(run), *options)[1]
+
+    assert text("1") == text("1") != text("2")
+
+
+def test_no_text_comes_from_damaged_weights(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, error = call(monkeypatch, capsys, "generate", str(damaged(run, tmp_path)))
+    assert (code, out) == (1, "")
+    assert error.startswith("error: ") and "model.safetensors" in error and "CRC-32" in error
+
+
+def test_a_checkpoint_of_a_users_own_loop_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, [], {"user": {}}, asynchronous=False)
+    code, _, error = call(monkeypatch, capsys, "generate", str(tmp_path))
+    assert code == 2 and "step_00000003 was saved by a loop of your own" in error
+
+
+def test_inspect_lists_the_steps_of_a_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call(monkeypatch, capsys, "inspect", str(run))
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert [(line[0], line[-1]) for line in lines[1:]] == [("4", "whole"), ("2", "whole")]
+
+
+def test_inspect_shows_one_step_with_its_tensors(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = str(run / "checkpoints" / "step_00000004")
+    code, out, _ = call(monkeypatch, capsys, "inspect", step, "--tensors")
+    assert code == 0
+    assert out.startswith(f"{step}: whole\n") and "ZeRO-0" in out
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        assert any(line.startswith(kind) and line.endswith("embed.weight") for line in out.splitlines()), kind
+    assert "embed.weight" not in call(monkeypatch, capsys, "inspect", step)[1]
+
+
+def test_inspect_names_the_damaged_file_and_tensor(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = str(damaged(run, tmp_path))
+    code, out, _ = call(monkeypatch, capsys, "inspect", step)
+    assert code == 1
+    assert out.startswith(f"{step}: damaged\n") and "model/model.safetensors (tensor weight" in out
+    code, out, _ = call(monkeypatch, capsys, "inspect", step, "--no-verify")
+    assert code == 0 and "opens, not verified" in out
+
+
+def test_text_becomes_a_token_file_that_a_run_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("xyz" * 100)
+    out = tmp_path / "text.tokens"
+    code, said, _ = call(monkeypatch, capsys, "convert", str(tmp_path / "text.txt"), str(out))
+    assert code == 0 and said.startswith(f"{out}: 301 tokens, 1 documents"), said
+
+
+def test_a_run_becomes_a_hugging_face_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = call(monkeypatch, capsys, "convert", str(run), str(tmp_path / "hf"))
+    assert (code, error) == (0, "")
+    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    ours = load_file(run / "checkpoints" / "step_00000004" / "model" / "model.safetensors")
+    assert torch.equal(theirs["model.embed_tokens.weight"], ours["embed.weight"])
+    assert (tmp_path / "hf" / "config.json").exists()
+
+
+def test_damaged_weights_are_not_exported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = call(monkeypatch, capsys, "convert", str(damaged(run, tmp_path)), str(tmp_path / "hf"))
+    assert code == 1 and "nothing was exported" in error
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_pt_file_becomes_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    torch.save({"model": {"a": weight, "b": weight.T}, "epoch": 3}, tmp_path / "old.pt")
+    code, _, error = call(
+        monkeypatch, capsys, "convert", str(tmp_path / "old.pt"), str(tmp_path / "new.safetensors")
+    )
+    assert (code, error) == (0, "")
+    made = load_file(tmp_path / "new.safetensors")
+    assert torch.equal(made["model.a"], weight) and torch.equal(made["model.b"], weight.T)
+
+
+class Payload:
+    """What an attacker puts into a .pt file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.target,)
+
+
+def test_code_in_a_pt_file_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"a": Payload(tmp_path / "owned")}, tmp_path / "evil.pt")
+    code, _, error = call(
+        monkeypatch, capsys, "convert", str(tmp_path / "evil.pt"), str(tmp_path / "new.safetensors")
+    )
+    assert code == 1 and "a pickle can hold code, which is never run here" in error
+    assert not (tmp_path / "owned").exists() and not (tmp_path / "new.safetensors").exists()
