@@ -10,15 +10,15 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measure import Memory, read_memory
+from measure import own_bytes, peak_bytes, reset_peak
 from workload import Workload
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 600.0
-SAMPLE_EVERY_S = 0.008
 
 
 class ContenderFailed(Exception):
@@ -69,18 +69,28 @@ class Group:
     def ask(self, **command: Any) -> list[dict[str, Any]]:
         """Send one command to all ranks and wait for all answers."""
         self._send(command)
-        return self._collect(None)
+        return self._collect()
 
-    def ask_sampled(self, **command: Any) -> tuple[list[dict[str, Any]], list[int]]:
-        """As ``ask``; also the largest memory of each rank meanwhile."""
-        peaks = [0] * len(self.processes)
-        self._send(command)
-        answers = self._collect(peaks)
-        self._raise_peaks(peaks)
-        return answers, peaks
+    def own_bytes(self) -> list[int]:
+        """Memory of each rank now."""
+        return self._read(own_bytes)
 
-    def memory(self) -> list[Memory]:
-        return [read_memory(process.pid) for process in self.processes]
+    def reset_peaks(self) -> None:
+        """From here on ``peak_bytes`` counts."""
+        self._read(reset_peak)
+
+    def peak_bytes(self) -> list[int]:
+        """Largest memory of each rank since ``reset_peaks``."""
+        return self._read(peak_bytes)
+
+    def _read(self, what: Callable[[int], Any]) -> list[Any]:
+        read = []
+        for rank, process in enumerate(self.processes):
+            try:
+                read.append(what(process.pid))
+            except (OSError, KeyError) as error:
+                raise self._failure(rank, "ended") from error
+        return read
 
     def stop(self) -> None:
         """End the ranks: first by closing their input, then by force."""
@@ -105,32 +115,23 @@ class Group:
             except BrokenPipeError:
                 raise self._failure(rank, "is gone") from None
 
-    def _collect(self, peaks: list[int] | None) -> list[dict[str, Any]]:
-        """Answers in rank order. ``peaks`` given: sample memory while waiting."""
+    def _collect(self) -> list[dict[str, Any]]:
+        """Answers in rank order."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + DEADLINE_S
         while len(answers) < len(self.processes):
             waiting = {p.stdout: r for r, p in enumerate(self.processes) if r not in answers and p.stdout}
-            readable, _, _ = select.select(list(waiting), [], [], SAMPLE_EVERY_S if peaks else 1.0)
+            readable, _, _ = select.select(list(waiting), [], [], 1.0)
             for stream in readable:
                 rank = waiting[stream]
                 line = stream.readline()
                 if not line:
                     raise self._failure(rank, "ended")
                 answers[rank] = json.loads(line)
-            if peaks is not None and not readable:
-                self._raise_peaks(peaks)
             if time.monotonic() > deadline:
                 silent = min(set(range(len(self.processes))) - set(answers))
                 raise self._failure(silent, f"did not answer within {DEADLINE_S:.0f} s")
         return [answers[rank] for rank in range(len(self.processes))]
-
-    def _raise_peaks(self, peaks: list[int]) -> None:
-        for rank, process in enumerate(self.processes):
-            try:
-                peaks[rank] = max(peaks[rank], read_memory(process.pid).own_bytes)
-            except (OSError, KeyError, IndexError) as error:
-                raise self._failure(rank, "ended while its memory was read") from error
 
     def _failure(self, rank: int, what: str) -> ContenderFailed:
         tail = (self.folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()[-12:]

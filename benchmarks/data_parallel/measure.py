@@ -1,8 +1,11 @@
 """What a process costs: memory that is its own share, and bytes that left through its sockets.
 
 Memory is the proportional set size (PSS): a page that k processes map counts 1/k in each, so a buffer in
-shared memory counts once over all ranks. The growth is taken on anonymous and shared memory; pages of files
-(the code of torch itself, loaded on first use and evictable) belong to no contender.
+shared memory counts once over all ranks. Pages of files (the code of torch itself, loaded on first use and
+evictable) belong to no contender and are left out. The peak comes from the kernel's high-water mark of the
+resident set, which misses nothing between two readings, less what PSS would not count:
+
+    peak = VmHWM - pages of files - (shared memory resident - its proportional part)
 
 Bytes are ``tcpi_bytes_sent`` of the process's own TCP sockets, as the kernel counts them: payload, without
 TCP/IP headers, and untouched by whatever else uses the loopback device.
@@ -15,32 +18,34 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import NamedTuple
 
 _BYTES_SENT_OFFSET = 200  # of tcpi_bytes_sent in the kernel's struct tcp_info (Linux 4.19 and later)
 _TCP_ESTABLISHED = 1
 
 
-class Memory(NamedTuple):
-    """One reading of a process, in bytes."""
-
-    anonymous_bytes: int
-    shared_bytes: int
-    file_bytes: int
-
-    @property
-    def own_bytes(self) -> int:
-        """What the benchmark compares: everything but pages of files."""
-        return self.anonymous_bytes + self.shared_bytes
+def own_bytes(pid: int) -> int:
+    """What a process of ours holds now: PSS of anonymous and shared memory."""
+    fields = _fields(pid, "smaps_rollup")
+    return fields["Pss_Anon"] + fields["Pss_Shmem"]
 
 
-def read_memory(pid: int) -> Memory:
-    """PSS of a process of ours, by kind of page."""
-    fields = {}
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-        key, value = line.split(":")
-        fields[key] = int(value.split()[0]) * 1024
-    return Memory(fields["Pss_Anon"], fields["Pss_Shmem"], fields["Pss_File"])
+def reset_peak(pid: int) -> None:
+    """Start the high-water mark again from what is resident now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_bytes(pid: int) -> int:
+    """The most it has held since ``reset_peak``."""
+    fields = _fields(pid, "status")
+    twice_counted = fields["RssShmem"] - _fields(pid, "smaps_rollup")["Pss_Shmem"]
+    return fields["VmHWM"] - fields["RssFile"] - twice_counted
+
+
+def _fields(pid: int, name: str) -> dict[str, int]:
+    """The lines ``key: number kB`` of a file in /proc, in bytes."""
+    lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
+    words = [line.split() for line in lines]
+    return {w[0].rstrip(":"): int(w[1]) * 1024 for w in words if len(w) == 3 and w[2] == "kB"}
 
 
 def sent_bytes() -> int:

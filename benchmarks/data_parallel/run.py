@@ -4,7 +4,7 @@ Each contender is a group of rank processes that is started once and sleeps. In 
 an order shuffled anew, is woken, runs one step that is not timed (it finds its memory and caches cold) and
 then the timed steps, while all others sleep: whatever disturbs the machine disturbs all alike. A round's
 sample is the time of a step on the slowest rank, averaged over the round's timed steps; the table shows
-median and quartiles over rounds. Memory is sampled from outside in a phase of its own that is not timed.
+median and quartiles over rounds. Memory is the kernel's high-water mark over all of it, read from outside.
 
 Contenders of one ZeRO stage, which are what is compared, take turns with one another; ``--interleave all`` lets
 all of them, where their state fits in memory together (about 0.7 GiB per rank and contender).
@@ -39,6 +39,7 @@ class Record:
 
     row: Row
     samples_s: list[float] = dataclasses.field(default_factory=list)
+    before_bytes: list[int] = dataclasses.field(default_factory=list)
     build_peak_bytes: list[int] = dataclasses.field(default_factory=list)
     peak_bytes: list[int] = dataclasses.field(default_factory=list)
     idle_bytes: list[int] = dataclasses.field(default_factory=list)
@@ -48,17 +49,22 @@ class Record:
     failure: str | None = None
 
 
-def prepare(group: Group, record: Record, memory_steps: int) -> None:
-    """Start, build and run the first steps under the memory sampler."""
+def prepare(group: Group, record: Record, first_steps: int) -> None:
+    """Start, build and run the first steps."""
     group.ask(do="ready")
-    before = [memory.own_bytes for memory in group.memory()]
-    _, built = group.ask_sampled(do="build")
-    answers, stepped = group.ask_sampled(do="steps", count=memory_steps)
-    record.build_peak_bytes = [peak - start for peak, start in zip(built, before, strict=True)]
-    record.peak_bytes = [max(a, b) - start for a, b, start in zip(built, stepped, before, strict=True)]
-    take_losses(record, answers)
+    record.before_bytes = group.own_bytes()
+    group.reset_peaks()
+    group.ask(do="build")
+    record.build_peak_bytes = growth(group.peak_bytes(), record)
+    take_losses(record, group.ask(do="steps", count=first_steps))
+    record.peak_bytes = growth(group.peak_bytes(), record)
     group.ask(do="sleep")
-    record.idle_bytes = [m.own_bytes - start for m, start in zip(group.memory(), before, strict=True)]
+    record.idle_bytes = growth(group.own_bytes(), record)
+
+
+def growth(now_bytes: list[int], record: Record) -> list[int]:
+    """Over what each rank held before the model was built."""
+    return [now - before for now, before in zip(now_bytes, record.before_bytes, strict=True)]
 
 
 def take_losses(record: Record, answers: list[dict[str, Any]]) -> None:
@@ -75,6 +81,7 @@ def one_round(group: Group, record: Record, steps: int) -> None:
     record.samples_s.append(statistics.fmean(per_step))
     record.sent_bytes.append(statistics.fmean(sum(a["sent_bytes"]) for a in answers) / steps)
     record.other_bytes.append(statistics.fmean(a["other_bytes"] for a in answers) / steps)
+    record.peak_bytes = growth(group.peak_bytes(), record)
     group.ask(do="sleep")
 
 
@@ -87,9 +94,9 @@ def interleave(rows: list[Row], dtype: str, ranks: int, arguments: argparse.Name
         try:
             for record in records:
                 name = record.row.name
-                say(f"[{dtype}, {ranks} ranks] {name}: start, build, {arguments.memory_steps} sampled steps")
+                say(f"[{dtype}, {ranks} ranks] {name}: start, build, {arguments.first_steps} steps")
                 groups[name] = Group(name, dtype, ranks, arguments.workload, Path(folder) / name)
-                guard(groups, record, prepare, arguments.memory_steps)
+                guard(groups, record, prepare, arguments.first_steps)
             for number in range(arguments.rounds):
                 alive = [record for record in records if record.failure is None]
                 order.shuffle(alive)
@@ -179,7 +186,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--interleave", choices=("stage", "all"), default="stage", help="who takes turns")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each contender")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per round")
-    parser.add_argument("--memory-steps", type=int, default=3, help="steps under the memory sampler")
+    parser.add_argument("--first-steps", type=int, default=3, help="steps before the rounds begin")
     parser.add_argument("--tiny", action="store_true", help="a toy model, to see that everything runs")
     parser.add_argument("--out", type=Path, default=HERE / "results.json", help="where the JSON goes")
     parser.add_argument(
