@@ -82,7 +82,7 @@ def exchange(trained: Sequence[Trained], both: Group, executor: Executor, local:
         loss=total[2],
         squares=total[0],
         used=[count > 0 for count in total[6:]],
-        orders_agree=both.size * total[5] == total[4] * total[4],
+        orders_agree=both.size * int(total[5]) == int(total[4]) ** 2,
         flags=int(total[3]),
     )
 

@@ -54,11 +54,6 @@ class SlotPool:
         slot.holder = owner
         return slot.memory
 
-    def is_free_for(self, owner: Hashable) -> bool:
-        """True where ``acquire`` would neither fail nor allocate a second home."""
-        slot = self._home.get(owner)
-        return slot is None or slot.holder is None
-
     def holder_in_the_way(self, owner: Hashable) -> Hashable | None:
         """Who stands in the owner's slot."""
         slot = self._home.get(owner)

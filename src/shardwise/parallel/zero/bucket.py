@@ -21,7 +21,7 @@ the reduction.
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,6 +147,11 @@ class BucketState:
         else:
             self._point_into(self._full)
 
+    @property
+    def in_the_way(self) -> Hashable | None:
+        """Name of the bucket that stands in this one's slot."""
+        return self._around.weights.holder_in_the_way(self.what) if self._full is None else None
+
     # Weights ---------------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
@@ -219,7 +224,7 @@ class BucketState:
     # Gradients -------------------------------------------------------------------------------------------------
 
     def land(self, index: int, parameter: nn.Parameter) -> bool:
-        """Take over the gradient of parameter ``index``. True the first time since the last reduction. [Note: landing]"""
+        """Take over the gradient of parameter ``index``; True for its first in a sum. [Note: landing]"""
         grad = parameter.grad
         if grad is None:
             return False

@@ -1,7 +1,7 @@
 """The executor: module hooks that walk the Plan's list of Actions.
 
-In a user's own loop the order of Units belongs to the user's Python. So the hooks are the loop: each asks for its Unit's
-next Actions, and a cursor runs everything in the list up to there.
+In a user's own loop the order of Units belongs to the user's Python. So the hooks are the loop: each asks for its
+Unit's next Actions, and a cursor runs everything in the list up to there.
 
     forward hook before Unit u      run the list up to F(u)          hook on the outputs of u    ... up to B(u)
     forward hook after Unit u       run what closes u                last gradient of u landed   run what closes u
@@ -19,11 +19,17 @@ A Unit's backward window is over when all its gradients have landed. Where some 
 ends when the next Unit of the list opens: autograd runs later calls first, so everything that needs the Unit has run.
 In a graph where that is not so, the version check of [Note: stale memory] or the late gradient below stops the step.
 
+[Note: recomputing]
+Activation checkpointing runs forward passes inside the backward pass. Such a Unit is gathered for its forward alone and
+opens its backward window like any other. Where one checkpoint spans several Units, the last of them has opened already
+and stands where an earlier one must: it makes way, and comes back when its own turn to recompute comes. autograd's
+version check does not see what a checkpoint saved, so a gradient that lands in between is an error of our own.
+
 Cost: two hooks per Unit and pass, one per parameter.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -58,7 +64,9 @@ class UnitState:
     is_reduced: bool = False
     in_backward: bool = False
     recomputes: bool = False
-    """Gathered by a forward pass inside the backward pass (activation checkpointing)."""
+    """Gathered by a forward pass inside the backward pass. [Note: recomputing]"""
+    made_way: bool = False
+    """Its backward window is open, but its memory is lent to a Unit that recomputes."""
 
     def gather(self) -> None:
         """UNSHARD, started and finished."""
@@ -97,6 +105,18 @@ class Executor:
         self._passes = 0
         self._is_backward = False
         self._is_last = True
+        self._root_is_open = False
+        self._root_is_held = False
+        self._holders: dict[Hashable, UnitState] = {
+            bucket.what: state for state in self.states for bucket in state.buckets
+        }
+        self._frozen = [
+            (slot.name, parameter)
+            for state in self.states
+            for bucket in state.buckets
+            if not bucket.layout.key.trained
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+        ]
         self._handles: list[Any] = []
         self._run: dict[Kind, Callable[[UnitState], None]] = {
             Kind.UNSHARD: self._unshard,
@@ -138,7 +158,7 @@ class Executor:
     def _reshard(self, state: UnitState) -> None:
         for bucket in state.buckets:
             bucket.release()
-        state.in_backward = state.recomputes = False
+        state.in_backward = state.recomputes = state.made_way = False
 
     def _reduce(self, state: UnitState) -> None:
         for bucket in state.buckets:
@@ -150,15 +170,19 @@ class Executor:
 
     def _before_forward(self, index: int, module: nn.Module, inputs: Any) -> None:
         state = self.states[index]
+        if self._root_is_held and index == 0:
+            return
         if self._is_backward:
-            if self.strategy.cuts_weight and not state.in_backward:
-                state.gather()
-                state.recomputes = True
+            if self.strategy.cuts_weight and (state.made_way or not state.in_backward):
+                self._gather_to_recompute(state)
             return
         if index == 0:
+            self._release_all()  # what an exception in the last pass left behind
             self._list, self._cursor = self._forward, 0
             self._seen = []
-        self._seen.append(Bracket(True, index))
+            self._root_is_open = True
+        if self._root_is_open:
+            self._seen.append(Bracket(True, index))
         if not self._advance_to(Kind.F, index) and self.strategy.cuts_weight:
             self._depart(f"forward of {state.unit.title} is not next in the list")
             state.gather()
@@ -166,21 +190,30 @@ class Executor:
 
     def _after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         state = self.states[index]
+        if self._root_is_held and index == 0:
+            return
         if self._is_backward:
             if state.recomputes and not state.in_backward:
                 self._reshard(state)
+                self._watch(index, output)
             return
-        self._seen.append(Bracket(False, index))
+        if self._root_is_open:
+            self._seen.append(Bracket(False, index))
         if self.strategy.cuts_weight:
             self._close_forward(state)
-            if torch.is_grad_enabled():
-                for tensor in _tensors(output):
-                    if tensor.requires_grad:
-                        tensor.register_hook(partial(self._before_backward, index))
+            self._watch(index, output)
         if index == 0:
             self._finish_list()
+            self._root_is_open = False
             if torch.is_grad_enabled():
                 self._passes += 1
+
+    def _watch(self, index: int, output: Any) -> None:
+        """Whichever output's gradient comes first opens the Unit's backward window."""
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._before_backward, index))
 
     def _close_forward(self, state: UnitState) -> None:
         index, actions = state.unit.index, self._list
@@ -190,11 +223,32 @@ class Executor:
         elif Action(Kind.RESHARD, index) not in actions[self._cursor :]:
             self._reshard(state)
 
+    def _gather_to_recompute(self, state: UnitState) -> None:
+        """[Note: recomputing]"""
+        for bucket in state.buckets:
+            if bucket.in_the_way is not None:
+                holder = self._holders[bucket.in_the_way]
+                for other in holder.buckets:
+                    other.release()
+                holder.made_way = holder.in_backward
+        state.gather()
+        state.recomputes = not state.in_backward
+        state.made_way = False
+
+    def _release_all(self) -> None:
+        if self.strategy.cuts_weight:
+            for state in self.states:
+                self._reshard(state)
+
     def run_as_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``function`` inside the root's window, as if it were the model's forward."""
+        """Call ``function`` inside the root's window, as if it were the model's forward (which it may call)."""
         root = self.states[0].module
         self._before_forward(0, root, args)
-        output = function(*args, **kwargs)
+        self._root_is_held = True
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            self._root_is_held = False
         self._after_forward(0, root, args, output)
         return output
 
@@ -202,6 +256,12 @@ class Executor:
 
     def begin_backward(self, last: bool) -> None:
         """Before autograd runs. ``last``: the last microbatch of the step."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"backward: {name} was frozen when the engine was made and requires a gradient now, for which "
+                    "there is no buffer; set requires_grad before initialize(), or save, make a new engine and load"
+                )
         passes = max(self._passes, 1)
         if (passes, last) not in self._backward:
             self._backward[passes, last] = backward_actions(
@@ -211,25 +271,22 @@ class Executor:
         self._is_backward, self._is_last = True, last
         for state in self.states:
             state.missing = state.trained_parameters
-            state.is_reduced = state.in_backward = state.recomputes = False
+            state.is_reduced = state.in_backward = state.recomputes = state.made_way = False
 
     def end_backward(self) -> None:
         """After autograd has run: whatever did not close by itself closes now."""
         self._finish_list()
-        if self.strategy.cuts_weight:
-            for state in self.states:
-                self._reshard(state)
+        self._release_all()
         self._is_backward = False
         self._passes = 0
 
     def abandon(self) -> None:
         """After an exception in the middle of a pass: back to the state between two steps."""
         self._list, self._cursor, self._is_backward, self._passes = [], 0, False, 0
+        self._release_all()
         for state in self.states:
             for bucket in state.buckets:
-                bucket.release()
                 bucket.forget_gradients()
-            state.in_backward = state.recomputes = False
 
     def _before_backward(self, index: int, grad: Tensor) -> None:
         state = self.states[index]
@@ -242,8 +299,7 @@ class Executor:
         state.in_backward = True
         if not self._advance_to(Kind.B, index):
             self._depart(f"backward of {state.unit.title} is not next in the list")
-            state.gather()
-        state.finish_gather()
+        state.gather()
 
     def _land(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]
@@ -259,6 +315,11 @@ class Executor:
                 f"backward: {name} got another gradient after those of its Unit {state.unit.title!r} were reduced. "
                 "Reentrant activation checkpointing does that (set use_reentrant=False), and a graph that returns to a "
                 "block after later ones (name one Unit around them in zero.units)"
+            )
+        if state.made_way:
+            raise UsageError(
+                f"backward: {bucket.layout.slots[place].name} got a gradient while another Unit, which recomputes, "
+                "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.share_memory: false"
             )
         if bucket.land(place, parameter):
             state.missing -= 1
@@ -281,9 +342,9 @@ class Executor:
 
     @property
     def order_hash(self) -> int:
-        """A 24-bit number of the order that the last forward pass followed."""
+        """A 20-bit number of the order that the last forward pass followed; its squares sum exactly on 8,192 ranks."""
         text = repr([tuple(bracket) for bracket in self._seen]).encode()
-        return int.from_bytes(hashlib.sha256(text).digest()[:3])
+        return int.from_bytes(hashlib.sha256(text).digest()[:3]) >> 4
 
     def adopt_order(self) -> None:
         """All ranks have seen the same order: follow it from now on."""
@@ -308,7 +369,8 @@ class Executor:
             index = state.unit.index
             # The lists need a window for the root even where it holds no parameter itself.
             self._handles += [
-                state.module.register_forward_pre_hook(partial(self._before_forward, index)),
+                # First of all: a hook of the user's (weight_norm, say) reads the weights.
+                state.module.register_forward_pre_hook(partial(self._before_forward, index), prepend=True),
                 state.module.register_forward_hook(partial(self._after_forward, index)),
             ]
             for bucket in state.buckets:

@@ -109,7 +109,7 @@ def forward_actions(brackets: Sequence[Bracket], strategy: Strategy, prefetch_un
             actions += [Action(Kind.UNSHARD, unit)] * strategy.cuts_weight + [Action(Kind.F, unit)]
         elif strategy.cuts_weight:
             actions.append(Action(Kind.RESHARD, unit))
-    return _gather_ahead(actions, prefetch_units)
+    return _gather_ahead(_without_pauses(actions), prefetch_units)
 
 
 def backward_actions(
@@ -121,21 +121,36 @@ def backward_actions(
 ) -> list[Action]:
     """The backward pass of one microbatch: the mirror image of ``brackets``.
 
-    A Unit that ran twice is gathered at its first backward and closed after its last: autograd delivers the sum of
-    both gradients then. ``last``: gradients that stay whole between microbatches are reduced now.
+    A Unit that ran twice opens twice, as in the forward pass, so that what ran in between may stand in its memory. It
+    is reduced once, after its last window: autograd delivers the sum of both gradients then. ``last``: gradients that
+    stay whole between microbatches are reduced now.
     """
     mirror = [Bracket(not bracket.opens, bracket.unit) for bracket in reversed(brackets)]
-    first_open = {bracket.unit: i for i, bracket in reversed(list(enumerate(mirror))) if bracket.opens}
     last_close = {bracket.unit: i for i, bracket in enumerate(mirror) if not bracket.opens}
     actions: list[Action] = []
     for i, (opens, unit) in enumerate(mirror):
-        if opens and i == first_open[unit]:
+        if opens:
             actions += [Action(Kind.UNSHARD, unit)] * strategy.cuts_weight + [Action(Kind.B, unit)]
-        elif not opens and i == last_close[unit]:
-            actions += [Action(Kind.RESHARD, unit)] * strategy.cuts_weight
-            if trained[unit] and (last or strategy.cuts_grad):
-                actions.append(Action(Kind.REDUCE, unit))
-    return _gather_ahead(actions, prefetch_units)
+            continue
+        actions += [Action(Kind.RESHARD, unit)] * strategy.cuts_weight
+        if trained[unit] and (last or strategy.cuts_grad) and i == last_close[unit]:
+            actions.append(Action(Kind.REDUCE, unit))
+    return _gather_ahead(_without_pauses(actions), prefetch_units)
+
+
+def _without_pauses(actions: list[Action]) -> list[Action]:
+    """A Unit that would be released and gathered again with nothing in between stays."""
+    kept: list[Action] = []
+    for action in actions:
+        if (
+            action.kind is Kind.UNSHARD
+            and kept
+            and kept[-1] == (Kind.RESHARD, action.unit, action.microbatch)
+        ):
+            kept.pop()
+        else:
+            kept.append(action)
+    return kept
 
 
 def _gather_ahead(actions: list[Action], units: int) -> list[Action]:
