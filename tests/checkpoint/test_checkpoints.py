@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from shardwise.checkpoint import Checkpoints, Item, Piece, verify
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.policy import CheckpointPolicy
+from shardwise.comm.world import World
 from shardwise.plan.errors import CheckpointError, MismatchError
 
 from .crew import (
@@ -264,6 +266,18 @@ def test_trainer_state_that_is_not_json_is_refused_on_all_ranks(
             raise result
 
 
+def test_ranks_that_disagree_on_a_tensor_are_told(tmp_path: Path) -> None:
+    def work(peers: ThreadPeers) -> None:
+        item = Item("master", "m", (8 - peers.rank,), torch.float32, [])
+        Checkpoints(tmp_path, peers, QUICK).save(1, [item], {}, asynchronous=False)
+
+    for result in crew(2, work):
+        with pytest.raises(
+            CheckpointError, match=r"master 'm' is \(7,\) F32 on rank 1, \(8,\) F32 on a rank before"
+        ):
+            raise result
+
+
 def test_ranks_that_disagree_on_the_step_are_told(tmp_path: Path) -> None:
     def work(peers: ThreadPeers) -> None:
         Checkpoints(tmp_path, peers, QUICK).save(peers.rank, [], {}, asynchronous=False)
@@ -353,7 +367,7 @@ def test_a_rank_that_dies_leaves_the_older_step_and_the_others_are_told(tmp_path
 
     def work(peers: ThreadPeers) -> None:
         files = Mortal() if peers.rank == dead else Files()
-        policy = CheckpointPolicy(timeout_s=0.3)
+        policy = CheckpointPolicy(timeout_s=1.5)
         Checkpoints(tmp_path, peers, policy, sizes=TINY, files=files).save(
             2, items_of(make_state(2), peers.rank, 2), {"step": 2}, asynchronous=False
         )
@@ -391,3 +405,30 @@ def test_two_writers_in_turn_share_one_store(tmp_path: Path) -> None:
             assert checkpoints.load(blank_items(peers.rank, 2)) is not None
 
     succeed(crew(2, work))
+
+
+# --------------------------------------------------------------------------------------- real processes
+
+
+def save_and_load_on(world: World, root: str, seed: int) -> tuple[int, list[tuple[str, bool]]]:
+    """Two saves behind each other, then a load with other cuts; which tensors came back equal."""
+    checkpoints = Checkpoints(root, world, QUICK, sizes=TINY)
+    for step in (1, 2):
+        checkpoints.save(step, items_of(make_state(step), world.rank, world.size, seed), {"step": step})
+    items = blank_items(world.rank, world.size, seed + 1)
+    loaded = checkpoints.load(items)
+    assert loaded is not None
+    expected = make_state(loaded.step)
+    return loaded.step, [
+        (item.name, torch.equal(piece.tensor, expected[item.kind, item.name][piece.start : piece.stop]))
+        for item in items
+        for piece in item.pieces
+    ]
+
+
+def test_processes_meet_over_the_store_of_the_world(tmp_path: Path, ranks: Callable) -> None:
+    for turn in range(2):  # the second time on the same store, as a second engine would
+        results = ranks(2).run(save_and_load_on, str(tmp_path / str(turn)), turn)
+        assert [step for step, _ in results] == [2, 2]
+        assert all(equal for _, found in results for _, equal in found)
+    assert_same(load_with(tmp_path / "0", 1, 0)[1], make_state(2))

@@ -102,7 +102,7 @@ def test_kill_at_a_sample_of_calls(tmp_path: Path, victim: Victim, ranks: int) -
     """Kills follow one another in one folder, each writer finding what the dead one before it left."""
     total = calls_of_two_saves(victim, tmp_path, ranks)
     step = 2
-    for number in range(ranks, total, 31):
+    for number in range(ranks, total, 43):
         step, fired = kill_and_look(
             victim, tmp_path, step, [step + 1, step + 2], ranks=ranks, at=number, torn=number % 2 == 0
         )

@@ -133,7 +133,7 @@ CHANGES: list[tuple[tuple[Any, ...], Any]] = [
     ((*TENSOR, "pieces"), []),
     ((*PIECE, "file"), "state/other.safetensors"),
     ((*PIECE, "file"), "../../etc/passwd"),
-    ((*PIECE, "offset"), 66),
+    ((*PIECE, "offset"), 62),
     ((*PIECE, "offset"), -64),
     ((*PIECE, "offset"), 2**62),
     ((*OTHER, "offset"), 92),
@@ -185,6 +185,23 @@ RAW: dict[str, bytes] = {
     "many objects": b'{"a":[' + b'{"":0},' * 2_000_000 + b"0]",
     "large text": b'{"a":"' + b"x" * (65 * 2**20) + b'"',
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "story"),
+    [
+        ('{"a": {"b": 1, "b": 2}}', "key 'b' stands twice"),
+        ('{"a": [NaN]}', "NaN is not JSON"),
+        ('{"a": -Infinity}', "-Infinity is not JSON"),
+        ('{"a": -1e999}', "-1e999 is not finite"),
+        ("[1]", "expected a JSON object, found list"),
+        ('{"a": 1} {', "Extra data"),
+        ("{'a': 1}", "not the JSON that was written"),
+    ],
+)
+def test_only_strict_json_is_read(text: str, story: str) -> None:
+    with pytest.raises(DamagedError, match=f"x: .*{story}"):
+        manifest.read_json(text.encode(), "x")
 
 
 @pytest.mark.parametrize("name", RAW)

@@ -144,6 +144,13 @@ def test_the_run_is_named(tmp_path: Path) -> None:
     assert [found.manifest.run for found in Folder(tmp_path, Files()).scan() if found.manifest] == ["gpt-7"]
 
 
+def test_nothing_is_removed_after_a_commit_that_cannot_be_read(tmp_path: Path) -> None:
+    save(writer(tmp_path), 1, 2)
+    with pytest.raises(DamagedError, match="nothing was removed"):
+        Folder(tmp_path, Files()).retain(1, None, tmp_path / "step_00000003")
+    assert numbers(tmp_path) == [1, 2]
+
+
 def rewrite(step: Path, **changes: int) -> None:
     """Another manifest with a right seal."""
     manifest = Manifest.decode((step / "manifest.json").read_bytes(), "x")

@@ -154,6 +154,13 @@ def linked_directory(step: Path) -> str:
     return "a link where a directory was written"
 
 
+def linked_manifest(step: Path) -> str:
+    path = step / "manifest.json"
+    path.rename(step.parent / "elsewhere")
+    path.symlink_to(step.parent / "elsewhere")
+    return "manifest.json"
+
+
 def fifo(step: Path) -> str:
     path = step / "manifest.json"
     path.unlink()
@@ -194,8 +201,8 @@ def older_manifest(step: Path) -> str:
 @pytest.mark.parametrize(
     "harm",
     [
-        stale, missing, short, long, zeros, link, linked_directory, fifo, pickled, no_manifest, cut_manifest,
-        huge_manifest, older_manifest,
+        stale, missing, short, long, zeros, link, linked_directory, linked_manifest, fifo, pickled, no_manifest,
+        cut_manifest, huge_manifest, older_manifest,
     ],
 )  # fmt: skip
 def test_harm_is_found_and_the_older_step_is_loaded(folder: Path, harm: Callable[[Path], str]) -> None:

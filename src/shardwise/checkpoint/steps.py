@@ -155,6 +155,8 @@ class Folder:
 
         Only readable steps count, so damaged ones never push out the last good one; they are left to the user.
         """
+        if keep_last is None and not any(".old-" in path.name for path, _ in self._paths()):
+            return
         readable = [one for one in self.scan() if one.manifest is not None]
         if all(one.path != committed for one in readable):
             raise DamagedError(
