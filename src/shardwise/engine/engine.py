@@ -57,7 +57,7 @@ class Engine:
         self._weight = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self.weight_reference = 0.0
-        """Power of two near the first weights, by which all are divided."""
+        """Power of two near the weight of the first global batch, by which all weights are divided."""
         self._pending: Any = None
 
     # Training --------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Engine:
         executor = self._parts.executor
         executor.begin_backward(last)
         try:
-            (loss if scale == 1.0 else loss * scale).backward(retain_graph=retain_graph)
+            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             executor.end_backward()
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error) and self._parts.strategy.cuts_weight:
@@ -164,16 +164,22 @@ class Engine:
         return result
 
     def _relative_weight(self, weight: float | None) -> float:
-        """The weight as a factor near 1, by a power of two that all ranks agreed on. Weights of 10^5 tokens times a
-        loss scale of 2^16 would overflow fp16; a power of two changes no digit."""
-        if weight is None:
-            return 1.0
+        """The weight as a factor of the loss: divided by a power of two near the weight of a whole global batch.
+
+        Gradient sums are then means already, but for a factor near 1: weights of 10^5 tokens times a loss scale of 2^16
+        do not overflow fp16, and with plain losses on 2^k microbatches nothing is left to divide in the step. A power
+        of two changes no digit.
+        """
         if not self.weight_reference:
-            mean = torch.tensor([float(weight), 1.0], dtype=torch.float64, device=self._parts.device)
-            self._parts.both.all_reduce(mean, "the first weights", purpose="control").wait()
-            average = float(mean[0] / mean[1])
-            self.weight_reference = 2.0 ** round(math.log2(average)) if average > 0 else 1.0
-        return float(weight) / self.weight_reference
+            average = 1.0
+            if weight is not None:
+                sums = torch.tensor([float(weight), 1.0], dtype=torch.float64, device=self._parts.device)
+                self._parts.both.all_reduce(sums, "the first weights", purpose="control").wait()
+                average = float(sums[0] / sums[1]) or 1.0
+            self.weight_reference = 2.0 ** round(
+                math.log2(average * self._parts.both.size * self._accumulation)
+            )
+        return (1.0 if weight is None else float(weight)) / self.weight_reference
 
     def _close_step(self, totals: Totals, norm: float, lr_factor: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
