@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import shared_ring
+from shardwise.comm import shared_memory, shared_ring
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.plan.errors import CommError, DeadlineError, UsageError
 
@@ -403,6 +403,28 @@ def _hear(seat: Seat) -> float:
     return float(tensor[0])
 
 
+def _run_out_of_memory(seat: Seat) -> str:
+    def fail(*args: Any) -> None:
+        raise MemoryError("no memory")
+
+    copy, shared_memory._copy = shared_memory._copy, fail
+    try:
+        _reduce(seat, "g", 2)
+    except MemoryError:
+        return "failed"
+    finally:
+        shared_memory._copy = copy
+    return "did not fail"
+
+
+def test_a_rank_that_fails_by_itself_is_missed_by_all(mortal: Workers) -> None:
+    mortal.run(2, _make, "g", 2)
+    mortal.start(0, _run_out_of_memory)
+    assert mortal.result(0) == "failed"
+    mortal.start(1, _reduce, "g", 2)
+    assert "rank 0 gave up: no memory" in str(mortal.result(1))
+
+
 class _Interrupted(Exception):
     pass
 
@@ -516,8 +538,7 @@ def test_no_file_ever_has_a_name_and_nothing_stays(mortal: Workers) -> None:
     mortal.run(3, _close, "g")
     after = mortal.run(3, _maps_and_descriptors)
     assert [maps for maps, _ in after] == [[]] * 3
-    # A store keeps one descriptor of its own.
-    assert all(end[1] - begin[1] <= 1 for begin, end in zip(before, after, strict=True))
+    assert [count for _, count in after] == [count for _, count in before]
 
 
 def _cannot(seat: Seat, fault: str, name: str) -> str:
@@ -542,7 +563,7 @@ def _cannot(seat: Seat, fault: str, name: str) -> str:
     except SharedMemoryUnavailable as error:
         error.__traceback__ = None
         assert _shared_maps() == [], "a mapping is left"
-        assert len(os.listdir("/proc/self/fd")) - before <= 1, "a descriptor is left"
+        assert len(os.listdir("/proc/self/fd")) == before, "a descriptor is left"
         return str(error)
     finally:
         if replaced:

@@ -265,13 +265,15 @@ class Rings:
                 )
 
     def _gone(self, missing: Sequence[int]) -> str:
-        """Who will not come any more, as a sentence."""
+        """Who will not come any more, as a sentence. A death comes before what other ranks say about it."""
+        ended = {life for life, _ in self._poll.poll(0)}
+        gone = [peer for peer in missing if self._lives[peer] in ended or self.rings[peer].state == _LEFT]
+        if gone:
+            return f"{self._list(gone)} ended or left the group; see the last lines of the log"
         for peer in self.peers:
             if self.rings[peer].state == _FAILED:
                 return f"{self._list([peer])} gave up: {self.rings[peer].reason}"
-        ended = {life for life, _ in self._poll.poll(0)}
-        gone = [peer for peer in missing if self._lives[peer] in ended or self.rings[peer].state == _LEFT]
-        return f"{self._list(gone)} ended or left the group; see the last lines of the log" if gone else ""
+        return ""
 
     def _where(self, call: Call) -> str:
         return f"rank {self._names[self._rank]}: {call.operation} of {call.what}"
