@@ -110,9 +110,10 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(runs: Runs) -> None:
 
 def test_a_finished_run_is_not_trained_further(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     runs.train()
-    before = runs.rows()
+    manifest = runs.folder / "run" / "checkpoints" / "step_00000006" / "manifest.json"
+    before = (runs.rows(), manifest.stat().st_mtime_ns)
     assert runs.train() == 0
-    assert runs.rows() == before
+    assert (runs.rows(), manifest.stat().st_mtime_ns) == before, "nothing is saved twice"
     assert "validation loss" in capsys.readouterr().out
 
 

@@ -259,7 +259,9 @@ def test_ranks_that_ignore_sigterm_are_killed_with_their_children(scripts: Scrip
             raise ValueError("end")
         time.sleep(60)
     """
+    started = time.monotonic()
     assert scripts.run(text) == 1
+    assert time.monotonic() - started < 30, "rank 1 would have slept for a minute"
     for name in ("worker.0", "worker.1", "daemon.0", "daemon.1"):
         assert not is_alive(scripts.pid(name)), name
 

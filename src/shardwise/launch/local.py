@@ -226,7 +226,11 @@ def run(
             raise
         finally:
             is_killed = len(requests.received) > 1
-            ending.stop(watch.processes, job.word, 0 if is_killed else grace_s)
+            if not ending.stop(watch.processes, job.word, 0 if is_killed else grace_s):
+                pids = [process.pid for process in watch.processes if process.poll() is None]
+                console.print(
+                    f"processes {pids} do not end: the kernel holds them", style="bold red", soft_wrap=True
+                )
             if sys.stdout.isatty():
                 console.show_cursor()  # a rank that was killed while it drew left it hidden
         return code

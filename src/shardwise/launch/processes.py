@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from shardwise.launch.environment import JOB
 
 POLL_S = 0.02
+_GONE_S = 5.0
+"""Between SIGKILL and giving up on a process."""
 
 
 def send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -77,14 +79,14 @@ def sweep(word: str) -> None:
         time.sleep(POLL_S)
 
 
-def stop(processes: Sequence[subprocess.Popen[bytes]], word: str, grace_s: float) -> None:
-    """SIGTERM to every rank, SIGKILL to what is left of it after ``grace_s``, and then to whatever it started."""
+def stop(processes: Sequence[subprocess.Popen[bytes]], word: str, grace_s: float) -> bool:
+    """SIGTERM to every rank, SIGKILL to what is left after ``grace_s`` and to whatever it started; whether all went."""
     for process in processes:
         if process.poll() is None:
             send(process, signal.SIGTERM)
     wait(processes, time.monotonic() + grace_s)
     for process in processes:
         kill_group(process)
-    for process in processes:
-        process.wait()
     sweep(word)
+    # One that the kernel holds inside a device or a file system ends later, if ever: the launcher does not wait for it.
+    return wait(processes, time.monotonic() + _GONE_S)
