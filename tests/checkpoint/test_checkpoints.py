@@ -294,7 +294,7 @@ def test_a_bad_piece_on_one_rank_stops_all(tmp_path: Path, behind: bool) -> None
     def work(peers: ThreadPeers) -> None:
         tensor = torch.zeros(8)[:: 1 + peers.rank]
         item = Item("master", "m", (16,), torch.float32, [Piece(8 * peers.rank, 8 * peers.rank + 8, tensor)])
-        checkpoints = Checkpoints(tmp_path, peers, CheckpointPolicy(timeout_s=1000))
+        checkpoints = Checkpoints(tmp_path, peers, QUICK)
         checkpoints.save(1, [item], {}, asynchronous=behind)
         checkpoints.wait()
 
@@ -338,6 +338,30 @@ def test_host_memory_is_used_again(tmp_path: Path) -> None:
         places.add(checkpoints._buffer._memory.data_ptr())
     checkpoints.wait()
     assert len(places) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("behind", [True, False])
+def test_state_on_a_device(tmp_path: Path, behind: bool) -> None:
+    device = torch.accelerator.current_accelerator()
+    items = [
+        item._replace(pieces=[piece._replace(tensor=piece.tensor.to(device)) for piece in item.pieces])
+        for item in items_of(make_state(3))
+    ]
+    checkpoints = Checkpoints(tmp_path, sizes=TINY)
+    checkpoints.save(3, items, {"step": 3}, asynchronous=behind)
+    for item in items if behind else []:
+        for piece in item.pieces:
+            piece.tensor.zero_()
+    checkpoints.wait()
+    for item in items:
+        for piece in item.pieces:
+            piece.tensor.zero_()
+    checkpoints.load(items)
+    expected = make_state(3)
+    for item in items:
+        for start, stop, tensor in item.pieces:
+            assert torch.equal(tensor.cpu(), expected[item.kind, item.name][start:stop])
 
 
 class FailingFiles(Files):
