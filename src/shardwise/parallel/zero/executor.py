@@ -9,10 +9,15 @@ Unit's next Actions, and a cursor runs everything in the list up to there.
 
 A Unit that this rank skips is gathered and reduced when the cursor passes it, so the ranks issue the same collectives
 in the same order whatever their data made them do. What the list cannot serve (a Unit used a second time, or out of
-order) is gathered on the spot and appended to ``departures``.
+order) is gathered on the spot and appended to ``departures``; the backward pass then mirrors what the forward pass did.
+All ranks must depart alike: the names of their collectives are compared in each step.
 
 The order starts as the order of registration. Every forward pass writes down its own; when all ranks have seen the same
 one (their hashes travel with the gradient norm) the lists are made anew from it.
+
+[Note: deferred gathers]
+An UNSHARD ahead of its use finds its memory taken where the order changed since memory was given out. It then waits for
+the F or B of its Unit, or for the cursor to pass that: at a point of the list, again, and so on every rank alike.
 
 [Note: forced closing]
 A Unit's backward window is over when all its gradients have landed. Where some never will (unused, frozen), the window
@@ -62,6 +67,7 @@ class UnitState:
     missing: int = 0
     """Gradients that have not landed in this backward pass."""
     is_reduced: bool = False
+    in_forward: bool = False
     in_backward: bool = False
     recomputes: bool = False
     """Gathered by a forward pass inside the backward pass. [Note: recomputing]"""
@@ -98,11 +104,14 @@ class Executor:
         self.brackets: tuple[Bracket, ...] = tuple(registration_brackets([s.unit.name for s in self.states]))
         """The order that the lists follow."""
         self._seen: list[Bracket] = []
+        self._departed = False
+        self._deferred: set[int] = set()
         self._forward = forward_actions(self.brackets, strategy, prefetch_units)
-        self._backward: dict[tuple[int, bool], list[Action]] = {}
+        self._backward: dict[tuple[tuple[Bracket, ...], bool], list[Action]] = {}
         self._list: list[Action] = []
         self._cursor = 0
-        self._passes = 0
+        self._passes: list[tuple[Bracket, ...]] = []
+        """Order of each forward pass since the last backward pass: the agreed one, or its own where it departed."""
         self._is_backward = False
         self._is_last = True
         self._root_is_open = False
@@ -139,26 +148,49 @@ class Executor:
                 break
         else:
             return False
-        for action in actions[self._cursor : position]:
-            if not action[0].computes:
-                self._run[action[0]](self.states[action[1]])
+        self._pass_by(self._cursor, position)
         self._cursor = position + 1
         return True
 
     def _finish_list(self) -> None:
-        for action in self._list[self._cursor :]:
-            if not action.kind.computes:
-                self.run(action)
+        self._pass_by(self._cursor, len(self._list))
         self._cursor = len(self._list)
 
+    def _pass_by(self, start: int, stop: int) -> None:
+        """Run what serves the passes in between, and these not: this rank's data skipped them."""
+        for action in self._list[start:stop]:
+            if not action[0].computes:
+                self._run[action[0]](self.states[action[1]])
+            elif action[1] in self._deferred:
+                self._need(self.states[action[1]])
+
     def _unshard(self, state: UnitState) -> None:
+        if any(bucket.in_the_way is not None for bucket in state.buckets):
+            self._deferred.add(state.unit.index)  # [Note: deferred gathers]
+            return
         for bucket in state.buckets:
             bucket.start_gather()
+
+    def _need(self, state: UnitState) -> None:
+        """The Unit's weights are needed now. Who was gathered ahead into its memory makes way."""
+        for bucket in state.buckets:
+            if bucket.in_the_way is None:
+                continue
+            holder = self._holders[bucket.in_the_way]
+            if holder.in_forward or (holder.in_backward and not state.recomputes):
+                break  # the slot itself will complain
+            for other in holder.buckets:
+                other.release()
+            holder.made_way = holder.in_backward
+            if not holder.in_backward:
+                self._deferred.add(holder.unit.index)
+        state.gather()
+        self._deferred.discard(state.unit.index)
 
     def _reshard(self, state: UnitState) -> None:
         for bucket in state.buckets:
             bucket.release()
-        state.in_backward = state.recomputes = state.made_way = False
+        state.in_forward = state.in_backward = state.recomputes = state.made_way = False
 
     def _reduce(self, state: UnitState) -> None:
         for bucket in state.buckets:
@@ -174,19 +206,24 @@ class Executor:
             return
         if self._is_backward:
             if self.strategy.cuts_weight and (state.made_way or not state.in_backward):
-                self._gather_to_recompute(state)
+                state.recomputes = True
+                self._need(state)
+                state.recomputes, state.made_way = not state.in_backward, False
             return
         if index == 0:
             self._release_all()  # what an exception in the last pass left behind
-            self._list, self._cursor = self._forward, 0
-            self._seen = []
+            self._begin(self._forward)
+            self._seen, self._departed = [], False
             self._root_is_open = True
         if self._root_is_open:
             self._seen.append(Bracket(True, index))
-        if not self._advance_to(Kind.F, index) and self.strategy.cuts_weight:
-            self._depart(f"forward of {state.unit.title} is not next in the list")
-            state.gather()
-        state.finish_gather()
+        is_next = self._advance_to(Kind.F, index)
+        if self.strategy.cuts_weight:
+            if not is_next:
+                self._depart(f"forward of {state.unit.title} is not next in the list")
+                self._departed = True
+            self._need(state)
+            state.in_forward = True
 
     def _after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         state = self.states[index]
@@ -206,7 +243,7 @@ class Executor:
             self._finish_list()
             self._root_is_open = False
             if torch.is_grad_enabled():
-                self._passes += 1
+                self._passes.append(self._completed(self._seen) if self._departed else self.brackets)
 
     def _watch(self, index: int, output: Any) -> None:
         """Whichever output's gradient comes first opens the Unit's backward window."""
@@ -223,22 +260,14 @@ class Executor:
         elif Action(Kind.RESHARD, index) not in actions[self._cursor :]:
             self._reshard(state)
 
-    def _gather_to_recompute(self, state: UnitState) -> None:
-        """[Note: recomputing]"""
-        for bucket in state.buckets:
-            if bucket.in_the_way is not None:
-                holder = self._holders[bucket.in_the_way]
-                for other in holder.buckets:
-                    other.release()
-                holder.made_way = holder.in_backward
-        state.gather()
-        state.recomputes = not state.in_backward
-        state.made_way = False
-
     def _release_all(self) -> None:
         if self.strategy.cuts_weight:
             for state in self.states:
                 self._reshard(state)
+
+    def _begin(self, actions: list[Action]) -> None:
+        self._list, self._cursor = actions, 0
+        self._deferred.clear()
 
     def run_as_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``function`` inside the root's window, as if it were the model's forward (which it may call)."""
@@ -262,12 +291,14 @@ class Executor:
                     f"backward: {name} was frozen when the engine was made and requires a gradient now, for which "
                     "there is no buffer; set requires_grad before initialize(), or save, make a new engine and load"
                 )
-        passes = max(self._passes, 1)
-        if (passes, last) not in self._backward:
-            self._backward[passes, last] = backward_actions(
-                self.brackets * passes, self.strategy, self._trained, last, self.prefetch_units
+        order = tuple(bracket for brackets in self._passes for bracket in brackets) or self.brackets
+        if (order, last) not in self._backward:
+            if len(self._backward) > 8:
+                self._backward.clear()
+            self._backward[order, last] = backward_actions(
+                order, self.strategy, self._trained, last, self.prefetch_units
             )
-        self._list, self._cursor = self._backward[passes, last], 0
+        self._begin(self._backward[order, last])
         self._is_backward, self._is_last = True, last
         for state in self.states:
             state.missing = state.trained_parameters
@@ -278,11 +309,13 @@ class Executor:
         self._finish_list()
         self._release_all()
         self._is_backward = False
-        self._passes = 0
+        self._passes.clear()
 
     def abandon(self) -> None:
         """After an exception in the middle of a pass: back to the state between two steps."""
-        self._list, self._cursor, self._is_backward, self._passes = [], 0, False, 0
+        self._begin([])
+        self._is_backward = False
+        self._passes.clear()
         self._release_all()
         for state in self.states:
             for bucket in state.buckets:
@@ -299,7 +332,7 @@ class Executor:
         state.in_backward = True
         if not self._advance_to(Kind.B, index):
             self._depart(f"backward of {state.unit.title} is not next in the list")
-        state.gather()
+        self._need(state)
 
     def _land(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]
@@ -348,15 +381,19 @@ class Executor:
 
     def adopt_order(self) -> None:
         """All ranks have seen the same order: follow it from now on."""
-        if self._seen and tuple(self._seen) != self.brackets and self._seen[0] == Bracket(True, 0):
-            absent = [
-                state.unit.index for state in self.states if Bracket(True, state.unit.index) not in self._seen
-            ]
-            # Units that nobody runs keep their place in the lists: a later step may use them on some ranks.
-            unused = [bracket for unit in absent for bracket in (Bracket(True, unit), Bracket(False, unit))]
-            self.brackets = (self._seen[0], *self._seen[1:-1], *unused, self._seen[-1])
-            self._forward = forward_actions(self.brackets, self.strategy, self.prefetch_units)
-            self._backward.clear()
+        if self._seen:
+            order = self._completed(self._seen)
+            if order != self.brackets:
+                self.brackets = order
+                self._forward = forward_actions(order, self.strategy, self.prefetch_units)
+                self._backward.clear()
+
+    def _completed(self, seen: Sequence[Bracket]) -> tuple[Bracket, ...]:
+        """An order with the Units that did not run: a later step may use them on some ranks, and all are reduced."""
+        ran = {bracket.unit for bracket in seen}
+        absent = [state.unit.index for state in self.states if state.unit.index not in ran]
+        brackets = [bracket for unit in absent for bracket in (Bracket(True, unit), Bracket(False, unit))]
+        return (*seen[:-1], *brackets, seen[-1])
 
     def _depart(self, text: str) -> None:
         self.departures.append(text)
