@@ -30,7 +30,7 @@ from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
 from shardwise.optim.schedule import factor
-from shardwise.plan.errors import NonFiniteError, UsageError
+from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -67,7 +67,7 @@ class Engine:
 
         Any other arguments go to the model as they are. Floating inputs are cast to the compute dtype.
         """
-        if self._microbatch >= self._accumulation:
+        if self._microbatch >= self._accumulation and torch.is_grad_enabled():
             raise UsageError(
                 f"engine(batch): {self._accumulation} microbatches have run; call engine.step() after each backward"
             )
@@ -101,7 +101,10 @@ class Engine:
         try:
             loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             executor.end_backward()
-        except RuntimeError as error:
+        except CommError:
+            raise
+        except Exception as error:
+            self._discard()  # half of the gradients have landed; the next step may not start from them
             if "modified by an inplace operation" in str(error) and self._parts.strategy.cuts_weight:
                 raise UsageError(
                     "backward: a weight was needed after its Unit had been released, or was changed in place between "
@@ -201,9 +204,8 @@ class Engine:
         if scale is not None and not scale.at_floor:
             return
         where = first_non_finite(self, self._pending)
+        self._discard()
         what = f"the loss scale is at its floor {scale.policy.floor}" if scale else "gradients are not finite"
-        for bucket, _ in self._parts.trained:
-            bucket.forget_gradients()
         raise NonFiniteError(
             f"step {self.step_count + 1}: {what}; {where}. The weights are those of step {self.step_count}. "
             "Look at the data of this step, lower the learning rate, clip gradients, or widen precision.compute"
@@ -237,6 +239,8 @@ class Engine:
         The weights outside the repeated blocks are there while it runs, and gradients flow as after ``engine(batch)``.
         """
         function = getattr(self.module, method) if isinstance(method, str) else method
+        device, dtype = self._parts.device, self.config.precision.compute_dtype
+        args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
         return self._parts.executor.run_as_forward(function, args, kwargs)
 
     # Looking at the state --------------------------------------------------------------------------------------
@@ -376,7 +380,11 @@ class Engine:
         try:
             yield
         except Exception:
-            self._parts.executor.abandon()
-            self._microbatch, self._weight = 0, 0.0
-            self._loss_sum = torch.zeros((), dtype=torch.float64)
+            self._discard()
             raise
+
+    def _discard(self) -> None:
+        """Drop the microbatches of this step."""
+        self._parts.executor.abandon()
+        self._microbatch, self._weight = 0, 0.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64)

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.plan.errors import ShardwiseError
-
 
 def first_non_finite(engine: Any, pending: Any) -> str:
     """A sentence that names the first module with a non-finite output, or says that the backward pass is to blame.
@@ -29,14 +27,10 @@ def first_non_finite(engine: Any, pending: Any) -> str:
 
     handles = [module.register_forward_hook(look) for module in names]
     args, kwargs = pending
-    microbatch, engine._microbatch = engine._microbatch, 0
     try:
         with torch.no_grad():
             engine(*args, **kwargs)
-    except ShardwiseError:
-        raise
     finally:
-        engine._microbatch = microbatch
         for handle in handles:
             handle.remove()
     if found:

@@ -75,13 +75,9 @@ class UnitState:
     """Its backward window is open, but its memory is lent to a Unit that recomputes."""
 
     def gather(self) -> None:
-        """UNSHARD, started and finished."""
+        """UNSHARD, finished."""
         for bucket in self.buckets:
             bucket.start_gather()
-        self.finish_gather()
-
-    def finish_gather(self) -> None:
-        """What a forward or backward of the Unit waits for."""
         for bucket in self.buckets:
             bucket.finish_gather()
 
@@ -113,7 +109,6 @@ class Executor:
         self._passes: list[tuple[Bracket, ...]] = []
         """Order of each forward pass since the last backward pass: the agreed one, or its own where it departed."""
         self._is_backward = False
-        self._is_last = True
         self._root_is_open = False
         self._root_is_held = False
         self._holders: dict[Hashable, UnitState] = {
@@ -299,7 +294,7 @@ class Executor:
                 order, self.strategy, self._trained, last, self.prefetch_units
             )
         self._begin(self._backward[order, last])
-        self._is_backward, self._is_last = True, last
+        self._is_backward = True
         for state in self.states:
             state.missing = state.trained_parameters
             state.is_reduced = state.in_backward = state.recomputes = state.made_way = False
