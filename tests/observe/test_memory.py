@@ -38,3 +38,10 @@ def test_a_missing_source_is_no_number() -> None:
 @needs_proc
 def test_on_a_processor_the_memory_in_use_is_resident_memory() -> None:
     assert (memory.in_use_bytes(torch.device("cpu")) or 0) > 10 * MIB
+
+
+@needs_proc
+def test_what_is_available_is_less_than_the_machine_and_more_than_nothing() -> None:
+    available = memory.available_bytes(torch.device("cpu"))
+    total = memory._field_of("/proc/meminfo", "MemTotal")
+    assert available is not None and total is not None and 0 < available < total

@@ -79,12 +79,7 @@ def test_the_bar_shows_the_step_and_the_last_validation_loss() -> None:
     bar.write(StepRecord(2, 2.5, step_s=1.5))
     bar.close()
     last = text.getvalue()
-    assert (
-        "step 2/10" in last
-        and "loss 2.5000" in last
-        and "val 2.7500" in last
-        and "1.50 s/step" in last
-    )
+    assert "step 2/10" in last and "loss 2.5000" in last and "val 2.7500" in last and "1.50 s/step" in last
     assert "\x1b[?25h" in last, "the cursor is given back"
 
 

@@ -7,10 +7,11 @@ A signal is acted on between two steps: the ranks learn of it in the reduction t
 stop after the same one.
 """
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from shardwise.models import Gpt, GptPolicy, flops_per_token
 from shardwise.models import build as build_model
 from shardwise.models.generate import generate
 from shardwise.observe.flops import mfu, peak_of, pf_days
-from shardwise.observe.memory import in_use_bytes
+from shardwise.observe.memory import available_bytes, in_use_bytes
 from shardwise.observe.metrics import Sink, StepRecord
 from shardwise.observe.progress import bytes_text, count_text
 from shardwise.plan.errors import ConfigError, DataError
@@ -39,6 +40,8 @@ _log = logging.getLogger(__name__)
 _IGNORED = -100
 """Target that no loss counts."""
 _TOKENISING_LINE_S = 5.0
+_TEMPERATURE, _TOP_K = 0.8, 50
+"""How the sample at the end is drawn."""
 
 
 # Parts -------------------------------------------------------------------------------------------------------------
@@ -75,8 +78,9 @@ def _open_data(config: RunConfig, world: World, folder: RunFolder) -> Corpus:
     """The corpus, the same on every rank."""
     corpus = build(config.data, _context_of(config), folder.cache, _Tokenising() if world.rank == 0 else None)
     if world.size > 1:
-        world.post("trainer/data", corpus.fingerprint() or "")
-        told = world.collect("trainer/data", config.checkpoint.timeout_s)
+        key = f"trainer/{world.next_engine()}/data"  # a key of its own: what was once posted stays
+        world.post(key, corpus.fingerprint() or "")
+        told = world.collect(key, config.checkpoint.timeout_s)
         others = [rank for rank, fingerprint in enumerate(told) if fingerprint != told[0]]
         if others:
             raise DataError(
@@ -129,6 +133,8 @@ class Trainer:
         self.corpus = _open_data(resolved.config, world, folder)
         self.config = _with_vocabulary(resolved.config, self.corpus)
         self.engine: Engine = shardwise.initialize(_make_model(self.config), self.config, world=world)
+        registry = self.engine.plan.registry
+        self.parameters = sum(math.prod(info.shape) for info in registry.of_kind("parameter"))
         batch = self.config.batch
         assert batch.global_size and batch.micro_size, "Request.load refuses a run without a batch size"
         self.micro_size = batch.micro_size
@@ -155,10 +161,9 @@ class Trainer:
 
     def description(self) -> str:
         """The model and what it takes, in a line."""
-        plan, state = self.engine.plan, self.engine.state_bytes()
-        parameters = sum(math.prod(info.shape) for info in plan.registry.of_kind("parameter"))
+        state = self.engine.state_bytes()
         return (
-            f"{count_text(parameters)} parameters, ZeRO-{self.config.zero.stage}, "
+            f"{count_text(self.parameters)} parameters, ZeRO-{self.config.zero.stage}, "
             f"model state {bytes_text(sum(state.values()))} on this rank"
         )
 
@@ -266,6 +271,29 @@ class Trainer:
         if not isinstance(self.engine.module, Gpt) or tokenizer is None or train.sample_tokens == 0:
             return None
         prompt = torch.tensor([tokenizer.encode(train.sample_prompt) or [0]], device=self.world.device)
-        with self.engine.full_parameters():
-            tokens = generate(self.engine.module, prompt, train.sample_tokens, 0.8, 50, train.seed)
+        context = self.engine.module.policy.context
+        with self._callable_model() as model:
+            tokens = generate(
+                model, prompt, train.sample_tokens, _TEMPERATURE, _TOP_K, train.seed, context=context
+            )
         return tokenizer.decode(tokens[0].tolist())
+
+    @contextlib.contextmanager
+    def _callable_model(self) -> Iterator[Callable[..., Tensor]]:
+        """The model to generate with: gathered once where that fits, else Unit by Unit for every token."""
+        if self.engine.agree(not self.whole_model_fits()):
+            self.engine.eval()
+            try:
+                yield self.engine
+            finally:
+                self.engine.train()
+        else:
+            with self.engine.full_parameters():
+                yield self.engine.module
+
+    def whole_model_fits(self) -> bool:
+        """The weights of the whole model fit beside what is held now, with as much again to spare."""
+        dtype = self.config.precision.compute_dtype or torch.float32
+        sharers = self.world.local_size if self.world.device.type == "cpu" else 1
+        available = available_bytes(self.world.device)
+        return available is None or 2 * sharers * self.parameters * dtype.itemsize <= available

@@ -50,3 +50,11 @@ def in_use_bytes(device: torch.device) -> int | None:
     if device.type == "cpu":
         return resident_bytes()
     return torch.accelerator.max_memory_allocated(device)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that could still be taken on ``device``, by all its processes together; None where unknown."""
+    if device.type == "cpu":
+        return _field_of("/proc/meminfo", "MemAvailable")
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free)
