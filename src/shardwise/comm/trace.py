@@ -4,8 +4,12 @@ The count is the ring algorithms' lower bound per rank, from the sizes of the te
 missing, doubled or unpadded collective shows as a difference from the plan's closed form:
 
     all-gather, reduce-scatter   P (N-1)/N      all-reduce  2P (N-1)/N      broadcast  P (N-1)/N
+
+Ranks whose collectives differ in kind but not in size would take each other's bytes for their own, and a transport need
+not notice. ``sequence`` is what they compare.
 """
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -28,9 +32,14 @@ class Traffic:
     """Running totals by (operation, purpose)."""
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
+    sequence: int = 0
+    """32-bit hash of all collectives so far, in their order: equal on ranks that called the same ones."""
 
-    def add(self, operation: Operation, purpose: Purpose, elements: int, itemsize: int, ranks: int) -> None:
-        """Count one collective over ``ranks`` ranks on a full tensor of ``elements``."""
+    def add(
+        self, operation: Operation, purpose: Purpose, elements: int, itemsize: int, ranks: int, what: str = ""
+    ) -> None:
+        """Count one collective over ``ranks`` ranks on a full tensor of ``elements``; ``what`` names the tensor."""
+        self.sequence = zlib.crc32(f"{operation} {what} {elements}".encode(), self.sequence)
         sent = _SENT[operation] * elements * (ranks - 1) // ranks
         old = self.counts.get((operation, purpose), Count())
         self.counts[operation, purpose] = Count(
@@ -43,5 +52,5 @@ class Traffic:
         return Count(*(sum(column) for column in zip(*rows, strict=True))) if rows else Count()
 
     def clear(self) -> None:
-        """Start again from nothing."""
+        """Start counting from nothing."""
         self.counts.clear()

@@ -1,7 +1,8 @@
 """The optimizer step: the end of the Plan's list.
 
     1  every gradient has arrived where its master lies                       (REDUCE, started in the backward pass)
-    2  one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units
+    2  one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units, a
+       hash of the collectives so far                                         (ranks that differ in it stop here)
     3  all ranks decide alike: scale, clip, or skip
     4  STEP, Unit by Unit: update masters and moments, round into the weights
     5  UNSHARD what is kept whole but updated in pieces                       (stages 1 and 2)
@@ -23,6 +24,7 @@ from shardwise.optim.clip import clip_factor, share, square_sum
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.executor import Executor
+from shardwise.plan.errors import CommError
 
 
 class StepResult(NamedTuple):
@@ -70,21 +72,35 @@ def exchange(trained: Sequence[Trained], both: Group, executor: Executor, local:
         mine = share(bucket.owned_grad, both.index // count, copies)
         squares = squares + square_sum(mine).cpu()
         used += map(float, bucket.used)
-    order = float(executor.order_hash)
-    vector = torch.tensor([*local, order, order * order, *used], dtype=torch.float64)
+    order, sequence = float(executor.order_hash), float(both.traffic.sequence >> 12)
+    vector = torch.tensor(
+        [*local, order, order * order, sequence, sequence * sequence, *used], dtype=torch.float64
+    )
     vector = torch.cat([squares.reshape(1), vector])
     device = trained[0].bucket.weight.device if trained else torch.device("cpu")
     on_device: Tensor = vector.to(device)
     both.all_reduce(on_device, "the gradient norm", purpose="control").wait()
     total = on_device.tolist()
+    if not _agree(both.size, total[6], total[7]):
+        raise CommError(
+            f"rank {both.ranks[both.index]}, step {both.clock.step}: the ranks did not run the same collectives in the "
+            "same order, so weights and gradients were mixed up; the weights of the step before are intact. At stage 3 "
+            "data may make a rank skip Units, but not run them in another order than other ranks. Departures from the "
+            f"Plan here: {executor.departures[-3:] or 'none'}"
+        )
     return Totals(
         weight=total[1],
         loss=total[2],
         squares=total[0],
-        used=[count > 0 for count in total[6:]],
-        orders_agree=both.size * int(total[5]) == int(total[4]) ** 2,
+        used=[count > 0 for count in total[8:]],
+        orders_agree=_agree(both.size, total[4], total[5]),
         flags=int(total[3]),
     )
+
+
+def _agree(ranks: int, total: float, squares: float) -> bool:
+    """True where all ranks brought the same 20-bit number: n Σ h² = (Σ h)², exact up to thousands of ranks."""
+    return abs(ranks * squares - total * total) <= ranks * 2.0**-50 * total * total
 
 
 def gradient_norm(totals: Totals, scale: float) -> float:
