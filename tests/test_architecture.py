@@ -35,15 +35,21 @@ def test_walls(file: Path) -> None:
     assert ast.get_docstring(tree), "a module opens with its idea"
     modules = set(imported(file))
     if room(file) not in ("comm", "launch"):
-        assert not any(name.startswith("torch.distributed") for name in modules), "torch.distributed is for comm/ alone"
+        assert not any(name.startswith("torch.distributed") for name in modules), (
+            "torch.distributed is for comm/ alone"
+        )
     assert not {name.split(".")[0] for name in modules} & FORBIDDEN_MODULES, "no pickle in any form"
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Global), "no global state"
         if isinstance(node, ast.Attribute):
             pickles = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
-            assert node.attr not in pickles | {"send_object_list", "recv_object_list"}, "these collectives pickle"
+            assert node.attr not in pickles | {"send_object_list", "recv_object_list"}, (
+                "these collectives pickle"
+            )
             if node.attr == "environ" and room(file) != "launch":
-                assert file == SOURCE / "comm" / "world.py", "the environment is read in launch/ and comm/world.py"
+                assert file == SOURCE / "comm" / "world.py", (
+                    "the environment is read in launch/ and comm/world.py"
+                )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("eval", "exec"), "no eval"
         if isinstance(node, ast.keyword) and node.arg == "shell":
@@ -55,7 +61,9 @@ def test_walls(file: Path) -> None:
 
 
 def test_siblings_in_parallel_do_not_import_one_another() -> None:
-    techniques = {path.name for path in (SOURCE / "parallel").iterdir() if path.is_dir() and path.name[0] != "_"}
+    techniques = {
+        path.name for path in (SOURCE / "parallel").iterdir() if path.is_dir() and path.name[0] != "_"
+    }
     for file in (SOURCE / "parallel").rglob("*.py"):
         own = file.relative_to(SOURCE / "parallel").parts[0]
         for name in imported(file):

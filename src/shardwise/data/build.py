@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.policy import DataPolicy
-from shardwise.data.target import call_target
 from shardwise.data.text import Progress, open_source
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.data.windows import Span, Windows, hold_out
 from shardwise.plan.errors import DataError
+from shardwise.plan.target import call_target
 
 
 @dataclass(frozen=True)

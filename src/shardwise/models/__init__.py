@@ -8,12 +8,12 @@ generate(...)          text from a trained model
 
 from torch import nn
 
-from shardwise.data.target import call_target
 from shardwise.models.export import write_huggingface
 from shardwise.models.gpt import Gpt, GptPolicy, flops_per_token
 from shardwise.models.policy import ModelPolicy, TargetPolicy
 from shardwise.models.source import WeightSource, gpt_policy_from_huggingface, open_weights
 from shardwise.plan.errors import ConfigError
+from shardwise.plan.target import call_target
 
 __all__ = [
     "Gpt",

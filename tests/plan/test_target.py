@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.data.target import call_target
 from shardwise.plan.errors import ConfigError
+from shardwise.plan.target import call_target
 
 
 @pytest.fixture(autouse=True)
