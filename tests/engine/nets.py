@@ -1,0 +1,49 @@
+"""Tiny models of the engine's tests."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 11
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Two linears and a norm around a residual."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width + 1)
+        self.down = nn.Linear(width + 1, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+class Language(nn.Module):
+    """An embedding tied to the head, blocks, and a mean loss over targets that are not -100."""
+
+    def __init__(self, blocks: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def seeded(make: Any, *args: Any, seed: int = 0, dtype: torch.dtype = torch.float64, **kwargs: Any) -> Any:
+    """The same model on every rank and in the plain loop."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make(*args, **kwargs).to(dtype)

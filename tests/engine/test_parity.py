@@ -1,0 +1,189 @@
+"""Every stage on every number of ranks equals one process with a plain torch loop.
+
+One global batch of 12 sequences a step is cut into ranks × accumulation pieces. In the last step only 7 are left and
+their targets are masked unevenly, so that the pieces weigh differently and some rank has nothing at all.
+"""
+
+import hashlib
+import os
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.models.initial import Normal
+from tests.engine.nets import VOCABULARY, Language, seeded
+from tests.engine.plain import Truth, train, worst
+
+SEQUENCES = 12
+CONTEXT = 5
+CLIP = 0.5
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)},
+    "sgd": {"type": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+}
+
+
+class Case(NamedTuple):
+    """One row of the table."""
+
+    stage: int
+    replicate: int
+    accumulation: int
+    optimizer: str
+    precision: str
+    transport: str = "auto"
+    reduce: str = "auto"
+    prefetch: int = 0
+
+    def __str__(self) -> str:
+        more = [f"replicate{self.replicate}"] * (self.replicate > 1) + [self.transport] * (
+            self.transport != "auto"
+        )
+        more += [self.reduce] * (self.reduce != "auto") + [f"ahead{self.prefetch}"] * (self.prefetch > 0)
+        return "-".join(
+            [f"zero{self.stage}", f"x{self.accumulation}", self.optimizer, self.precision, *more]
+        )
+
+
+class Figures(NamedTuple):
+    """Largest errors over three steps."""
+
+    gradients: float
+    norm: float
+    weights: float
+    loss: float
+
+
+def cases(size: int) -> list[Case]:
+    """The table for ``size`` ranks."""
+    layouts = [(stage, 1) for stage in range(4)] + [(stage, 2) for stage in range(4) if size == 4]
+    table = [
+        Case(stage, replicate, accumulation, optimizer, "fp64")
+        for stage, replicate in layouts
+        for accumulation in (1, 3)
+        for optimizer in ("adamw", "sgd")
+    ]
+    table += [
+        Case(stage, replicate, accumulation, "sgd", "fp32")
+        for stage, replicate in layouts
+        for accumulation in (1, 3)
+    ]
+    if size > 1:
+        table += [Case(stage, replicate, 3, "adamw", "fp64", "torch") for stage, replicate in layouts]
+        table += [Case(stage, replicate, 3, "sgd", "fp32", "torch") for stage, replicate in layouts]
+        table += [Case(stage, 1, 3, "adamw", "fp64", reduce="step") for stage in (2, 3)]
+        table += [Case(3, 1, 3, "adamw", "fp64", "torch", prefetch=ahead) for ahead in (1, 2)]
+    return table
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of the global batch: [12, 5] each."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (SEQUENCES, CONTEXT), generator=generator)
+    targets = torch.randint(0, VOCABULARY, (SEQUENCES, CONTEXT), generator=generator)
+    if step == 2:
+        targets[7:] = -100
+        targets[1, 2:] = -100
+        targets[4, :4] = -100
+    return tokens, targets
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(*batch)
+    return loss
+
+
+def torch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    options = {key: value for key, value in OPTIMIZERS[name].items() if key != "type"}
+    cls = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
+    return cls(model.parameters(), **options)
+
+
+@cache
+def truth(optimizer: str, precision: str) -> list[Truth]:
+    """The plain loop, sequence by sequence, so that the addends are known."""
+    model = seeded(Language, dtype=DTYPES[precision])
+    steps = []
+    for step in range(3):
+        tokens, targets = data(step)
+        counts = (targets != -100).sum(dim=1).tolist()
+        steps.append(
+            [((tokens[i : i + 1], targets[i : i + 1]), counts[i]) for i in range(SEQUENCES) if counts[i]]
+        )
+    return train(model, torch_optimizer(optimizer, model), steps, loss_of, CLIP)
+
+
+def measure(world: Any, case: Case) -> Figures:
+    """Train three steps on this rank's pieces and compare."""
+    model = seeded(Language, dtype=DTYPES[case.precision])
+    engine = shardwise.initialize(
+        model,
+        {
+            "zero": {"stage": case.stage, "reduce": case.reduce, "prefetch_units": case.prefetch},
+            "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
+            "batch": {"accumulation": case.accumulation},
+            "optimizer": OPTIMIZERS[case.optimizer],
+            "clip": CLIP,
+            "comm": {"transport": case.transport, "deadline_s": 20.0},
+        },
+        world=world,
+    )
+    figures = Figures(0.0, 0.0, 0.0, 0.0)
+    share = SEQUENCES // (world.size * case.accumulation)
+    for step, wanted in enumerate(truth(case.optimizer, case.precision)):
+        tokens, targets = data(step)
+        for microbatch in range(case.accumulation):
+            first = (microbatch * world.size + world.rank) * share
+            piece = tokens[first : first + share], targets[first : first + share]
+            weight = int((piece[1] != -100).sum())
+            loss = engine(piece if weight else (tokens[:1], targets[:1]))
+            engine.backward(loss, weight=weight)
+            if microbatch == case.accumulation - 1:
+                gradients = engine.gradients()
+            result = engine.step()
+        assert result is not None and not result.skipped
+        weights = engine.state_dict()
+        assert torch.equal(weights["head.weight"], weights["embed.weight"])
+        del weights["head.weight"]
+        figures = Figures(
+            max(figures.gradients, worst(gradients, wanted.gradients, wanted.addends)),
+            max(figures.norm, abs(result.grad_norm - wanted.norm) / wanted.norm),
+            max(figures.weights, worst(weights, wanted.weights)),
+            max(figures.loss, abs(result.loss - wanted.loss) / wanted.loss),
+        )
+    engine.close()
+    return figures
+
+
+def measure_all(world: Any, table: list[Case]) -> list[Figures]:
+    return [measure(world, case) for case in table]
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: Any) -> Any:
+    """Figures of all cases, worst over the ranks; one call per number of ranks."""
+
+    @cache
+    def get(size: int) -> dict[Case, Figures]:
+        table = cases(size)
+        by_rank = ranks(size).run(measure_all, table)
+        return {
+            case: Figures(*(max(column) for column in zip(*rows, strict=True)))
+            for case, *rows in zip(table, *by_rank, strict=True)
+        }
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("size", "case"), [(size, case) for size in (1, 2, 4) for case in cases(size)], ids=str
+)
+def test_equals_one_process(measured: Any, size: int, case: Case) -> None:
+    figures = measured(size)[case]
+    limit = 1e-10 if case.precision == "fp64" else 2e-6
+    assert max(figures) <= limit, figures
