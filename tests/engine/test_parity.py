@@ -45,9 +45,7 @@ class Case(NamedTuple):
             self.transport != "auto"
         )
         more += [self.reduce] * (self.reduce != "auto") + [f"ahead{self.prefetch}"] * (self.prefetch > 0)
-        return "-".join(
-            [f"zero{self.stage}", f"x{self.accumulation}", self.optimizer, self.precision, *more]
-        )
+        return "-".join([f"zero{self.stage}", f"x{self.accumulation}", self.optimizer, self.precision, *more])
 
 
 class Figures(NamedTuple):
