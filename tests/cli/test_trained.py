@@ -13,6 +13,7 @@ from shardwise.checkpoint import Checkpoints
 from shardwise.cli.main import main
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
+from shardwise.cli.trained import printable
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,10 @@ def test_a_checkpoint_of_a_users_own_loop_is_refused_by_name(
     checkpoints.save(3, [], {"user": {}}, asynchronous=False)
     code, _, error = call(monkeypatch, capsys, "generate", str(tmp_path))
     assert code == 2 and "step_00000003 was saved by a loop of your own" in error
+
+
+def test_what_a_model_writes_cannot_command_the_terminal() -> None:
+    assert printable("a\tb\n\x1b[2Jc\x00\x9bd é") == "a\tb\n\ufffd[2Jc\ufffd\ufffdd é"
 
 
 def test_inspect_lists_the_steps_of_a_run(

@@ -52,16 +52,17 @@ def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_readers_of_the_events_see_each_step_once_after_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume_step", [0, 4])
+def test_readers_of_the_events_see_each_step_once_after_a_resume(tmp_path: Path, resume_step: int) -> None:
     first = TensorBoardEvents(tmp_path)
     for step in range(1, 7):
         first.write(StepRecord(step, 1.0))
     first.close()
-    second = TensorBoardEvents(tmp_path, resume_step=4)
-    for step in range(5, 8):
+    second = TensorBoardEvents(tmp_path, resume_step)
+    for step in range(resume_step + 1, 8):
         second.write(StepRecord(step, 2.0))
     second.close()
-    assert scalars(tmp_path, "loss/train") == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 8)]
+    assert scalars(tmp_path, "loss/train") == [(s, 1.0 if s <= resume_step else 2.0) for s in range(1, 8)]
 
 
 def test_an_optional_sink_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ def command(
     """Continue a prompt with the newest checkpoint of a run."""
     import torch
 
-    from shardwise.cli.trained import open_trained
+    from shardwise.cli.trained import open_trained, printable
     from shardwise.models.generate import generate
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -33,4 +33,5 @@ def command(
     tokens = trained.tokenizer.encode(begin) or [trained.tokenizer.end_of_document or 0]
     given = torch.tensor([tokens], device=device or "cpu")
     made = generate(trained.model, given, max_new_tokens, temperature, top_k, seed)
-    typer.echo(trained.tokenizer.decode(made[0].tolist()))
+    text = trained.tokenizer.decode(made[0].tolist())
+    typer.echo(printable(text) if sys.stdout.isatty() else text)

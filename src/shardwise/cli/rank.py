@@ -11,6 +11,7 @@ from rich.console import Console
 from shardwise.cli.request import Request
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.stop import StopFlag
+from shardwise.cli.trained import printable
 from shardwise.cli.trainer import Trainer
 from shardwise.comm.world import join
 from shardwise.config.auto import resolve
@@ -94,7 +95,7 @@ def _last_words(trainer: Trainer, console: Console) -> None:
         say(f"validation loss {loss:.4f}{bits}")
     if sample is not None:
         trainer.folder.sample.write_text(sample, encoding="utf-8")
-        say(f"sample:\n{sample}\n")
+        say(f"sample:\n{printable(sample)}\n")
     say(f"run folder: {trainer.folder.root}")
 
 

@@ -52,10 +52,9 @@ class TensorBoardEvents:
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(os.fspath(folder), flush_secs=10)
-        if resume_step:
-            # Readers drop what an earlier process wrote for the steps that are now computed again.
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+        # Readers drop what an earlier life of the run wrote for the steps that are now computed again.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def write(self, record: StepRecord) -> None:
         """Queue one step."""
