@@ -155,7 +155,7 @@ def take_turns(
             run()
             times[way].append(time.perf_counter() - start)
         if turn == -1:
-            plan = torch.tensor([min(max(seconds / (time.perf_counter() - begun), 5), 300)])
+            plan = torch.tensor([min(max(seconds / (time.perf_counter() - begun), 5.0), 300.0)])
             transport.broadcast(plan, 0, TIMEOUT_S, "plan").wait()
             rounds = int(plan.item())
             times = {way: [] for way in ways}

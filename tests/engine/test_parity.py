@@ -4,8 +4,6 @@ One global batch of 12 sequences a step is cut into ranks × accumulation pieces
 their targets are masked unevenly, so that the pieces weigh differently and some rank has nothing at all.
 """
 
-import hashlib
-import os
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.models.initial import Normal
 from tests.engine.nets import VOCABULARY, Language, seeded
 from tests.engine.plain import Truth, train, worst
 

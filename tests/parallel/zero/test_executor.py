@@ -1,7 +1,6 @@
 """Models that depart from a plain row of blocks give the numbers of a plain loop all the same."""
 
 import traceback
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest

@@ -48,6 +48,7 @@ from shardwise.parallel.zero.layout import (
     Strategy,
     backward_actions,
     forward_actions,
+    is_inside,
     registration_brackets,
 )
 from shardwise.plan.action import Action, Kind
@@ -102,6 +103,10 @@ class Executor:
         self._seen: list[Bracket] = []
         self._departed = False
         self._deferred: set[int] = set()
+        self._skipped: list[int] = []
+        """Units whose passes lay between the last two that the cursor stopped at."""
+        self._current = 0
+        """Unit of the pass at which the cursor stopped last."""
         self._forward = forward_actions(self.brackets, strategy, prefetch_units)
         self._backward: dict[tuple[tuple[Bracket, ...], bool], list[Action]] = {}
         self._list: list[Action] = []
@@ -143,8 +148,9 @@ class Executor:
                 break
         else:
             return False
+        self._skipped = [action[1] for action in actions[self._cursor : position] if action[0].computes]
         self._pass_by(self._cursor, position)
-        self._cursor = position + 1
+        self._cursor, self._current = position + 1, unit
         return True
 
     def _finish_list(self) -> None:
@@ -261,7 +267,7 @@ class Executor:
                 self._reshard(state)
 
     def _begin(self, actions: list[Action]) -> None:
-        self._list, self._cursor = actions, 0
+        self._list, self._cursor, self._skipped = actions, 0, []
         self._deferred.clear()
 
     def run_as_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -325,7 +331,11 @@ class Executor:
                 "backward: call engine.backward(loss), not loss.backward(); the engine must know when it ends"
             )
         state.in_backward = True
-        if not self._advance_to(Kind.B, index):
+        # A tensor that is the output of two nested Units calls the inner one's hook first: the outer one is late then,
+        # and what comes next in the list is not its turn.
+        current = self.states[self._current].unit.name
+        is_late = index in self._skipped and is_inside(current, state.unit.name)
+        if not is_late and not self._advance_to(Kind.B, index):
             self._depart(f"backward of {state.unit.title} is not next in the list")
         self._need(state)
 

@@ -207,12 +207,13 @@ def registration_brackets(names: Sequence[str]) -> list[Bracket]:
     brackets: list[Bracket] = []
     open_units: list[int] = []
     for unit, name in enumerate(names):
-        while open_units and not _is_inside(name, names[open_units[-1]]):
+        while open_units and not is_inside(name, names[open_units[-1]]):
             brackets.append(Bracket(False, open_units.pop()))
         brackets.append(Bracket(True, unit))
         open_units.append(unit)
     return brackets + [Bracket(False, unit) for unit in reversed(open_units)]
 
 
-def _is_inside(name: str, outer: str) -> bool:
+def is_inside(name: str, outer: str) -> bool:
+    """True where the module ``outer`` contains the module ``name``, by their names."""
     return not outer or name.startswith(outer + ".")
