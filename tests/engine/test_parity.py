@@ -6,12 +6,17 @@ their targets are masked unevenly, so that the pieces weigh differently and some
 
 from functools import cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.comm.collectives import DONE
+from shardwise.engine import engine as engine_module
+from shardwise.engine.step import Totals
+from shardwise.parallel.zero.bucket import BucketState
 from tests.engine.nets import VOCABULARY, Language, seeded
 from tests.engine.plain import Truth, train, worst
 
@@ -182,3 +187,44 @@ def test_equals_one_process(measured: Any, size: int, case: Case) -> None:
     figures = measured(size)[case]
     limit = 1e-10 if case.precision == "fp64" else 2e-6
     assert max(figures) <= limit, figures
+
+
+# Bugs put in on purpose: the figures must show them ------------------------------------------------------------------
+
+
+def loses_an_addend(bucket: BucketState) -> None:
+    """What one rank has to say about one block never arrives."""
+    if bucket.what == "Unit blocks.1" and bucket._around.both.index == 1 and bucket._landing_full is not None:
+        bucket._landing_full.zero_()
+    _reduce(bucket)
+
+
+def gathers_what_is_stale(bucket: BucketState) -> Any:
+    """The weights that were updated elsewhere never arrive."""
+    return DONE if bucket.what == "Unit blocks.1" else _gather_update(bucket)
+
+
+def counts_this_rank_alone(*args: Any) -> Totals:
+    """The sum over the ranks is divided by one rank's weight."""
+    totals = _exchange(*args)
+    return totals._replace(weight=args[3][0])
+
+
+_reduce, _gather_update, _exchange = BucketState.reduce, BucketState.gather_update, engine_module.exchange
+BUGS: dict[str, tuple[Any, str, Any, int]] = {
+    "an addend is lost": (BucketState, "reduce", loses_an_addend, 1),
+    "updated weights are not gathered": (BucketState, "gather_update", gathers_what_is_stale, 2),
+    "divided by the local weight": (engine_module, "exchange", counts_this_rank_alone, 3),
+}
+
+
+def measure_with(world: Any, bug: str) -> Figures:
+    place, name, wrong, stage = BUGS[bug]
+    with patch.object(place, name, wrong):
+        return measure(world, Case(stage, 1, 1, "sgd", "fp64", "torch"))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_figures_show_a_bug(ranks: Any, bug: str) -> None:
+    figures = [max(figures) for figures in ranks(2).run(measure_with, bug)]
+    assert max(figures) > 1e-6, figures

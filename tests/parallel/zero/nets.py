@@ -86,8 +86,8 @@ class OneOfTwo(Net):
 
     def middle(self, x: Tensor, flag: Tensor) -> Tensor:
         x = self.blocks[0](x)
-        x = self.blocks[1 if flag.item() else 2](x)
-        return x
+        result: Tensor = self.blocks[1 if flag.item() else 2](x)
+        return result
 
 
 class SkipsTheLast(Net):
@@ -146,6 +146,31 @@ class Nested(Net):
 
     def block(self) -> nn.Module:
         return Outer()
+
+
+class Passing(nn.Module):
+    """Returns the very tensor that the Unit inside it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.inside = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inside(self.before(x))
+        return result
+
+
+class SameOutput(Net):
+    """One tensor is the output of two nested Units, twice: the inner one's hook is called first."""
+
+    units = ["blocks.*", "blocks.*.inside"]
+
+    def block(self) -> nn.Module:
+        return Passing()
+
+    def middle(self, x: Tensor, flag: Tensor) -> Tensor:
+        return super().middle(super().middle(x, flag), flag)
 
 
 class Leaves(Net):
@@ -457,6 +482,7 @@ NETS: dict[str, type[Net]] = {
         Siblings,
         Branches,
         Nested,
+        SameOutput,
         Leaves,
         Whole,
         Shared,

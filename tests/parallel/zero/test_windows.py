@@ -1,0 +1,374 @@
+"""A weight that is not there is a loud error, whatever the user does; and what the user may do works."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.plan.errors import CommError, NonFiniteError, UsageError
+from tests.engine.nets import seeded
+from tests.engine.plain import against_plain, train, worst
+from tests.parallel.zero.nets import WIDTH, Block, Net
+from tests.parallel.zero.test_executor import piece
+
+STAGES = (0, 1, 2, 3)
+
+
+def start(world: Any, stage: int, model: nn.Module | None = None, **config: Any) -> Any:
+    model = seeded(Net) if model is None else model
+    zero = {"stage": stage, **config.pop("zero", {})}
+    return shardwise.initialize(model, {"zero": zero, "comm": {"deadline_s": 10.0}, **config}, world=world)
+
+
+def raised(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
+    """The text of the expected error; anything else passes through."""
+    try:
+        call()
+    except kinds as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+# What must be loud -------------------------------------------------------------------------------------------------
+
+
+def released_weights(world: Any) -> None:
+    engine = start(world, 3)
+    model = engine.module
+    assert model.blocks[0].up.weight.shape == (WIDTH + 2, WIDTH)
+    assert model.blocks[0].up.weight.isnan().all() and model.first.bias.isnan().all()
+    # A method that is not forward runs outside the Unit's window: NaN, then an error that stops the step.
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    assert model.blocks[0].inner(x).isnan().all()
+    engine.backward(engine(piece(0, world.rank)) + model.blocks[0].inner(x).sum())
+    assert "not finite" in raised(NonFiniteError, engine.step)
+    # The engine stands between two steps again, with the weights of before.
+    assert engine.train_step([piece(0, world.rank)]).step == 1
+    engine.close()
+
+
+class Inside(Net):
+    """The loss uses a block's weight after its window."""
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        loss = super().forward(x, flag)
+        return loss + 0.1 * self.blocks[1].up.weight.square().sum()
+
+
+class Smuggled(Net):
+    """A view of a weight leaves its window: its value was read inside, its memory is another Unit's later."""
+
+    def middle(self, x: Tensor, flag: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        handle = self.blocks[0].up.register_forward_hook(lambda m, i, o: kept.append(m.weight.view(-1)))
+        x = super().middle(x, flag)
+        handle.remove()
+        return x * kept[0].square().sum()
+
+
+def reads_outside(world: Any) -> None:
+    for model, kinds in ((seeded(Inside), NonFiniteError), (seeded(Smuggled), (NonFiniteError, UsageError))):
+        engine = start(world, 3, model, zero={"debug": True})
+        raised(kinds, lambda engine=engine: engine.train_step([piece(0, world.rank)]))  # type: ignore[misc]
+        engine.close()
+
+
+class Opaque:
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class OpaqueBlock(Block):
+    def forward(self, x: Any) -> Any:
+        return Opaque(super().forward(x.y if isinstance(x, Opaque) else x))
+
+
+class ReturnsOpaque(Net):
+    """Nobody can hang a hook on the tensors inside a foreign object."""
+
+    def block(self) -> nn.Module:
+        return OpaqueBlock()
+
+    def middle(self, x: Any, flag: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = x.y
+        return result
+
+
+def opaque_output(world: Any) -> None:
+    engine = start(world, 3, seeded(ReturnsOpaque))
+    loss = engine(piece(0, world.rank))
+    assert "released" in raised(UsageError, lambda: engine.backward(loss))
+    engine.close()
+
+
+def direct_backward(world: Any) -> None:
+    for stage in STAGES:
+        engine = start(world, stage)
+        loss = engine(piece(0, world.rank))
+        assert "engine.backward(loss)" in raised(UsageError, loss.backward)
+        engine.close()
+
+
+def unfrozen(world: Any) -> None:
+    model = seeded(Net)
+    model.blocks[1].requires_grad_(False)
+    engine = start(world, 2, model)
+    engine.train_step([piece(0, world.rank)])
+    model.blocks[1].requires_grad_(True)
+    text = raised(UsageError, lambda: engine.train_step([piece(1, world.rank)]))
+    assert "blocks.1.up.weight was frozen" in text
+    model.blocks[1].requires_grad_(False)
+    model.blocks[0].requires_grad_(False)  # freezing later is fine: no rank uses it, nothing moves
+    before = engine.state_dict()
+    with engine.discard_on_error():
+        engine.train_step([piece(1, world.rank)])
+    after = engine.state_dict()
+    assert torch.equal(before["blocks.0.up.weight"], after["blocks.0.up.weight"])
+    assert not torch.equal(before["blocks.2.up.weight"], after["blocks.2.up.weight"])
+    engine.close()
+
+
+def other_collectives(world: Any) -> None:
+    """One rank's collectives differed in name, not in size: no transport would notice."""
+    engine = start(world, 3, comm={"transport": "torch", "deadline_s": 10.0})
+    before = engine.state_dict()
+    engine.backward(engine(piece(0, world.rank)))
+    if world.rank == 1:
+        engine.traffic.sequence ^= 1 << 20
+    assert "same collectives" in raised(CommError, engine.step)
+    assert worst(engine.state_dict(), before) == 0.0
+    engine.close()
+
+
+LOUD = [released_weights, reads_outside, opaque_output, direct_backward, unfrozen, other_collectives]
+
+
+@pytest.mark.parametrize("story", LOUD, ids=lambda story: story.__name__)
+def test_is_loud(ranks: Any, story: Callable[[Any], None]) -> None:
+    ranks(2).run(story)
+
+
+# What must work ----------------------------------------------------------------------------------------------------
+
+
+def twice(model: nn.Module, batch: Any) -> Tensor:
+    """Two forward passes of one model before one backward pass (siamese)."""
+    x, flag = batch
+    loss: Tensor = model(x, flag) + model(x.flip(0) * 2, flag) * model(x + 1, flag).detach()
+    return loss
+
+
+def siamese(world: Any) -> None:
+    for stage in STAGES:
+        for config in ({"stage": stage}, {"stage": stage, "debug": True, "prefetch_units": 1}):
+            error = against_plain(world, lambda: seeded(Net), piece, {"zero": config}, loss_of=twice)
+            assert error <= 1e-10, (config, error)
+
+
+def evaluation_in_between(world: Any) -> None:
+    """A no_grad pass between forward and backward, between microbatches and before step() changes nothing."""
+
+    def look(engine: Any) -> None:
+        with torch.no_grad():
+            engine(piece(3, 0))
+
+    for stage in STAGES:
+        config = {"zero": {"stage": stage, "debug": True}, "batch": {"accumulation": 2}}
+        error = against_plain(world, lambda: seeded(Net), piece, config, before_backward=look)
+        assert error <= 1e-10, (stage, error)
+        engine = start(world, stage)
+        engine.backward(engine(piece(0, world.rank)))
+        assert engine.evaluate([(piece(1, 0), 1.0)]) > 0
+        engine.step()
+        engine.close()
+
+
+def forgotten_pass(world: Any) -> None:
+    """A forward pass with gradients that nobody walks back (a metric without no_grad) changes nothing."""
+
+    def look(engine: Any) -> None:
+        engine(piece(3, 0))
+
+    for stage in STAGES:
+        config = {"zero": {"stage": stage, "debug": True}}
+        error = against_plain(world, lambda: seeded(Net), piece, config, before_backward=look)
+        assert error <= 1e-10, (stage, error)
+
+
+class Stumbles(Net):
+    """Fails in the middle of a pass where the input is empty."""
+
+    def middle(self, x: Tensor, flag: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if not len(x):
+            raise ValueError("an empty batch")
+        return self.blocks[2](self.blocks[1](x))
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ValueError("no way back")
+
+
+def failures_leave_nothing(world: Any) -> None:
+    """An exception in forward or backward, caught by the user, does not reach into the next step."""
+    for stage in STAGES:
+        model = seeded(Stumbles)
+        engine = start(world, stage, model)
+        plain = seeded(Stumbles)
+        truth = train(
+            plain,
+            torch.optim.AdamW(plain.parameters(), weight_decay=0.0),
+            [[(piece(step, i), 1.0) for i in range(world.size)] for step in range(2)],
+            lambda model, batch: model(*batch),
+        )
+        for step, wanted in enumerate(truth):
+            x, flag = piece(step, world.rank)
+            raised(ValueError, lambda engine=engine, x=x, flag=flag: engine((x[:0], flag)))  # type: ignore[misc]
+            loss = FailsBackward.apply(model.blocks[0](x)).sum() + engine((x, flag))
+            raised(ValueError, lambda engine=engine, loss=loss: engine.backward(loss))  # type: ignore[misc]
+            engine.backward(engine((x, flag)))
+            assert worst(engine.gradients(), wanted.gradients, wanted.addends) <= 1e-10, stage
+            engine.step()
+            assert worst(engine.state_dict(), wanted.weights) <= 1e-10, stage
+        engine.close()
+
+
+class FlagsOrder(Net):
+    """Where the flag is set the blocks run backwards."""
+
+    def middle(self, x: Tensor, flag: Tensor) -> Tensor:
+        for block in reversed(self.blocks) if flag.item() else self.blocks:
+            x = block(x)
+        return x
+
+
+def orders_that_differ(world: Any) -> None:
+    """Where weights are not gathered in the forward pass the ranks may run their Units in any order."""
+    for stage in (0, 1, 2):
+        error = against_plain(world, lambda: seeded(FlagsOrder), piece, {"zero": {"stage": stage}}, steps=4)
+        assert error <= 1e-10, (stage, error)
+
+
+def order_that_changes(world: Any) -> None:
+    """All ranks change their order together, again and again, after the lists were made."""
+
+    def together(step: int, i: int) -> tuple[Tensor, Tensor]:
+        return piece(0, 10 * step + i)[0], torch.tensor(step % 2 == 1)
+
+    for zero in ({}, {"prefetch_units": 1, "debug": True}):
+        error = against_plain(
+            world, lambda: seeded(FlagsOrder), together, {"zero": {"stage": 3, **zero}}, steps=5
+        )
+        assert error <= 1e-10, (zero, error)
+
+
+class Parts(Net):
+    """Methods other than forward; one of them calls forward."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks[1](self.blocks[0](self.first(x)))
+        return result
+
+    def both(self, x: Tensor, flag: Tensor) -> Tensor:
+        return self(x, flag) + self.last(self.encode(x)).square().mean()
+
+
+def other_methods(world: Any) -> None:
+    for stage in STAGES:
+        plain = seeded(Parts)
+        truth = train(
+            plain,
+            torch.optim.AdamW(plain.parameters(), weight_decay=0.0),
+            [[(piece(step, i), 1.0) for i in range(world.size)] for step in range(3)],
+            lambda model, batch: model.both(*batch) + model.encode(batch[0]).square().mean(),
+        )
+        engine = start(world, stage, seeded(Parts))
+        for step, wanted in enumerate(truth):
+            x, flag = piece(step, world.rank)
+            loss = engine.run("both", x, flag) + engine.run("encode", x).square().mean()
+            engine.backward(loss)
+            assert worst(engine.gradients(), wanted.gradients, wanted.addends) <= 1e-10, stage
+            engine.step()
+            assert worst(engine.state_dict(), wanted.weights) <= 1e-10, stage
+        engine.close()
+
+
+def same_bits(world: Any) -> None:
+    """Poison, pauses and gathers ahead change no bit; nor does the transport."""
+    seen = set()
+    for zero, comm in (
+        ({}, {}),
+        ({"debug": True}, {}),
+        ({"share_memory": False}, {}),
+        ({"prefetch_units": 1}, {}),
+        ({"prefetch_units": 2, "debug": True}, {"delay_s": 0.002}),
+        ({}, {"transport": "torch", "delay_s": 0.002}),
+        ({"prefetch_units": 1}, {"transport": "torch"}),
+        ({"prefetch_units": 2}, {"transport": "torch"}),
+    ):
+        model = seeded(Net, 6, dtype=torch.float32)
+        engine = start(world, 3, model, zero=zero, comm={"deadline_s": 10.0, **comm}, clip=0.1)
+        for step in range(4):
+            x, flag = piece(step, world.rank)
+            engine.train_step([(x.float(), flag)])
+        state = engine.state_dict()
+        seen.add(tuple(tuple(tensor.flatten().tolist()) for tensor in state.values()))
+        engine.close()
+    assert len(seen) == 1
+
+
+def few_slots(world: Any) -> None:
+    """Eight blocks take turns in one piece of memory, with ``prefetch_units`` more of them."""
+    for ahead, share, wanted in ((0, True, 1), (1, True, 2), (2, True, 3), (0, False, 8)):
+        engine = start(world, 3, seeded(Net, 8), zero={"prefetch_units": ahead, "share_memory": share})
+        blocks, (_, first) = engine.plan.units[1].elements, engine._parts.executor.states[:2]
+        for step in range(2):
+            engine.train_step([piece(step, world.rank)])
+        pool = first.buckets[0]._around.weights
+        assert pool.bytes == 8 * (engine.plan.units[0].elements + wanted * blocks), (ahead, share)
+        assert first.buckets[0]._around.gradients.bytes <= 8 * (engine.plan.units[0].elements + 2 * blocks)
+        engine.close()
+
+
+def nothing_is_left(world: Any) -> None:
+    """A closed engine and its model are gone when nobody holds them."""
+    for stage in STAGES:
+        engine = start(world, stage)
+        engine.train_step([piece(0, world.rank)])
+        engine.close()
+        gone = [weakref.ref(engine), weakref.ref(engine.module), weakref.ref(engine.module.first.weight)]
+        del engine
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * 3, stage
+
+
+WORKS = [
+    siamese,
+    evaluation_in_between,
+    forgotten_pass,
+    failures_leave_nothing,
+    orders_that_differ,
+    order_that_changes,
+    other_methods,
+    same_bits,
+    few_slots,
+    nothing_is_left,
+]
+
+
+@pytest.mark.parametrize("story", WORKS, ids=lambda story: story.__name__)
+def test_works(ranks: Any, story: Callable[[Any], None]) -> None:
+    ranks(2).run(story)
