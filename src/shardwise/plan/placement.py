@@ -83,8 +83,8 @@ def move(source: Placement, target: Placement) -> str:
 
 
 def elements_sent(source: Placement, target: Placement, elements: int, ranks: int) -> int:
-    """Elements that one rank sends to move a tensor of ``elements``, a multiple of ``ranks``."""
+    """Elements that one rank sends to move a tensor of ``elements``, rounded down."""
     if source == target:
         return 0
     move(source, target)
-    return _MOVES[type(source), type(target)][1] * (elements // ranks) * (ranks - 1)
+    return _MOVES[type(source), type(target)][1] * elements * (ranks - 1) // ranks

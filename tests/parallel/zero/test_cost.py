@@ -1,0 +1,155 @@
+"""What is sent and what is kept equals the closed forms: counted on real steps and real buffers."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import shardwise
+from shardwise.parallel.zero.cost import elements_sent_per_step
+from shardwise.parallel.zero.layout import strategy_of
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
+from tests.engine.nets import seeded
+from tests.parallel.zero.nets import Net
+from tests.parallel.zero.test_executor import piece
+
+
+class Case(NamedTuple):
+    stage: int
+    accumulation: int
+    replicate: int = 1
+    reduce: str = "auto"
+    transport: str = "auto"
+
+
+class Counted(NamedTuple):
+    sent: int
+    control: int
+    planned: int
+    trained: int
+    """Elements of trained buckets, padding counted."""
+    frozen: int
+
+
+def half_frozen() -> nn.Module:
+    model: nn.Module = seeded(Net)
+    model.blocks[1].requires_grad_(False)  # type: ignore[operator, union-attr]
+    model.blocks[2].up.requires_grad_(False)  # type: ignore[operator, union-attr]
+    return model
+
+
+def count(world: Any, case: Case) -> Counted:
+    engine = shardwise.initialize(
+        half_frozen(),
+        {
+            "zero": {"stage": case.stage, "reduce": case.reduce},
+            "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
+            "batch": {"accumulation": case.accumulation},
+            "comm": {"transport": case.transport},
+            "clip": 1.0,
+        },
+        world=world,
+    )
+    for step in range(2):
+        engine.traffic.clear()
+        for microbatch in range(case.accumulation):
+            engine.backward(engine(piece(step, microbatch * world.size + world.rank)))
+            engine.step()
+    plan, strategy = engine.plan, engine._parts.strategy
+    buckets = [bucket for unit in plan.units for bucket in unit.buckets]
+    counted = Counted(
+        engine.traffic.total("weights", "gradients").elements,
+        engine.traffic.total("control").elements,
+        elements_sent_per_step(plan.units, strategy, plan.mesh, case.accumulation),
+        sum(bucket.elements for bucket in buckets if bucket.key.trained),
+        sum(bucket.elements for bucket in buckets if not bucket.key.trained),
+    )
+    engine.close()
+    return counted
+
+
+def count_all(world: Any, cases: list[Case]) -> list[Counted]:
+    return [count(world, case) for case in cases]
+
+
+def formula(case: Case, size: int, trained: int, frozen: int) -> int:
+    """The issue's closed forms, written once more by hand."""
+    a, n, m = case.accumulation, size // case.replicate, case.replicate
+    if case.stage == 0:
+        return 2 * trained * (size - 1) // size
+    per_stage = {1: 2 * trained, 2: (a + 1) * trained, 3: 3 * a * trained + 2 * a * frozen}
+    moved = per_stage[case.stage]
+    if case.reduce == "step":
+        moved = {2: 2 * trained, 3: (2 * a + 1) * trained + 2 * a * frozen}[case.stage]
+    return moved * (n - 1) // n + 2 * (trained // n) * (m - 1) // m
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_elements_sent(ranks: Any, size: int) -> None:
+    cases = [Case(stage, a, transport=t) for stage in range(4) for a in (1, 3) for t in ("auto", "torch")]
+    cases += [Case(stage, 3, reduce="step") for stage in (2, 3)]
+    cases += [Case(stage, a, replicate=2) for stage in range(4) for a in (1, 3) if size == 4]
+    for rank in ranks(size).run(count_all, cases):
+        for case, counted in zip(cases, rank, strict=True):
+            wanted = formula(case, size, counted.trained, counted.frozen)
+            assert (counted.sent, counted.planned) == (wanted, wanted), case
+            assert counted.control < 100 * size, "the norm and what travels with it stay small"
+
+
+def test_replicas_that_do_not_divide_the_padding() -> None:
+    key = BucketKey(torch.float32, True, 0)
+    bucket: Bucket = lay_out(key, [("w", (7,), ())], 1)
+    mesh = Mesh(dp_replicate=3)
+    sent = elements_sent_per_step(
+        [Unit(0, "", (bucket,))], strategy_of(ZeroPolicy(stage=0), mesh), mesh, accumulation=1
+    )
+    assert sent == 2 * bucket.elements * 2 // 3  # as the trace counts an all-reduce
+
+
+# Bytes -------------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Large enough that padding does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(192, 192), nn.Linear(192, 192)) for _ in range(3))
+        self.last = nn.Linear(192, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x).square().mean()
+        return result
+
+
+def bytes_of(world: Any, stage: int, grad: str) -> tuple[float, float, bool]:
+    model = Wide()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+    config = {"zero": {"stage": stage}, "precision": {"compute": "bf16", "grad": grad}}
+    engine = shardwise.initialize(model, config, world=world)
+    engine.train_step([torch.randn(2, 192)])
+    kept, planned = sum(engine.state_bytes().values()), sum(engine.plan.bytes_per_rank().values())
+    first_weights_are_gone = all(storage.expired() for storage in before)
+    engine.close()
+    return kept / parameters, planned / parameters, first_weights_are_gone
+
+
+def bytes_of_all(world: Any) -> list[tuple[float, float, bool]]:
+    return [bytes_of(world, stage, grad) for grad in ("fp32", "bf16") for stage in range(4)]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes_per_parameter(ranks: Any, n: int) -> None:
+    wanted = [18, 6 + 12 / n, 2 + 16 / n, 18 / n, 16, 4 + 12 / n, 2 + 14 / n, 16 / n]
+    for rank in ranks(n).run(bytes_of_all):
+        for (kept, planned, gone), exact in zip(rank, wanted, strict=True):
+            assert kept == planned
+            assert exact <= kept <= 1.02 * exact
+            assert gone, "the weights that the model came with must not stay in memory"
