@@ -19,6 +19,7 @@ import dataclasses
 import importlib.util
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -208,6 +209,7 @@ def write(out: Path, header: dict[str, Any], rows: list[dict[str, Any]], *, appe
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the ranks and their folder go too
     patterns = [pattern for pattern in arguments.contenders.split(",") if pattern]
     stages = {int(stage) for stage in arguments.stages.split(",")}
     results: list[dict[str, Any]] = []
