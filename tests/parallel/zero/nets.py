@@ -81,6 +81,21 @@ class LastFirst(Net):
         return x
 
 
+class CallsItself(Block):
+    """Uses its own weights before and after the inner call."""
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = super().forward(x)
+        return torch.sin(self.inner(self(x, depth - 1))) if depth else x
+
+
+class Recursive(Net):
+    """A Unit inside itself."""
+
+    def block(self) -> nn.Module:
+        return CallsItself()
+
+
 class OneOfTwo(Net):
     """Data decide which block runs: ranks, microbatches and steps differ."""
 
@@ -476,6 +491,7 @@ NETS: dict[str, type[Net]] = {
         TwiceInARow,
         ThereAndBack,
         LastFirst,
+        Recursive,
         OneOfTwo,
         SkipsTheLast,
         SkipsAll,

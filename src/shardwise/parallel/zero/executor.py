@@ -68,7 +68,8 @@ class UnitState:
     missing: int = 0
     """Gradients that have not landed in this backward pass."""
     is_reduced: bool = False
-    in_forward: bool = False
+    in_forward: int = 0
+    """Calls of its forward that are under way: more than one where it calls itself."""
     in_backward: bool = False
     recomputes: bool = False
     """Gathered by a forward pass inside the backward pass. [Note: recomputing]"""
@@ -191,7 +192,8 @@ class Executor:
     def _reshard(self, state: UnitState) -> None:
         for bucket in state.buckets:
             bucket.release()
-        state.in_forward = state.in_backward = state.recomputes = state.made_way = False
+        state.in_forward = 0
+        state.in_backward = state.recomputes = state.made_way = False
 
     def _reduce(self, state: UnitState) -> None:
         for bucket in state.buckets:
@@ -224,7 +226,7 @@ class Executor:
                 self._depart(f"forward of {state.unit.title} is not next in the list")
                 self._departed = True
             self._need(state)
-            state.in_forward = True
+            state.in_forward += 1
 
     def _after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         state = self.states[index]
@@ -238,7 +240,9 @@ class Executor:
         if self._root_is_open:
             self._seen.append(Bracket(False, index))
         if self.strategy.cuts_weight:
-            self._close_forward(state)
+            state.in_forward -= 1
+            if state.in_forward <= 0:
+                self._close_forward(state)
             self._watch(index, output)
         if index == 0:
             self._finish_list()

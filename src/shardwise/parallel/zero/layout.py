@@ -104,10 +104,11 @@ class Bracket(NamedTuple):
 def forward_actions(brackets: Sequence[Bracket], strategy: Strategy, prefetch_units: int = 0) -> list[Action]:
     """The forward pass of one microbatch."""
     actions: list[Action] = []
-    for opens, unit in brackets:
+    for (opens, unit), is_outermost in zip(brackets, _outermost(brackets), strict=True):
+        moves = strategy.cuts_weight and is_outermost
         if opens:
-            actions += [Action(Kind.UNSHARD, unit)] * strategy.cuts_weight + [Action(Kind.F, unit)]
-        elif strategy.cuts_weight:
+            actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.F, unit)]
+        elif moves:
             actions.append(Action(Kind.RESHARD, unit))
     return _gather_ahead(_without_pauses(actions), prefetch_units)
 
@@ -128,14 +129,25 @@ def backward_actions(
     mirror = [Bracket(not bracket.opens, bracket.unit) for bracket in reversed(brackets)]
     last_close = {bracket.unit: i for i, bracket in enumerate(mirror) if not bracket.opens}
     actions: list[Action] = []
-    for i, (opens, unit) in enumerate(mirror):
+    for i, ((opens, unit), is_outermost) in enumerate(zip(mirror, _outermost(mirror), strict=True)):
+        moves = strategy.cuts_weight and is_outermost
         if opens:
-            actions += [Action(Kind.UNSHARD, unit)] * strategy.cuts_weight + [Action(Kind.B, unit)]
+            actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.B, unit)]
             continue
-        actions += [Action(Kind.RESHARD, unit)] * strategy.cuts_weight
+        actions += [Action(Kind.RESHARD, unit)] * moves
         if trained[unit] and (last or strategy.cuts_grad) and i == last_close[unit]:
             actions.append(Action(Kind.REDUCE, unit))
     return _gather_ahead(_without_pauses(actions), prefetch_units)
+
+
+def _outermost(brackets: Sequence[Bracket]) -> list[bool]:
+    """For each bracket whether its Unit is not open already: a Unit that calls itself is gathered by its outer call."""
+    depth: dict[int, int] = {}
+    found = []
+    for opens, unit in brackets:
+        depth[unit] = depth.get(unit, 0) + (1 if opens else -1)
+        found.append(depth[unit] == (1 if opens else 0))
+    return found
 
 
 def _without_pauses(actions: list[Action]) -> list[Action]:
@@ -159,7 +171,10 @@ def _gather_ahead(actions: list[Action], units: int) -> list[Action]:
         moved: list[Action] = []
         start = 0  # where the segment after the last compute Action but one begins
         for action in actions:
-            if action.kind is Kind.UNSHARD and start:
+            released_here = start and any(
+                kind is Kind.RESHARD and unit == action.unit for kind, unit, _ in moved[start - 1 :]
+            )
+            if action.kind is Kind.UNSHARD and start and not released_here:
                 moved.insert(start - 1, action)
                 start += 1
             else:

@@ -67,12 +67,13 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     """Names of the children of the outermost containers of repeated modules."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(block + ".") for block in found) or not isinstance(
-            module, nn.ModuleList | nn.Sequential
-        ):
+        inside = any(name == block or name.startswith(block + ".") for block in found)
+        if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         children = [
-            (child_name, child) for child_name, child in module.named_children() if _has_parameters(child)
+            (child_name, child)
+            for child_name, child in module.named_children()
+            if _has_parameters(child) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
         ]
         classes = [type(child) for _, child in children]
         repeated = {cls for cls in classes if classes.count(cls) >= 2}

@@ -1,0 +1,87 @@
+"""Which modules become Units, and where a parameter lives."""
+
+import pytest
+from torch import nn
+
+from shardwise.parallel.zero.modules import find_units, holdings, repeated_blocks
+from shardwise.plan.errors import ConfigError, PlanError
+from tests.engine.nets import Language
+from tests.parallel.zero.nets import Block, Nested, Net, Shared, TiedAcrossBlocks, TiedInsideABlock
+
+
+def homes(model: nn.Module, units: list[str] | str = "auto") -> dict[str, list[str]]:
+    return {found.name: [holding.name for holding in found.holdings] for found in find_units(model, units)}
+
+
+def test_repeated_blocks_become_units() -> None:
+    found = homes(Net())
+    assert list(found) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert found[""] == ["first.weight", "first.bias", "last.weight", "last.bias"]
+    assert found["blocks.1"] == [
+        f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")
+    ]
+
+
+def test_a_row_of_plain_layers_is_one_network() -> None:
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    assert repeated_blocks(nn.Sequential(Block(), Block(), nn.ReLU(), nn.Linear(5, 1))) == ["0", "1"]
+
+
+def test_only_the_outermost_repetition_counts() -> None:
+    rows = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    assert repeated_blocks(rows) == ["0", "1"]
+    model = nn.Module()
+    model.stages = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])])
+    # A ModuleList has no forward pass: what it holds can be Units, itself not.
+    assert repeated_blocks(model) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+
+
+def test_patterns() -> None:
+    assert list(homes(Nested(), ["blocks.*", "blocks.*.inside"])) == [
+        "",
+        "blocks.0",
+        "blocks.0.inside",
+        "blocks.1",
+        "blocks.1.inside",
+        "blocks.2",
+        "blocks.2.inside",
+    ]
+    assert list(homes(Net(), [])) == [""]
+    assert homes(Net(), ["blocks.*.up"])["blocks.0.up"] == ["blocks.0.up.weight", "blocks.0.up.bias"]
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"'layers\.\*' matches no module.*first"):
+        find_units(Net(), ["layers.*"])
+
+
+def test_a_container_cannot_be_a_unit() -> None:
+    model = nn.Module()
+    model.rows = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    with pytest.raises(PlanError, match=r"ModuleDict.*'rows\.\*'"):
+        find_units(model, ["rows"])
+
+
+def test_tied_parameters_move_up() -> None:
+    """One slot with two names, in the innermost Unit around all its holders."""
+    found = find_units(TiedAcrossBlocks(), "auto")
+    tied = [holding for holding in found[0].holdings if holding.aliases]
+    assert [(h.name, h.aliases) for h in tied] == [("blocks.0.down.weight", ("blocks.2.down.weight",))]
+    inside = find_units(TiedInsideABlock(), "auto")
+    assert [(h.name, h.aliases) for h in inside[1].holdings if h.aliases] == [
+        ("blocks.0.up.weight", ("blocks.0.extra.weight",))
+    ]
+    assert [h.aliases for h in holdings(Language()) if h.aliases] == [("head.weight",)]
+
+
+def test_a_shared_block_is_one_unit() -> None:
+    found = find_units(Shared(), "auto")
+    names = [holding.name for entry in found for holding in entry.holdings]
+    assert len(names) == len(set(names)) == 8
+    assert sum(len(holding.aliases) for entry in found for holding in entry.holdings) == 8
+
+
+def test_units_without_parameters_are_left_out() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    assert list(homes(model, ["*"])) == ["", "1"]
+    assert homes(model, ["*"])[""] == []
