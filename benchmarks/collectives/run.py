@@ -1,6 +1,6 @@
 """Collectives on one host: shared memory beside gloo and what can be composed from gloo's calls.
 
-All ways of one collective run in turn, call by call, so that a busy machine is busy for each of them alike. A call's
+All ways of one collective run in turns of some calls, so that a busy machine is busy for each of them alike. A call's
 time is that of its slowest rank; all ranks begin together.
 
     python benchmarks/collectives/run.py --json benchmarks/collectives/results.json
@@ -26,6 +26,7 @@ from shardwise.comm.shared_memory import SharedMemoryTransport
 
 Ways = dict[str, dict[str, Callable[[], Any]]]
 TIMEOUT_S = 120.0
+BURST_S = 0.04
 
 
 def gloo_ways(rank: int, size: int, full: Tensor, shard: Tensor) -> Ways:
@@ -107,9 +108,14 @@ def open_transport(rank: int, size: int, folder: str) -> SharedMemoryTransport:
     )
 
 
-def measure(rank: int, size: int, folder: str, kib: list[float], seconds: float) -> list[dict[str, Any]]:
+def measure(
+    rank: int, size: int, folder: str, kib: list[float], seconds: float, pin: bool
+) -> list[dict[str, Any]]:
     """One row for each collective, dtype, size and way."""
     torch.set_num_threads(1)
+    if pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/gloo", size), rank=rank, world_size=size)
     transport = open_transport(rank, size, folder)
@@ -144,22 +150,21 @@ def measure(rank: int, size: int, folder: str, kib: list[float], seconds: float)
 def take_turns(
     transport: SharedMemoryTransport, ways: dict[str, Callable[[], Any]], seconds: float
 ) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, call by call. The first round warms up and says how many follow."""
+    """Seconds of the slowest rank, call by call.
+
+    Each way has a burst of calls in each turn. Only the second half of a burst counts: until then caches hold the other
+    way's code, and the scheduler still has the ranks where the other way's threads left them.
+    """
+    bursts = {way: _burst(transport, run) for way, run in ways.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
-    rounds, turn = 1, -1
-    while turn < rounds:
-        begun = time.perf_counter()
+    for _ in range(max(round(seconds / BURST_S), 4)):
         for way, run in ways.items():
-            transport.barrier(TIMEOUT_S, "start").wait()
-            start = time.perf_counter()
-            run()
-            times[way].append(time.perf_counter() - start)
-        if turn == -1:
-            plan = torch.tensor([min(max(seconds / (time.perf_counter() - begun), 5.0), 300.0)])
-            transport.broadcast(plan, 0, TIMEOUT_S, "plan").wait()
-            rounds = int(plan.item())
-            times = {way: [] for way in ways}
-        turn += 1
+            for call in range(2 * bursts[way]):
+                transport.barrier(TIMEOUT_S, "start").wait()
+                start = time.perf_counter()
+                run()
+                if call >= bursts[way]:
+                    times[way].append(time.perf_counter() - start)
     slowest = {}
     for way, taken in times.items():
         mine = torch.tensor(taken, dtype=torch.float64)
@@ -169,19 +174,30 @@ def take_turns(
     return slowest
 
 
-def rank_main(rank: int, size: int, folder: str, kib: list[float], seconds: float) -> None:
+def _burst(transport: SharedMemoryTransport, run: Callable[[], Any]) -> int:
+    """Calls that fill half a burst, as rank 0 finds."""
+    run()
+    start = time.perf_counter()
+    run()
+    calls = torch.tensor([int(BURST_S / 2 / (time.perf_counter() - start))]).clamp_(1, 500)
+    transport.broadcast(calls, 0, TIMEOUT_S, "calls").wait()
+    return int(calls.item())
+
+
+def rank_main(rank: int, size: int, folder: str, kib: list[float], seconds: float, pin: bool) -> None:
     """One rank's process; rank 0 leaves the rows in a file."""
-    rows = measure(rank, size, folder, kib, seconds)
+    rows = measure(rank, size, folder, kib, seconds, pin)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
 
 
-def run_ranks(size: int, kib: list[float], seconds: float) -> list[dict[str, Any]]:
+def run_ranks(size: int, kib: list[float], seconds: float, pin: bool) -> list[dict[str, Any]]:
     """Rows measured by ``size`` processes."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=rank_main, args=(rank, size, folder, kib, seconds)) for rank in range(size)
+            context.Process(target=rank_main, args=(rank, size, folder, kib, seconds, pin))
+            for rank in range(size)
         ]
         for process in processes:
             process.start()
@@ -221,14 +237,22 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--kib", type=float, nargs="+", default=[1, 1024, 12 * 1024, 128 * 1024])
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each collective, dtype and size")
+    parser.add_argument("--seconds", type=float, default=0.2, help="for each way of a collective")
+    parser.add_argument(
+        "--pin", action="store_true", help="give each rank, with gloo's threads, a core of its own"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    rows = [row for size in arguments.ranks for row in run_ranks(size, arguments.kib, arguments.seconds)]
+    rows = [
+        row
+        for size in arguments.ranks
+        for row in run_ranks(size, arguments.kib, arguments.seconds, arguments.pin)
+    ]
     print(table(rows))
     if arguments.json:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, load {load:.1f} at the start"
+        placed = "one core for each rank" if arguments.pin else "ranks not pinned"
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, {placed}, load {load:.1f} at the start"
         found = {"torch": torch.__version__, "machine": machine, "rows": rows}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

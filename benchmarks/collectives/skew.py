@@ -9,12 +9,12 @@ later.
 
 import argparse
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections import deque
-from pathlib import Path
 
 import torch
 from run import TIMEOUT_S, open_transport
@@ -43,15 +43,21 @@ def step(transport: object, rank: int, seed: int, late: int, grads: list[torch.T
     return time.perf_counter() - start
 
 
-def rank_main(rank: int, size: int, folder: str) -> None:
+def rank_main(rank: int, size: int, folder: str, pin: bool) -> None:
     """One rank; rank 0 prints."""
     torch.set_num_threads(1)
+    if pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     transport = open_transport(rank, size, folder)
     grads = [torch.zeros(ELEMENTS) for _ in range(UNITS)]
     taken: dict[int, list[float]] = {0: [], 1: []}
     for seed in range(STEPS):
         for late in taken:
-            taken[late].append(step(transport, rank, seed, late, grads))
+            every = torch.empty(size, dtype=torch.float64)
+            mine = torch.tensor([step(transport, rank, seed, late, grads)], dtype=torch.float64)
+            transport.all_gather(every, mine, TIMEOUT_S, "seconds").wait()
+            taken[late].append(every.max().item())
     if rank == 0:
         for late, seconds in taken.items():
             low, middle, high = (value * 1e3 for value in statistics.quantiles(seconds, n=4))
@@ -65,11 +71,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    size = parser.parse_args().ranks
+    parser.add_argument("--pin", action="store_true", help="give each rank a core of its own")
+    arguments = parser.parse_args()
+    size = arguments.ranks
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=rank_main, args=(rank, size, str(Path(folder)))) for rank in range(size)
+            context.Process(target=rank_main, args=(rank, size, folder, arguments.pin))
+            for rank in range(size)
         ]
         for process in ranks:
             process.start()
