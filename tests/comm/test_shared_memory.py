@@ -333,6 +333,27 @@ def test_a_rank_goes_on_before_the_others_arrive(four: Workers) -> None:
     assert four.run(2, _end) == [3.0, 3.0]
 
 
+def _many_broadcasts(seat: Seat) -> tuple[int, list[float]]:
+    """More than the ring has slots, none of them waited for by the root."""
+    group = seat.group("all2", 2)
+    tensors = [torch.full((10,), float(number) if seat.rank == 0 else -1.0) for number in range(50)]
+    open_ends = [
+        group.broadcast(tensor, 0, 30, f"parameter {number}") for number, tensor in enumerate(tensors)
+    ]
+    if seat.rank == 1:
+        open_ends[-1].wait()
+    group.barrier(30, "end").wait()
+    for pending in open_ends:
+        pending.wait()
+    return len(group._queue), [float(tensor[-1]) for tensor in tensors]
+
+
+def test_a_root_need_not_wait(four: Workers) -> None:
+    for queued, values in four.run(2, _many_broadcasts):
+        assert values == [float(number) for number in range(50)]
+        assert queued == 0
+
+
 # --- ranks that are missing ------------------------------------------------------------------------------------------
 
 

@@ -177,14 +177,13 @@ class SharedMemoryTransport:
             if block + ahead < blocks:
                 order.append((False, block + ahead))
         contribute, gather = self._contributions(tensor.dtype, parts)
-        own, theirs, at = self._slots(tensor.dtype, size - 1)
-        whole_own, whole_theirs, _ = self._slots(tensor.dtype, 1)
+        own, theirs, at = self._slots(tensor.dtype, 1)
         mine = parts[self._rank]
 
         def write(turn: int, slot: int) -> None:
             is_result, block = order[turn]
             if is_result:
-                _copy(whole_own[slot][0], mine[block])
+                _copy(own[slot][0], mine[block])
             else:
                 contribute(block, slot)
 
@@ -192,7 +191,7 @@ class SharedMemoryTransport:
             is_result, block = order[turn]
             if is_result:
                 for peer in self._peers:
-                    _copy(parts[peer][block], whole_theirs[peer][at[peer]])
+                    _copy(parts[peer][block], theirs[peer][at[peer]])
             else:
                 self._sum(mine[block], gather(block), False)
 
@@ -272,9 +271,8 @@ class SharedMemoryTransport:
         if not writes and not reads:
             return DONE
         self._calls += 1
-        head = f"{self._calls} {call.operation} of {_kind(tensor)} for {call.what}".encode()[
-            :HEAD_BYTES
-        ].rstrip()
+        text = f"{self._calls} {call.operation} of {_kind(tensor)} for {call.what}"
+        head = text.encode()[:HEAD_BYTES].rstrip()
         exchange = _Exchange(call, head, writes, write, reads, read, sources or self._peers, ahead)
         self._queue.append(exchange)
         try:
@@ -285,12 +283,13 @@ class SharedMemoryTransport:
         return Pending(lambda: self._finish(exchange))
 
     def _finish(self, exchange: _Exchange) -> None:
+        if exchange.ended:
+            return
         if self._broken:
             raise CommError(f"{self._where(exchange.call)}: the group was given up before: {self._broken}")
         try:
             while not exchange.ended:
                 self._complete(self._queue[0])
-                self._queue.popleft()
                 self._fill_in_turn()
         except BaseException as error:
             self._let_go(str(error) or repr(error), failed=True)
@@ -298,6 +297,8 @@ class SharedMemoryTransport:
 
     def _fill_in_turn(self) -> None:
         """Write what there is room for; a collective's rounds come before those of the next one."""
+        while self._queue and self._queue[0].ended:
+            self._queue.popleft()
         for exchange in self._queue:
             self._fill(exchange, blocks=False)
             if exchange.written < exchange.writes:
