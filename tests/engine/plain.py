@@ -60,7 +60,7 @@ def train(
 
 def error(got: Tensor, wanted: Tensor, addends: Tensor | None = None) -> float:
     """Relative L2 error by the measure above."""
-    scale = max(float(wanted.norm()), 0.0 if addends is None else float(addends.norm()))
+    scale = max(float(wanted.double().norm()), 0.0 if addends is None else float(addends.double().norm()))
     difference = float((got.double().cpu() - wanted.double()).norm())
     return difference / scale if scale else difference
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.parts import Parts
 from shardwise.parallel.zero.bucket import BucketState
+from shardwise.plan.errors import UsageError
 
 
 def buckets(parts: Parts) -> list[BucketState]:
@@ -57,12 +58,18 @@ def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Paramete
         full = bucket.gathered_copy()
         bucket.lend(full)
         lent.append((bucket, full))
+    edited: list[str] = []
     try:
         with torch.no_grad():
             yield dict(parts.model.named_parameters(remove_duplicate=False))
     finally:
         for bucket, full in lent:
-            bucket.reclaim(full, keep=write)
+            edited += bucket.reclaim(full, keep=write)
+    if edited and not write:
+        raise UsageError(
+            f"full_parameters: {', '.join(edited[:5])} was edited in a context for reading, in which some ranks "
+            "and stages lose the edit; use full_parameters(write=True)"
+        )
 
 
 def state_dict(parts: Parts) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class _Normalize:
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
-        if not (module.training or module.running_mean is None):
+        if not module.training:  # evaluation makes no rank wait for another, also where it takes batch statistics
             return self._alone(x)
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -58,7 +58,7 @@ class _Normalize:
         mean = sums[:-1] / count
         centred = wide - mean.view(shape)
         var = _SumOverRanks.apply(centred.square().sum(dims), self._group) / count
-        self._update_running(mean.detach(), var.detach(), float(count))
+        self._update_running(mean.detach(), var.detach(), float(count.detach()))
         y = centred * torch.rsqrt(var + module.eps).view(shape)
         if module.weight is not None:
             y = y * module.weight.view(shape) + module.bias.view(shape)

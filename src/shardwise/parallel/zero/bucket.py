@@ -93,6 +93,7 @@ class BucketState:
         self._absent = [_nan(slot.shape, dtypes.compute, around.device) for slot in layout.slots]
         self._is_attached = False
         self._is_lent = False
+        self._lent_versions: list[int] = []
         self._fresh = [parameter._version for parameter in parameters]
         self._stale = [version + 1 for version in self._fresh]
         self._landing: list[Tensor] | None = None
@@ -194,9 +195,20 @@ class BucketState:
         self._is_lent = True
         for parameter, view in zip(self.parameters, self.fresh_views(full), strict=True):
             parameter.data = view
+        self._lent_versions = [parameter._version for parameter in self.parameters]
 
-    def reclaim(self, full: Tensor, keep: bool) -> None:
-        """End ``lend``; with ``keep`` this rank's range of the edited values becomes weight and master."""
+    def reclaim(self, full: Tensor, keep: bool) -> list[str]:
+        """End ``lend``; with ``keep`` this rank's range of the edited values becomes weight and master.
+
+        Returns the names of the parameters that were edited.
+        """
+        edited = [
+            slot.name
+            for slot, parameter, version in zip(
+                self.layout.slots, self.parameters, self._lent_versions, strict=True
+            )
+            if parameter._version != version
+        ]
         if keep:
             if self._around.strategy.cuts_weight:
                 self.weight.copy_(full[self._own])
@@ -205,6 +217,7 @@ class BucketState:
             self._bump()
         self._is_lent = False
         self.attach()
+        return edited
 
     def publish(self) -> None:
         """After an update of the master: round it into the weight."""

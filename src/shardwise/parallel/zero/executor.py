@@ -30,6 +30,10 @@ opens its backward window like any other. Where one checkpoint spans several Uni
 and stands where an earlier one must: it makes way, and comes back when its own turn to recompute comes. autograd's
 version check does not see what a checkpoint saved, so a gradient that lands in between is an error of our own.
 
+[Note: foreign backward]
+A loss of another engine may pass through this model (a generator's loss through the discriminator). Its Units are then
+gathered and released as ever, but nothing may land: its parameters must not require gradients meanwhile.
+
 Cost: two hooks per Unit and pass, one per parameter.
 """
 
@@ -115,6 +119,7 @@ class Executor:
         self._passes: list[tuple[Bracket, ...]] = []
         """Order of each forward pass since the last backward pass: the agreed one, or its own where it departed."""
         self._is_backward = False
+        self._is_foreign = False
         self._root_is_open = False
         self._root_is_held = False
         self._holders: dict[Hashable, UnitState] = {
@@ -296,7 +301,7 @@ class Executor:
                     f"backward: {name} was frozen when the engine was made and requires a gradient now, for which "
                     "there is no buffer; set requires_grad before initialize(), or save, make a new engine and load"
                 )
-        order = tuple(bracket for brackets in self._passes for bracket in brackets) or self.brackets
+        order = self._order_of_passes()
         if (order, last) not in self._backward:
             if len(self._backward) > 8:
                 self._backward.clear()
@@ -304,10 +309,23 @@ class Executor:
                 order, self.strategy, self._trained, last, self.prefetch_units
             )
         self._begin(self._backward[order, last])
-        self._is_backward = True
+        self._is_backward, self._is_foreign = True, False
         for state in self.states:
             state.missing = state.trained_parameters
             state.is_reduced = state.in_backward = state.recomputes = state.made_way = False
+
+    def _order_of_passes(self) -> tuple[Bracket, ...]:
+        return tuple(bracket for brackets in self._passes for bracket in brackets) or self.brackets
+
+    def _begin_foreign(self) -> None:
+        """[Note: foreign backward]"""
+        untrained = [False] * len(self.states)
+        order = self._order_of_passes()
+        self._begin(backward_actions(order, self.strategy, untrained, False, self.prefetch_units))
+        self._is_backward = self._is_foreign = True
+        for state in self.states:
+            state.missing = state.trained_parameters
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
         """After autograd has run: whatever did not close by itself closes now."""
@@ -331,9 +349,7 @@ class Executor:
         if state.in_backward:
             return
         if not self._is_backward:
-            raise UsageError(
-                "backward: call engine.backward(loss), not loss.backward(); the engine must know when it ends"
-            )
+            self._begin_foreign()
         state.in_backward = True
         # A tensor that is the output of two nested Units calls the inner one's hook first: the outer one is late then,
         # and what comes next in the list is not its turn.
@@ -345,14 +361,15 @@ class Executor:
 
     def _land(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]
-        if state.is_reduced or not self._is_backward:
-            name = bucket.layout.slots[place].name
-            if not self._is_backward:
-                parameter.grad = None
-                raise UsageError(
-                    f"backward: the gradient of {name} arrived outside engine.backward(loss); loss.backward() alone "
-                    "cannot know when to reduce"
-                )
+        name = bucket.layout.slots[place].name
+        if self._is_foreign or not self._is_backward:
+            parameter.grad = None
+            raise UsageError(
+                f"backward: the gradient of {name} arrived outside engine.backward(loss), which alone knows when to "
+                "reduce. Call it instead of loss.backward(); where another engine's loss passes through this model, "
+                "set model.requires_grad_(False) meanwhile"
+            )
+        if state.is_reduced:
             raise UsageError(
                 f"backward: {name} got another gradient after those of its Unit {state.unit.title!r} were reduced. "
                 "Reentrant activation checkpointing does that (set use_reentrant=False), and a graph that returns to a "
@@ -360,7 +377,7 @@ class Executor:
             )
         if state.made_way:
             raise UsageError(
-                f"backward: {bucket.layout.slots[place].name} got a gradient while another Unit, which recomputes, "
+                f"backward: {name} got a gradient while another Unit, which recomputes, "
                 "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.share_memory: false"
             )
         if bucket.land(place, parameter):

@@ -171,10 +171,11 @@ def _gather_ahead(actions: list[Action], units: int) -> list[Action]:
         moved: list[Action] = []
         start = 0  # where the segment after the last compute Action but one begins
         for action in actions:
-            released_here = start and any(
-                kind is Kind.RESHARD and unit == action.unit for kind, unit, _ in moved[start - 1 :]
-            )
-            if action.kind is Kind.UNSHARD and start and not released_here:
+            if (
+                action.kind is Kind.UNSHARD
+                and start
+                and (Kind.RESHARD, action.unit) not in ((kind, unit) for kind, unit, _ in moved[start - 1 :])
+            ):
                 moved.insert(start - 1, action)
                 start += 1
             else:
