@@ -204,6 +204,7 @@ def write(out: Path, header: dict[str, Any], rows: list[dict[str, Any]], *, appe
     if append and out.exists():
         kept = json.loads(out.read_text())["rows"]
         rows = [row for row in kept if (row["dtype"], row["ranks"], row["name"]) not in fresh] + rows
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
 
 
