@@ -138,8 +138,8 @@ def measure(
                             "operation": operation,
                             "way": way,
                             "calls": len(taken),
-                            "median_ms": middle * 1e3,
-                            "quartiles_ms": [low * 1e3, high * 1e3],
+                            "median_ms": round(middle * 1e3, 5),
+                            "quartiles_ms": [round(low * 1e3, 5), round(high * 1e3, 5)],
                         }
                     )
     transport.close()
