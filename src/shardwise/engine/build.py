@@ -9,7 +9,7 @@ A model on ``meta`` gets its weights shard by shard: from ``initial`` rules (or 
 everywhere.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,8 @@ def initialize(
     )
     if settings.batch_norm == "synchronized":
         synchronize_batch_norm(model, both)
-    fill = _start_weights(model, settings, initial, drawn)
-    if fill is None:
-        _take_rank_0(model, world, both)
+    fill, filled = _start_weights(model, settings, initial, drawn)
+    _take_rank_0(model, world, both, filled)
     _move_buffers(model, world.device)
     spare = _NEVER_SHARES if not settings.zero.share_memory else int(settings.zero.prefetch_units)
     around = Surroundings(
@@ -162,16 +161,16 @@ def _optimizer(
 
 def _start_weights(
     model: nn.Module, settings: RunConfig, initial: Mapping[str, Rule] | None, drawn: Draft
-) -> Fill | None:
-    """How to get any elements of any parameter; None where the model holds them already."""
+) -> tuple[Fill | None, Collection[str]]:
+    """How to get any elements of any parameter (None where the model holds all already), and which it makes anew."""
     names = list(drawn.holdings)
     if settings.init_from is not None:
         source = open_weights(settings.init_from, model.policy if isinstance(model, Gpt) else None)
         source.check({name: tuple(drawn.holdings[name].parameter.shape) for name in names})
-        return lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype)
+        return lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype), names
     on_meta = [name for name in names if drawn.holdings[name].parameter.is_meta]
     if not on_meta and initial is None:
-        return None
+        return None, ()
     own = getattr(model, "initial_rules", None)
     rules = dict(initial or (own() if own is not None else {}))
     without = [name for name in on_meta if name not in rules]
@@ -187,15 +186,17 @@ def _start_weights(
             return draw(rules[slot.name], seed, slot.name, start, stop, dtype)
         return drawn.holdings[slot.name].parameter.detach().reshape(-1)[start:stop]
 
-    return fill
+    return fill, rules
 
 
-def _take_rank_0(model: nn.Module, world: World, both: Any) -> None:
-    """An initialised model: everybody takes the weights and buffers of the first rank."""
+def _take_rank_0(model: nn.Module, world: World, both: Any, filled: Collection[str]) -> None:
+    """What the model brings, weights and buffers, is the first rank's everywhere; not what is ``filled`` anyway."""
     if both.size == 1:
         return
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_meta or name in filled:
+                continue
             whole = tensor.detach().to(world.device).contiguous()
             both.broadcast(whole.view(-1), 0, name).wait()
             if whole.data_ptr() != tensor.data_ptr():

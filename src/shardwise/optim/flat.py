@@ -12,6 +12,7 @@ Scaling: gradients arrive as sums; ``divisor`` (weights summed, loss scale, clip
 where that is exact enough (its scalar is fp32), else in a pass of its own.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,10 +85,18 @@ def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
             f"needs whole tensors (Adafactor, Muon, LBFGS, Shampoo) would give wrong numbers. Known: {known}. "
             "If yours is elementwise, say so: initialize(..., elementwise=True)"
         )
-    if optimizer.state:
+    # Adagrad has state from its making on, at step 0.
+    if any(not isinstance(state, dict) or state.get("step", 1) for state in optimizer.state.values()):
         raise UsageError("optimizer: it has stepped already; hand it to initialize() before its first step")
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return lambda tensors, group: cls([{"params": tensors, **options[group]}])  # type: ignore[call-arg]
+    known_arguments = inspect.signature(cls).parameters
+
+    def make(tensors: list[Tensor], group: int) -> optim.Optimizer:
+        # As arguments too: some have no default, and Adagrad reads its first accumulator from the argument alone.
+        arguments: dict[str, Any] = {k: v for k, v in options[group].items() if k in known_arguments}
+        return cls([{"params": tensors, **options[group]}], **arguments)
+
+    return make
 
 
 class FlatOptimizer:
