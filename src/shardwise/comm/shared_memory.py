@@ -14,8 +14,9 @@ every sum is taken in rank order, p0 + p1 + ... + p(N-1), and so has the same bi
 every run. Sums of 16-bit floats are taken in fp32 and rounded once.
 
 A collective begins with what needs no waiting: its contribution goes into the ring as far as that has room. It ends in
-``wait``, or when the next one has begun, while its bytes are still in a cache. So a rank that comes first goes on computing, and finds the others' contributions there when it needs them.
-Collectives end in the order in which they began; until then their tensors belong to the transport.
+``wait``, or when the next one has begun, while its bytes are still in a cache. So a rank that comes first goes on
+computing, and finds the others' contributions there when it needs them. Collectives end in the order in which they
+began; until then their tensors belong to the transport.
 
 Cost of one collective of a few KiB: one copy in, one post and one wait for each peer.
 Shapes: every tensor is flat and contiguous; with N ranks a shard has 1/N of the elements of the full tensor.

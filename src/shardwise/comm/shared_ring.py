@@ -258,7 +258,7 @@ class Rings:
                 if self._semaphores.wait(address, _SLICE_S):
                     return
                 raise CommError(f"{self._where(call)}: {gone}")
-            if time.monotonic() - start > call.timeout_s:
+            if missing and time.monotonic() - start > call.timeout_s:
                 raise DeadlineError(
                     f"{self._where(call)}: {self._list(missing)} did not arrive within {call.timeout_s:g} s; see the "
                     "last lines of their logs. Ranks that are merely slow need a larger comm.deadline_s"
