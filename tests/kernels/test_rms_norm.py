@@ -56,3 +56,15 @@ def test_a_gradient_that_is_not_contiguous() -> None:
     given = torch.autograd.grad(rms_norm(x, weight, 1e-5), (x, weight), pull)
     expected = torch.autograd.grad(plain_rms_norm(x, weight, 1e-5), (x, weight), pull)
     assert worst(list(given), list(expected)) < 1e-14
+
+
+def test_under_autocast_it_is_the_plain_formula() -> None:
+    """Autocast would run the reductions of the kernel in bf16 and mix dtypes in one call."""
+    x = torch.randn(3, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = rms_norm(x, weight, 1e-5)
+        y.float().sum().backward()
+    torch.testing.assert_close(y.float(), plain_rms_norm(x, weight, 1e-5).float())
+    assert x.grad is not None
+    assert weight.grad is not None

@@ -56,7 +56,8 @@ class PrecisionPolicy(Policy):
     grad: Name | None = None
     """Dtype of the gradient buffer; left out, fp32 for 16-bit compute, else as ``compute``."""
     reduce: Name | None = None
-    """Dtype of gradients between ranks; left out, as ``grad``."""
+    """Dtype of gradients between ranks; left out, as ``grad``. A wider one than ``compute`` is the dtype of the sum: a
+    16-bit gradient to which nothing was added yet travels in its own 16 bits, which are the same numbers."""
     master: Name | None = None
     """Dtype of the weights that the optimizer updates; left out, fp32 for 16-bit compute, else as ``compute``."""
     keep_fp32: list[str] = Field(default_factory=list)
