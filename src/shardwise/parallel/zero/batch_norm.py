@@ -47,7 +47,9 @@ class _Normalize:
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
-        if not module.training:  # evaluation makes no rank wait for another, also where it takes batch statistics
+        if (
+            not module.training
+        ):  # evaluation makes no rank wait for another, also where it takes batch statistics
             return self._alone(x)
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)

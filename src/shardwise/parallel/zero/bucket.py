@@ -278,7 +278,7 @@ class BucketState:
         elif strategy.cuts_master:
             self.reducing = self._on_the_wire(full, self.owned_grad)
         else:
-            self.reducing = self._sum_everywhere(full)
+            self.reducing = self._sum_over(around.both, full)
         self._landing = self._landing_full = None
         self._landed = [False] * len(self.parameters)
         self._awaits_replicas = strategy.cuts_master and around.replicate.size > 1
@@ -289,7 +289,7 @@ class BucketState:
         self.reducing = DONE
         if self._awaits_replicas:
             self._awaits_replicas = False
-            self._around.replicate.all_reduce(self.owned_grad, self.what).wait()
+            self._sum_over(self._around.replicate, self.owned_grad).wait()
 
     def forget_gradients(self) -> None:
         """After the step: what lands next is the first of a new sum."""
@@ -307,15 +307,15 @@ class BucketState:
             return self._around.shard.reduce_scatter(owned, full, self.what)
         return self._around.shard.reduce_scatter(owned, full.to(self.dtypes.reduce), self.what)
 
-    def _sum_everywhere(self, full: Tensor) -> Pending:
-        if self.dtypes.reduce == full.dtype:
-            return self._around.both.all_reduce(full, self.what)
-        wire = full.to(self.dtypes.reduce)
-        pending = self._around.both.all_reduce(wire, self.what)
+    def _sum_over(self, group: Group, flat: Tensor) -> Pending:
+        if self.dtypes.reduce == flat.dtype:
+            return group.all_reduce(flat, self.what)
+        wire = flat.to(self.dtypes.reduce)
+        pending = group.all_reduce(wire, self.what)
 
         def finish() -> None:
             pending.wait()
-            full.copy_(wire)
+            flat.copy_(wire)
 
         return Pending(finish)
 
