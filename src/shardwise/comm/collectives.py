@@ -172,7 +172,7 @@ class Group:
         timeout_s = self.clock.timeout_s
         try:
             pending = start(self.transport, timeout_s)
-        except RuntimeError as error:
+        except (RuntimeError, CommError) as error:
             raise self._explained(error, operation, what, timeout_s) from error
         if pending is None:
             return DONE
@@ -180,7 +180,7 @@ class Group:
         def finish() -> None:
             try:
                 pending.wait()
-            except RuntimeError as error:
+            except (RuntimeError, CommError) as error:
                 raise self._explained(error, operation, what, timeout_s) from error
 
         return Pending(finish)
@@ -190,7 +190,9 @@ class Group:
             f"rank {self.ranks[self.index]}: {operation} of {what} in step {self.clock.step} "
             f"over {self.size} ranks of axis {self.axis!r}"
         )
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        if isinstance(error, CommError) and not isinstance(error, DeadlineError):
+            return CommError(f"{where} failed: {error}")
+        if isinstance(error, DeadlineError) or "timed out" in str(error).lower() or "timeout" in str(error).lower():
             return DeadlineError(
                 f"{where}: another rank did not arrive within {timeout_s:.0f} s. Look at the last lines of the other "
                 f"ranks' logs; a rank that is merely slow needs a larger comm.deadline_s. ({error})"
@@ -283,11 +285,13 @@ class TorchTransport:
 
 
 def _sum_in_order(rows: Tensor, total: Tensor) -> Tensor:
-    """``total`` becomes row 0 + row 1 + ..., each sum taken in the dtype of ``total``."""
-    torch.add(rows[0].to(total.dtype), rows[1], out=total)
+    """``total`` becomes row 0 + row 1 + ..., 16-bit sums taken in fp32 and rounded once."""
+    wide = torch.promote_types(total.dtype, torch.float32) if total.is_floating_point() else total.dtype
+    summed = total if wide == total.dtype else torch.empty_like(total, dtype=wide)
+    torch.add(rows[0].to(wide), rows[1], out=summed)
     for row in rows[2:]:
-        total.add_(row)
-    return total
+        summed.add_(row)
+    return total if summed is total else total.copy_(summed)
 
 
 def _waiting(works: list[Any], timeout_s: float) -> Pending:

@@ -186,6 +186,7 @@ class World:
                 post=lambda key, text: self._post(f"{prefix}/{key}", index, text),
                 collect=lambda key, timeout_s: self._collect(f"{prefix}/{key}", len(ranks), timeout_s),
                 timeout_s=policy.deadline_s,
+                names=ranks,
             )
         except SharedMemoryUnavailable as error:
             if policy.transport == "shared_memory":

@@ -1,0 +1,93 @@
+"""Where the rank comes from, in which order, and what a contradiction says."""
+
+import pytest
+
+from shardwise.comm.world import World, find_seat, first_host, join
+from shardwise.plan.errors import CommError, ConfigError, DeadlineError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12],cpu1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+    "SLURM_JOB_ID": "77",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+
+def test_nothing_is_one_process() -> None:
+    assert find_seat({})[:2] == (0, 1)
+
+
+def test_torchrun_comes_before_slurm_before_mpi() -> None:
+    assert find_seat(OPEN_MPI | SLURM | TORCHRUN)[:6] == (3, 8, 1, 2, "10.0.0.1", 1234)
+    assert find_seat(OPEN_MPI | SLURM)[:5] == (5, 8, 1, 2, "gpu07")
+    assert find_seat(OPEN_MPI)[:5] == (1, 4, 1, 4, "127.0.0.1")
+
+
+def test_a_batch_script_outside_srun_is_one_process() -> None:
+    """sbatch sets SLURM_PROCID=0 and SLURM_NTASKS; a plain python there would wait for ranks that nobody started."""
+    outside = {key: value for key, value in SLURM.items() if "STEP" not in key} | {"SLURM_PROCID": "0"}
+    assert find_seat(outside)[:2] == (0, 1)
+
+
+def test_ranks_of_one_job_agree_on_a_port() -> None:
+    ports = {find_seat(SLURM | {"SLURM_PROCID": str(rank)}).port for rank in range(8)}
+    assert len(ports) == 1
+    assert find_seat(SLURM | {"SLURM_JOB_ID": "78"}).port not in ports
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("gpu[07-09,12],cpu1", "gpu07"), ("n[3,5]", "n3"), ("x-1", "x-1")],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_contradictions_name_the_variable() -> None:
+    with pytest.raises(ConfigError, match="rank 9 does not fit 8 ranks"):
+        find_seat(TORCHRUN | {"RANK": "9"})
+    with pytest.raises(ConfigError, match="WORLD_SIZE='eight'"):
+        find_seat(TORCHRUN | {"WORLD_SIZE": "eight"})
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        find_seat(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+def test_one_process_prints_where_its_rank_came_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert join().size == 1
+    assert "1 rank(s) from none" in capsys.readouterr().out
+
+
+def test_texts_under_a_key() -> None:
+    world = World(0, 1)
+    with pytest.raises(CommError, match="nothing was ever posted"):
+        world.collect("plan", 1.0)
+    world.post("plan", "text")
+    assert world.collect("plan", 1.0) == ["text"]
+
+
+def test_a_missing_text_names_the_rank() -> None:
+    world = World(0, 2)
+    world.post("plan", "text")
+    with pytest.raises(DeadlineError, match=r"'plan': no word from rank\(s\) \[1\]"):
+        world.collect("plan", 0.05)
