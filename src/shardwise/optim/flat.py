@@ -153,7 +153,7 @@ class FlatOptimizer:
         """(label, start, stop, tensor) of every moment, by segment."""
         for start, stop, leaf in self._segments:
             for label, value in self._optimizer.state.get(leaf, {}).items():
-                if isinstance(value, Tensor) and value.numel() == stop - start and label != "step":
+                if isinstance(value, Tensor) and value.dim() == 1:
                     yield label, start, stop, value
 
     def scalars(self) -> list["Scalars"]:
@@ -208,7 +208,7 @@ class FlatOptimizer:
                 state = self._optimizer.state.pop(leaf, None)
                 if state:
                     for a, b, piece in pieces:
-                        self._optimizer.state[piece] = _cut_state(state, a - first, b - first, last - first)
+                        self._optimizer.state[piece] = _cut_state(state, a - first, b - first)
                 self._segments[place : place + 1] = pieces
                 self._optimizer.param_groups[0]["params"] = [segment.leaf for segment in self._segments]
                 return
@@ -217,10 +217,10 @@ class FlatOptimizer:
                 self._split_around(max(start, first), min(stop, last))
 
 
-def _cut_state(state: dict[str, Any], start: int, stop: int, elements: int) -> dict[str, Any]:
+def _cut_state(state: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     def cut(label: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value[start:stop] if value.numel() == elements and label != "step" else value.clone()
+        return value[start:stop] if value.dim() == 1 else value.clone()
 
     return {label: cut(label, value) for label, value in state.items()}
