@@ -44,7 +44,7 @@ def ranges(absent: set[int]) -> list[tuple[int, int]]:
     return [(STARTS[i], STARTS[i] + SIZES[i]) for i in sorted(absent)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     absent=st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=5),

@@ -50,7 +50,7 @@ def draft(
     """The Plan of a data-parallel run, its Actions left to ``full_step``: their order is known after the first step.
 
     ``group_of``: optimizer group of a parameter name; ``moments``: names of the optimizer's moments.
-    Errors: PlanError where the model has no parameters.
+    Errors: PlanError where the model has no parameters, or complex ones.
     """
     own_units = getattr(model, "unit_patterns", None)
     found = find_units(model, own_units() if zero.units == "auto" and own_units is not None else zero.units)
@@ -94,6 +94,11 @@ def _grouped(
     groups: dict[BucketKey, list[Holding]] = {}
     dtypes: dict[BucketKey, Dtypes] = {}
     for holding in found.holdings:
+        if holding.parameter.is_complex():
+            raise PlanError(
+                f"model: parameter {holding.name!r} has dtype {holding.parameter.dtype}; expected a real one. Hold its "
+                "real and imaginary parts (torch.view_as_real) and put them together in forward"
+            )
         own = precision.dtypes(holding.name, holding.parameter.dtype)
         trained = holding.parameter.requires_grad
         key = BucketKey(own.compute, trained, group_of(holding.name) if trained else 0)

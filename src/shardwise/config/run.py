@@ -4,7 +4,7 @@ YAML, JSON, and JSON with comments. Unknown keys are an error at every level, wi
 twice is an error. ``load(path, ["zero.stage=3"])`` overrides values as the command line's ``--set`` does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,6 +145,10 @@ class _UniqueKeys(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} cannot be a key; expected a word", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} is given twice", key_node.start_mark

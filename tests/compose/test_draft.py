@@ -1,0 +1,121 @@
+"""A model becomes a Plan: Units, buckets, placements, bytes."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.nets import Language, seeded
+from tests.parallel.zero.nets import Adapters, Net
+from torch import nn
+
+from shardwise.compose.draft import Draft, draft, full_step
+from shardwise.optim.policy import OptimizerPolicy
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.errors import PlanError
+from shardwise.plan.mesh import Mesh
+from shardwise.precision.policy import PrecisionPolicy
+
+
+def drafted(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: Any) -> Draft:
+    precision = PrecisionPolicy.model_validate(more.pop("precision", {}))
+    group_of = more.pop("group_of", lambda name: 0)
+    return draft(
+        model,
+        mesh or Mesh(dp_shard=4),
+        ZeroPolicy(stage=stage, **more),  # type: ignore[arg-type]
+        precision,
+        group_of,
+        ["exp_avg", "exp_avg_sq"],
+    )
+
+
+def test_every_parameter_is_in_one_bucket() -> None:
+    for model in (Net(), Language(), Adapters()):
+        slots = [slot for u in drafted(model).plan.units for b in u.buckets for slot in b.slots]
+        names = [name for slot in slots for name in (slot.name, *slot.aliases)]
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
+
+
+def test_buckets_part_what_differs() -> None:
+    """Dtype, trained or frozen, and optimizer group."""
+    policy = OptimizerPolicy.model_validate({"groups": [{"match": "*bias"}]})
+    found = drafted(
+        Adapters(), precision={"compute": "bf16", "keep_fp32": ["first.*"]}, group_of=policy.group_of
+    )
+    root, block = found.plan.units[:2]
+    assert [(b.key, [slot.name for slot in b.slots]) for b in root.buckets] == [
+        ((torch.float32, True, 0), ["first.weight"]),
+        ((torch.float32, True, 1), ["first.bias"]),
+        ((torch.bfloat16, True, 0), ["last.weight"]),
+        ((torch.bfloat16, True, 1), ["last.bias"]),
+    ]
+    assert [(b.key, [slot.name for slot in b.slots]) for b in block.buckets] == [
+        ((torch.bfloat16, True, 0), ["blocks.0.a", "blocks.0.b"]),
+        ((torch.bfloat16, False, 0), ["blocks.0.base.weight", "blocks.0.base.bias"]),
+    ]
+
+
+def test_registry_knows_every_tensor() -> None:
+    model = Adapters()
+    model.register_buffer("shift", torch.zeros(3))
+    registry = drafted(model).plan.registry
+    parameters = dict(model.named_parameters())
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert {info.name for info in registry.of_kind("parameter")} == set(parameters)
+    for kind in ("gradient", "master"):
+        assert {info.name for info in registry.of_kind(kind)} == trained  # type: ignore[arg-type]
+    assert len(registry.of_kind("moment")) == 2 * len(trained)
+    assert [info.name for info in registry.of_kind("buffer")] == ["shift"]
+    for info in registry.of_kind("parameter"):
+        assert info.shape == tuple(parameters[info.name].shape)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_are_those_of_the_table(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(256, 256, bias=False))
+    plan = drafted(model, stage, precision="bf16").plan
+    wanted = {0: 18, 1: 6 + 12 / 4, 2: 2 + 16 / 4, 3: 18 / 4}[stage]
+    assert sum(plan.bytes_per_rank().values()) == wanted * 256 * 256
+
+
+def test_a_plan_reads_as_a_table() -> None:
+    found = drafted(seeded(Language))
+    actions = full_step(found.plan.units, found.strategy, 2)
+    text = str(found.plan)
+    assert "Plan over dp=4: 387 parameters in 4 Units" in text
+    assert "(root)" in text and "blocks.0 .. blocks.2" in text
+    assert "weight=R/S grad=P/S" in text
+    assert "tied: head.weight share another parameter's slot" in text
+    assert len(actions) == 2 * (4 * 3 + 4 * 4) + 4
+
+
+def test_a_plan_for_many_ranks_is_as_small_as_for_few() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64))) for _ in range(8))
+        )
+    plan = drafted(model, mesh=Mesh(dp_replicate=64, dp_shard=1024)).plan
+    assert plan.mesh.world_size == 65_536
+    assert len(plan.registry) == 32 * 5
+    assert sum(plan.bytes_per_rank().values()) > 0
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(PlanError, match="Tanh has no parameters"):
+        drafted(nn.Tanh())
+
+
+def test_a_complex_parameter_cannot_be_planned() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(PlanError, match="'weight' has dtype torch.complex64"):
+        drafted(model)
+
+
+def test_models_may_name_their_units() -> None:
+    class Named(Net):
+        def unit_patterns(self) -> list[str]:
+            return ["first", "last"]
+
+    assert [unit.name for unit in drafted(Named()).plan.units] == ["", "first", "last"]
+    assert [unit.name for unit in drafted(Named(), units=["blocks.0"]).plan.units] == ["", "blocks.0"]

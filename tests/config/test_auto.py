@@ -1,0 +1,56 @@
+"""What is left out is filled in by one function, which says what it chose."""
+
+import pytest
+
+from shardwise.config.auto import resolve
+from shardwise.config.run import load
+from shardwise.plan.errors import ConfigError, MeshError
+
+
+def test_prefetch_follows_the_device() -> None:
+    assert resolve(load({}), 2, "cpu").config.zero.prefetch_units == 0
+    assert resolve(load({}), 2, "cuda").config.zero.prefetch_units == 1
+    assert resolve(load({"zero": {"prefetch_units": 3}}), 2, "cpu").config.zero.prefetch_units == 3
+
+
+def test_batch_and_mesh_are_derived_and_said() -> None:
+    found = resolve(load({"batch": {"global_size": 64, "micro_size": 4}}), 4, "cpu")
+    assert found.config.batch.accumulation == 4
+    assert found.mesh.size("dp") == 4
+    assert found.choices == ("mesh dp=4", "batch 64 = 4 micro × 4 accumulation × 4 ranks")
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(load({"batch": {"global_size": 64}, "train": {"steps": 7}}), 4, "cpu")
+    assert resolve(once.config, 4, "cpu") == once
+
+
+def test_the_schedule_ends_with_training() -> None:
+    found = resolve(load({"schedule": {"type": "cosine"}, "train": {"steps": 70}}), 1, "cpu")
+    assert found.config.schedule.total_steps == 70
+    with pytest.raises(ConfigError, match="cosine ends somewhere; give schedule.total_steps or train.steps"):
+        resolve(load({"schedule": {"type": "cosine"}}), 1, "cpu")
+
+
+def test_rules_that_need_resolved_numbers() -> None:
+    given = {"schedule": {"type": "linear", "warmup_steps": 50}, "train": {"steps": 50}}
+    with pytest.raises(ConfigError, match="warmup_steps 50 must be less than total_steps 50"):
+        resolve(load(given), 1, "cpu")
+
+
+def test_a_mesh_that_does_not_multiply() -> None:
+    with pytest.raises(MeshError, match="dp=2 covers 2 ranks but the job has 3"):
+        resolve(load({"mesh": {"dp": 2}}), 3, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"zero": {"stage": 1, "reduce": "microbatch"}}, "which is stage 2; stage is 1"),
+        ({"mesh": {"tp": 2}}, "this version cuts along dp alone"),
+    ],
+    ids=str,
+)
+def test_rules(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(load(given), 4, "cpu")

@@ -1,0 +1,72 @@
+"""The closed form against arange(world).view(...)."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.plan.errors import MeshError
+from shardwise.plan.mesh import DataParallelPolicy, Mesh, MeshPolicy
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+meshes = st.builds(Mesh, **{axis: st.integers(1, 4) for axis in AXES})
+
+
+@given(meshes)
+def test_groups_and_indices_are_those_of_a_view(mesh: Mesh) -> None:
+    ranks = torch.arange(mesh.world_size).view([mesh.size(axis) for axis in AXES])
+    for place, axis in enumerate(AXES):
+        rows = ranks.movedim(place, -1).reshape(-1, mesh.size(axis)).tolist()
+        assert sorted(map(list, mesh.groups(axis))) == sorted(rows)
+        for row in rows:
+            for index, rank in enumerate(row):
+                assert mesh.index(axis, rank) == index
+                assert list(mesh.ranks(axis, rank)) == row
+    together = ranks.movedim((1, 2), (-2, -1)).reshape(-1, mesh.size("dp")).tolist()
+    assert sorted(map(list, mesh.groups("dp"))) == sorted(together)
+    for row in together:
+        assert [mesh.index("dp", rank) for rank in row] == list(range(len(row)))
+
+
+@given(meshes, st.sampled_from((*AXES, "dp")))
+def test_groups_cover_each_rank_once(mesh: Mesh, axis: str) -> None:
+    assert sorted(rank for group in mesh.groups(axis) for rank in group) == list(range(mesh.world_size))
+
+
+def test_a_large_mesh_costs_what_a_small_one_does() -> None:
+    mesh = Mesh(pp=8, dp_replicate=16, dp_shard=128, tp=8)
+    assert mesh.world_size == 131_072
+    assert mesh.ranks("tp", 131_071) == tuple(range(131_064, 131_072))
+    assert mesh.index("pp", 131_071) == 7
+    assert len(mesh.ranks("dp", 5)) == 2048
+
+
+def test_a_mesh_that_does_not_multiply() -> None:
+    with pytest.raises(
+        MeshError, match=r"dp=3 covers 3 ranks but the job has 4; .*dp must be 4, or leave dp out"
+    ):
+        MeshPolicy(dp=3).mesh(4)
+    with pytest.raises(MeshError, match=r"dp=2 × tp=2 covers 4 ranks but the job has 8; .*dp must be 4"):
+        MeshPolicy(dp=2, tp=2).mesh(8)
+    with pytest.raises(MeshError, match=r"pp × cp × tp = 3 does not divide 8"):
+        MeshPolicy(tp=3).mesh(8)
+    with pytest.raises(MeshError, match="dp_replicate=2 × dp_shard=3 covers 6 ranks but the job has 4"):
+        MeshPolicy(dp=DataParallelPolicy(replicate=2, shard=3)).mesh(4)
+
+
+def test_dp_takes_the_ranks_that_remain() -> None:
+    assert MeshPolicy(tp=2).mesh(8) == Mesh(dp_shard=4, tp=2)
+    assert MeshPolicy().mesh(1) == Mesh()
+
+
+def test_what_is_no_axis() -> None:
+    with pytest.raises(MeshError, match="no axis 'zz'; known: pp, dp_replicate"):
+        Mesh().size("zz")
+    with pytest.raises(MeshError, match="axis 'tp' has size 0"):
+        Mesh(tp=0)
+
+
+def test_names_for_people() -> None:
+    assert str(Mesh()) == "1 rank"
+    assert str(Mesh(dp_shard=4)) == "dp=4"
+    assert str(Mesh(dp_replicate=2, dp_shard=4, tp=2)) == "dp_replicate=2 × dp_shard=4 × tp=2"
