@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.plan.errors import MeshError
@@ -12,6 +12,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 meshes = st.builds(Mesh, **{axis: st.integers(1, 4) for axis in AXES})
 
 
+@settings(max_examples=30)
 @given(meshes)
 def test_groups_and_indices_are_those_of_a_view(mesh: Mesh) -> None:
     ranks = torch.arange(mesh.world_size).view([mesh.size(axis) for axis in AXES])
