@@ -262,6 +262,18 @@ class ReturnsDataclass(Net):
         return result
 
 
+class ChangedInPlace(Net):
+    """What a block returned is overwritten."""
+
+    def middle(self, x: Tensor, flag: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x[:, 0].mul_(2.0)
+            x += 1
+            torch.relu_(x)
+        return x
+
+
 class SideBlock(Block):
     """Leaves an auxiliary loss behind as an attribute, as routers do."""
 
@@ -504,6 +516,7 @@ NETS: dict[str, type[Net]] = {
         Shared,
         ReturnsDict,
         ReturnsDataclass,
+        ChangedInPlace,
         SideLosses,
         TiedAcrossBlocks,
         TiedInsideABlock,

@@ -147,7 +147,49 @@ def other_collectives(world: Any) -> None:
     engine.close()
 
 
-LOUD = [released_weights, reads_outside, opaque_output, direct_backward, unfrozen, other_collectives]
+def behind_the_engines_back(world: Any) -> None:
+    """A model that is converted or loaded after initialize() would train on in silence, without effect."""
+    for stage in (0, 2):
+        engine = start(world, stage)
+        engine.module.float().double()
+        x, flag = piece(0, world.rank)
+        assert "does not lie in the engine's memory" in raised(
+            UsageError,
+            lambda engine=engine, x=x, flag=flag: engine.train_step([(x, flag)]),  # type: ignore[misc]
+        )
+        engine.close()
+        engine = start(world, stage, seeded(Net, dtype=torch.float32), precision="bf16")
+        engine.module.load_state_dict(seeded(Net, seed=1).state_dict())
+        assert "first.weight was changed in place" in raised(
+            UsageError,
+            lambda engine=engine, x=x, flag=flag: engine.train_step([(x, flag)]),  # type: ignore[misc]
+        )
+        engine.close()
+    for stage in (0, 1, 2):  # where the weight is its own master, what is loaded stays
+        engine = start(world, stage)
+        engine.module.load_state_dict(seeded(Net, seed=1).state_dict())
+        plain = seeded(Net, seed=1)
+        pieces = [(piece(0, i), 1.0) for i in range(world.size)]
+        truth = train(
+            plain,
+            torch.optim.AdamW(plain.parameters(), weight_decay=0.0),
+            [pieces],
+            lambda model, batch: model(*batch),
+        )
+        engine.train_step([piece(0, world.rank)])
+        assert worst(engine.state_dict(), truth[0].weights) <= 1e-10
+        engine.close()
+
+
+LOUD = [
+    behind_the_engines_back,
+    released_weights,
+    reads_outside,
+    opaque_output,
+    direct_backward,
+    unfrozen,
+    other_collectives,
+]
 
 
 @pytest.mark.parametrize("story", LOUD, ids=lambda story: story.__name__)

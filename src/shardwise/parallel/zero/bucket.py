@@ -223,10 +223,29 @@ class BucketState:
         """After an update of the master: round it into the weight."""
         if self.master is None:
             return
+        self._check_attached()
         if not self._shares_master:
             cut = self._around.strategy.cuts_master and not self._around.strategy.cuts_weight
             (self.weight[self._own] if cut else self.weight).copy_(self.master)
         self._bump()
+
+    def _check_attached(self) -> None:
+        """What the user did to a parameter behind the engine's back would be lost in silence."""
+        if self._full is None or not self._is_attached:
+            return
+        for slot, parameter, view, version in zip(
+            self.layout.slots, self.parameters, self.views(self._full), self._fresh, strict=True
+        ):
+            if parameter.data_ptr() != view.data_ptr():
+                raise UsageError(
+                    f"{self.what}: parameter {slot.name} does not lie in the engine's memory any more, so it would not "
+                    "train. Move or convert the model (model.to(), .half(), p.data = ...) before initialize()"
+                )
+            if parameter._version != version and not self._shares_master:
+                raise UsageError(
+                    f"{self.what}: parameter {slot.name} was changed in place, which its {self.dtypes.master} master "
+                    "would overwrite. Edit inside engine.full_parameters(write=True), or load before initialize()"
+                )
 
     def gather_update(self) -> Pending:
         """After ``publish``: gather the other ranks' ranges where the weight is kept whole and the master is not."""
