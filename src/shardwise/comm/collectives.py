@@ -192,7 +192,11 @@ class Group:
         )
         if isinstance(error, CommError) and not isinstance(error, DeadlineError):
             return CommError(f"{where} failed: {error}")
-        if isinstance(error, DeadlineError) or "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        if (
+            isinstance(error, DeadlineError)
+            or "timed out" in str(error).lower()
+            or "timeout" in str(error).lower()
+        ):
             return DeadlineError(
                 f"{where}: another rank did not arrive within {timeout_s:.0f} s. Look at the last lines of the other "
                 f"ranks' logs; a rank that is merely slow needs a larger comm.deadline_s. ({error})"

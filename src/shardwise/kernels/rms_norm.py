@@ -21,7 +21,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x over its root mean square along the last dim, times ``weight``, in x's dtype: [..., D]."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return plain_rms_norm(x, weight, eps)  # The compiler fuses the formula; autocast chooses dtypes op by op.
+        return plain_rms_norm(
+            x, weight, eps
+        )  # The compiler fuses the formula; autocast chooses dtypes op by op.
     if x.device.type == "cpu":
         return _RmsNorm.apply(x, weight, eps)
     if x.dtype == weight.dtype:

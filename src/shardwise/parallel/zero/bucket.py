@@ -2,7 +2,8 @@
 
     stage           0        1             2              3
     weight          [P]      [P]           [P]            [P/N] + a slot [P] while gathered
-    grad            [P]      [P]           [P/N] + a slot [P] during the Unit's backward pass
+    grad            [P]      [P]           [P/N]
+    landing         grad, or a slot [P] during the Unit's backward pass
     master          [P]      [P/N]         [P/N]          [P/N]
 
 A master of the compute dtype is the weight buffer itself or this rank's range of it. The user's parameters are views:
@@ -103,6 +104,8 @@ class BucketState:
         self.used = [False] * len(parameters)
         """Parameters that got a gradient since the last step."""
         self._holds_earlier = False
+        self.reduces_now = True
+        """Whether the running microbatch ends with REDUCE."""
         self._awaits_replicas = False
         self.reducing: Pending = DONE
 
@@ -294,10 +297,17 @@ class BucketState:
             around.shard.reduce_scatter(self.grad, full, self.what, accumulate=self._holds_earlier).wait()
             self._holds_earlier = True
             around.gradients.release(self._owner)
-        elif strategy.cuts_master:
-            self.reducing = self._on_the_wire(full, self.owned_grad)
+        elif full is self.grad:
+            owned = self.owned_grad
+            self.reducing = (
+                self._on_the_wire(full, owned) if strategy.cuts_master else self._sum_over(around.both, full)
+            )
         else:
-            self.reducing = self._sum_over(around.both, full)
+            around.shard.reduce_scatter(self.grad[self._own], full, self.what).wait()
+            around.gradients.release(self._owner)
+            if not strategy.cuts_master:
+                own = self.grad[self._own]
+                self.reducing = around.shard.all_gather(self.grad, own, self.what, purpose="gradients")
         self._landing = self._landing_full = None
         self._landed = [False] * len(self.parameters)
         self._awaits_replicas = strategy.cuts_master and around.replicate.size > 1
@@ -316,7 +326,7 @@ class BucketState:
         self.reducing = DONE
         self._holds_earlier = self._awaits_replicas = False
         self.used = [False] * len(self.parameters)
-        if self._landing is not None and self._around.strategy.cuts_grad:
+        if self._landing_full is not None and self._landing_full is not self.grad:
             self._around.gradients.release(self._owner)
         self._landing = self._landing_full = None
         self._landed = [False] * len(self.parameters)
@@ -343,20 +353,38 @@ class BucketState:
             raise UsageError(
                 f"{self.what}: a frozen parameter got a gradient; set requires_grad before initialize()"
             )
-        if not self._around.strategy.cuts_grad:
-            self._landing_full = self.grad
-        else:
-            # One microbatch's gradient: autograd's own dtype holds it without loss, and the sum over the ranks is
-            # taken in the buffer's dtype. A wider wire would carry the same numbers in more bytes.
-            dtype = self.dtypes.reduce
-            if dtype.itemsize > self.dtypes.compute.itemsize:
-                dtype = self.dtypes.compute
+        if self._lands_in_slot:
             pool = self._around.gradients
-            self._landing_full = pool.acquire(self._owner, self.layout.elements, dtype, movable=True)
+            self._landing_full = pool.acquire(
+                self._owner, self.layout.elements, self._wire_dtype, movable=True
+            )
             if pool.last_tenant(self._owner) != self._owner:
                 for start, stop in self._gaps:
                     self._landing_full[start:stop] = 0
+        else:
+            self._landing_full = self.grad
         self._landing = self.views(self._landing_full)
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        """One microbatch's gradient: autograd's own dtype holds it without loss, and the sum over the ranks is taken in
+        the buffer's dtype. A wider wire would carry the same numbers in more bytes."""
+        narrower = self.dtypes.reduce.itemsize <= self.dtypes.compute.itemsize
+        return self.dtypes.reduce if narrower else self.dtypes.compute
+
+    @property
+    def _lands_in_slot(self) -> bool:
+        """A gradient that is reduced before anything is added to it needs no whole buffer of its own: it lands in a
+        slot that is still in a cache when it travels. Where every rank keeps the whole sum that pays for 16 bits alone.
+        """
+        around = self._around
+        if around.strategy.cuts_grad:
+            return True
+        if not self.reduces_now or around.shard.size == 1:
+            return False
+        if around.strategy.cuts_master:
+            return True
+        return around.replicate.size == 1 and self._wire_dtype.itemsize < self.dtypes.grad.itemsize
 
     # Views -----------------------------------------------------------------------------------------------------
 
