@@ -104,8 +104,9 @@ class BucketState:
         self.used = [False] * len(parameters)
         """Parameters that got a gradient since the last step."""
         self._holds_earlier = False
-        self.reduces_now = True
-        """Whether the running microbatch ends with REDUCE."""
+        self.reduces_alone = True
+        """Whether the running microbatch is the only one of its sum. Every rank must say the same, also one on which
+        nothing has landed before: it is what decides how the gradient travels."""
         self._awaits_replicas = False
         self.reducing: Pending = DONE
 
@@ -380,11 +381,12 @@ class BucketState:
         around = self._around
         if around.strategy.cuts_grad:
             return True
-        if not self.reduces_now or around.shard.size == 1:
+        if not self.reduces_alone or around.shard.size == 1:
             return False
         if around.strategy.cuts_master:
             return True
-        return around.replicate.size == 1 and self._wire_dtype.itemsize < self.dtypes.grad.itemsize
+        is_narrow = self._wire_dtype.itemsize < self.dtypes.grad.itemsize
+        return is_narrow and self.dtypes.reduce == self.dtypes.grad and around.replicate.size == 1
 
     # Views -----------------------------------------------------------------------------------------------------
 

@@ -120,6 +120,9 @@ class Executor:
         """Order of each forward pass since the last backward pass: the agreed one, or its own where it departed."""
         self._is_backward = False
         self._is_foreign = False
+        self._is_last = True
+        self._adds_up = False
+        """Whether earlier microbatches of the step wait for this one."""
         self._root_is_open = False
         self._root_is_held = False
         self._holders: dict[Hashable, UnitState] = {
@@ -309,12 +312,12 @@ class Executor:
                 order, self.strategy, self._trained, last, self.prefetch_units
             )
         self._begin(self._backward[order, last])
-        self._is_backward, self._is_foreign = True, False
+        self._is_backward, self._is_foreign, self._is_last = True, False, last
         for state in self.states:
             state.missing = state.trained_parameters
             state.is_reduced = state.in_backward = state.recomputes = state.made_way = False
             for bucket in state.buckets:
-                bucket.reduces_now = last
+                bucket.reduces_alone = last and not self._adds_up
 
     def _order_of_passes(self) -> tuple[Bracket, ...]:
         return tuple(bracket for brackets in self._passes for bracket in brackets) or self.brackets
@@ -333,13 +336,15 @@ class Executor:
         """After autograd has run: whatever did not close by itself closes now."""
         self._finish_list()
         self._release_all()
+        if not self._is_foreign:
+            self._adds_up = not self._is_last
         self._is_backward = False
         self._passes.clear()
 
     def abandon(self) -> None:
         """After an exception in the middle of a pass: back to the state between two steps."""
         self._begin([])
-        self._is_backward = False
+        self._is_backward = self._adds_up = False
         self._passes.clear()
         self._release_all()
         for state in self.states:
