@@ -53,8 +53,8 @@ def _deepspeed(name: str, stage: int, bf16: Facts, **options: str) -> Row:
 
 def _ours(stage: int) -> list[Row]:
     build = "shardwise_rows:build"
-    # At stages 2 and 3 one microbatch's bf16 gradients travel as they are and are summed into the fp32 buffer.
-    facts = _BOTH_KEPT if stage < 2 else {"fp32": _FP32, "bf16": Facts("fp32", "bf16", True)}
+    # One microbatch's bf16 gradients travel as they are and are summed into the fp32 buffer.
+    facts = {"fp32": _FP32, "bf16": Facts("fp32", "bf16", True)}
     rows = [
         Row(f"shardwise-{stage}-{short}", stage, "shardwise", build, facts, {"transport": transport})
         for short, transport in (("gloo", "torch"), ("shm", "shared_memory"))

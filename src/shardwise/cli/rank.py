@@ -96,6 +96,10 @@ def _last_words(trainer: Trainer, console: Console) -> None:
     if sample is not None:
         trainer.folder.sample.write_text(sample, encoding="utf-8")
         say(f"sample:\n{printable(sample)}\n")
+    if trainer.engine.config.compile.scope != "none":
+        breaks = trainer.engine.graph_breaks
+        why = "".join(f"; {reason}" for reason in breaks)
+        say(f"compiled blocks: {sum(breaks.values())} graph breaks{why}")
     say(f"run folder: {trainer.folder.root}")
 
 

@@ -278,6 +278,15 @@ class Engine:
         return self._parts.executor.departures
 
     @property
+    def graph_breaks(self) -> dict[str, int]:
+        """With ``compile: blocks``: graph breaks in this process so far, by reason. None is what to aim at."""
+        if self.config.compile.scope == "none":
+            return {}
+        from torch._dynamo.utils import counters  # heavy, and needed by runs that compile alone
+
+        return dict(counters["graph_break"])
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         return self._parts.trained[0].optimizer.top_lr * factor(self.config.schedule, self.step_count)

@@ -71,23 +71,28 @@ class BucketState:
         first = around.shard.index * piece
         self._own = slice(first, first + piece)
 
-        def empty(dtype: torch.dtype, cut: bool) -> Tensor:
+        def zeros(dtype: torch.dtype, cut: bool) -> Tensor:
             return torch.zeros(piece if cut else whole, dtype=dtype, device=around.device)
 
-        self.weight = empty(dtypes.compute, strategy.cuts_weight)
+        self.weight = zeros(dtypes.compute, strategy.cuts_weight)
         self.master: Tensor | None = None
         self.grad: Tensor | None = None
         if layout.key.trained:
             same = dtypes.master == dtypes.compute
             if not same:
-                self.master = empty(dtypes.master, strategy.cuts_master)
+                self.master = zeros(dtypes.master, strategy.cuts_master)
             else:
                 self.master = (
                     self.weight[self._own]
                     if strategy.cuts_master and not strategy.cuts_weight
                     else self.weight
                 )
-            self.grad = empty(dtypes.grad, strategy.cuts_grad)
+            # Not zeroed, but for the padding: pages that nothing lands in never take memory.
+            self.grad = torch.empty(
+                piece if strategy.cuts_grad else whole, dtype=dtypes.grad, device=around.device
+            )
+            for start, stop in () if strategy.cuts_grad else _gaps(layout):
+                self.grad[start:stop] = 0
         self._full: Tensor | None = None if strategy.cuts_weight else self.weight
         self._gathering: Pending = DONE
         self._views: dict[int, list[Tensor]] = {}
