@@ -20,12 +20,15 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x over its root mean square along the last dim, times ``weight``, in x's dtype: [..., D]."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return plain_rms_norm(
-            x, weight, eps
-        )  # The compiler fuses the formula; autocast chooses dtypes op by op.
+    if torch.compiler.is_compiling():
+        return plain_rms_norm(x, weight, eps)  # The compiler fuses the formula.
     if x.device.type == "cpu":
-        return _RmsNorm.apply(x, weight, eps)
+        # Autocast chooses dtypes op by op, which the kernel's two reductions would mix.
+        return (
+            plain_rms_norm(x, weight, eps)
+            if torch.is_autocast_enabled("cpu")
+            else _RmsNorm.apply(x, weight, eps)
+        )
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return plain_rms_norm(x, weight, eps)

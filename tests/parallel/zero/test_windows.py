@@ -397,7 +397,31 @@ def nothing_is_left(world: Any) -> None:
         assert [ref() for ref in gone] == [None] * 3, stage
 
 
+def penalized(model: nn.Module, batch: Any) -> Tensor:
+    """A loss on the gradient of the output: the backward pass is walked backwards."""
+    x, flag = batch
+    x = x.clone().requires_grad_()
+    value: Tensor = model(x, flag)
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return value + (slope.norm() - 1).square()
+
+
+def gradient_penalty(world: Any) -> None:
+    """Exact where weights stay; where they are gathered the second walk is refused, not wrong."""
+    for stage in (0, 1, 2):
+        error = against_plain(
+            world, lambda: seeded(Net), piece, {"zero": {"stage": stage}}, loss_of=penalized
+        )
+        assert error <= 1e-10, (stage, error)
+    engine = start(world, 3)
+    loss = penalized(engine.module, piece(0, world.rank))
+    assert "after its Unit had been released" in raised(UsageError, lambda: engine.backward(loss))
+    engine.train_step([piece(0, world.rank)])
+    engine.close()
+
+
 WORKS = [
+    gradient_penalty,
     siamese,
     evaluation_in_between,
     forgotten_pass,
