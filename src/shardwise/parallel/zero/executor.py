@@ -317,7 +317,7 @@ class Executor:
             state.missing = state.trained_parameters
             state.is_reduced = state.in_backward = state.recomputes = state.made_way = False
             for bucket in state.buckets:
-                bucket.reduces_alone = last
+                bucket.reduces_alone = last and not self._adds_up
 
     def _order_of_passes(self) -> tuple[Bracket, ...]:
         return tuple(bracket for brackets in self._passes for bracket in brackets) or self.brackets
