@@ -411,6 +411,19 @@ class ExtraHead(Net):
         return self.extra(x) if flag.item() else x
 
 
+def scaled_by_its_weight(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0] * module.up.weight.mean(),)
+
+
+class Hooked(Net):
+    """A hook of the user's, older than the engine's, reads the weights before the forward pass."""
+
+    def block(self) -> nn.Module:
+        block = Block()
+        block.register_forward_pre_hook(scaled_by_its_weight)
+        return block
+
+
 class Normed(Net):
     """torch's weight normalization computes the weight from two parameters at each use."""
 
@@ -526,6 +539,7 @@ NETS: dict[str, type[Net]] = {
         OddShapes,
         Unused,
         ExtraHead,
+        Hooked,
         Normed,
         AroundABlock,
         InsideABlock,
