@@ -1,11 +1,28 @@
 """Placements and the moves between them."""
 
+import math
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan.errors import PlanError
-from shardwise.plan.placement import ByHash, Partial, Replicate, Shard, elements_sent, move
+from shardwise.plan.placement import (
+    Block,
+    ByHash,
+    Partial,
+    Piece,
+    Placement,
+    Replicate,
+    Shard,
+    elements_sent,
+    local_shape,
+    move,
+    pieces,
+    replicated,
+    runs,
+)
 
 
 def test_legal_moves() -> None:
@@ -44,3 +61,57 @@ def test_letters() -> None:
         "P",
         "H",
     ]
+
+
+SHAPES = [
+    ((12, 3), Shard(0)),
+    ((3, 12), Shard(1)),
+    ((7, 2), Shard(0)),
+    ((2, 7, 3), Shard(1)),
+    ((5,), Replicate()),
+]
+FUSED = Shard(0, (Block(8, 4), Block(4, 2), Block(4, 2)))
+"""Four query heads of two features, two key and value heads."""
+
+
+@pytest.mark.parametrize(("shape", "where"), [*SHAPES, ((16, 3), FUSED)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_runs_of_all_ranks_cover_the_tensor(shape: tuple[int, ...], where: Placement, ranks: int) -> None:
+    full = torch.arange(math.prod(shape))
+    seen = torch.zeros(math.prod(shape), dtype=torch.long)
+    for index in range(ranks):
+        local = torch.full((math.prod(local_shape(shape, where, ranks)),), -1)
+        for run in runs(shape, where, index, ranks):
+            local[run.local : run.local + run.elements] = full[run.full : run.full + run.elements]
+            seen[run.full : run.full + run.elements] += 1
+        if isinstance(where, Shard):  # as slicing the dimension says
+            held = pieces(where, shape[where.dim], index, ranks)
+            wanted = torch.cat(
+                [full.view(shape).narrow(where.dim, p.start, p.stop - p.start) for p in held], where.dim
+            )
+            size = wanted.shape[where.dim]
+            kept = local.view(local_shape(shape, where, ranks)).narrow(where.dim, 0, size)
+            assert torch.equal(kept, wanted)
+        for start in range(0, len(local), 5):  # and any part of them
+            for run in runs(shape, where, index, ranks, start, min(start + 5, len(local))):
+                assert torch.equal(
+                    local[run.local : run.local + run.elements], full[run.full :][: run.elements]
+                )
+    assert bool((seen > 0).all())
+    if not isinstance(where, Replicate) and where is not FUSED:
+        assert bool((seen == 1).all())
+
+
+def test_fewer_heads_than_ranks_are_held_by_neighbours() -> None:
+    assert [pieces(FUSED, 16, i, 4)[1] for i in range(4)] == [Piece(8, 10, 2)] * 2 + [Piece(10, 12, 2)] * 2
+    assert replicated((16, 3), FUSED, 4) == [(6, 12, 2), (12, 18, 2)]
+    assert replicated((16, 3), FUSED, 2) == []
+    assert replicated((5,), Replicate(), 4) == [(0, 5, 4)]
+    assert replicated((3, 16), Shard(1, FUSED.blocks), 4)[:3] == [(2, 4, 2), (4, 6, 2), (8, 10, 2)]
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_nearest_number() -> None:
+    with pytest.raises(
+        PlanError, match="6 heads .* over 4 ranks; the nearest number of ranks that works is 3"
+    ):
+        pieces(Shard(0, (Block(12, 6),)), 12, 0, 4)

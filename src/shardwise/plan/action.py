@@ -8,6 +8,12 @@
 
 A step is a list of Actions. Under a schedule a loop walks the list; in a user's own loop the order of Units belongs to
 the user's Python, and the module hooks walk the same list with a cursor.
+
+A pipeline's passes name a stage and a microbatch, what serves them inside a stage names a Unit:
+
+    F(2, 5)          forward of stage 2, microbatch 5            UNSHARD(u), REDUCE(u)   one Unit
+    SEND(2, 5, 3)    stage 2 sends to 3: an activation, for 3 > 2
+    RECV(2, 5, 3)    stage 2 receives from 3: a gradient
 """
 
 from enum import Enum
@@ -38,18 +44,43 @@ _COMPUTES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 
 
 class Action(NamedTuple):
-    """One Action: what, on which Unit (its index), for which microbatch (-1: once per step)."""
+    """One Action: what, on which Unit or stage, for which microbatch (-1: once per step)."""
 
     kind: Kind
-    unit: int
+    unit: int = -1
+    """Index of a Unit; -1 for an Action of a whole stage."""
     microbatch: int = -1
+    stage: int = -1
+    """Pipeline stage; -1 where there is no pipeline."""
+    other: int = -1
+    """The stage at the other end of a SEND or RECV."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value}({self.unit}{f',{self.microbatch}' if self.microbatch >= 0 else ''})"
+        where = [self.unit] if self.unit >= 0 else [self.stage]
+        where += [number for number in (self.microbatch, self.other) if number >= 0]
+        return f"{self.kind.value}({','.join(map(str, where))})"
+
+    @property
+    def carries_gradient(self) -> bool:
+        """For SEND and RECV: whether a gradient travels, from a stage to the one before; else an activation."""
+        return (self.other < self.stage) == (self.kind is Kind.SEND)
 
 
-class Around(NamedTuple):
-    """What surrounds one compute Action."""
+def F(stage: int, microbatch: int) -> Action:
+    """Forward of a stage."""
+    return Action(Kind.F, -1, microbatch, stage)
 
-    before: tuple[Action, ...] = ()
-    after: tuple[Action, ...] = ()
+
+def B(stage: int, microbatch: int) -> Action:
+    """Backward of a stage: input and weight gradients."""
+    return Action(Kind.B, -1, microbatch, stage)
+
+
+def SEND(stage: int, microbatch: int, other: int) -> Action:
+    """Stage ``stage`` sends to ``other``."""
+    return Action(Kind.SEND, -1, microbatch, stage, other)
+
+
+def RECV(stage: int, microbatch: int, other: int) -> Action:
+    """Stage ``stage`` receives from ``other``."""
+    return Action(Kind.RECV, -1, microbatch, stage, other)

@@ -141,7 +141,7 @@ def test_every_list_can_be_run(brackets: list[Bracket], ahead: int, passes: int)
     ):
         open_units: set[int] = set()
         reduced: set[int] = set()
-        for kind, unit, _ in actions:
+        for kind, unit, *_ in actions:
             if kind is Kind.UNSHARD:
                 assert unit not in open_units and unit not in reduced
                 open_units.add(unit)

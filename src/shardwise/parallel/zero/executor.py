@@ -267,7 +267,7 @@ class Executor:
 
     def _close_forward(self, state: UnitState) -> None:
         index, actions = state.unit.index, self._list
-        if self._cursor < len(actions) and actions[self._cursor] == (Kind.RESHARD, index, -1):
+        if self._cursor < len(actions) and actions[self._cursor] == Action(Kind.RESHARD, index):
             self._cursor += 1
             self._reshard(state)
         elif Action(Kind.RESHARD, index) not in actions[self._cursor :]:
@@ -396,7 +396,7 @@ class Executor:
         """Run what closes Units whose gradients have all landed, as far as the list's order allows."""
         actions, position = self._list, self._cursor
         while position < len(actions):
-            kind, unit, _ = actions[position]
+            kind, unit = actions[position][:2]
             if kind is Kind.UNSHARD or (not kind.computes and not self.states[unit].is_complete):
                 return
             position += 1

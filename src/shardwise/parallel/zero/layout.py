@@ -157,7 +157,7 @@ def _without_pauses(actions: list[Action]) -> list[Action]:
         if (
             action.kind is Kind.UNSHARD
             and kept
-            and kept[-1] == (Kind.RESHARD, action.unit, action.microbatch)
+            and kept[-1] == Action(Kind.RESHARD, action.unit, action.microbatch)
         ):
             kept.pop()
         else:
@@ -174,7 +174,7 @@ def _gather_ahead(actions: list[Action], units: int) -> list[Action]:
             if (
                 action.kind is Kind.UNSHARD
                 and start
-                and (Kind.RESHARD, action.unit) not in ((kind, unit) for kind, unit, _ in moved[start - 1 :])
+                and not any(done[:2] == (Kind.RESHARD, action.unit) for done in moved[start - 1 :])
             ):
                 moved.insert(start - 1, action)
                 start += 1
