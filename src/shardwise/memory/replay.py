@@ -1,0 +1,96 @@
+"""Replay: which microbatch is running, so that its random numbers can be drawn again.
+
+Random numbers that are a function of their place (``kernels.dropout``) need the place: optimizer step, first sample of
+the rows here, first token. The engine sets it around every forward pass; whatever runs a piece of that pass again,
+out of its turn, in the backward pass of another microbatch perhaps, puts it back:
+
+    with replay.at(Place(step, first_sample=8)):           engine, around one microbatch
+        loss = model(batch)
+    again = replay.again()                                 recomputation, where a block begins
+    with again:                                            ... and later, as often as it likes
+        block(x)
+
+A layer that runs twice in one pass must not drop the same features twice: ``next_call`` numbers its calls, and
+``again`` takes the numbers back too. One object per engine, handed to those who need it; nothing is global.
+
+Cost: a dictionary with one entry per layer that drew.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.plan.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of one forward pass stand in the run."""
+
+    step: int
+    """Optimizer step."""
+    first_sample: int = 0
+    """Index of the first row here in the step's global batch."""
+    samples: int | None = None
+    """Rows here; None where the first dim of every tensor counts samples."""
+    sequence_parts: int = 1
+    """Into how many equal parts the sequence is cut in the sequence region."""
+    sequence_index: int = 0
+    """Which of them lies here."""
+
+
+class Replay:
+    """The place that random numbers are drawn at. Outside ``at`` there is none."""
+
+    def __init__(self) -> None:
+        self._place: Place | None = None
+        self._calls: dict[str, int] = {}
+
+    @property
+    def place(self) -> Place:
+        """The running microbatch.
+
+        Errors: UsageError where none runs: the same numbers in every pass would pass for random ones.
+        """
+        if self._place is None:
+            raise UsageError(
+                "dropout: no microbatch is running, so there is no place to draw at; call the model through the engine "
+                "(engine(batch), engine.run(...)), or put it in evaluation mode with model.eval()"
+            )
+        return self._place
+
+    def next_call(self, layer: str) -> int:
+        """How often ``layer`` was called in this pass before, counting this call."""
+        call = self._calls.get(layer, 0)
+        self._calls[layer] = call + 1
+        return call
+
+    @contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """A forward pass of the microbatch at ``place``; what ran before comes back afterwards."""
+        before = self._place, self._calls
+        self._place, self._calls = place, {}
+        try:
+            yield
+        finally:
+            self._place, self._calls = before
+
+    def again(self) -> AbstractContextManager[None]:
+        """A context that brings back what is now; it can be entered many times."""
+        return _Again(self)
+
+
+class _Again(AbstractContextManager[None]):
+    def __init__(self, replay: Replay):
+        self._replay = replay
+        self._then = replay._place, dict(replay._calls)
+        self._before: list[tuple[Place | None, dict[str, int]]] = []
+
+    def __enter__(self) -> None:
+        self._before.append((self._replay._place, self._replay._calls))
+        place, calls = self._then
+        self._replay._place, self._replay._calls = place, dict(calls)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._replay._place, self._replay._calls = self._before.pop()
