@@ -1,7 +1,7 @@
 """Replay: which microbatch is running, so that its random numbers can be drawn again.
 
-Random numbers that are a function of their place (``kernels.dropout``) need the place: optimizer step, first sample of
-the rows here, first token. The engine sets it around every forward pass; whatever runs a piece of that pass again,
+Random numbers that are a function of their place (``kernels.dropout``) need the place: optimizer step and first
+sample of the rows here. The engine sets it around every forward pass; whatever runs a piece of that pass again,
 out of its turn, in the backward pass of another microbatch perhaps, puts it back:
 
     with replay.at(Place(step, first_sample=8)):           engine, around one microbatch
@@ -34,10 +34,6 @@ class Place:
     """Index of the first row here in the step's global batch."""
     samples: int | None = None
     """Rows here; None where the first dim of every tensor counts samples."""
-    sequence_parts: int = 1
-    """Into how many equal parts the sequence is cut in the sequence region."""
-    sequence_index: int = 0
-    """Which of them lies here."""
 
 
 class Replay:

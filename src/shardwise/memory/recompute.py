@@ -1,0 +1,279 @@
+"""Recomputation: what a block would keep for its backward pass is computed again there.
+
+    none        everything that autograd saves is kept
+    full        a block keeps its inputs; its forward runs again when its backward begins
+    selective   the parts that cost most bytes for the fewest operations run again:
+                  attention    blocks that are given an ``attention`` function (our models) keep its queries, keys and
+                               values, and not the attention weights
+                  operations   any other block keeps the outputs of matrix products, convolutions and fused attention,
+                               and runs norms, activations, masks and plain attention again
+
+A block's forward is wrapped on the instance, so that hooks on the block stay outside: its weights are gathered when its
+backward window opens, once. Recomputation is torch's non-reentrant checkpoint; it puts back torch's random state and
+ours (``memory.replay``), and stops at the last tensor that is needed, so that a block's last product is not repeated.
+Collectives inside run again, in the order of the blocks' backward passes, which is the same on every rank.
+
+Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective).
+Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial, wraps
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from shardwise.memory.replay import Replay
+from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.policy import Policy
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+_ATTENTION = "attention"
+"""Name of the attribute that holds a block's attention function."""
+
+_HUGGING_FACE_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class RecomputePolicy(Policy):
+    """Keys under ``recompute:``; one word (``recompute: full``) sets ``scope``."""
+
+    scope: Literal["none", "full", "selective"] = "none"
+    """``full`` runs whole blocks again, ``selective`` the parts that cost most bytes for the fewest operations."""
+    blocks: Literal["all"] | PositiveInt | Share | list[str] = "all"
+    """Which blocks: ``all``; an integer n, every n-th; a share such as 0.5, evenly spread; or patterns of module names,
+    in which ``*`` stands for one part of the name."""
+    selects: Literal["auto", "attention", "operations"] = "auto"
+    """What ``selective`` runs again: the attention function, or all operations but the expensive ones. ``auto`` takes
+    the attention function of blocks that are given one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word(cls, given: Any) -> Any:
+        return {"scope": given} if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.selects != "auto" and self.scope != "selective":
+            raise ValueError(
+                f"selects: {self.selects} belongs to scope selective, not to {self.scope}; set scope: selective"
+            )
+        return self
+
+
+def chosen(names: Sequence[str], policy: RecomputePolicy) -> list[str]:
+    """The blocks, out of all of the model's in order, that recompute.
+
+    Errors: ConfigError where a pattern matches no block, or there are none.
+    """
+    if policy.scope == "none":
+        return []
+    if not names:
+        raise ConfigError(
+            f"recompute: {policy.scope}, but the model's blocks are not found (modules of one class that repeat in a "
+            "ModuleList or a Sequential); name them in zero.units: [pattern], or set recompute: none"
+        )
+    blocks = policy.blocks
+    if isinstance(blocks, list):
+        return _matching(names, blocks)
+    if isinstance(blocks, int):
+        return list(names[::blocks])
+    share = 1.0 if blocks == "all" else blocks
+    count = max(1, round(share * len(names)))
+    return [names[i * len(names) // count] for i in range(count)]
+
+
+def apply_recompute(
+    blocks: Sequence[tuple[str, nn.Module]], policy: RecomputePolicy, replay: Replay
+) -> list[str]:
+    """Wrap the chosen of ``blocks`` (all of the model's, in order, with their names); returns the names of the chosen.
+
+    With compiled blocks: compile first, then wrap.
+    Errors: ConfigError where the policy does not fit the blocks.
+    """
+    modules = dict(blocks)
+    names = chosen(list(modules), policy)
+    for name in names:
+        block = modules[name]
+        if any(getattr(module, "gradient_checkpointing", False) for module in block.modules()):
+            raise ConfigError(
+                f"recompute: block {name} already recomputes by itself (gradient_checkpointing is set); call "
+                "model.gradient_checkpointing_disable(), or set recompute: none"
+            )
+        if policy.scope == "full":
+            _wrap_forward(block, name, replay, None)
+        else:
+            _select(block, name, policy, replay)
+    return names
+
+
+def recomputed(
+    function: Callable[..., Any],
+    replay: Replay,
+    saves: Callable[..., CheckpointPolicy] | None = None,
+) -> Callable[..., Any]:
+    """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():  # numbers drawn inside are inputs of the graph: nothing to put back
+            extra: dict[str, Any] = (
+                {} if saves is None else {"context_fn": partial(create_selective_checkpoint_contexts, saves)}
+            )
+            return checkpoint(function, *args, use_reentrant=False, **extra, **kwargs)
+        contexts = partial(_contexts, replay, saves)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one that can be entered many times: every recomputation enters it anew."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]):
+        self._contexts = contexts
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        for context in self._contexts:
+            stack.enter_context(context)
+        self._stacks.append(stack)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stacks.pop().__exit__(*exception)
+
+
+def _contexts(
+    replay: Replay, saves: Callable[..., CheckpointPolicy] | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around the forward pass, and around each recomputation."""
+    again = replay.again()
+    if saves is None:
+        return nullcontext(), again
+    forward, backward = create_selective_checkpoint_contexts(saves)
+    return forward, _Both(again, backward)
+
+
+def _wrap_forward(
+    block: nn.Module, name: str, replay: Replay, saves: Callable[..., CheckpointPolicy] | None
+) -> None:
+    inner = recomputed(block.forward, replay, saves)
+
+    @wraps(block.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            # A cache would be extended a second time. Training does not read it, as in Hugging Face's own checkpoints.
+            kwargs = {key: None if key in _HUGGING_FACE_CACHES else value for key, value in kwargs.items()}
+            if any(
+                hasattr(value, "extend") and not isinstance(value, list)
+                for value in [*args, *kwargs.values()]
+            ):
+                raise UsageError(
+                    f"recompute: block {name} was given a cache in a pass with gradients, which its second run would "
+                    "extend again; generate under torch.no_grad(), or set recompute: none"
+                )
+        return inner(*args, **kwargs)
+
+    block.forward = forward  # type: ignore[method-assign]
+
+
+# Selective ---------------------------------------------------------------------------------------------------------
+
+
+def _select(block: nn.Module, name: str, policy: RecomputePolicy, replay: Replay) -> None:
+    holders = [module for module in block.modules() if callable(vars(module).get(_ATTENTION))]
+    if policy.selects == "attention" and not holders:
+        raise ConfigError(
+            f"recompute.selects: attention, but no module in block {name} holds a function in an attribute "
+            f"{_ATTENTION!r}; set recompute.selects: operations"
+        )
+    if policy.selects == "operations" or not holders:
+        _wrap_forward(block, name, replay, _keep_expensive)
+        return
+    for holder in holders:
+        setattr(holder, _ATTENTION, _recomputed_attention(getattr(holder, _ATTENTION), replay))
+
+
+def _recomputed_attention(attention: Callable[..., Any], replay: Replay) -> Callable[..., Any]:
+    run = recomputed(attention, replay)
+
+    @wraps(attention)
+    def core(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            args = _compact(args)
+        return run(*args, **kwargs)
+
+    return core
+
+
+def _compact(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The same tensors, copied where they are views of something larger, which would be kept with them.
+
+    Values are a slice of the output of the fused projection; queries and keys were turned into memory of their own.
+    """
+    needed: dict[int, int] = {}
+    for arg in args:
+        if isinstance(arg, Tensor):
+            storage = arg.untyped_storage().data_ptr()
+            needed[storage] = needed.get(storage, 0) + arg.numel() * arg.element_size()
+    return tuple(
+        arg.contiguous()
+        if isinstance(arg, Tensor)
+        and needed[arg.untyped_storage().data_ptr()] < arg.untyped_storage().nbytes()
+        else arg
+        for arg in args
+    )
+
+
+_EXPENSIVE = frozenset(
+    {
+        "mm",
+        "addmm",
+        "convolution",
+        "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+"""Operations of many operations a byte: a product with weights costs 2·(inner width) per element that it writes, fused
+attention twice the sequence. A batched product (plain attention's) is not among them: it writes the square of the
+sequence at 2·(head size) an element."""
+
+
+def _keep_expensive(
+    context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    namespace, _, name = operation.name().partition("::")
+    is_kept = namespace == "aten" and name.partition(".")[0] in _EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        expression = re.compile("[^.]*".join(re.escape(part) for part in pattern.split("*")))
+        hits = [name for name in names if expression.fullmatch(name)]
+        if not hits:
+            raise ConfigError(
+                f"recompute.blocks: pattern {pattern!r} matches no block; the model's are {', '.join(names[:12])}"
+                f"{' ...' if len(names) > 12 else ''} (* stands for one part of a name)"
+            )
+        found.update(hits)
+    return [name for name in names if name in found]
