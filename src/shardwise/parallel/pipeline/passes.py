@@ -1,0 +1,137 @@
+"""Passes: pure functions that add to a schedule what serves its F and B.
+
+    schedule            F(0,0)                              F(0,1)                B(0,0) ...
+    add_communication   F(0,0) SEND(0,0,1)                  F(0,1) SEND(0,1,1)    RECV(0,0,1) B(0,0) ...
+    add_sharding        F(0,0) UNSHARD(u) F(u) RESHARD(u) SEND(0,0,1) ...
+
+A SEND follows its pass at once. A RECV stands as late as it may: before its use, or before the next SEND or RECV that
+comes after it in the order below.
+
+[Note: order of messages] All messages of a step are put in one order, by the time at which their pass ends if messages
+take no time, and every rank sends and receives in that order. Blocking sends then cannot deadlock: of the messages that
+are left, the first one's two ranks have nothing to wait for but their own passes, whose inputs came earlier. Two ranks
+have one channel in each direction, messages keep their order in it and need no tags. And no rank waits for a message
+longer than for what its next pass takes: as long as passes last the seconds assumed, the lists cost what the bare
+schedule costs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from shardwise.parallel.pipeline.dataflow import Lists, stages_of, walk
+from shardwise.plan.action import RECV, SEND, Action, Kind
+
+UnitActions = Callable[[int, bool], Sequence[Action]]
+"""(stage, whether it is its last microbatch) -> Actions of its Units during one pass."""
+
+_NOMINAL_S = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+
+
+def nominal_s(action: Action) -> float:
+    """Seconds of a pass where nothing was measured: a backward is two forwards."""
+    return _NOMINAL_S.get(action.kind, 0.0)
+
+
+def add_communication(
+    lists: Mapping[int, Sequence[Action]], ranks: int, seconds: Callable[[Action], float] = nominal_s
+) -> Lists:
+    """Add SEND and RECV between stages on different ranks; stages on the same rank exchange nothing.
+
+    ``seconds`` of each pass orders the messages; any will do for correctness.
+    Errors: PlanError where the passes of ``lists`` cannot all run.
+    """
+    stages = stages_of(lists)
+    spans = walk(lists, seconds)
+    sent = []
+    for span in spans:  # in an order in which every pass comes after those whose results it takes
+        target = _target(span.action, stages)
+        if target is not None and (target - span.action.stage) % ranks:
+            sent.append((span.stop_s, span.rank, span.action, target))
+    sent.sort(key=lambda entry: entry[0])  # stable: passes that take no time stay in order
+    done: Lists = {rank: [] for rank in lists}
+    position = dict.fromkeys(lists, 0)
+    arriving: Lists = {rank: [] for rank in lists}  # a RECV in here is put off as long as can be
+
+    def take(rank: int, until: Action | None) -> None:
+        """Move Actions of ``rank`` up to ``until`` into its list, each after the messages it uses."""
+        while position[rank] < len(lists[rank]):
+            action = lists[rank][position[rank]]
+            position[rank] += 1
+            used = [i for i, message in enumerate(arriving[rank]) if _uses(action, message)]
+            if used:
+                done[rank] += arriving[rank][: used[-1] + 1]
+                del arriving[rank][: used[-1] + 1]
+            done[rank].append(action)
+            if action == until:
+                return
+
+    for _, rank, action, target in sent:
+        take(rank, action)
+        done[rank] += [*arriving[rank], SEND(action.stage, action.microbatch, target)]
+        arriving[rank].clear()
+        arriving[target % ranks].append(RECV(target, action.microbatch, action.stage))
+    for rank in lists:
+        take(rank, None)
+    return done
+
+
+def _target(action: Action, stages: int) -> int | None:
+    """The stage that takes what a pass leaves."""
+    if action.unit >= 0 or action.kind not in (Kind.F, Kind.B, Kind.I):
+        return None
+    target = action.stage + (1 if action.kind is Kind.F else -1)
+    return target if 0 <= target < stages else None
+
+
+def _uses(action: Action, message: Action) -> bool:
+    if action.unit >= 0 or (action.stage, action.microbatch) != (message.stage, message.microbatch):
+        return False
+    return action.kind in (Kind.B, Kind.I) if message.carries_gradient else action.kind is Kind.F
+
+
+def add_sharding(
+    lists: Mapping[int, Sequence[Action]],
+    forward: UnitActions,
+    backward: UnitActions,
+    regather: Literal["microbatch", "step"] = "microbatch",
+) -> Lists:
+    """Add the Actions of the Units inside a stage, after each F and B of that stage.
+
+    ``regather``: "microbatch" leaves them as given; "step" gathers a stage's Units once, before its first F, and frees
+    them in its last B: less traffic, and the stage's full weights live for the whole step.
+    """
+    return {rank: _with_units(row, forward, backward, regather == "step") for rank, row in lists.items()}
+
+
+def _with_units(
+    row: Sequence[Action], forward: UnitActions, backward: UnitActions, once: bool
+) -> list[Action]:
+    last = {(action.kind, action.stage): i for i, action in enumerate(row)}
+    begun: set[int] = set()
+    done: list[Action] = []
+    for i, action in enumerate(row):
+        if action.kind not in (Kind.F, Kind.B) or action.unit >= 0:
+            done.append(action)
+            continue
+        stage, is_last = action.stage, i == last[action.kind, action.stage]
+        served = list((forward if action.kind is Kind.F else backward)(stage, is_last))
+        if once:
+            if stage not in begun:
+                begun.add(stage)
+                gathered = dict.fromkeys(a.unit for a in served if a.kind is Kind.UNSHARD)
+                done += [Action(Kind.UNSHARD, unit) for unit in gathered]
+            served = _gathered_once(served, frees=action.kind is Kind.B and is_last)
+        done.append(action)
+        done += [own._replace(microbatch=action.microbatch) for own in served]
+    return done
+
+
+def _gathered_once(served: list[Action], frees: bool) -> list[Action]:
+    """Without gathers; of each Unit's releases the last alone, where ``frees``."""
+    last_release = {action.unit: i for i, action in enumerate(served) if action.kind is Kind.RESHARD}
+    return [
+        action
+        for i, action in enumerate(served)
+        if action.kind is not Kind.UNSHARD
+        and (action.kind is not Kind.RESHARD or (frees and i == last_release[action.unit]))
+    ]

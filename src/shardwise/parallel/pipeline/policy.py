@@ -1,0 +1,60 @@
+"""PipelinePolicy: how a model is cut along "pp" and in which order its stages run."""
+
+from typing import Any, Literal, Self
+
+from pydantic import PositiveInt, field_validator, model_validator
+
+from shardwise.plan.policy import Policy, nearest
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved_1f1b")
+
+
+class PipelinePolicy(Policy):
+    """Keys under ``pipeline:``. Its microbatches are the accumulation."""
+
+    schedule: ScheduleName = "1f1b"
+    """``gpipe``: all forwards, then all backwards; ``1f1b``: the same time with activations of at most "pp"
+    microbatches; ``interleaved_1f1b``: several stages per rank, less idle time, more messages."""
+    interleave: PositiveInt = 1
+    """Stages per rank; more than 1 for ``interleaved_1f1b`` alone."""
+    partition: Literal["uniform", "parameters"] | tuple[str, ...] = "parameters"
+    """How blocks are dealt to stages: as many each, as many parameters each, or the names of the blocks that begin each
+    stage but the first."""
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _schedule_is_known(cls, given: Any) -> Any:
+        if given not in SCHEDULES:
+            raise ValueError(f"{given!r} is no schedule{nearest(str(given), SCHEDULES)}")
+        return given
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _partition_is_known(cls, given: Any) -> Any:
+        words = ("uniform", "parameters")
+        if isinstance(given, str) and given not in words:
+            raise ValueError(
+                f"{given!r} is no way to cut a model{nearest(given, words)}; to cut by name, give a list: [{given}]"
+            )
+        if isinstance(given, list | tuple):
+            twice = [name for i, name in enumerate(given) if name in given[:i]]
+            if twice:
+                raise ValueError(f"{twice[0]!r} begins two stages; name every block once")
+            if not given:
+                raise ValueError('names no block; leave it out, or say "parameters" or "uniform"')
+        return given
+
+    @model_validator(mode="after")
+    def _interleave_fits_the_schedule(self) -> Self:
+        if self.interleave > 1 and self.schedule != "interleaved_1f1b":
+            raise ValueError(
+                f"schedule {self.schedule!r} has one stage per rank, but interleave is {self.interleave}; "
+                "set schedule: interleaved_1f1b, or interleave: 1"
+            )
+        if self.interleave == 1 and self.schedule == "interleaved_1f1b":
+            raise ValueError(
+                "schedule 'interleaved_1f1b' needs several stages per rank, but interleave is 1; "
+                "set interleave: 2, or schedule: 1f1b"
+            )
+        return self

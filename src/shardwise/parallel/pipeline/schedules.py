@@ -1,0 +1,106 @@
+"""Pipeline schedules as data: in which order each rank runs F and B, and nothing else.
+
+A pipeline has ``stages = ranks * interleave`` stages; stage s lives on the rank with index ``s % ranks``. A schedule is
+a pure function from (stage or rank, how many, microbatches) to a list of Actions; ``passes.py`` adds what serves them,
+``validate.py`` proves the result. Four stages, four microbatches, B twice as long as F, dots idle:
+
+    gpipe   0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 == B1 == B2 == B3 ==
+            1   .. F0 F1 F2 F3 .. .. .. .. .. .. B0 == B1 == B2 == B3 == .. ..
+            2   .. .. F0 F1 F2 F3 .. .. .. B0 == B1 == B2 == B3 == .. .. .. ..
+            3   .. .. .. F0 F1 F2 F3 B0 == B1 == B2 == B3 == .. .. .. .. .. ..
+
+    1f1b    0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 == B1 == B2 == B3 ==
+            1   .. F0 F1 F2 .. .. .. .. .. .. .. B0 == F3 .. B1 == B2 == B3 == .. ..
+            2 ...
+
+Every stage runs its microbatches in ascending order, forward and backward, under every schedule: gradients are summed
+in one order and have the same bits whichever schedule is chosen.
+
+Papers: Huang et al. 2018, arXiv:1811.06965 (GPipe); Narayanan et al. 2020, arXiv:2006.09503 (1F1B) and 2021,
+        arXiv:2104.04473 (interleaved).
+Cost:   ``cost.py``: idle time and live activations in closed form.
+"""
+
+from collections.abc import Callable
+
+from shardwise.parallel.pipeline.policy import ScheduleName
+from shardwise.plan.action import Action, B, F
+from shardwise.plan.errors import PlanError
+
+
+def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:
+    """All forwards, then all backwards: simplest, and all activations live at once."""
+    return [F(stage, i) for i in range(microbatches)] + [B(stage, i) for i in range(microbatches)]
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Action]:
+    """1F1B: a backward as soon as there is one. At most ``stages - stage`` activations live."""
+    warmup = min(stages - stage - 1, microbatches)
+    forward = [F(stage, i) for i in range(microbatches)]
+    backward = [B(stage, i) for i in range(microbatches)]
+    return _one_by_one(forward, backward, warmup)
+
+
+def interleaved_one_f_one_b(rank: int, ranks: int, interleave: int, microbatches: int) -> list[Action]:
+    """1F1B over ``interleave`` stages per rank: the pipeline fills and drains in shorter stages.
+
+    Microbatches go round in groups: all of a group pass a stage, then the rank's next stage takes them. A group that
+    fills the ranks never leaves one waiting for its own output, so every group has ``ranks`` microbatches or a few
+    more where they do not divide.
+    """
+    groups = microbatch_groups(ranks, microbatches)
+    own = range(rank, ranks * interleave, ranks)
+    forward = [F(stage, i) for group in groups for stage in own for i in group]
+    backward = [B(stage, i) for group in groups for stage in reversed(own) for i in group]
+    warmup = (interleave - 1) * max(map(len, groups)) + 2 * (ranks - rank - 1)
+    return _one_by_one(forward, backward, min(warmup, len(forward)))
+
+
+def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
+    """Consecutive microbatches in groups as equal as can be, none smaller than ``ranks`` unless it is the only one."""
+    count = max(1, microbatches // ranks)
+    bounds = [microbatches * i // count for i in range(count + 1)]
+    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def _one_by_one(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
+    steady = [action for pair in zip(forward[warmup:], backward, strict=False) for action in pair]
+    return forward[:warmup] + steady + backward[len(forward) - warmup :]
+
+
+_BY_STAGE: dict[ScheduleName, Callable[[int, int, int], list[Action]]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def schedule(
+    name: ScheduleName, ranks: int, microbatches: int, interleave: int = 1
+) -> dict[int, list[Action]]:
+    """F and B of one step by the rank's index on "pp".
+
+    Errors: PlanError where there is nothing to run, or the schedule has one stage per rank and ``interleave`` is more.
+    """
+    _check(ranks, microbatches, interleave)
+    if name == "interleaved_1f1b":
+        return {r: interleaved_one_f_one_b(r, ranks, interleave, microbatches) for r in range(ranks)}
+    if interleave > 1:
+        raise PlanError(
+            f"pipeline: schedule {name!r} has one stage per rank, given interleave={interleave}; use 'interleaved_1f1b'"
+        )
+    return {stage: _BY_STAGE[name](stage, ranks, microbatches) for stage in range(ranks)}
+
+
+def forward_only(ranks: int, microbatches: int, interleave: int = 1) -> dict[int, list[Action]]:
+    """F alone, for evaluation, by the rank's index on "pp"; any placement that ``schedule`` knows."""
+    _check(ranks, microbatches, interleave)
+    groups = microbatch_groups(ranks, microbatches)
+    return {
+        rank: [
+            F(stage, i) for group in groups for stage in range(rank, ranks * interleave, ranks) for i in group
+        ]
+        for rank in range(ranks)
+    }
+
+
+def _check(ranks: int, microbatches: int, interleave: int) -> None:
+    for what, given in (("ranks", ranks), ("microbatches", microbatches), ("interleave", interleave)):
+        if given < 1:
+            raise PlanError(f"pipeline: {what}={given}; a schedule needs at least 1")

@@ -1,0 +1,1 @@
+"""Row 5: what a Plan will cost before it runs."""
