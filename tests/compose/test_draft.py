@@ -8,8 +8,10 @@ from tests.engine.nets import Language, seeded
 from tests.parallel.zero.nets import Adapters, Net
 from torch import nn
 
-from shardwise.compose.draft import Draft, draft, full_step
+from shardwise.compose.draft import Draft, draft, full_step, names_of_units
+from shardwise.compose.whole import describe, register
 from shardwise.optim.policy import OptimizerPolicy
+from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
@@ -19,14 +21,11 @@ from shardwise.precision.policy import PrecisionPolicy
 def drafted(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: Any) -> Draft:
     precision = PrecisionPolicy.model_validate(more.pop("precision", {}))
     group_of = more.pop("group_of", lambda name: 0)
-    return draft(
-        model,
-        mesh or Mesh(dp_shard=4),
-        ZeroPolicy(stage=stage, **more),  # type: ignore[arg-type]
-        precision,
-        group_of,
-        ["exp_avg", "exp_avg_sq"],
-    )
+    mesh, zero = mesh or Mesh(dp_shard=4), ZeroPolicy(stage=stage, **more)  # type: ignore[arg-type]
+    whole, moments = describe(model), ["exp_avg", "exp_avg_sq"]
+    registry = register(whole, strategy_of(zero, mesh), precision, moments)
+    units = names_of_units(model, zero)
+    return draft(model, whole, registry, mesh, zero, precision, units, group_of, moments)
 
 
 def test_every_parameter_is_in_one_bucket() -> None:
@@ -44,14 +43,14 @@ def test_buckets_part_what_differs() -> None:
     )
     root, block = found.plan.units[:2]
     assert [(b.key, [slot.name for slot in b.slots]) for b in root.buckets] == [
-        ((torch.float32, True, 0), ["first.weight"]),
-        ((torch.float32, True, 1), ["first.bias"]),
-        ((torch.bfloat16, True, 0), ["last.weight"]),
-        ((torch.bfloat16, True, 1), ["last.bias"]),
+        ((torch.float32, True, 0, ""), ["first.weight"]),
+        ((torch.float32, True, 1, ""), ["first.bias"]),
+        ((torch.bfloat16, True, 0, ""), ["last.weight"]),
+        ((torch.bfloat16, True, 1, ""), ["last.bias"]),
     ]
     assert [(b.key, [slot.name for slot in b.slots]) for b in block.buckets] == [
-        ((torch.bfloat16, True, 0), ["blocks.0.a", "blocks.0.b"]),
-        ((torch.bfloat16, False, 0), ["blocks.0.base.weight", "blocks.0.base.bias"]),
+        ((torch.bfloat16, True, 0, ""), ["blocks.0.a", "blocks.0.b"]),
+        ((torch.bfloat16, False, 0, ""), ["blocks.0.base.weight", "blocks.0.base.bias"]),
     ]
 
 

@@ -207,7 +207,7 @@ def gathers_what_is_stale(bucket: BucketState) -> Any:
 def counts_this_rank_alone(*args: Any) -> Totals:
     """The sum over the ranks is divided by one rank's weight."""
     totals = _exchange(*args)
-    return totals._replace(weight=args[3][0])
+    return totals._replace(weight=args[5][0])
 
 
 _reduce, _gather_update, _exchange = BucketState.reduce, BucketState.gather_update, engine_module.exchange

@@ -20,7 +20,6 @@ from shardwise.plan.placement import (
     local_shape,
     move,
     pieces,
-    replicated,
     runs,
 )
 
@@ -104,10 +103,10 @@ def test_the_runs_of_all_ranks_cover_the_tensor(shape: tuple[int, ...], where: P
 
 def test_fewer_heads_than_ranks_are_held_by_neighbours() -> None:
     assert [pieces(FUSED, 16, i, 4)[1] for i in range(4)] == [Piece(8, 10, 2)] * 2 + [Piece(10, 12, 2)] * 2
-    assert replicated((16, 3), FUSED, 4) == [(6, 12, 2), (12, 18, 2)]
-    assert replicated((16, 3), FUSED, 2) == []
-    assert replicated((5,), Replicate(), 4) == [(0, 5, 4)]
-    assert replicated((3, 16), Shard(1, FUSED.blocks), 4)[:3] == [(2, 4, 2), (4, 6, 2), (8, 10, 2)]
+    held = [[run.replicas for run in runs((16, 3), FUSED, i, 4)] for i in range(4)]
+    assert held == [[1, 2, 2]] * 4
+    assert [run.replicas for run in runs((16, 3), FUSED, 0, 2)] == [1, 1, 1]
+    assert [run.replicas for run in runs((5,), Replicate(), 3, 4)] == [4]
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_nearest_number() -> None:

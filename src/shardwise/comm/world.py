@@ -147,15 +147,22 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: dist.Store | None = None
     _engines: int = 0
+    _meetings: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
+    """How often these ranks have met: keeps the keys of each meeting apart in the store."""
     _transports: dict[tuple[Any, ...], Transport] = field(default_factory=dict, repr=False)
 
     def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
         """The ranks along ``axis``. Every rank calls this for the same axes in the same order."""
-        ranks = mesh.ranks(axis, self.rank)
-        transport = self._transport(mesh, axis, ranks, policy) if len(ranks) > 1 else None
+        return self.group_among(mesh.ranks(axis, self.rank), axis, policy, clock, traffic)
+
+    def group_among(
+        self, ranks: tuple[int, ...], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
+    ) -> Group:
+        """These ranks, this one among them; ``axis`` names them in errors. All of them call this."""
+        transport = self._transport(ranks, policy) if len(ranks) > 1 else None
         return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic)
 
-    def _transport(self, mesh: Mesh, axis: str, ranks: tuple[int, ...], policy: CommPolicy) -> Transport:
+    def _transport(self, ranks: tuple[int, ...], policy: CommPolicy) -> Transport:
         key = (ranks, policy.transport)
         if key in self._transports:
             return self._transports[key]
@@ -178,7 +185,8 @@ class World:
         return transport
 
     def _shared_memory(self, ranks: tuple[int, ...], index: int, policy: CommPolicy) -> Transport | None:
-        prefix = f"shm/{len(self._transports)}/{'-'.join(map(str, ranks))}"
+        prefix = f"shm/{self._meetings.get(ranks, 0)}/{'-'.join(map(str, ranks))}"
+        self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
         try:
             return SharedMemoryTransport(
                 index,

@@ -13,66 +13,72 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwise.compose.whole import Whole
 from shardwise.parallel.zero import layout
-from shardwise.parallel.zero.modules import Found, Holding, find_units
+from shardwise.parallel.zero.modules import Found, Holding, find_units, unit_names
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action
-from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.plan import Buffers, Plan
-from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
+from shardwise.plan.plan import Plan
+from shardwise.plan.registry import Registry
+from shardwise.plan.unit import BucketKey, Unit, lay_out
 from shardwise.precision.policy import Dtypes, PrecisionPolicy
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A Plan, and what the running parts need beside it."""
+    """The Plan of one pipeline stage (the whole model where there is one), and what the running parts need beside it."""
 
     plan: Plan
     strategy: layout.Strategy
     found: tuple[Found, ...]
     """One per Unit."""
     holdings: dict[str, Holding]
-    """Parameters by name."""
+    """Parameters by their first name in the whole model."""
     dtypes: dict[tuple[int, int], Dtypes]
     """By (Unit, bucket)."""
 
 
+def names_of_units(model: nn.Module, zero: ZeroPolicy) -> list[str]:
+    """Modules of the whole model whose parameters move together, the root left out: as the user, the model or its
+    repeated blocks say."""
+    own = getattr(model, "unit_patterns", None)
+    return unit_names(model, own() if zero.units == "auto" and own is not None else zero.units)
+
+
 def draft(
     model: nn.Module,
+    whole: Whole,
+    registry: Registry,
     mesh: Mesh,
     zero: ZeroPolicy,
     precision: PrecisionPolicy,
+    units: Sequence[str],
     group_of: Callable[[str], int],
     moments: Sequence[str] = (),
 ) -> Draft:
-    """The Plan of a data-parallel run, its Actions left to ``full_step``: their order is known after the first step.
+    """The Plan of ``model`` (one stage), its Actions left to ``full_step``: their order is known after the first step.
 
-    ``group_of``: optimizer group of a parameter name; ``moments``: names of the optimizer's moments.
-    Errors: PlanError where the model has no parameters, or complex ones.
+    ``units``: from ``names_of_units``; ``group_of``: optimizer group of a parameter name; ``moments``: names of the
+    optimizer's moments.
     """
-    own_units = getattr(model, "unit_patterns", None)
-    found = find_units(model, own_units() if zero.units == "auto" and own_units is not None else zero.units)
-    if not any(entry.holdings for entry in found):
-        raise PlanError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
+    found = find_units(model, units)
     strategy = layout.strategy_of(zero, mesh)
     shards = mesh.size("dp_shard")
-    units, buffers, dtypes = [], {}, {}
-    registry = Registry()
+    laid, buffers, dtypes = [], {}, {}
     for index, entry in enumerate(found):
         buckets = []
-        for place, (key, bucket_dtypes, members) in enumerate(_grouped(entry, precision, group_of)):
-            bucket = lay_out(key, [(h.name, tuple(h.parameter.shape), h.aliases) for h in members], shards)
-            buckets.append(bucket)
+        for place, (key, bucket_dtypes, members) in enumerate(_grouped(entry, whole, precision, group_of)):
+            slots = []
+            for holding in members:
+                name = whole.canonical[holding.name]
+                slots.append((name, tuple(holding.parameter.shape), whole.parameters[name].aliases))
+            buckets.append(lay_out(key, slots, shards))
             dtypes[index, place] = bucket_dtypes
             buffers[index, place] = layout.buffers(strategy, bucket_dtypes, key.trained, moments)
-            _register(registry, bucket, buffers[index, place], strategy, bucket_dtypes, moments)
-        units.append(Unit(index, entry.name, tuple(buckets)))
-    for name, buffer in model.named_buffers():
-        registry.add(TensorInfo(name, tuple(buffer.shape), buffer.dtype, "buffer"))
-    holdings = {holding.name: holding for entry in found for holding in entry.holdings}
-    plan = Plan(mesh, registry, tuple(units), buffers, {}, _notes(found, zero))
+        laid.append(Unit(index, entry.name, tuple(buckets)))
+    holdings = {whole.canonical[h.name]: h for entry in found for h in entry.holdings}
+    plan = Plan(mesh, registry, tuple(laid), buffers, {}, _notes(found, zero))
     return Draft(plan, strategy, tuple(found), holdings, dtypes)
 
 
@@ -89,48 +95,19 @@ def full_step(
 
 
 def _grouped(
-    found: Found, precision: PrecisionPolicy, group_of: Callable[[str], int]
+    found: Found, whole: Whole, precision: PrecisionPolicy, group_of: Callable[[str], int]
 ) -> list[tuple[BucketKey, Dtypes, list[Holding]]]:
     groups: dict[BucketKey, list[Holding]] = {}
     dtypes: dict[BucketKey, Dtypes] = {}
     for holding in found.holdings:
-        if holding.parameter.is_complex():
-            raise PlanError(
-                f"model: parameter {holding.name!r} has dtype {holding.parameter.dtype}; expected a real one. Hold its "
-                "real and imaginary parts (torch.view_as_real) and put them together in forward"
-            )
-        own = precision.dtypes(holding.name, holding.parameter.dtype)
+        name = whole.canonical[holding.name]
+        own = precision.dtypes(name, holding.parameter.dtype)
         trained = holding.parameter.requires_grad
-        key = BucketKey(own.compute, trained, group_of(holding.name) if trained else 0)
+        tie = name if trained and len(whole.stages.get(name, ())) > 1 else ""
+        key = BucketKey(own.compute, trained, group_of(name) if trained else 0, tie)
         groups.setdefault(key, []).append(holding)
         dtypes[key] = own
     return [(key, dtypes[key], members) for key, members in groups.items()]
-
-
-def _register(
-    registry: Registry,
-    bucket: Bucket,
-    rows: Sequence[Buffers],
-    strategy: layout.Strategy,
-    dtypes: Dtypes,
-    moments: Sequence[str],
-) -> None:
-    placed = {row.kind: row.placement for row in rows}
-    master = dict(zip(layout.AXES, strategy.master, strict=True))
-    addends = dict.fromkeys(layout.AXES, layout.Partial())
-    for slot in bucket.slots:
-        shape, aliases = slot.shape, slot.aliases
-        registry.add(
-            TensorInfo(
-                slot.name, shape, dtypes.compute, "parameter", placed["weight"], addends, aliases=aliases
-            )
-        )
-        if not bucket.key.trained:
-            continue
-        registry.add(TensorInfo(slot.name, shape, dtypes.grad, "gradient", placed["grad"], addends))
-        registry.add(TensorInfo(slot.name, shape, dtypes.master, "master", master))
-        for moment in moments:
-            registry.add(TensorInfo(slot.name, shape, dtypes.master, "moment", master, label=moment))
 
 
 def _notes(found: Sequence[Found], zero: ZeroPolicy) -> tuple[str, ...]:

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.comm.collectives import Clock
+from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
-from shardwise.compose.draft import Draft, draft
+from shardwise.compose.draft import Draft, draft, names_of_units
+from shardwise.compose.whole import Whole, describe, register
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.engine import Engine, Loss, OnStep
 from shardwise.engine.inputs import cast_inputs
-from shardwise.engine.parts import Parts
+from shardwise.engine.parts import Parts, Stage
+from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
 from shardwise.memory.slots import SlotPool
 from shardwise.models.gpt import Gpt
@@ -34,13 +36,17 @@ from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, m
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings
 from shardwise.parallel.zero.executor import Executor, UnitState
+from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.modules import Holding
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.placement import runs
+from shardwise.plan.registry import Registry
 from shardwise.plan.target import load_target
 from shardwise.plan.unit import Slot
 from shardwise.precision.loss_scale import LossScale
 
 _NEVER_SHARES = 1 << 30
+_AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -75,56 +81,79 @@ def initialize(
     if callable(optimizer) and not isinstance(optimizer, optim.Optimizer):
         optimizer = optimizer(model.parameters())
     make, group_of, moments = _optimizer(model, settings, optimizer, elementwise)
-    drawn = draft(model, mesh, settings.zero, settings.precision, group_of, moments)
     clock, traffic = Clock(settings.comm.deadline_s, settings.comm.delay_s), Traffic()
-    both, shard, replicate = (
-        world.group(mesh, axis, settings.comm, clock, traffic) for axis in ("dp", "dp_shard", "dp_replicate")
-    )
+    groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
     if settings.batch_norm == "synchronized":
-        synchronize_batch_norm(model, both)
-    fill, filled = _start_weights(model, settings, initial, drawn)
-    _take_rank_0(model, world, both, filled)
+        synchronize_batch_norm(model, groups["dp"])
+    whole = describe(model)
+    fill, filled = _start_weights(model, settings, initial, whole)
+    _take_rank_0(model, world, groups["world"], filled)
     _move_buffers(model, world.device)
-    spare = _NEVER_SHARES if not settings.zero.share_memory else int(settings.zero.prefetch_units)
-    around = Surroundings(
-        strategy=drawn.strategy,
-        shard=shard,
-        replicate=replicate,
-        both=both,
-        weights=SlotPool(world.device, spare, settings.zero.debug),
-        gradients=SlotPool(world.device, 0, settings.zero.debug),
-        device=world.device,
+    units = names_of_units(model, settings.zero)
+    strategy = strategy_of(settings.zero, mesh)
+    registry = register(whole, strategy, settings.precision, moments)
+    if fill is not None:
+        fill = _of_pieces(fill, registry, groups["tp"])
+    stages: list[Stage] = []
+    trained: list[Trained] = []
+    owned: list[tuple[int, BucketState]] = []
+    for index, module in {0: model}.items():
+        drawn = draft(
+            module, whole, registry, mesh, settings.zero, settings.precision, units, group_of, moments
+        )
+        states = _unit_states(module, drawn, _surroundings(drawn, groups, settings, world.device), fill, filled)
+        executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
+        stages.append(Stage(index, module, drawn.plan, executor))
+        for bucket in (bucket for state in states for bucket in state.buckets):
+            if bucket.master is not None:
+                owned.append((index, bucket))
+                optimizer_of = FlatOptimizer(bucket.master, make, bucket.layout.key.optimizer_group)
+                trained.append(Trained(bucket, optimizer_of))
+        _cast_at_the_root(module, settings, world.device, casts_output=loss is not None)
+        if settings.compile.scope == "blocks":
+            _compile_blocks(states, settings.compile.backend)
+    shared = SharedGradients(
+        owned,
+        registry,
+        mesh,
+        world.rank,
+        lambda ranks: world.group_among(ranks, "shared", settings.comm, clock, traffic),
     )
-    states = _unit_states(model, drawn, around, fill)
-    executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
-    trained = [
-        Trained(bucket, FlatOptimizer(bucket.master, make, bucket.layout.key.optimizer_group))
-        for state in states
-        for bucket in state.buckets
-        if bucket.master is not None
-    ]
     half = any(bucket.dtypes.compute == torch.float16 for bucket, _ in trained)
     parts = Parts(
         model=model,
         world=world,
         device=world.device,
-        plan=drawn.plan,
-        strategy=drawn.strategy,
-        executor=executor,
+        mesh=mesh,
+        whole=whole,
+        registry=registry,
+        stages=stages,
+        strategy=strategy,
         trained=trained,
-        both=both,
-        shard=shard,
-        replicate=replicate,
+        shared=shared,
+        groups=groups,
         clock=clock,
         traffic=traffic,
         loss_scale=LossScale(settings.precision.loss_scale) if half else None,
         number=world.next_engine(),
     )
     traffic.clear()
-    _cast_at_the_root(model, settings, world.device, casts_output=loss is not None)
-    if settings.compile.scope == "blocks":
-        _compile_blocks(states, settings.compile.backend)
     return Engine(parts, settings, loss, on_step)
+
+
+def _surroundings(
+    drawn: Draft, groups: Mapping[str, Group], settings: RunConfig, device: torch.device
+) -> Surroundings:
+    spare = _NEVER_SHARES if not settings.zero.share_memory else int(settings.zero.prefetch_units)
+    return Surroundings(
+        strategy=drawn.strategy,
+        shard=groups["dp_shard"],
+        replicate=groups["dp_replicate"],
+        both=groups["dp"],
+        weights=SlotPool(device, spare, settings.zero.debug),
+        gradients=SlotPool(device, 0, settings.zero.debug),
+        device=device,
+    )
 
 
 # Optimizer ---------------------------------------------------------------------------------------------------------
@@ -160,15 +189,19 @@ def _optimizer(
 
 
 def _start_weights(
-    model: nn.Module, settings: RunConfig, initial: Mapping[str, Rule] | None, drawn: Draft
+    model: nn.Module, settings: RunConfig, initial: Mapping[str, Rule] | None, whole: Whole
 ) -> tuple[Fill | None, Collection[str]]:
-    """How to get any elements of any parameter (None where the model holds all already), and which it makes anew."""
-    names = list(drawn.holdings)
+    """How to get any elements of any whole parameter (None where the model holds all already), and which it makes anew.
+
+    What it does not make is the model's own.
+    """
+    parameters = dict(model.named_parameters())
     if settings.init_from is not None:
         source = open_weights(settings.init_from, model.policy if isinstance(model, Gpt) else None)
-        source.check({name: tuple(drawn.holdings[name].parameter.shape) for name in names})
+        source.check({entry.name: entry.shape for entry in whole.parameters.values()})
+        names = list(whole.parameters)
         return lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype), names
-    on_meta = [name for name in names if drawn.holdings[name].parameter.is_meta]
+    on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
     if not on_meta and initial is None:
         return None, ()
     own = getattr(model, "initial_rules", None)
@@ -180,13 +213,25 @@ def _start_weights(
             "give initialize(..., initial={name: rule}) (shardwise.models.initial), init_from, or an initialised model"
         )
     seed = settings.train.seed
+    return lambda slot, start, stop, dtype: draw(
+        rules[slot.name], seed, slot.name, start, stop, dtype
+    ), rules
 
-    def fill(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        if slot.name in rules:
-            return draw(rules[slot.name], seed, slot.name, start, stop, dtype)
-        return drawn.holdings[slot.name].parameter.detach().reshape(-1)[start:stop]
 
-    return fill, rules
+def _of_pieces(fill: Fill, registry: Registry, tp: Group) -> Fill:
+    """The same for elements of this rank's piece on "tp"; padding starts at zero."""
+
+    def fill_piece(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        info = registry.get("parameter", slot.name)
+        out = torch.zeros(stop - start, dtype=dtype)
+        for run in runs(info.shape, info.on("tp"), tp.index, tp.size, start, stop):
+            part = fill(slot, run.full, run.full + run.elements, dtype)
+            if run.elements == stop - start:
+                return part
+            out[run.local - start : run.local - start + run.elements] = part
+        return out
+
+    return fill_piece
 
 
 def _take_rank_0(model: nn.Module, world: World, both: Any, filled: Collection[str]) -> None:
@@ -219,13 +264,15 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 # Units -------------------------------------------------------------------------------------------------------------
 
 
-def _unit_states(model: nn.Module, drawn: Draft, around: Surroundings, fill: Fill | None) -> list[UnitState]:
+def _unit_states(
+    model: nn.Module, drawn: Draft, around: Surroundings, fill: Fill | None, filled: Collection[str]
+) -> list[UnitState]:
     states = []
     for unit, found in zip(drawn.plan.units, drawn.found, strict=True):
         made = []
         for place, layout in enumerate(unit.buckets):
             holdings = [drawn.holdings[slot.name] for slot in layout.slots]
-            source = fill or _from_model(drawn.holdings)
+            source = _source(fill, filled, drawn.holdings)
             parameters = [_real(model, holding, layout.key.dtype, around.device) for holding in holdings]
             what = f"Unit {unit.title}" + (f" bucket {place}" if len(unit.buckets) > 1 else "")
             bucket = BucketState(layout, drawn.dtypes[unit.index, place], parameters, what, around)
@@ -238,8 +285,15 @@ def _unit_states(model: nn.Module, drawn: Draft, around: Surroundings, fill: Fil
     return states
 
 
-def _from_model(holdings: Mapping[str, Holding]) -> Fill:
-    return lambda slot, start, stop, dtype: holdings[slot.name].parameter.detach().reshape(-1)[start:stop]
+def _source(fill: Fill | None, filled: Collection[str], holdings: Mapping[str, Holding]) -> Fill:
+    """Start weights from ``fill`` where it makes them, else from the model as it is now."""
+
+    def read(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        if fill is not None and slot.name in filled:
+            return fill(slot, start, stop, dtype)
+        return holdings[slot.name].parameter.detach().reshape(-1)[start:stop]
+
+    return read
 
 
 def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -13,8 +13,9 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,12 @@ from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
 from shardwise.optim.schedule import factor
+from shardwise.parallel.zero.executor import Executor
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwise.engine.pipeline import Pipeline
 
 Loss = Callable[[nn.Module, Any], Tensor]
 OnStep = Callable[["Engine", StepResult], None]
@@ -40,7 +45,14 @@ OnStep = Callable[["Engine", StepResult], None]
 class Engine:
     """See the module's docstring. Made by ``shardwise.initialize``."""
 
-    def __init__(self, parts: Parts, config: RunConfig, loss: Loss | None, on_step: Sequence[OnStep]):
+    def __init__(
+        self,
+        parts: Parts,
+        config: RunConfig,
+        loss: Loss | None,
+        on_step: Sequence[OnStep],
+        pipeline: "Pipeline | None" = None,
+    ):
         self.module = parts.model
         """The user's model; its parameters are views that the engine moves."""
         self.world: World = parts.world
@@ -52,6 +64,7 @@ class Engine:
         """Called with (engine, result) after every optimizer step."""
         self._parts = parts
         self._loss = loss
+        self._pipeline = pipeline
         self._accumulation = config.batch.accumulation or 1
         self._microbatch = 0
         self._weight = 0.0
@@ -67,16 +80,24 @@ class Engine:
 
         Any other arguments go to the model as they are. Floating inputs are cast to the compute dtype.
         """
+        if self._pipeline is not None:
+            raise UsageError(
+                "engine(batch): with mesh.pp above 1 the stages work on different microbatches at a time; call "
+                "engine.train_step(batches), engine.evaluate(...) or engine.predict(batches)"
+            )
         if self._microbatch >= self._accumulation and torch.is_grad_enabled():
             raise UsageError(
                 f"engine(batch): {self._accumulation} microbatches have run; call engine.step() after each backward"
             )
         self._pending = (args, kwargs)
+        return self._call(self.module, args, kwargs)
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._loss is not None and len(args) == 1 and not kwargs:
-            return self._loss(self.module, cast_inputs(args[0], self._parts.device, None))
+            return self._loss(module, cast_inputs(args[0], self._parts.device, None))
         if len(args) == 1 and not kwargs:
-            return apply(self.module, args[0])
-        return self.module(*args, **kwargs)
+            return apply(module, args[0])
+        return module(*args, **kwargs)
 
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
         """Accumulate the gradients of one microbatch.
@@ -92,14 +113,25 @@ class Engine:
             raise UsageError("backward: the step's microbatches are complete; call engine.step() first")
         if self._microbatch == 0 and self._weight == 0.0:
             self._parts.clock.step = self.step_count + 1
-        scale = self._relative_weight(weight) * (
+        scale = self._scale_of(weight)
+        last = self._microbatch == self._accumulation - 1
+
+        def run() -> None:
+            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+
+        self._run_backward(self._parts.executors[0], last, run)
+        self._count(loss, weight)
+
+    def _scale_of(self, weight: float | None) -> float:
+        """What the loss of a microbatch is multiplied by."""
+        return self._relative_weight(weight) * (
             self._parts.loss_scale.scale if self._parts.loss_scale else 1.0
         )
-        last = self._microbatch == self._accumulation - 1
-        executor = self._parts.executor
+
+    def _run_backward(self, executor: Executor, last: bool, run: Callable[[], None]) -> None:
         executor.begin_backward(last)
         try:
-            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+            run()
             executor.end_backward()
         except CommError:
             raise
@@ -112,9 +144,12 @@ class Engine:
                     f"or name one Unit around what belongs together in zero.units. ({error})"
                 ) from error
             raise
+
+    def _count(self, loss: Tensor | None, weight: float | None) -> None:
+        """A microbatch is done. Its loss is known on the last stage."""
         counted = 1.0 if weight is None else float(weight)
         self._weight += counted
-        if counted:
+        if counted and loss is not None:
             self._loss_sum = self._loss_sum + loss.detach().double().cpu() * counted
         self._microbatch += 1
 
@@ -129,7 +164,15 @@ class Engine:
         parts = self._parts
         flags = float(self._stop_wanted)
         local = (self._weight, float(self._loss_sum), flags)
-        totals = exchange(parts.trained, parts.both, parts.executor, local)
+        totals = exchange(
+            parts.trained,
+            parts.shared,
+            parts.both,
+            parts.groups["model"],
+            parts.executors,
+            local,
+            parts.speaks,
+        )
         reference = self.weight_reference or 1.0
         scale = (parts.loss_scale.scale if parts.loss_scale else 1.0) / reference
         norm = gradient_norm(totals, scale)
@@ -143,7 +186,8 @@ class Engine:
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
         if totals.orders_agree:
-            parts.executor.adopt_order()
+            for executor in parts.executors:
+                executor.adopt_order()
         self._stop_seen = totals.flags > 0
         return self._close_step(totals, norm, lr_factor, skipped=not finite)
 
@@ -158,6 +202,8 @@ class Engine:
                 f"train_step: given {len(batches)} microbatches; the configuration makes {self._accumulation} of them "
                 "one optimizer step (batch.global_size / (micro_size × data-parallel ranks))"
             )
+        if self._pipeline is not None:
+            return self._pipeline.train_step(self, batches, weights)
         result = None
         for i, batch in enumerate(batches):
             loss = find_loss(self(batch))
@@ -187,6 +233,7 @@ class Engine:
     def _close_step(self, totals: Totals, norm: float, lr_factor: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
             bucket.forget_gradients()
+        self._parts.shared.reset()
         self.step_count += 1
         loss = totals.loss / totals.weight if totals.weight else 0.0
         lr = self._parts.trained[0].optimizer.top_lr * lr_factor if self._parts.trained else 0.0
@@ -220,28 +267,45 @@ class Engine:
         Every rank brings the same number of pairs; a rank that ran out of data repeats any batch with weight 0.
         """
         was_training = self.module.training
-        self.module.eval()
+        self.eval()
         total = torch.zeros(2, dtype=torch.float64)
         try:
-            for batch, weight in batches:
-                loss = find_loss(self(batch))
-                if weight:
+            for loss, weight in self._losses(batches):
+                if weight and loss is not None:
                     total += torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
         finally:
-            self.module.train(was_training)
-        total = total.to(self._parts.device)
-        self._parts.both.all_reduce(total, "the validation loss", purpose="control").wait()
+            self.train(was_training)
+        total = total.to(self._parts.device) * self._parts.speaks
+        self._parts.groups["world"].all_reduce(total, "the validation loss", purpose="control").wait()
         return float(total[0] / total[1]) if total[1] else math.nan
+
+    def _losses(self, batches: Iterable[tuple[Any, float]]) -> Iterator[tuple[Tensor | None, float]]:
+        if self._pipeline is not None:
+            yield from self._pipeline.losses(self, batches)
+            return
+        for batch, weight in batches:
+            yield find_loss(self(batch)), weight
+
+    @torch.no_grad()
+    def predict(self, batches: Sequence[Any]) -> list[Any]:
+        """What the model returns for each batch, on any mesh and on every rank that shares the model; without gradients
+        and in the mode that the model is in. With a pipeline the batches follow one another through the stages."""
+        batches = list(batches)
+        if self._pipeline is not None:
+            return self._pipeline.predict(self, batches)
+        return [apply(self.module, cast_inputs(batch, self._parts.device, None)) for batch in batches]
 
     def run(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the model than ``forward`` (by name), or a function of it, as one forward pass.
 
         The weights outside the repeated blocks are there while it runs, and gradients flow as after ``engine(batch)``.
         """
+        if self._pipeline is not None:
+            raise UsageError("run: with mesh.pp above 1 only forward is cut into stages; use engine.predict(batches)")
         function = getattr(self.module, method) if isinstance(method, str) else method
         device, dtype = self._parts.device, self.config.precision.compute_dtype
         args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
-        return self._parts.executor.run_as_forward(function, args, kwargs)
+        return self._parts.executors[0].run_as_forward(function, args, kwargs)
 
     # Looking at the state --------------------------------------------------------------------------------------
 
@@ -249,18 +313,13 @@ class Engine:
     def plan(self) -> Plan:
         """The Plan, its Actions in the order that the ranks follow now."""
         parts = self._parts
-        executor = parts.executor
+        if self._pipeline is not None:
+            return self._pipeline.plan()
+        plan, executor = parts.stages[0].plan, parts.executors[0]
         actions = full_step(
-            parts.plan.units, parts.strategy, self._accumulation, executor.brackets, executor.prefetch_units
+            plan.units, parts.strategy, self._accumulation, executor.brackets, executor.prefetch_units
         )
-        return Plan(
-            parts.plan.mesh,
-            parts.plan.registry,
-            parts.plan.units,
-            parts.plan.buffers,
-            {"all": actions},
-            parts.plan.notes,
-        )
+        return replace(plan, actions={"all": actions})
 
     @property
     def traffic(self) -> Traffic:
@@ -275,7 +334,7 @@ class Engine:
     @property
     def departures(self) -> list[str]:
         """What the model did otherwise than the Plan had it, newest last."""
-        return self._parts.executor.departures
+        return [text for executor in self._parts.executors for text in executor.departures]
 
     @property
     def graph_breaks(self) -> dict[str, int]:
@@ -319,6 +378,8 @@ class Engine:
     def train(self, mode: bool = True) -> "Engine":
         """The model's training mode."""
         self.module.train(mode)
+        for stage in self._parts.stages:
+            stage.module.train(mode)
         return self
 
     def eval(self) -> "Engine":
@@ -381,7 +442,8 @@ class Engine:
     def close(self) -> None:
         """Finish what runs behind training and give the model back without hooks."""
         self.wait_for_save()
-        self._parts.executor.remove_hooks()
+        for executor in self._parts.executors:
+            executor.remove_hooks()
 
     @contextmanager
     def discard_on_error(self) -> Iterator[None]:
@@ -394,6 +456,8 @@ class Engine:
 
     def _discard(self) -> None:
         """Drop the microbatches of this step."""
-        self._parts.executor.abandon()
+        for executor in self._parts.executors:
+            executor.abandon()
+        self._parts.shared.reset()
         self._microbatch, self._weight = 0, 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64)

@@ -1,7 +1,9 @@
 """Parts: what ``build`` made and the engine runs."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,11 +12,27 @@ from shardwise.checkpoint import Checkpoints
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
+from shardwise.compose.whole import Whole
+from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
 from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import Strategy
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
+from shardwise.plan.registry import Registry
 from shardwise.precision.loss_scale import LossScale
+
+
+@dataclass
+class Stage:
+    """One pipeline stage on this rank; without a pipeline the whole model."""
+
+    index: int
+    module: nn.Module
+    plan: Plan
+    executor: Executor
+    run: Callable[[Callable[[nn.Module], Any], Any], Any] | None = None
+    """(call of the model, what the stage before sent) -> what goes to the next stage, or the call's result."""
 
 
 @dataclass
@@ -24,15 +42,17 @@ class Parts:
     model: nn.Module
     world: World
     device: torch.device
-    plan: Plan
+    mesh: Mesh
+    whole: Whole
+    registry: Registry
+    stages: list[Stage]
+    """In order of their index."""
     strategy: Strategy
-    executor: Executor
     trained: list[Trained]
     """Trained buckets in order of Units."""
-    both: Group
-    """All data-parallel ranks."""
-    shard: Group
-    replicate: Group
+    shared: SharedGradients
+    groups: Mapping[str, Group]
+    """By axis: "dp", "dp_shard", "dp_replicate", "tp", "pp", "model" and "world"."""
     clock: Clock
     traffic: Traffic
     loss_scale: LossScale | None
@@ -42,3 +62,24 @@ class Parts:
     checkpoints: dict[Path, Checkpoints] = field(default_factory=dict)
     """By folder."""
     saves: int = 0
+
+    @property
+    def both(self) -> Group:
+        """All data-parallel ranks."""
+        return self.groups["dp"]
+
+    @property
+    def executors(self) -> list[Executor]:
+        """By stage."""
+        return [stage.executor for stage in self.stages]
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank knows the loss."""
+        pp = self.groups["pp"]
+        return pp.index == pp.size - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank, of those that share a model, brings the loss."""
+        return self.has_last_stage and self.groups["tp"].index == 0

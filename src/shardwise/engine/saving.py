@@ -1,6 +1,7 @@
 """Saving and loading: the engine's flat buffers as pieces of whole tensors.
 
-    weight   whole tensors in the compute dtype                     every rank writes the range of its shard index
+    weight   whole tensors in the compute dtype                     every rank writes the range of its shard index, of
+                                                                    those that hold the same elements the first one
     buffer   rank 0's                                               (batch statistics are per rank by default)
     master   only where it is not the weight itself
     moments  ``exp_avg`` ...; left out for parameters that never got a gradient
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, Solo
 from shardwise.engine.parts import Parts
-from shardwise.engine.state import buckets
+from shardwise.engine.state import buckets, own_buffers
 from shardwise.plan.errors import CheckpointError, MismatchError
+from shardwise.plan.placement import runs
+from shardwise.plan.registry import TensorInfo
 from shardwise.plan.unit import Slot
 
 if TYPE_CHECKING:
@@ -50,9 +53,9 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
         "reference": engine.weight_reference,
         "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
         "optimizer": {"common": common[0], "exceptions": common[1]},
-        "layout": {"mesh": str(parts.plan.mesh), "zero_stage": engine.config.zero.stage},
+        "layout": {"mesh": str(parts.mesh), "zero_stage": engine.config.zero.stage},
     }
-    aliases = {s.name: list(s.aliases) for b in buckets(parts) for s in b.layout.slots if s.aliases}
+    aliases = {e.name: list(e.aliases) for e in parts.whole.parameters.values() if e.aliases}
     checkpoints_in(engine, parts, folder).save(
         engine.step_count,
         _items_to_save(parts, labels, stateless),
@@ -87,56 +90,88 @@ def load(engine: "Engine", parts: Parts, folder: Path, weights_only: bool) -> di
 # Saving ------------------------------------------------------------------------------------------------------------
 
 
+Pieces = dict[tuple[str, str], list[Piece]]
+"""By (kind, name)."""
+
+
 def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str]) -> list[Item]:
-    """Every tensor of the model state, with the pieces that this rank writes."""
-    items = []
-    writes = parts.replicate.index == 0
+    """Every tensor of the whole model's state, with the pieces that this rank writes."""
+    held: Pieces = {}
+    writes = parts.groups["dp_replicate"].index == 0
     optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
-    for bucket in buckets(parts):
-        layout = bucket.layout
-        piece = layout.shard_elements
-        window = (parts.shard.index * piece, (parts.shard.index + 1) * piece) if writes else (0, 0)
-        held = (window[0] if bucket.weight.numel() < layout.elements else 0, bucket.weight)
-        items += _items("weight", bucket.dtypes.compute, layout.slots, [held], window)
-        if bucket.master is None:
-            continue
-        first = bucket.owned_range[0] * bucket.master.numel()
-        if bucket.dtypes.master != bucket.dtypes.compute:
-            items += _items("master", bucket.dtypes.master, layout.slots, [(first, bucket.master)], window)
-        with_state = [slot for slot in layout.slots if slot.name not in stateless]
-        moments: dict[str, list[tuple[int, Tensor]]] = {label: [] for label in labels}
-        for label, start, _, tensor in optimizers[id(bucket)].moments():
-            moments[label].append((first + start, tensor))
-        for label, held_moments in moments.items():
-            items += _items(label, bucket.dtypes.master, with_state, held_moments, window)
-    persistent = parts.model.state_dict(keep_vars=True)
-    for name, buffer in parts.model.named_buffers():
-        if name in persistent:
-            flat = buffer.detach().contiguous().view(-1)
-            pieces = [Piece(0, flat.numel(), flat)] if parts.world.rank == 0 else []
-            items.append(Item("buffer", name, tuple(buffer.shape), buffer.dtype, pieces))
-    return items
-
-
-def _items(
-    kind: str,
-    dtype: torch.dtype,
-    slots: Iterable[Slot],
-    held: Sequence[tuple[int, Tensor]],
-    window: tuple[int, int],
-) -> list[Item]:
-    """Items of ``slots``: what of them lies in ``held`` ((first element in the bucket, flat tensor)) and ``window``."""
+    for stage in parts.stages:
+        for bucket in (bucket for state in stage.executor.states for bucket in state.buckets):
+            layout = bucket.layout
+            piece, index = layout.shard_elements, parts.groups["dp_shard"].index
+            window = (index * piece, (index + 1) * piece) if writes else (0, 0)
+            slots = [s for s in layout.slots if parts.registry.get("parameter", s.name).stages[0] == stage.index]
+            first = window[0] if bucket.weight.numel() < layout.elements else 0
+            _pieces(parts, held, "weight", slots, first, bucket.weight, window)
+            if bucket.master is None:
+                continue
+            first = bucket.owned_range[0] * bucket.master.numel()
+            if bucket.dtypes.master != bucket.dtypes.compute:
+                _pieces(parts, held, "master", slots, first, bucket.master, window)
+            with_state = [slot for slot in slots if slot.name not in stateless]
+            for label, start, _, tensor in optimizers[id(bucket)].moments():
+                _pieces(parts, held, label, with_state, first + start, tensor, window)
     items = []
-    for slot in slots:
+    for info in parts.registry.of_kind("parameter"):
+        items.append(Item("weight", info.name, info.shape, info.dtype, held.get(("weight", info.name), [])))
+    for info in parts.registry.of_kind("master"):
+        if info.dtype != parts.registry.get("parameter", info.name).dtype:
+            items.append(Item("master", info.name, info.shape, info.dtype, held.get(("master", info.name), [])))
+        for label in labels if info.name not in stateless else ():
+            items.append(Item(label, info.name, info.shape, info.dtype, held.get((label, info.name), [])))
+    return items + _buffer_items(parts, to_write=True)
+
+
+def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
+    """Buffers are whole where they are: the first rank of their stage writes them, every rank reads its own."""
+    items = []
+    held = own_buffers(parts)
+    pp = parts.groups["pp"]
+    is_first = parts.both.index == 0 and parts.groups["tp"].index == 0
+    for info in parts.registry.of_kind("buffer"):
+        if not parts.whole.buffers[info.name][2]:
+            continue
+        mine = info.name in held and (not to_write or (is_first and info.stages[0] % pp.size == pp.index))
         pieces = []
-        for first, tensor in held:
-            start = max(slot.offset, first, window[0])
-            stop = min(slot.offset + slot.elements, first + tensor.numel(), window[1])
-            if start < stop:
-                part = tensor.detach()[start - first : stop - first]
-                pieces.append(Piece(start - slot.offset, stop - slot.offset, part))
-        items.append(Item(kind, slot.name, slot.shape, dtype, pieces))
+        if mine:
+            flat = held[info.name].detach()
+            flat = flat.contiguous().view(-1) if to_write else flat.view(-1)
+            pieces = [Piece(0, flat.numel(), flat)]
+        items.append(Item("buffer", info.name, info.shape, info.dtype, pieces))
     return items
+
+
+def _pieces(
+    parts: Parts,
+    held: Pieces,
+    kind: str,
+    slots: Iterable[Slot],
+    first: int,
+    flat: Tensor,
+    window: tuple[int, int] | None,
+) -> None:
+    """Add what of ``slots`` lies in ``flat``, whose first element is element ``first`` of the bucket.
+
+    With a ``window`` of the bucket: to write, of what several ranks hold alike on the first alone. Without: to fill.
+    """
+    tp = parts.groups["tp"]
+    for slot in slots:
+        info = parts.registry.get("parameter", slot.name)
+        start, stop = max(slot.offset, first), min(slot.offset + slot.elements, first + flat.numel())
+        if window is not None:
+            start, stop = max(start, window[0]), min(stop, window[1])
+        if start >= stop:
+            continue
+        pieces = held.setdefault((kind, slot.name), [])
+        for run in runs(info.shape, info.on("tp"), tp.index, tp.size, start - slot.offset, stop - slot.offset):
+            if window is not None and tp.index % run.replicas:
+                continue
+            place = slot.offset + run.local - first
+            pieces.append(Piece(run.full, run.full + run.elements, flat.detach()[place : place + run.elements]))
 
 
 def _agree_on_scalars(
@@ -187,41 +222,43 @@ def _agree_on_scalars(
 def _items_to_load(
     parts: Parts, manifest: Manifest, moments: Mapping[int, Mapping[str, Tensor]]
 ) -> list[Item]:
-    """Every tensor that the model has, with the pieces to fill: masters where there are any, else weights."""
-    items = []
-    everything = (0, 1 << 62)
+    """Every tensor of the whole model, with the pieces to fill: masters where there are any, else weights."""
+    held: Pieces = {}
     for bucket in buckets(parts):
         layout = bucket.layout
         target, first = bucket.weight, 0
         if bucket.master is not None:
             target, first = bucket.master, bucket.owned_range[0] * bucket.master.numel()
         elif target.numel() < layout.elements:
-            first = parts.shard.index * layout.shard_elements
-        for slot in layout.slots:
-            has_master = manifest.find("master", slot.name) is not None
-            filled = _items(
-                "master" if has_master else "weight", target.dtype, [slot], [(first, target)], everything
-            )
-            items += filled
-            if has_master:
-                items += _items("weight", target.dtype, [slot], [], everything)
+            first = parts.groups["dp_shard"].index * layout.shard_elements
+        _pieces(parts, held, "state", layout.slots, first, target, None)
         for label, flat in moments.get(id(bucket), {}).items():
-            slots = [slot for slot in layout.slots if manifest.find(label, slot.name) is not None]
-            items += _items(label, flat.dtype, slots, [(first, flat)], everything)
-    persistent = parts.model.state_dict(keep_vars=True)
-    for name, buffer in parts.model.named_buffers():
-        if name in persistent:
-            flat = buffer.detach().view(-1)
-            items.append(
-                Item("buffer", name, tuple(buffer.shape), buffer.dtype, [Piece(0, flat.numel(), flat)])
-            )
-    return items
+            _pieces(parts, held, label, layout.slots, first, flat, None)
+    labels = {label for flats in moments.values() for label in flats}
+    items = []
+    for info in parts.registry.of_kind("parameter"):
+        dtype = _state_dtype(parts, info)
+        state = held.get(("state", info.name), [])
+        has_master = manifest.find("master", info.name) is not None
+        items.append(Item("master" if has_master else "weight", info.name, info.shape, dtype, state))
+        if has_master:
+            items.append(Item("weight", info.name, info.shape, dtype, []))
+        for label in sorted(labels):
+            if manifest.find(label, info.name) is not None:
+                items.append(Item(label, info.name, info.shape, dtype, held.get((label, info.name), [])))
+    return items + _buffer_items(parts, to_write=False)
+
+
+def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
+    """What the optimizer updates: the master's dtype, or that of a frozen weight."""
+    trained = parts.whole.parameters[info.name].trained
+    return parts.registry.get("master", info.name).dtype if trained else info.dtype
 
 
 def _empty_moments(parts: Parts, manifest: Manifest) -> dict[int, dict[str, Tensor]]:
     """Flat buffers for the moments in the step, by bucket. Errors: MismatchError where another optimizer made them."""
     labels = sorted({tensor.kind for tensor in manifest.tensors} - set(_OURS))
-    expected = sorted({info.label for info in parts.plan.registry.of_kind("moment")})
+    expected = sorted({info.label for info in parts.registry.of_kind("moment")})
     if labels and expected and labels != expected:
         raise MismatchError(
             f"step {manifest.step} holds the optimizer state {', '.join(labels)}; this optimizer keeps "

@@ -1,23 +1,28 @@
 """Looking at model state from outside: bytes, gradients, whole parameters. Every function is collective.
 
-Whole tensors are put together one Unit at a time, so that a rank never holds more than one Unit beyond its own state
-(``full_parameters`` alone holds all).
+A whole tensor is put together along the axes that cut it: the flat ranges over "dp_shard", the slices over "tp", and
+from the stage that holds it over "pp". One Unit at a time, so that a rank never holds more than one Unit beyond its own
+state (``full_parameters`` and ``gradients`` hold all).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.engine.parts import Parts
+from shardwise.engine.step import finish_reductions
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import UsageError
+from shardwise.plan.placement import Placement, Shard, local_shape, pieces
 
 
 def buckets(parts: Parts) -> list[BucketState]:
     """All buckets, frozen ones too, in order of Units."""
-    return [bucket for state in parts.executor.states for bucket in state.buckets]
+    return [bucket for executor in parts.executors for state in executor.states for bucket in state.buckets]
 
 
 def bytes_by_kind(parts: Parts) -> dict[str, int]:
@@ -38,16 +43,31 @@ def gradients(parts: Parts, weight: float, scale: float) -> dict[str, Tensor]:
     vector = torch.tensor([weight, *votes], dtype=torch.float64, device=parts.device)
     parts.both.all_reduce(vector, "the summed weights", purpose="control").wait()
     total, *used = vector.tolist()
+    finish_reductions(parts.trained, parts.shared)
     found: dict[str, Tensor] = {}
     place = 0
     for bucket, _ in parts.trained:
-        bucket.finish_reduce()
         full = bucket.gathered_copy(bucket.owned_grad)
         for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
             if used[place]:
                 found[slot.name] = view / (total * scale)
             place += 1
-    return found
+    return _assembled(parts, found, "gradient")
+
+
+@contextmanager
+def lent_parameters(parts: Parts) -> Iterator[None]:
+    """The stages' modules can be called without gathering: every parameter of theirs is whole over "dp"."""
+    lent = []
+    for bucket in buckets(parts):
+        full = bucket.gathered_copy()
+        bucket.lend(full)
+        lent.append((bucket, full))
+    try:
+        yield
+    finally:
+        for bucket, full in lent:
+            bucket.reclaim(full, keep=False)
 
 
 @contextmanager
@@ -58,13 +78,32 @@ def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Paramete
         full = bucket.gathered_copy()
         bucket.lend(full)
         lent.append((bucket, full))
+    is_cut = parts.groups["model"].size > 1
+    whole: dict[str, nn.Parameter] = {}
+    versions: dict[str, int] = {}
+    if is_cut:
+        own = {
+            slot.name: view
+            for bucket, full in lent
+            for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True)
+        }
+        for name, tensor in _assembled(parts, own, "parameter").items():
+            whole[name] = nn.Parameter(tensor.clone(), requires_grad=False)
+            versions[name] = whole[name]._version
+        for alias, name in parts.whole.canonical.items():
+            whole[alias] = whole[name]
     edited: list[str] = []
     try:
         with torch.no_grad():
-            yield dict(parts.model.named_parameters(remove_duplicate=False))
+            yield whole or dict(parts.model.named_parameters(remove_duplicate=False))
     finally:
         for bucket, full in lent:
+            if is_cut and write:
+                with torch.no_grad():
+                    for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
+                        _take(parts, slot.name, whole[slot.name].data, view)
             edited += bucket.reclaim(full, keep=write)
+        edited += [name for name, version in versions.items() if whole[name]._version != version]
     if edited and not write:
         raise UsageError(
             f"full_parameters: {', '.join(edited[:5])} was edited in a context for reading, in which some ranks "
@@ -78,13 +117,77 @@ def state_dict(parts: Parts) -> dict[str, Tensor]:
     for bucket in buckets(parts):
         full = bucket.gathered_copy()
         for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
-            tensor = view.detach().to("cpu", copy=True)
-            for name in (slot.name, *slot.aliases):
-                whole[name] = tensor
-    order = list(parts.model.state_dict(keep_vars=True))
-    buffers = {name: buffer for name, buffer in parts.model.named_buffers(remove_duplicate=False)}
-    return {
-        name: whole[name] if name in whole else buffers[name].detach().to("cpu", copy=True)
-        for name in order
-        if name in whole or name in buffers
-    }
+            whole[slot.name] = view.detach().to("cpu", copy=True)
+    whole = _assembled(parts, whole, "parameter")
+    whole = {alias: whole[name].cpu() for alias, name in parts.whole.canonical.items() if name in whole}
+    held = own_buffers(parts)
+    pp = parts.groups["pp"]
+    for name, (shape, dtype, is_persistent) in parts.whole.buffers.items():
+        if not is_persistent:
+            continue
+        owner = parts.registry.get("buffer", name).stages[0] % pp.size
+        flat = torch.empty(prod(shape), dtype=dtype, device=parts.device)
+        if pp.index == owner:
+            flat.copy_(held[name].detach().reshape(-1))
+        pp.broadcast(flat, owner, name).wait()
+        whole[name] = flat.view(shape).to("cpu", copy=True)
+    return {name: whole[name] for name in parts.whole.order if name in whole}
+
+
+def own_buffers(parts: Parts) -> dict[str, Tensor]:
+    """The model's buffers on this rank by name."""
+    return {name: buffer for stage in parts.stages for name, buffer in stage.module.named_buffers()}
+
+
+# Whole tensors -----------------------------------------------------------------------------------------------------
+
+
+def _assembled(parts: Parts, own: Mapping[str, Tensor], kind: Literal["parameter", "gradient"]) -> dict[str, Tensor]:
+    """Whole tensors on every rank, from pieces that are whole over the data-parallel ranks already."""
+    model, tp, pp = (parts.groups[axis] for axis in ("model", "tp", "pp"))
+    if model.size == 1:
+        return dict(own)
+    infos = parts.registry.of_kind(kind)
+    speaks = [info.stages[0] % pp.size == pp.index and info.name in own for info in infos]
+    present = torch.tensor(speaks, dtype=torch.float64, device=parts.device)
+    model.all_reduce(present, "which parameters were used", purpose="control").wait()
+    found = {}
+    for info, is_here, count in zip(infos, speaks, present.tolist(), strict=True):
+        if not count:
+            continue
+        where = info.on("tp")
+        full = torch.empty(info.shape, dtype=info.dtype, device=parts.device)
+        if is_here and isinstance(where, Shard):
+            piece = own[info.name].to(parts.device, info.dtype).contiguous().view(-1)
+            gathered = torch.empty(tp.size, piece.numel(), dtype=info.dtype, device=parts.device)
+            tp.all_gather(gathered.view(-1), piece, info.name, purpose="control").wait()
+            for index in range(tp.size):
+                for mine, theirs in _matching(full, gathered[index], where, index, tp.size):
+                    mine.copy_(theirs)
+        elif is_here:
+            full.copy_(own[info.name])
+        pp.broadcast(full.view(-1), info.stages[0] % pp.size, info.name).wait()
+        found[info.name] = full
+    return found
+
+
+def _take(parts: Parts, name: str, full: Tensor, piece: Tensor) -> None:
+    """Write this rank's part of ``full`` into ``piece``."""
+    tp, where = parts.groups["tp"], parts.registry.get("parameter", name).on("tp")
+    for theirs, mine in _matching(full, piece, where, tp.index, tp.size):
+        mine.copy_(theirs)
+
+
+def _matching(
+    full: Tensor, piece: Tensor, where: Placement, index: int, ranks: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of a full tensor and of one rank's piece that hold the same elements."""
+    shape = tuple(full.shape)
+    if not isinstance(where, Shard):
+        yield full, piece.view(shape)
+        return
+    piece = piece.view(local_shape(shape, where, ranks))
+    place = 0
+    for start, stop, _ in pieces(where, shape[where.dim], index, ranks):
+        yield full.narrow(where.dim, start, stop - start), piece.narrow(where.dim, place, stop - start)
+        place += stop - start

@@ -1,8 +1,10 @@
 """The optimizer step: the end of the Plan's list.
 
-    1  every gradient has arrived where its master lies                       (REDUCE, started in the backward pass)
+    1  every gradient has arrived where its master lies                       (REDUCE, started in the backward pass),
+       and what model-parallel ranks hold in common is summed                 (engine/shared.py)
     2  one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units, a
-       hash of the collectives so far                                         (ranks that differ in it stop here)
+       hash of the collectives so far                                         (ranks that differ in it stop here);
+       a second one over the ranks that share a model
     3  all ranks decide alike: scale, clip, or skip
     4  STEP, Unit by Unit: update masters and moments, round into the weights
     5  UNSHARD what is kept whole but updated in pieces                       (stages 1 and 2)
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
+from shardwise.engine.shared import SharedGradients
 from shardwise.optim.clip import clip_factor, share, square_sum
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.zero.bucket import BucketState
@@ -61,40 +64,75 @@ class Totals(NamedTuple):
     flags: int
 
 
-def exchange(trained: Sequence[Trained], both: Group, executor: Executor, local: Sequence[float]) -> Totals:
-    """Sum over the data-parallel ranks. ``local``: (weight, weighted loss, flags) of this rank."""
+def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> None:
+    """Every gradient is whole where its master lies; a second call does nothing."""
+    for bucket, _ in trained:
+        bucket.finish_reduce()
+    shared.sum()
+
+
+def exchange(
+    trained: Sequence[Trained],
+    shared: SharedGradients,
+    both: Group,
+    model: Group,
+    executors: Sequence[Executor],
+    local: Sequence[float],
+    speaks: bool,
+) -> Totals:
+    """Sum over the data-parallel ranks, then over those that share a model.
+
+    ``local``: (weight, weighted loss, flags) of this rank. ``speaks``: whether it knows the loss and brings it.
+    """
+    finish_reductions(trained, shared)
     squares = torch.zeros((), dtype=torch.float64)
     used: list[float] = []
     for bucket, _ in trained:
-        bucket.finish_reduce()
         index, count = bucket.owned_range
         copies = both.size // count  # ranks that hold the same gradient each sum a part of it
-        mine = share(bucket.owned_grad, both.index // count, copies)
-        squares = squares + square_sum(mine).cpu()
+        for start, stop in shared.counted(bucket):
+            mine = share(bucket.owned_grad[start:stop], both.index // count, copies)
+            squares = squares + square_sum(mine).cpu()
         used += map(float, bucket.used)
-    order, sequence = float(executor.order_hash), float(both.traffic.sequence >> 12)
-    vector = torch.tensor(
+    order = float(sum(executor.order_hash for executor in executors) % (1 << 20))
+    sequence = float(both.traffic.sequence >> 12)
+    device = trained[0].bucket.weight.device if trained else torch.device("cpu")
+    own = torch.tensor(
         [*local, order, order * order, sequence, sequence * sequence, *used], dtype=torch.float64
     )
-    vector = torch.cat([squares.reshape(1), vector])
-    device = trained[0].bucket.weight.device if trained else torch.device("cpu")
-    on_device: Tensor = vector.to(device)
+    on_device: Tensor = torch.cat([squares.reshape(1), own]).to(device)
     both.all_reduce(on_device, "the gradient norm", purpose="control").wait()
     total = on_device.tolist()
     if not _agree(both.size, total[6], total[7]):
+        departures = [text for executor in executors for text in executor.departures[-3:]]
         raise CommError(
             f"rank {both.ranks[both.index]}, step {both.clock.step}: the ranks did not run the same collectives in the "
             "same order, so weights and gradients were mixed up; the weights of the step before are intact. At stage 3 "
             "data may make a rank skip Units, but not run them in another order than other ranks. Departures from the "
-            f"Plan here: {executor.departures[-3:] or 'none'}"
+            f"Plan here: {departures or 'none'}"
         )
-    return Totals(
+    totals = Totals(
         weight=total[1],
         loss=total[2],
         squares=total[0],
         used=[count > 0 for count in total[8:]],
         orders_agree=_agree(both.size, total[4], total[5]),
         flags=int(total[3]),
+    )
+    return totals if model.size == 1 else _over_model(totals, model, speaks, device)
+
+
+def _over_model(totals: Totals, model: Group, speaks: bool, device: torch.device) -> Totals:
+    """What differs between the ranks that share a model: each holds some of the gradients, one stage the loss."""
+    vector = torch.tensor(
+        [totals.squares, totals.weight * speaks, totals.loss * speaks, totals.flags, not totals.orders_agree],
+        dtype=torch.float64,
+        device=device,
+    )
+    model.all_reduce(vector, "the gradient norm over the model", purpose="control").wait()
+    squares, weight, loss, flags, disagreements = vector.tolist()
+    return totals._replace(
+        squares=squares, weight=weight, loss=loss, flags=int(flags), orders_agree=disagreements == 0
     )
 
 

@@ -6,6 +6,7 @@ The ranks lie in a row-major array, slowest axis first:
 
 so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost.
 "dp" names the two data-parallel axes together: state is cut along ``dp_shard`` and copied along ``dp_replicate``.
+"model" names the axes that share one model (and one microbatch), "world" names all.
 
 Cost: O(number of axes) per question; ``ranks`` is O(size of the axis).
 """
@@ -18,7 +19,11 @@ from pydantic import PositiveInt
 from shardwise.plan.errors import MeshError
 from shardwise.plan.policy import Policy
 
-_TOGETHER = {"dp": ("dp_replicate", "dp_shard")}
+_TOGETHER = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "model": ("pp", "cp", "tp"),
+    "world": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Mesh:
         return math.prod(getattr(self, axis) for axis in self.axes)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``; "dp" is both data-parallel axes."""
+        """Ranks along ``axis``, which may be several together."""
         return math.prod(getattr(self, part) for part in self._parts(axis))
 
     def index(self, axis: str, rank: int) -> int:

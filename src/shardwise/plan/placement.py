@@ -124,6 +124,8 @@ class Run(NamedTuple):
     local: int
     full: int
     elements: int
+    replicas: int = 1
+    """Neighbouring ranks that hold them; the first of these speaks for all."""
 
 
 def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
@@ -172,7 +174,7 @@ def runs(
     stop = math.prod(local) if stop is None else stop
     if not isinstance(where, Shard) or where.dim == FLAT or ranks == 1:
         if start < stop:
-            yield Run(start, start, stop - start)
+            yield Run(start, start, stop - start, ranks)
         return
     dim = where.dim
     inner = math.prod(shape[dim + 1 :])
@@ -186,23 +188,7 @@ def runs(
             length = (piece.stop - piece.start) * inner
             begin, end = max(place, start), min(place + length, stop)
             if begin < end:
-                yield Run(begin, row * full_row + piece.start * inner + begin - place, end - begin)
+                first = row * full_row + piece.start * inner + begin - place
+                yield Run(begin, first, end - begin, piece.replicas)
             place += length
 
-
-def replicated(shape: Sequence[int], where: Placement, ranks: int) -> list[tuple[int, int, int]]:
-    """(start, stop, replicas) of a rank's flattened piece that ``replicas`` neighbouring ranks hold alike."""
-    if not isinstance(where, Shard):
-        return [(0, math.prod(shape), ranks)]
-    found: list[tuple[int, int, int]] = []
-    if where.dim == FLAT or not any(block.replicas(ranks) > 1 for block in where.blocks):
-        return found
-    inner = math.prod(shape[where.dim + 1 :])
-    place = 0
-    for _ in range(math.prod(shape[: where.dim])):
-        for piece in pieces(where, shape[where.dim], 0, ranks):
-            length = (piece.stop - piece.start) * inner
-            if piece.replicas > 1:
-                found.append((place, place + length, piece.replicas))
-            place += length
-    return found

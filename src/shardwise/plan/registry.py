@@ -16,7 +16,7 @@ import torch
 
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Placement, Replicate, Shard
+from shardwise.plan.placement import FLAT, Placement, Replicate, Shard, local_shape
 
 Kind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
 
@@ -39,6 +39,8 @@ class TensorInfo:
     """Which moment: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ..."""
     aliases: tuple[str, ...] = ()
     """Further names of the same tensor (tied parameters)."""
+    stages: tuple[int, ...] = (0,)
+    """Pipeline stages that hold it: more than one where it is tied across stages. The first one speaks for it."""
 
     @property
     def elements(self) -> int:
@@ -46,9 +48,15 @@ class TensorInfo:
         return math.prod(self.shape)
 
     def bytes_on_rank(self, mesh: Mesh) -> float:
-        """Bytes of one rank's piece, padding left out: whole bytes divided by the axes that cut it."""
-        cut = math.prod(mesh.size(axis) for axis, where in self.placement.items() if isinstance(where, Shard))
-        return self.elements * self.dtype.itemsize / cut
+        """Bytes of one rank's piece, flat padding left out: those of its piece on "tp", divided by the axes that cut it
+        flat."""
+        elements = math.prod(local_shape(self.shape, self.on("tp"), mesh.size("tp")))
+        flat = [axis for axis, where in self.placement.items() if isinstance(where, Shard) and where.dim == FLAT]
+        return elements * self.dtype.itemsize / math.prod(mesh.size(axis) for axis in flat)
+
+    def on(self, axis: str) -> Placement:
+        """Placement on one axis."""
+        return self.placement.get(axis, Replicate())
 
 
 class Registry:

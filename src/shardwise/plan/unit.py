@@ -52,6 +52,9 @@ class BucketKey(NamedTuple):
     """Compute dtype."""
     trained: bool
     optimizer_group: int
+    tie: str = ""
+    """Name of the parameter whose copies on other pipeline stages are summed with it: alone in its bucket, so that the
+    layout is the same on every stage that holds it."""
 
 
 @dataclass(frozen=True)

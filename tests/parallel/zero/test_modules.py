@@ -3,14 +3,18 @@
 import pytest
 from torch import nn
 
-from shardwise.parallel.zero.modules import find_units, holdings, repeated_blocks
+from shardwise.parallel.zero.modules import Found, find_units, holdings, repeated_blocks, unit_names
 from shardwise.plan.errors import ConfigError, PlanError
 from tests.engine.nets import Language
 from tests.parallel.zero.nets import Block, Nested, Net, Shared, TiedAcrossBlocks, TiedInsideABlock
 
 
+def found_by_itself(model: nn.Module) -> list[Found]:
+    return find_units(model, unit_names(model, "auto"))
+
+
 def homes(model: nn.Module, units: list[str] | str = "auto") -> dict[str, list[str]]:
-    return {found.name: [holding.name for holding in found.holdings] for found in find_units(model, units)}
+    return {found.name: [holding.name for holding in found.holdings] for found in find_units(model, unit_names(model, units))}
 
 
 def test_repeated_blocks_become_units() -> None:
@@ -52,22 +56,22 @@ def test_patterns() -> None:
 
 def test_a_pattern_that_matches_nothing() -> None:
     with pytest.raises(ConfigError, match=r"'layers\.\*' matches no module.*first"):
-        find_units(Net(), ["layers.*"])
+        unit_names(Net(), ["layers.*"])
 
 
 def test_a_container_cannot_be_a_unit() -> None:
     model = nn.Module()
     model.rows = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     with pytest.raises(PlanError, match=r"ModuleDict.*'rows\.\*'"):
-        find_units(model, ["rows"])
+        find_units(model, unit_names(model, ["rows"]))
 
 
 def test_tied_parameters_move_up() -> None:
     """One slot with two names, in the innermost Unit around all its holders."""
-    found = find_units(TiedAcrossBlocks(), "auto")
+    found = found_by_itself(TiedAcrossBlocks())
     tied = [holding for holding in found[0].holdings if holding.aliases]
     assert [(h.name, h.aliases) for h in tied] == [("blocks.0.down.weight", ("blocks.2.down.weight",))]
-    inside = find_units(TiedInsideABlock(), "auto")
+    inside = found_by_itself(TiedInsideABlock())
     assert [(h.name, h.aliases) for h in inside[1].holdings if h.aliases] == [
         ("blocks.0.up.weight", ("blocks.0.extra.weight",))
     ]
@@ -75,7 +79,7 @@ def test_tied_parameters_move_up() -> None:
 
 
 def test_a_shared_block_is_one_unit() -> None:
-    found = find_units(Shared(), "auto")
+    found = found_by_itself(Shared())
     names = [holding.name for entry in found for holding in entry.holdings]
     assert len(names) == len(set(names)) == 8
     assert sum(len(holding.aliases) for entry in found for holding in entry.holdings) == 8

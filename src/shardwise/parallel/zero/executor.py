@@ -116,8 +116,12 @@ class Executor:
         self._backward: dict[tuple[tuple[Bracket, ...], bool], list[Action]] = {}
         self._list: list[Action] = []
         self._cursor = 0
-        self._passes: list[tuple[Bracket, ...]] = []
-        """Order of each forward pass since the last backward pass: the agreed one, or its own where it departed."""
+        self.microbatch = -1
+        """The microbatch that runs; in a pipeline others are under way beside it."""
+        self._passes: dict[int, list[tuple[Bracket, ...]]] = {}
+        """By microbatch the order of each forward pass whose backward pass has not been: the agreed one, or its own where
+        it departed."""
+        self._is_held = False
         self._is_backward = False
         self._is_foreign = False
         self._is_last = True
@@ -198,8 +202,9 @@ class Executor:
         self._deferred.discard(state.unit.index)
 
     def _reshard(self, state: UnitState) -> None:
-        for bucket in state.buckets:
-            bucket.release()
+        if not self._is_held:
+            for bucket in state.buckets:
+                bucket.release()
         state.in_forward = 0
         state.in_backward = state.recomputes = state.made_way = False
 
@@ -256,7 +261,8 @@ class Executor:
             self._finish_list()
             self._root_is_open = False
             if torch.is_grad_enabled():
-                self._passes.append(self._completed(self._seen) if self._departed else self.brackets)
+                order = self._completed(self._seen) if self._departed else self.brackets
+                self._passes.setdefault(self.microbatch, []).append(order)
 
     def _watch(self, index: int, output: Any) -> None:
         """Whichever output's gradient comes first opens the Unit's backward window."""
@@ -281,6 +287,17 @@ class Executor:
     def _begin(self, actions: list[Action]) -> None:
         self._list, self._cursor, self._skipped = actions, 0, []
         self._deferred.clear()
+
+    def hold(self) -> None:
+        """Gather every Unit and keep it through all microbatches of a step; memory must not be shared then."""
+        for state in self.states:
+            state.gather()
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """End of ``hold``."""
+        self._is_held = False
+        self._release_all()
 
     def run_as_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``function`` inside the root's window, as if it were the model's forward (which it may call)."""
@@ -320,7 +337,8 @@ class Executor:
                 bucket.reduces_alone = last and not self._adds_up
 
     def _order_of_passes(self) -> tuple[Bracket, ...]:
-        return tuple(bracket for brackets in self._passes for bracket in brackets) or self.brackets
+        passes = self._passes.get(self.microbatch, [])
+        return tuple(bracket for brackets in passes for bracket in brackets) or self.brackets
 
     def _begin_foreign(self) -> None:
         """[Note: foreign backward]"""
@@ -339,12 +357,12 @@ class Executor:
         if not self._is_foreign:
             self._adds_up = not self._is_last
         self._is_backward = False
-        self._passes.clear()
+        self._passes.pop(self.microbatch, None)
 
     def abandon(self) -> None:
         """After an exception in the middle of a pass: back to the state between two steps."""
         self._begin([])
-        self._is_backward = self._adds_up = False
+        self._is_backward = self._adds_up = self._is_held = False
         self._passes.clear()
         self._release_all()
         for state in self.states:

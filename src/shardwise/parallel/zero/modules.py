@@ -33,14 +33,23 @@ class Found(NamedTuple):
     holdings: tuple[Holding, ...]
 
 
-def find_units(model: nn.Module, units: Sequence[str] | str) -> list[Found]:
-    """Units in order of registration, the root first; Units without parameters are left out, the root never.
+def unit_names(model: nn.Module, units: Sequence[str] | str) -> list[str]:
+    """Names of the modules that become Units, the root left out; ``units``: "auto" or patterns.
 
-    Errors: ConfigError where a pattern matches nothing, PlanError where a Unit cannot be called.
+    Errors: ConfigError where a pattern matches nothing.
     """
-    names = [""] + (repeated_blocks(model) if isinstance(units, str) else _matching(model, units))
+    return repeated_blocks(model) if isinstance(units, str) else _matching(model, units)
+
+
+def find_units(model: nn.Module, named: Sequence[str]) -> list[Found]:
+    """Units in order of registration, the root first; those without parameters are left out, the root never.
+
+    ``named``: from ``unit_names``, of this model or of the whole one that it is a stage of.
+    Errors: PlanError where a Unit cannot be called.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = _distinct([name for name in modules if name in set(names)], modules)
+    wanted = {"", *named}
+    names = _distinct([name for name in modules if name in wanted], modules)
     held: dict[str, list[Holding]] = {name: [] for name in names}
     for holding in holdings(model):
         held[_home((holding.name, *holding.aliases), names)].append(holding)

@@ -1,0 +1,121 @@
+"""Gradients of parameters that several model-parallel ranks hold, summed as the registry says.
+
+    held alike on "tp", gradient Partial       norm weights under sequence parallelism     sum over tp
+    rows that neighbours on "tp" hold alike    KV heads, where tp has more ranks           sum over the neighbours
+    tied across pipeline stages                embedding and head                          sum over the stages' ranks
+
+It happens once a step, after the data-parallel reduction, on the range that this rank owns: the addends of one group
+travel in one all-reduce. Nothing here knows a layer: which elements are summed, and which rank counts them in the
+gradient norm, follows from placements alone.
+
+Cost: 2 P (N-1)/N elements for P shared elements of the owned range.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.comm.collectives import Group
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Partial, Replicate, runs
+from shardwise.plan.registry import Registry
+
+Range = tuple[int, int]
+"""Elements [start, stop) of a bucket's owned gradient."""
+
+
+class SharedGradients:
+    """See the module's docstring. ``buckets`` come with the pipeline stage that they belong to."""
+
+    def __init__(
+        self,
+        buckets: Sequence[tuple[int, BucketState]],
+        registry: Registry,
+        mesh: Mesh,
+        rank: int,
+        group_of: Callable[[tuple[int, ...]], Group],
+    ):
+        self._ranges: dict[tuple[int, ...], list[tuple[BucketState, Range]]] = {}
+        self._ties: dict[str, list[BucketState]] = {}
+        self._tied_ranks: dict[str, tuple[int, ...]] = {}
+        self._counted: dict[int, list[Range]] = {}
+        self._is_summed = False
+        tp, here, size = mesh.ranks("tp", rank), mesh.index("tp", rank), mesh.size("tp")
+        pp = mesh.ranks("pp", rank)
+        for stage, bucket in buckets:
+            counted: list[Range] = []
+            counts_all = True
+            for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
+                info = registry.get("parameter", slot.name)
+                gradient = info.grad_placement.get("tp", Replicate())
+                whole = isinstance(info.on("tp"), Replicate)
+                for run in runs(info.shape, info.on("tp"), here, size, start, stop):
+                    first = local + run.local - start
+                    found = (first, first + run.elements)
+                    neighbours = here // run.replicas * run.replicas
+                    if run.replicas > 1 and (not whole or isinstance(gradient, Partial)):
+                        self._add(tp[neighbours : neighbours + run.replicas], bucket, found)
+                    if here == neighbours and stage == info.stages[0]:
+                        _extend(counted, found)
+                    else:
+                        counts_all = False
+            if bucket.layout.key.tie:
+                name = bucket.layout.key.tie
+                stages = registry.get("parameter", name).stages
+                self._ties.setdefault(name, []).append(bucket)
+                self._tied_ranks[name] = tuple(sorted({pp[other % len(pp)] for other in stages}))
+            # One range where there is nothing to leave out: the padding between parameters is zero.
+            self._counted[id(bucket)] = [(0, bucket.owned_grad.numel())] if counts_all else counted
+        # Every rank asks for its groups in the order of their ranks, so that no two wait for one another.
+        wanted = sorted({*self._ranges, *(ranks for ranks in self._tied_ranks.values())})
+        self._groups = {ranks: group_of(ranks) for ranks in wanted if len(ranks) > 1}
+
+    def _add(self, ranks: tuple[int, ...], bucket: BucketState, found: Range) -> None:
+        ranges = self._ranges.setdefault(ranks, [])
+        if ranges and ranges[-1][0] is bucket and ranges[-1][1][1] == found[0]:
+            ranges[-1] = (bucket, (ranges[-1][1][0], found[1]))
+        else:
+            ranges.append((bucket, found))
+
+    def counted(self, bucket: BucketState) -> list[Range]:
+        """The ranges whose squares this rank brings to the gradient norm, for all ranks that hold them."""
+        return self._counted[id(bucket)]
+
+    @property
+    def tied(self) -> dict[str, list[BucketState]]:
+        """Buckets here of parameters that other stages hold too, by name in one order on all ranks that share them."""
+        return dict(sorted(self._ties.items()))
+
+    def sum(self) -> None:
+        """Add up what other ranks hold, once: a second call before ``reset`` does nothing."""
+        if self._is_summed:
+            return
+        self._is_summed = True
+        for ranks, ranges in sorted(self._ranges.items(), key=lambda item: item[0]):
+            flat = torch.cat([bucket.owned_grad[start:stop] for bucket, (start, stop) in ranges])
+            self._groups[ranks].all_reduce(flat, "gradients that the ranks share").wait()
+            place = 0
+            for bucket, (start, stop) in ranges:
+                bucket.owned_grad[start:stop] = flat[place : place + stop - start]
+                place += stop - start
+        for name, buckets in self.tied.items():
+            total = buckets[0].owned_grad
+            for other in buckets[1:]:
+                total.add_(other.owned_grad)
+            ranks = self._tied_ranks[name]
+            if len(ranks) > 1:
+                self._groups[ranks].all_reduce(total, f"the gradient of {name}, tied across stages").wait()
+            for other in buckets[1:]:
+                other.owned_grad.copy_(total)
+
+    def reset(self) -> None:
+        """After the step."""
+        self._is_summed = False
+
+
+def _extend(ranges: list[Range], found: Range) -> None:
+    if ranges and ranges[-1][1] == found[0]:
+        ranges[-1] = (ranges[-1][0], found[1])
+    else:
+        ranges.append(found)
