@@ -3,7 +3,7 @@
 The count is the ring algorithms' lower bound per rank, from the sizes of the tensors that were really passed in, so a
 missing, doubled or unpadded collective shows as a difference from the plan's closed form:
 
-    all-gather, reduce-scatter   P (N-1)/N      all-reduce  2P (N-1)/N      broadcast  P (N-1)/N
+    all-gather, reduce-scatter   P (N-1)/N      all-reduce  2P (N-1)/N      broadcast  P (N-1)/N      send  P
 
 Ranks whose collectives differ in kind but not in size would take each other's bytes for their own, and a transport need
 not notice. ``sequence`` is what they compare.
@@ -13,8 +13,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"]
-Purpose = Literal["weights", "gradients", "control"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "send"]
+Purpose = Literal["weights", "gradients", "activations", "control"]
 
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 
@@ -33,14 +33,17 @@ class Traffic:
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
     sequence: int = 0
-    """32-bit hash of all collectives so far, in their order: equal on ranks that called the same ones."""
+    """32-bit hash of all collectives on model state, in their order: equal on ranks that called the same ones."""
 
     def add(
         self, operation: Operation, purpose: Purpose, elements: int, itemsize: int, ranks: int, what: str = ""
     ) -> None:
         """Count one collective over ``ranks`` ranks on a full tensor of ``elements``; ``what`` names the tensor."""
-        self.sequence = zlib.crc32(f"{operation} {what} {elements}".encode(), self.sequence)
-        sent = _SENT[operation] * elements * (ranks - 1) // ranks
+        if (
+            purpose != "activations" and operation != "send"
+        ):  # Sequences may be longer on one data-parallel rank than on another.
+            self.sequence = zlib.crc32(f"{operation} {what} {elements}".encode(), self.sequence)
+        sent = elements if operation == "send" else _SENT[operation] * elements * (ranks - 1) // ranks
         old = self.counts.get((operation, purpose), Count())
         self.counts[operation, purpose] = Count(
             old.calls + 1, old.elements + sent, old.bytes + sent * itemsize

@@ -43,7 +43,8 @@ def _wide(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def row_chunks(logits: Tensor) -> Iterator[slice]:
+    """Rows of ``logits`` [N, V] that are cast to fp32 at once."""
     elements = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
     rows = max(1, elements // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
@@ -57,7 +58,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns = targets.masked_fill(~counts, 0)[:, None]  # [N, 1]
         share = counts.to(_wide(logits)) / counts.sum().clamp_min(1)  # [N]
         losses = torch.empty_like(share)
-        for rows in _chunks(logits):
+        for rows in row_chunks(logits):
             log_softmax = logits[rows].log_softmax(-1, dtype=share.dtype)
             losses[rows] = log_softmax.gather(1, columns[rows])[:, 0]
         ctx.save_for_backward(logits, columns, share)
@@ -69,7 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, columns, share = ctx.saved_tensors  # type: ignore[attr-defined]
         scale = (share * grad)[:, None]  # [N, 1]
         d_logits = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows in row_chunks(logits):
             d_rows = logits[rows].softmax(-1, dtype=share.dtype).mul_(scale[rows])
             d_logits[rows] = d_rows.scatter_add_(1, columns[rows], -scale[rows])
         return d_logits, None

@@ -22,11 +22,10 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from shardwise.kernels.attention import causal_attention
-from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.rotary import Angles, Stretch, angles
 from shardwise.models.cache import Cache
 from shardwise.models.initial import Constant, Normal, Rule, draw_all
-from shardwise.models.layers import Attention, AttentionFunction, Block, GeluMlp, RmsNorm, SwiGlu
+from shardwise.models.layers import Attention, AttentionFunction, Block, GeluMlp, Head, RmsNorm, SwiGlu
 from shardwise.observe.flops import needed_per_token
 from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from shardwise.plan.policy import Policy
@@ -153,7 +152,7 @@ class Gpt(nn.Module):
         self.dropout = nn.Dropout(p.dropout)
         self.blocks = nn.ModuleList(_block(p, attention) for _ in range(p.layers))
         self.norm = _norm(p)
-        self.head = nn.Linear(p.width, _set(p.vocab), bias=False)
+        self.head = Head(p.width, _set(p.vocab), bias=False)
         if p.tied_head:
             self.head.weight = self.embed.weight
         if not self.embed.weight.is_meta:
@@ -178,8 +177,7 @@ class Gpt(nn.Module):
         if cache is not None:
             cache.length = stop
             x = x[:, -1:]
-        logits = self.head(self.norm(x))  # [B, T, V]
-        return logits if targets is None else cross_entropy(logits, targets)
+        return self.head(self.norm(x), targets)
 
     def initial_rules(self) -> dict[str, Rule]:
         """GPT-2's start: normal of 0.02, what is added to the residual scaled by 1/√(2L); norms 1, biases 0."""
@@ -198,6 +196,24 @@ class Gpt(nn.Module):
         A tied embedding is read first and last: as a Unit of its own it would be gathered twice.
         """
         return ["blocks.*"] if self.policy.tied_head else ["embed", "blocks.*", "head"]
+
+    def tensor_table(self) -> dict[str, str]:
+        """How tensor parallelism cuts each module, in the words of ``parallel/tensor/layout.py``."""
+        p = self.policy
+        table = {
+            "embed": "vocabulary",
+            "blocks.*.attention_norm": "sequence",
+            "blocks.*.attention": "head_counts",
+            "blocks.*.attention.qkv": f"column {p.heads}+{p.kv_heads}+{p.kv_heads}",
+            "blocks.*.attention.out": f"row {p.heads}",
+            "blocks.*.mlp_norm": "sequence",
+            "blocks.*.mlp.down": "row",
+            "norm": "sequence",
+            "head": "head",
+        }
+        if p.manner == "llama":
+            return table | {"blocks.*.mlp.gate_up": f"column {p.hidden}+{p.hidden}"}
+        return table | {"blocks.*.mlp.up": "column", "positions": "sequence"}
 
     def _angles(self, start: int, stop: int, device: torch.device) -> Angles:
         p = self.policy

@@ -6,7 +6,7 @@ names the blocks.
 
 Papers: Shazeer 2020, arXiv:2002.05202 (SwiGLU); Ainslie et al. 2023, arXiv:2305.13245 (grouped-query attention);
         Radford et al. 2019 (GPT-2).
-Shapes: B batch, T sequence, D width, H heads, N key and value heads, K head size, F hidden.
+Shapes: B batch, T sequence, D width, H heads, N key and value heads, K head size, F hidden, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,24 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.kernels.rotary import Angles, rotate
 from shardwise.models.cache import LayerCache
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, H, T, K], k [B, N, S, K], v [B, N, S, K]) -> [B, H, T, K], causal, as ``kernels.attention`` defines it."""
+
+
+class Head(nn.Linear):
+    """The output matrix: logits, or the mean loss over ``targets`` where given.
+
+    Both in one module, so that a head that is cut along the vocabulary never has to make whole logits for a loss.
+    """
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = super().forward(x)  # [B, T, V]
+        return logits if targets is None else cross_entropy(logits, targets)
 
 
 class RmsNorm(nn.RMSNorm):
@@ -51,15 +63,14 @@ class Attention(nn.Module):
         self.attention = attention
 
     def forward(self, x: Tensor, at: Angles | None = None, cache: LayerCache | None = None) -> Tensor:
-        b, t, _ = x.shape
-        heads = self.qkv(x).view(b, t, -1, self.head_size).transpose(1, 2)  # [B, H + 2N, T, K]
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H + 2N, T, K]
         q, k, v = heads.split(self.head_counts, 1)
         if at is not None:
             q, k = rotate(q, at), rotate(k, at)
         if cache is not None:
             k, v = cache.extend(k, v)
         mixed = self.attention(q, k, v)  # [B, H, T, K]
-        return self.dropout(self.out(mixed.transpose(1, 2).reshape(b, t, -1)))
+        return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
 
 class SwiGlu(nn.Module):

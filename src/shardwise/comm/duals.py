@@ -1,0 +1,200 @@
+"""Conjugate pairs: what a collective on activations is forward, and what its gradient is backward.
+
+    name      forward             backward            meets where
+    copy      identity            all-reduce          a whole activation enters cut layers
+    reduce    all-reduce          identity            their addends become whole
+    gather    all-gather          reduce-scatter      a cut sequence enters cut layers
+    scatter   reduce-scatter      all-gather          their addends become a cut sequence
+    cut       slice               all-gather          a whole activation, alike on all ranks, is cut
+    join      all-gather          slice               pieces become whole for a computation alike on all ranks
+
+Each row is its own transpose read backwards: copy and reduce, gather and scatter, cut and join. The all-reduce of the
+first pair is the gather and the scatter of the second: cutting the sequence sends the same bytes.
+
+Papers: Shoeybi et al. 2019, arXiv:1909.08053 (f and g); Korthikanti et al. 2022, arXiv:2205.05198 (g and its bar).
+Cost:   an all-reduce sends 2·(N-1)/N of the activation per rank, each of the others (N-1)/N.
+Shapes: activations [B, T, D], cut along ``dim`` (the sequence, 1, unless said otherwise) into N equal pieces.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm.collectives import Group
+
+SEQUENCE = 1
+"""The dim of an activation that is the sequence."""
+
+
+# Without gradients -------------------------------------------------------------------------------------------------
+
+
+def start_sum(x: Tensor, group: Group, what: str) -> Callable[[], Tensor]:
+    """Begin to sum the contiguous ``x`` over the ranks, in place; the call that is returned ends it."""
+    pending = group.all_reduce(x.view(-1), what, "activations")
+
+    def finish() -> Tensor:
+        pending.wait()
+        return x
+
+    return finish
+
+
+def start_gather(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Callable[[], Tensor]:
+    """Begin to join the ranks' pieces along ``dim``; the call that is returned ends it."""
+    shard = x.contiguous()
+    parts = shard.new_empty(group.size, *shard.shape)
+    pending = group.all_gather(parts.view(-1), shard.view(-1), what, "activations")
+
+    def finish() -> Tensor:
+        pending.wait()
+        # Rank-major pieces become one tensor: a view where everything before ``dim`` is 1, else a copy.
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+    return finish
+
+
+def start_scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Callable[[], Tensor]:
+    """Begin to sum ``x`` over the ranks and keep this rank's piece along ``dim``; ``x`` is undefined afterwards."""
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    piece = torch.empty_like(parts[0])
+    pending = group.reduce_scatter(piece.view(-1), parts.view(-1), what, "activations")
+
+    def finish() -> Tensor:
+        pending.wait()
+        return piece
+
+    return finish
+
+
+def piece_of(x: Tensor, group: Group, dim: int = SEQUENCE) -> Tensor:
+    """This rank's piece of ``x`` along ``dim``, a view."""
+    size = x.shape[dim] // group.size
+    return x.narrow(dim, group.index * size, size)
+
+
+def _summed(x: Tensor, group: Group, what: str) -> Tensor:
+    return start_sum(x.clone(memory_format=torch.contiguous_format), group, what)()
+
+
+def _scattered(x: Tensor, group: Group, what: str, dim: int) -> Tensor:
+    return start_scatter(x.clone(memory_format=torch.contiguous_format), group, what, dim)()
+
+
+def _gathered(x: Tensor, group: Group, what: str, dim: int) -> Tensor:
+    return start_gather(x, group, what, dim)()
+
+
+# With gradients ----------------------------------------------------------------------------------------------------
+
+
+def copy(x: Tensor, group: Group, what: str) -> Tensor:
+    """Identity; the gradients of the ranks are summed."""
+    return x if group.size == 1 else _Copy.apply(x, group, what)
+
+
+def reduce(x: Tensor, group: Group, what: str) -> Tensor:
+    """Sum over the ranks; the gradient, whole on every rank, passes."""
+    return x if group.size == 1 else _Reduce.apply(x, group, what)
+
+
+def gather(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
+    """The ranks' pieces joined; the gradients of the ranks are summed and cut."""
+    return x if group.size == 1 else _Gather.apply(x, group, what, dim)
+
+
+def scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
+    """This rank's piece of the sum over the ranks; the gradients are joined."""
+    return x if group.size == 1 else _Scatter.apply(x, group, what, dim)
+
+
+def cut(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
+    """This rank's piece; the gradients are joined."""
+    return x if group.size == 1 else _Cut.apply(x, group, what, dim)
+
+
+def join(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
+    """The ranks' pieces joined; the gradient, whole and alike on every rank, is cut."""
+    return x if group.size == 1 else _Join.apply(x, group, what, dim)
+
+
+class _Dual(torch.autograd.Function):
+    """Keeps the group, the name and the dim; nothing of the activation is saved."""
+
+    @staticmethod
+    def keep(ctx: Any, *place: Any) -> None:
+        ctx.place = place
+
+
+class _Copy(_Dual):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, what: str) -> Tensor:
+        _Dual.keep(ctx, group, what)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _summed(grad, *ctx.place), None, None
+
+
+class _Reduce(_Dual):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, what: str) -> Tensor:
+        return _summed(x, group, what)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None, None
+
+
+class _Gather(_Dual):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
+        _Dual.keep(ctx, group, what, dim)
+        return _gathered(x, group, what, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _scattered(grad, *ctx.place), None, None, None
+
+
+class _Scatter(_Dual):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
+        _Dual.keep(ctx, group, what, dim)
+        return _scattered(x, group, what, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _gathered(grad, *ctx.place), None, None, None
+
+
+class _Cut(_Dual):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
+        _Dual.keep(ctx, group, what, dim)
+        return piece_of(x, group, dim).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _gathered(grad, *ctx.place), None, None, None
+
+
+class _Join(_Dual):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
+        _Dual.keep(ctx, group, dim)
+        return _gathered(x, group, what, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return piece_of(grad, *ctx.place), None, None, None

@@ -1,0 +1,247 @@
+"""Makes a model parallel: cuts its parameters and puts the cut layers in place of the model's.
+
+The model keeps its structure: names, Parameter objects and ties stay, and so do hooks. A parameter on meta becomes a
+smaller one on meta; a real one becomes this rank's piece of the values that every rank then has.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.comm import duals
+from shardwise.comm.collectives import Group
+from shardwise.kernels.cross_entropy import IGNORE
+from shardwise.parallel.tensor.layers import (
+    ColumnLinear,
+    RowLinear,
+    SequenceEmbedding,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
+from shardwise.parallel.tensor.layout import (
+    Place,
+    Style,
+    Table,
+    divided,
+    in_region,
+    is_transposed,
+    places,
+    styles,
+)
+from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
+from shardwise.parallel.tensor.region import Region
+from shardwise.parallel.tensor.tables import known_table
+from shardwise.plan.errors import PlanError
+from shardwise.plan.placement import Shard, local_shape, pieces
+
+
+def table_of(model: nn.Module, rows: Mapping[str, str] | None = None) -> Table:
+    """The model's table: its own ``tensor_table()``, else that of a known shape, else its Hugging Face plan.
+
+    ``rows`` are added and win over the others. Errors: PlanError where there is nothing to go by.
+    """
+    own: Callable[[], Mapping[str, str]] | None = getattr(model, "tensor_table", None)
+    table = Table(own()) if own is not None else known_table(model)
+    if table is None and not rows:
+        raise PlanError(
+            f"tensor: nobody knows how to cut a {type(model).__name__}: it has no tensor_table() method, is of none of "
+            "the known shapes (LLaMA, Mistral, Qwen, GPT-2, BERT) and brings no plan of its own; give tensor.table, "
+            "{pattern of module names: style}, as in {'layers.*.up': 'column', 'layers.*.down': 'row'} "
+            "(shardwise.parallel.tensor.layout lists the styles)"
+        )
+    table = table or Table()
+    return Table(dict(table.rows) | dict(rows or {}), table.sequence, table.note, table.causal_loss)
+
+
+def make_parallel(
+    model: nn.Module, table: Table, group: Group, sequence: bool, region: Region | None = None
+) -> dict[str, Place]:
+    """Cut ``model`` in place over the ranks of ``group``; return the place of every parameter, by each of its names.
+
+    ``sequence`` asks for sequence parallelism, where the table allows it; ``region`` is made here unless given.
+    Errors: PlanError, before anything is changed.
+    """
+    placed = places(model, table, group.size, sequence)
+    if group.size == 1:
+        return placed
+    _check_dropout(model)
+    by_module = styles(model, table)
+    region = region or Region(group, sequence and table.sequence)
+    done: set[int] = set()
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in done:
+            done.add(id(parameter))
+            parameter.data = local_piece(parameter.data, placed[name], group.index, group.size)
+    replaced: dict[int, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        style = by_module.get(name)
+        if style is None:
+            continue
+        if id(module) not in replaced:
+            replaced[id(module)] = _parallel(name, module, style, region, in_region(name, by_module))
+        if replaced[id(module)] is not module:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, replaced[id(module)])
+    takes_cut_logits = table.causal_loss and any(style.kind == "head" for style in by_module.values())
+    if takes_cut_logits:
+        causal: Any = model
+        causal.loss_function = _causal_loss(region, causal.loss_function)
+    region.watch(model, takes_cut_logits)
+    return placed
+
+
+@torch.no_grad()
+def local_piece(full: Tensor, place: Place, index: int, ranks: int) -> Tensor:
+    """Rank ``index``'s piece of a parameter, a copy, filled up with zeros where the ranks do not divide it."""
+    if not isinstance(place.placement, Shard):
+        return full
+    where, dim = place.placement, place.placement.dim
+    shape = local_shape(place.shape, where, ranks)
+    if full.is_meta:
+        return full.new_empty(shape)
+    local, place_in_it = full.new_zeros(shape), 0
+    for piece in pieces(where, full.shape[dim], index, ranks):
+        length = piece.stop - piece.start
+        local.narrow(dim, place_in_it, length).copy_(full.narrow(dim, piece.start, length))
+        place_in_it += length
+    return local
+
+
+# Modules -----------------------------------------------------------------------------------------------------------
+
+
+def _parallel(name: str, module: nn.Module, style: Style, region: Region, inside: bool) -> nn.Module:
+    """The module that stands in ``module``'s place: itself, with attributes and hooks changed, or a cut layer."""
+    ranks = region.group.size
+    for attribute in style.attributes:
+        _divide(name, module, attribute, ranks)
+    new = _layer(name, module, style, region, inside)
+    if new is not module:
+        new._forward_hooks, new._forward_pre_hooks = module._forward_hooks, module._forward_pre_hooks
+        new._forward_hooks_with_kwargs = module._forward_hooks_with_kwargs
+        new._forward_pre_hooks_with_kwargs = module._forward_pre_hooks_with_kwargs
+    if "region" in style.flags:
+        _on_input(new, _entering(name, region, style.sees_whole))
+    if region.sequence and "enter" in style.flags:
+        _on_input(new, lambda x: duals.cut(x, region.group, name) if region.cut else x)
+    if region.sequence and "leave" in style.flags:
+        new.register_forward_hook(_leaving(name, region))
+    return new
+
+
+def _layer(name: str, module: nn.Module, style: Style, region: Region, inside: bool) -> nn.Module:
+    whole, transposed = style.sees_whole, is_transposed(module)
+    if style.kind == "column":
+        return ColumnLinear(module, name, region, whole, transposed, enters=not inside)
+    if style.kind == "row":
+        return RowLinear(module, name, region, whole, transposed)
+    if style.kind == "vocabulary":
+        assert isinstance(module, nn.Embedding), "the layout has checked it"
+        rows = _rows(module.num_embeddings, region.group)
+        return VocabularyEmbedding(module, name, region, rows, module.num_embeddings, whole)
+    if style.kind == "head":
+        assert isinstance(module, nn.Linear), "the layout has checked it"
+        rows = _rows(module.out_features, region.group)
+        return VocabularyHead(module, name, region, rows, module.out_features, whole)
+    if style.kind == "sequence" and isinstance(module, nn.Embedding) and not whole:
+        return SequenceEmbedding(module, name, region)
+    return module
+
+
+def _rows(vocabulary: int, group: Group) -> slice:
+    (piece,) = pieces(Shard(0), vocabulary, group.index, group.size)
+    return slice(piece.start, piece.stop)
+
+
+def _divide(name: str, module: nn.Module, attribute: str, ranks: int) -> None:
+    key, _, ratio = attribute.partition("=")
+    if ratio:
+        above, below = (divided(int(number), ranks) for number in ratio.split("/"))
+        setattr(module, key, above // below)
+        return
+    value = getattr(module, key)
+    if isinstance(value, tuple) and all(isinstance(number, int) for number in value):
+        setattr(module, key, tuple(divided(number, ranks) for number in value))
+    elif isinstance(value, int):
+        setattr(module, key, divided(value, ranks))
+    else:
+        raise PlanError(f"tensor.table: {name}.{key} is {value!r}; expected a number, or a tuple of numbers")
+
+
+def _entering(name: str, region: Region, sees_whole: bool) -> Callable[[Tensor], Tensor]:
+    def enter(x: Tensor) -> Tensor:
+        dual = duals.gather if region.cut and not sees_whole else duals.copy
+        return dual(x, region.group, name)
+
+    return enter
+
+
+def _on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change what ``module`` is called with first: its activation."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _leaving(name: str, region: Region) -> Callable[..., Any]:
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if not region.cut:
+            return output
+        if isinstance(output, tuple):
+            return (duals.join(output[0], region.group, name), *output[1:])
+        return duals.join(output, region.group, name)
+
+    return after
+
+
+# Models of transformers --------------------------------------------------------------------------------------------
+
+
+def _causal_loss(region: Region, uncut: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``transformers``' loss of a causal language model, on cut logits where the pass has them."""
+
+    def loss(
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORE,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not region.logits_cut:
+            return uncut(
+                logits,
+                labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+        if shift_labels is None:
+            assert labels is not None, "the model was called with labels"
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORE)
+        first = _rows(vocab_size, region.group).start
+        return vocabulary_cross_entropy(logits, targets, first, vocab_size, region.group, num_items_in_batch)
+
+    return loss
+
+
+def _check_dropout(model: nn.Module) -> None:
+    """Dropout on attention weights would draw other numbers than on one process: its heads are cut."""
+    given = getattr(model, "config", None)
+    for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if getattr(given, key, 0):
+            raise PlanError(
+                f"tensor: config.{key} is {getattr(given, key)}: dropout inside attention depends on which heads "
+                f"a rank holds, so numbers would depend on tp; set {key}=0.0 (dropout elsewhere stays)"
+            )

@@ -1,0 +1,256 @@
+"""The cut layers: a pair of collectives around local matrix products.
+
+    ColumnLinear   y_i = f(x) W_iᵀ + b_i         f: copy, or gather of a cut sequence
+    RowLinear      y   = g(sum x_i W_iᵀ) + b     g: reduce, or scatter to a cut sequence
+    VocabularyEmbedding, VocabularyHead          the same with rows of the vocabulary
+
+Between a column and a row layer everything is local. Under sequence parallelism a column layer saves the shard of its
+input and gathers it again in its backward pass, while the product for the input's gradient runs.
+
+They take the parameters of the layer that they replace, under its names, and do not sum gradients of parameters over
+"tp": which of them are addends is the layout's to say and the engine's to sum.
+
+Papers: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+Cost:   ``cost.py``.
+Shapes: B batch, T sequence, D inputs, F outputs, V vocabulary, tp ranks; weights [F/tp, D], [F, D/tp], [V/tp, D].
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm import duals
+from shardwise.comm.collectives import Group
+from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
+from shardwise.parallel.tensor.region import Region
+
+
+class _Cut(nn.Module):
+    """What the cut layers share: the parameters of the layer they replace, and their region."""
+
+    def __init__(self, replaced: nn.Module, name: str, region: Region, sees_whole: bool) -> None:
+        super().__init__()
+        for key, parameter in replaced._parameters.items():
+            self.register_parameter(key, parameter)
+        self.train(replaced.training)
+        self.name = name
+        self.region = region
+        self.sees_whole = sees_whole
+
+    @property
+    def cut(self) -> bool:
+        """True while this layer's surroundings hold a cut sequence."""
+        return self.region.cut and not self.sees_whole
+
+    def extra_repr(self) -> str:
+        weight = self._parameters["weight"]
+        assert weight is not None, "a cut layer has a weight"
+        return f"{list(weight.shape)}, 1 of {self.region.group.size}"
+
+
+class ColumnLinear(_Cut):
+    """[B, T, D] -> [B, T, F/tp]; ``enters`` is false where a module around it has entered the cut layers already."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        replaced: nn.Module,
+        name: str,
+        region: Region,
+        sees_whole: bool = False,
+        transposed: bool = False,
+        enters: bool = True,
+    ) -> None:
+        super().__init__(replaced, name, region, sees_whole)
+        self.transposed = transposed
+        self.enters = enters
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.mT if self.transposed else self.weight
+        if not self.enters:
+            return F.linear(x, weight, self.bias)
+        return column(x, weight, self.bias, self.region.group, self.cut, self.name)
+
+
+class RowLinear(_Cut):
+    """[B, T, D/tp] -> [B, T, F], its tokens cut where the sequence is."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        replaced: nn.Module,
+        name: str,
+        region: Region,
+        sees_whole: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__(replaced, name, region, sees_whole)
+        self.transposed = transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.mT if self.transposed else self.weight
+        y = _autocast(_Row, x, weight, None, self.region.group, self.cut, self.name)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class VocabularyEmbedding(_Cut):
+    """Rows [first, last) of the vocabulary: tokens [B, T] -> [B, T, D], cut where the sequence is."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        replaced: nn.Embedding,
+        name: str,
+        region: Region,
+        rows: slice,
+        vocabulary: int,
+        sees_whole: bool = False,
+    ) -> None:
+        super().__init__(replaced, name, region, sees_whole)
+        self.rows = rows
+        self.vocabulary = vocabulary
+        self.padding_idx = None
+        if replaced.padding_idx is not None and rows.start <= replaced.padding_idx < rows.stop:
+            self.padding_idx = replaced.padding_idx - rows.start
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        foreign = (tokens < self.rows.start) | (tokens >= self.rows.stop)
+        # A token outside the vocabulary must fail as it does uncut, and on every rank.
+        unknown = (tokens < 0) | (tokens >= self.vocabulary)
+        local = (tokens - self.rows.start).masked_fill_(foreign, 0).masked_fill_(unknown, -1)
+        rows = F.embedding(local, self.weight, self.padding_idx).masked_fill(foreign[..., None], 0)
+        group = self.region.group
+        return duals.scatter(rows, group, self.name) if self.cut else duals.reduce(rows, group, self.name)
+
+
+class SequenceEmbedding(_Cut):
+    """A whole embedding (of positions, say), looked up for this rank's tokens: ids [..., T] -> [..., T/tp, D]."""
+
+    weight: nn.Parameter
+
+    def __init__(self, replaced: nn.Embedding, name: str, region: Region) -> None:
+        super().__init__(replaced, name, region, sees_whole=False)
+        self.padding_idx = replaced.padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.cut:
+            ids = duals.piece_of(ids, self.region.group, dim=-1)
+        return F.embedding(ids, self.weight, self.padding_idx)
+
+
+class VocabularyHead(_Cut):
+    """Rows of the output matrix: [B, T, D] -> whole logits [B, T, V], or the mean loss over ``targets`` [B, T].
+
+    While a loss outside waits for cut logits (``region.logits_cut``) it gives this rank's: [B, T, V/tp].
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        replaced: nn.Module,
+        name: str,
+        region: Region,
+        rows: slice,
+        vocabulary: int,
+        sees_whole: bool = False,
+    ) -> None:
+        super().__init__(replaced, name, region, sees_whole)
+        self.rows = rows
+        self.vocabulary = vocabulary
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        group, held = self.region.group, self.rows.stop - self.rows.start
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        padding = len(weight) - held
+        if padding:  # The last ranks' shards are filled up with rows that are no token's.
+            weight, bias = weight[:held], None if bias is None else bias[:held]
+        logits = column(x, weight, bias, group, self.cut, self.name)  # [B, T, V/tp]
+        if targets is not None:
+            return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, group)
+        if self.region.logits_cut:
+            return logits
+        if padding:
+            logits = F.pad(logits, (0, padding))
+        return duals.join(logits, group, self.name, dim=logits.dim() - 1)[..., : self.vocabulary]
+
+
+# Products ----------------------------------------------------------------------------------------------------------
+
+
+def column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bool, what: str) -> Tensor:
+    """f(x) Wᵀ + b, f being ``gather`` for a cut sequence, else ``copy``."""
+    return _autocast(_Column, x, weight, bias, group, cut, what)
+
+
+def _autocast(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):  # It does not reach into a function of our own.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    result: Tensor = function.apply(x, weight, bias, *rest)
+    return result
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bool, what: str
+    ) -> Tensor:
+        ctx.group, ctx.cut, ctx.what = group, cut, what
+        ctx.save_for_backward(x, weight)
+        full = duals.start_gather(x, group, what)() if cut else x
+        return F.linear(full, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        group, cut, what = ctx.group, ctx.cut, ctx.what
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathered = duals.start_gather(x, group, what) if cut and needs_weight else None
+        d_x = None
+        if needs_x:
+            d_full = grad.matmul(weight)
+            start = duals.start_scatter if cut else duals.start_sum
+            d_x = start(d_full.contiguous(), group, what)
+        rows = grad.flatten(0, -2)
+        d_weight = d_bias = None
+        if needs_weight:
+            full = x if gathered is None else gathered()
+            d_weight = rows.mT.mm(full.flatten(0, -2))
+        if needs_bias:
+            d_bias = rows.sum(0)
+        return None if d_x is None else d_x(), d_weight, d_bias, None, None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: None, group: Group, cut: bool, what: str
+    ) -> Tensor:
+        ctx.group, ctx.cut, ctx.what = group, cut, what
+        ctx.save_for_backward(x, weight)
+        addend = F.linear(x, weight).contiguous()
+        return (duals.start_scatter if cut else duals.start_sum)(addend, group, what)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.cut:
+            grad = duals.start_gather(grad, ctx.group, ctx.what)()
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        d_x = grad.matmul(weight) if needs_x else None
+        d_weight = grad.flatten(0, -2).mT.mm(x.flatten(0, -2)) if needs_weight else None
+        return d_x, d_weight, None, None, None, None

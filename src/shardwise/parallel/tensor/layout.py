@@ -1,0 +1,282 @@
+"""Which parameter is cut along "tp" and how, from a table of styles by module name. Pure.
+
+    style        parameters                       forward                                gradient before reduction
+    column       rows (outputs) cut               enters the cut layers                  of this shard
+    row          columns (inputs) cut, bias not   leaves them: a sum over the ranks      of this shard; bias as below
+    vocabulary   embedding rows cut               leaves: a sum over the ranks           of this shard
+    head         rows (vocabulary) cut            enters; cut logits go to the loss      of this shard
+    sequence     whole, used on cut tokens        as before                              Partial (Replicate uncut)
+    partial      whole, used on cut heads         as before                              Partial
+    replicate    whole, used alike everywhere     as before                              Replicate
+
+A table is {pattern of module names: words}; ``*`` stands for one part of a name, the longest module name wins, then
+the later row. Words after the style:
+
+    8+2+2        the cut dim lies in blocks of so many indivisible, equal parts (heads; features of gate and up), each
+                 block cut by itself; where tp is larger than a block's parts, neighbours hold the same part
+    whole        the module sees whole sequences though others see cut ones
+    region       everything inside enters once, at this module; column layers in it do not enter themselves
+    enter leave  the sequence is cut before this module, joined after it
+    NAME         an attribute (number or tuple) of the module that counts heads or features, divided by tp
+    NAME=8/2     ... that is a ratio of two such numbers
+
+Why columns, then rows: the pair y = W2 f(W1 x) needs one sum after W2, since f acts on features that one rank holds.
+Rows first would need a sum before f and a gather after W2.
+
+Papers: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+from torch import nn
+
+from shardwise.plan.errors import PlanError
+from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
+from shardwise.plan.policy import nearest
+
+Kind = Literal["column", "row", "vocabulary", "head", "sequence", "partial", "replicate"]
+KINDS: tuple[str, ...] = get_args(Kind)
+_FLAGS = ("whole", "region", "enter", "leave")
+_ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(=\d+/\d+)?")
+_PARTS = re.compile(r"\d+(\+\d+)*")
+
+
+@dataclass(frozen=True)
+class Style:
+    """One row's words."""
+
+    kind: Kind | None = None
+    parts: tuple[int, ...] = ()
+    flags: frozenset[str] = frozenset()
+    attributes: tuple[str, ...] = ()
+
+    @property
+    def sees_whole(self) -> bool:
+        """True where the module works on whole sequences whatever the others do."""
+        return "whole" in self.flags
+
+
+@dataclass(frozen=True)
+class Table:
+    """Styles by pattern, and what the shape of the model allows."""
+
+    rows: Mapping[str, str] = field(default_factory=dict)
+    sequence: bool = True
+    """Whether the sequence may be cut between the cut layers."""
+    note: str = ""
+    """Why not, for the user."""
+    causal_loss: bool = False
+    """Whether the model's ``loss_function`` may be given cut logits of a causal language model."""
+
+
+class Place(NamedTuple):
+    """How one parameter lies on "tp"."""
+
+    placement: Placement
+    gradient: Placement
+    """Before reduction."""
+    shape: tuple[int, ...]
+    """Global shape, before it is cut."""
+
+
+def parse(where: str, words: str) -> Style:
+    """The style that ``words`` say; ``where`` is the row's pattern."""
+    kind: str | None = None
+    parts: tuple[int, ...] = ()
+    flags, attributes = set(), []
+    for word in words.split():
+        if word in KINDS and kind is None:
+            kind = word
+        elif _PARTS.fullmatch(word) and not parts:
+            parts = tuple(int(number) for number in word.split("+"))
+        elif word in _FLAGS:
+            flags.add(word)
+        elif _ATTRIBUTE.fullmatch(word) and word not in KINDS:
+            attributes.append(word)
+        else:
+            raise PlanError(
+                f"tensor.table: {where!r}: {words!r}: cannot read {word!r}; expected one of {', '.join(KINDS)}, then "
+                "parts as in 8+2+2, whole, region, enter, leave, or names of attributes that count heads"
+            )
+    if parts and (kind not in ("column", "row") or min(parts) < 1):
+        raise PlanError(f"tensor.table: {where!r}: {words!r}: parts are positive and belong to column or row")
+    return Style(kind, parts, frozenset(flags), tuple(attributes))  # type: ignore[arg-type]
+
+
+def styles(model: nn.Module, table: Table) -> dict[str, Style]:
+    """Style by module name, of the modules that a row names.
+
+    Errors: PlanError where a pattern matches nothing, or an attribute does not exist.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, Style] = {}
+    for pattern, words in table.rows.items():
+        style = parse(pattern, words)
+        expression = re.compile("[^.]*".join(re.escape(part) for part in pattern.split("*")))
+        names = [name for name in modules if expression.fullmatch(name)]
+        if not names:
+            known = [re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules if name]
+            raise PlanError(
+                f"tensor.table: pattern {pattern!r} matches no module of {type(model).__name__}"
+                f"{nearest(pattern, known)}"
+            )
+        for name in names:
+            for attribute in style.attributes:
+                if not hasattr(modules[name], attribute.partition("=")[0]):
+                    raise PlanError(
+                        f"tensor.table: {pattern!r}: {attribute!r} is neither a style nor an attribute of {name} "
+                        f"({type(modules[name]).__name__}){nearest(attribute, KINDS)}"
+                    )
+            found[name] = style
+    return found
+
+
+def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[str, Place]:
+    """Place of every parameter of the model that is not yet cut, under each of its names.
+
+    Errors: PlanError where a parameter has no row, where parts do not divide over the ranks, where the names of a
+    tied parameter ask for different places.
+    """
+    sequence = sequence and table.sequence
+    by_module = styles(model, table)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    placed: dict[int, tuple[str, Place]] = {}
+    waiting: dict[int, str] = {}
+    names: list[tuple[str, nn.Parameter]] = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in names:
+        owner, _, leaf = name.rpartition(".")
+        style = style_of(owner, by_module)
+        if style is None:
+            waiting[id(parameter)] = name
+            continue
+        if ranks == 1:
+            place = Place(Replicate(), Replicate(), tuple(parameter.shape))
+        else:
+            place = _place(name, leaf, parameter, modules[owner], style, ranks, sequence)
+        known = placed.setdefault(id(parameter), (name, place))
+        if known[1] != place:
+            raise PlanError(
+                f"tensor.table: {known[0]} and {name} are one tied parameter, but their rows place it as "
+                f"{known[1][:2]} and as {place[:2]}"
+            )
+    for key, name in waiting.items():
+        if key not in placed:
+            owner, _, _ = name.rpartition(".")
+            raise PlanError(
+                f"tensor: parameter {name!r} of a {type(modules[owner]).__name__} has no row in the table, so nobody "
+                f"knows how it lies on tp={ranks} ranks; add {{{owner!r}: STYLE}} to tensor.table, STYLE one of "
+                f"{', '.join(KINDS)}"
+            )
+    return {name: placed[id(parameter)][1] for name, parameter in names}
+
+
+def style_of(name: str, by_module: Mapping[str, Style]) -> Style | None:
+    """Style of the innermost module around ``name``, itself included, that has one for parameters."""
+    for around in _around(name):
+        style = by_module.get(around)
+        if style is not None and style.kind is not None:
+            # A style that cuts is one module's; one that does not holds for all inside.
+            return style if around == name or style.kind in ("sequence", "partial", "replicate") else None
+    return None
+
+
+def in_region(name: str, by_module: Mapping[str, Style]) -> bool:
+    """True where a module around ``name`` enters the cut layers for it."""
+    return any("region" in by_module[around].flags for around in _around(name) if around in by_module)
+
+
+def divided(number: int, ranks: int) -> int:
+    """Parts of ``number`` that one rank holds; with fewer parts than ranks, one."""
+    return max(number // ranks, 1)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """True for a linear layer that stores [inputs, outputs], as GPT-2's in transformers."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _around(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _place(
+    name: str, leaf: str, parameter: nn.Parameter, module: nn.Module, style: Style, ranks: int, sequence: bool
+) -> Place:
+    shape = tuple(parameter.shape)
+    cut = sequence and not style.sees_whole
+    whole: Place = Place(Replicate(), Replicate(), shape)
+    addend: Place = Place(Replicate(), Partial(), shape)
+    if style.kind == "replicate":
+        return whole
+    if style.kind == "partial":
+        return addend
+    if style.kind == "sequence":
+        return addend if cut else whole
+    _check_module(name, leaf, module, style)
+    if style.kind in ("vocabulary", "head"):
+        return _shard(Shard(0), shape)
+    if style.kind == "row":
+        if leaf == "bias":
+            return addend if cut else whole
+        dim = 0 if is_transposed(module) else 1
+        _blocks(name, shape[dim], style.parts, ranks, replicas=False)
+        return _shard(Shard(dim), shape)
+    dim = 1 if leaf == "weight" and is_transposed(module) else 0
+    blocks = _blocks(name, shape[dim], style.parts, ranks, replicas=True)
+    return _shard(Shard(dim, blocks), shape)
+
+
+def _shard(placement: Shard, shape: tuple[int, ...]) -> Place:
+    return Place(placement, placement, shape)
+
+
+def _check_module(name: str, leaf: str, module: nn.Module, style: Style) -> None:
+    wanted = nn.Embedding if style.kind == "vocabulary" else nn.Linear
+    if not isinstance(module, wanted) and not (wanted is nn.Linear and is_transposed(module)):
+        raise PlanError(
+            f"tensor.table: {name}: style {style.kind} is for a {wanted.__name__}, this is a {type(module).__name__}"
+        )
+    if leaf not in ("weight", "bias") or any(key not in ("weight", "bias") for key in module._parameters):
+        raise PlanError(
+            f"tensor: {name}: expected the parameters weight and bias alone (a weight under a parametrization cannot "
+            "be cut); remove it before"
+        )
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+        raise PlanError(f"tensor: {name}: an embedding with max_norm or scale_grad_by_freq cannot be cut")
+
+
+def _blocks(name: str, size: int, parts: tuple[int, ...], ranks: int, replicas: bool) -> tuple[Block, ...]:
+    """Blocks of a dim of ``size`` that lies in ``parts``, checked; none where it is one block of elements."""
+    if not parts:
+        if size % ranks:
+            below, above = size // ranks * ranks, -(-size // ranks) * ranks
+            raise PlanError(
+                f"tensor: {name}: {size} features do not divide over tp={ranks}; the nearest numbers that do are "
+                f"{f'{below} and ' if below else ''}{above}"
+            )
+        return ()
+    if size % sum(parts):
+        raise PlanError(
+            f"tensor.table: {name}: {size} features do not lie in {'+'.join(map(str, parts))} equal parts"
+        )
+    for number in parts:
+        if number % ranks and (not replicas or ranks % number):
+            near = [
+                n
+                for n in range(1, max(number, ranks) + 1)
+                if number % n == 0 or (replicas and n % number == 0)
+            ]
+            best = min(near, key=lambda n: (abs(n - ranks), n))
+            raise PlanError(
+                f"tensor: {name}: {number} heads (or other indivisible parts) do not divide over tp={ranks}; the "
+                f"nearest tp that works is {best}, the nearest numbers of parts are "
+                f"{' and '.join(str(n) for n in (number // ranks * ranks, -(-number // ranks) * ranks) if n)}"
+            )
+    part = size // sum(parts)
+    return tuple(Block(part * number, number) for number in parts)

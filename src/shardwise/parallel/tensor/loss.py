@@ -1,0 +1,81 @@
+"""Mean cross entropy of logits whose vocabulary is cut: no rank ever holds the logits of a whole row.
+
+    m_i = max z_i        s_i = sum exp(z_i - m_i)        t_i = z[target] where rank i holds it, else 0
+    M   = max m_i        lse = M + log sum s_i exp(m_i - M)        loss = mean(lse - sum t_i)
+    d loss/dz = (exp(z - lse) - onehot(target)) / n
+
+One all-gather of (m, s, t) a row; every rank then computes the same bits. Rows are cast to fp32 a few at a time, the
+logits themselves are all that is saved, and the gradient is computed straight into its buffer, as in
+``kernels/cross_entropy.py``. Any vocabulary: a rank may hold fewer columns than another, or none.
+
+Paper: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (there three all-reduces).
+Cost:  3·N·(tp-1) elements sent per rank; the logits and their gradient take 2·N·V/tp elements.
+Shapes: N rows, V vocabulary, a rank's logits [..., V/tp].
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm.collectives import Group
+from shardwise.kernels.cross_entropy import IGNORE, row_chunks
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group, count: Tensor | None = None
+) -> Tensor:
+    """Mean over the targets that are not ``IGNORE``, or their sum over ``count``; fp32 (fp64 for fp64 logits).
+
+    logits   [..., V/tp], columns [first, first + V/tp) of ``vocabulary``;  targets [...] over the whole vocabulary
+    """
+    rows = logits.flatten(0, -2)
+    return _VocabularyCrossEntropy.apply(rows, targets.reshape(-1), first, vocabulary, group, count)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group, count: Any
+    ) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        counts = targets != IGNORE
+        share = counts.to(wide) / (counts.sum().clamp_min(1) if count is None else count)  # [N]
+        # Targets of other ranks are masked; those of no rank must still fail in gather, on every rank.
+        columns = targets - first
+        foreign = (targets < vocabulary) & (targets >= 0) & ((columns < 0) | (columns >= logits.shape[1]))
+        columns = columns.masked_fill(foreign | ~counts, 0).masked_fill((targets >= vocabulary), -1)
+        columns = columns.masked_fill((targets < 0) & counts, -1)[:, None]  # [N, 1]
+        owned = counts & ~foreign
+        stats = logits.new_zeros(3, len(logits), dtype=wide)  # m, s, t
+        if logits.shape[1]:
+            for rows in row_chunks(logits):
+                chunk = logits[rows].to(wide)
+                stats[0, rows], _ = chunk.max(-1)
+                stats[2, rows] = chunk.gather(1, columns[rows])[:, 0]
+                # ``chunk`` may be the logits themselves where they are wide already.
+                stats[1, rows] = (chunk - stats[0, rows, None]).exp_().sum(-1)
+            stats[2].masked_fill_(~owned, 0)
+        else:
+            stats[0].fill_(torch.finfo(wide).min)
+        every = stats.new_empty(group.size, *stats.shape)
+        group.all_gather(every.view(-1), stats.view(-1), "the loss", "activations").wait()
+        largest = every[:, 0].amax(0)
+        total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
+        lse = largest + total.log_()  # [N]
+        losses = (lse - every[:, 2].sum(0)).masked_fill_(~counts, 0)
+        ctx.save_for_backward(logits, columns, lse, share, share * owned)
+        return torch.dot(losses, share)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        logits, columns, lse, share, owned_share = ctx.saved_tensors
+        scale, owned_scale = (share * grad)[:, None], (owned_share * grad)[:, None]  # [N, 1]
+        d_logits = torch.empty_like(logits)
+        if logits.shape[1]:
+            for rows in row_chunks(logits):
+                d_rows = torch.sub(logits[rows], lse[rows, None]).exp_().mul_(scale[rows])
+                d_logits[rows] = d_rows.scatter_add_(1, columns[rows], -owned_scale[rows])
+        return d_logits, None, None, None, None, None

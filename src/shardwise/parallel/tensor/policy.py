@@ -1,0 +1,13 @@
+"""TensorPolicy: how the matrices of a layer are cut along "tp"."""
+
+from shardwise.plan.policy import Policy
+
+
+class TensorPolicy(Policy):
+    """Keys under ``tensor:``; ``mesh.tp`` says over how many ranks."""
+
+    sequence_parallel: bool = True
+    """Norms, dropout and residuals hold 1/tp of the sequence between the cut layers: less memory, the same traffic."""
+    table: dict[str, str] = {}
+    """Rows added to the model's table: pattern of module names (``*`` stands for one part) to style, as in
+    ``{"blocks.*.up": "column", "blocks.*.down": "row", "blocks.*.norm": "sequence"}``."""
