@@ -1,0 +1,385 @@
+"""Recomputation: the same gradients, and bytes and operations as the closed forms say."""
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwise.kernels.rotary import Angles
+from shardwise.memory.recompute import RecomputePolicy, apply_recompute, chosen
+from shardwise.memory.recompute_cost import BlockShape, kept_elements, repeated_flops
+from shardwise.memory.replay import Place, Replay
+from shardwise.models.cache import Cache
+from shardwise.models.dropout import KeyedDropout, replace_dropout
+from shardwise.models.gpt import Gpt, GptPolicy
+from shardwise.plan.errors import ConfigError, UsageError
+
+SCOPES: list[dict[str, Any]] = [
+    {"scope": "full"},
+    {"scope": "selective"},
+    {"scope": "selective", "selects": "operations"},
+    {"scope": "full", "blocks": 2},
+    {"scope": "selective", "blocks": ["blocks.1"]},
+]
+TOKENS = torch.arange(32).view(2, 16) % 11
+
+
+def gpt(manner: str = "llama", dropout: float = 0.0, dtype: torch.dtype = torch.float64, **keys: Any) -> Gpt:
+    shape = {"layers": 3, "width": 16, "heads": 4, "context": 1024, "vocab": 11, "hidden": 24} | keys
+    return Gpt(GptPolicy(manner=manner, dropout=dropout, **shape)).to(dtype)
+
+
+def wrap(model: Gpt, replay: Replay, keys: dict[str, Any]) -> list[str]:
+    blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+    return apply_recompute(blocks, RecomputePolicy(**keys), replay)
+
+
+def gradients(model: nn.Module, replay: Replay) -> list[Tensor]:
+    """Two microbatches, both forwards first, as a pipeline has them."""
+    losses = []
+    for first in (0, 2):
+        with replay.at(Place(3, first_sample=first)):
+            losses.append(model(TOKENS, TOKENS))
+    with replay.at(Place(99)):
+        for loss in losses:
+            loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+# The same numbers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manner", ["llama", "gpt2"])
+@pytest.mark.parametrize("keys", SCOPES, ids=str)
+def test_gradients_are_the_same_bits_with_dropout(keys: dict[str, Any], manner: str) -> None:
+    results = []
+    for wanted in ({}, keys):
+        model, replay = gpt(manner, dropout=0.3), Replay()
+        assert replace_dropout(model, 0, replay) == 7
+        wrap(model, replay, wanted)
+        results.append(gradients(model, replay))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_without_the_replay_they_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite's own check: the place of the backward pass is another one."""
+    results = []
+    for broken in (False, True):
+        model, replay = gpt(dropout=0.3), Replay()
+        replace_dropout(model, 0, replay)
+        wrap(model, replay, {"scope": "full"})
+        if broken:
+            monkeypatch.setattr(replay, "again", nullcontext)
+        results.append(gradients(model, replay))
+    assert not all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("keys", SCOPES[:3], ids=str)
+def test_torchs_own_random_state_replays(keys: dict[str, Any]) -> None:
+    results = []
+    for wanted in ({}, keys):
+        model, replay = gpt(dropout=0.3), Replay()
+        wrap(model, replay, wanted)
+        torch.manual_seed(5)
+        results.append(gradients(model, replay))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_layer_used_twice_drops_other_features_and_replays_them() -> None:
+    class Twice(nn.Module):
+        def __init__(self, replay: Replay) -> None:
+            super().__init__()
+            self.drop = KeyedDropout(0.5, 0, "drop", replay)
+            self.seen: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.drop(x), self.drop(x)
+            self.seen += [(a != 0).detach(), (b != 0).detach()]
+            return (a.square() * b.square()).exp()
+
+    replay = Replay()
+    block = Twice(replay)
+    apply_recompute([("block", block)], RecomputePolicy(scope="full"), replay)
+    x = torch.ones(2, 8, 8, requires_grad=True)
+    with replay.at(Place(0)):
+        block(block(x)).sum().backward()
+    first, second, third, fourth, *again = block.seen
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third)
+    # Backward runs the second use again first; the last product is not needed a second time.
+    expected = [third, fourth, first, second]
+    assert len(again) == 4
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+def test_without_gradients_a_cache_works_and_with_them_it_is_refused() -> None:
+    plain, model = gpt().eval(), gpt().eval()
+    wrap(model, Replay(), {"scope": "full"})
+    results = []
+    for net in (plain, model):
+        cache = Cache(32)
+        with torch.no_grad():
+            results.append([net(TOKENS[:, :4], cache=cache), net(TOKENS[:, 4:5], cache=cache)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with pytest.raises(UsageError, match=r"block blocks.0 was given a cache.*no_grad"):
+        model(TOKENS, cache=Cache(32))
+
+
+def test_a_second_backward_pass_runs_it_again() -> None:
+    model, replay = gpt(dropout=0.3), Replay()
+    replace_dropout(model, 0, replay)
+    wrap(model, replay, {"scope": "full"})
+    with replay.at(Place(1)):
+        loss = model(TOKENS, TOKENS)
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, parameters), strict=True))
+
+
+# Bytes and operations ------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "llama": ("llama", {"kv_heads": 2}),
+    "gpt2": ("gpt2", {}),
+    "wide head": ("llama", {"head_size": 6}),
+}
+
+
+def shape_of(model: Gpt, tokens: Tensor) -> BlockShape:
+    p = model.policy
+    counts = (*tokens.shape, p.width, p.heads, p.kv_heads, p.head_size, p.hidden)
+    return BlockShape(*counts, is_gated=p.manner == "llama")  # type: ignore[arg-type]
+
+
+def block_run(model: Gpt, tokens: Tensor) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A call of the first block on random input, and what it reads that is no activation: weights and angles."""
+    block = model.blocks[0]
+    x = torch.randn(*tokens.shape, model.policy.width, dtype=torch.float64, requires_grad=True)
+    at = None
+    if model.positions is None:
+        at = Angles(*(angle.double() for angle in model._angles(0, tokens.shape[1], x.device)))
+    return lambda: block(x.clone(), at), [*block.parameters(), *(at or ())]
+
+
+def kept_bytes(run: Callable[[], Tensor], shared: list[Tensor]) -> int:
+    """Bytes of the storages that autograd keeps, each once, but for what all blocks share."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive = run()
+    del alive
+    for tensor in shared:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("scope", ["none", "full", "selective"])
+@pytest.mark.parametrize("sequence", [48, 300, 600])
+def test_kept_bytes_equal_the_closed_form(name: str, scope: Any, sequence: int) -> None:
+    manner, keys = SHAPES[name]
+    model, tokens = gpt(manner, **keys), torch.zeros(2, sequence, dtype=torch.int64)
+    wrap(model, Replay(), {"scope": scope})
+    assert kept_bytes(*block_run(model, tokens)) == 8 * kept_elements(shape_of(model, tokens), scope)
+
+
+def live_bytes(run: Callable[[], Tensor]) -> int:
+    """Net bytes that a forward pass leaves allocated, whoever holds them."""
+    run()
+    gc.collect()
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
+        out = run()
+    total = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    del out
+    return total
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("scope", ["full", "selective"])
+@pytest.mark.parametrize("sequence", [48, 600])
+def test_repeated_flops_equal_the_closed_form(name: str, scope: Any, sequence: int) -> None:
+    manner, keys = SHAPES[name]
+    tokens = torch.zeros(2, sequence, dtype=torch.int64)
+    counted = []
+    for wanted in ("none", scope):
+        model = gpt(manner, **keys)
+        wrap(model, Replay(), {"scope": wanted})
+        run, _ = block_run(model, tokens)
+        with FlopCounterMode(display=False) as counter:
+            run().sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[1] - counted[0] == repeated_flops(shape_of(model, tokens), scope)
+
+
+class TorchBlock(nn.Module):
+    """A block of a user's own, with torch's fused attention or with plain products."""
+
+    def __init__(self, fused: bool, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = (q @ k.mT).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+        result: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return result
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_operations_repeats_no_product_with_weights(fused: bool) -> None:
+    results, counted, live = [], [], []
+    for keys in ({}, {"scope": "selective"}, {"scope": "full"}):
+        torch.manual_seed(0)
+        block = TorchBlock(fused)
+        apply_recompute([("block", block)], RecomputePolicy(**keys), Replay())
+        x = torch.randn(2, 96, 32, requires_grad=True)
+        live.append(live_bytes(lambda: block(x)))  # noqa: B023
+        with FlopCounterMode(display=False) as counter:
+            block(x).sum().backward()
+        counted.append(counter.get_total_flops())
+        results.append([x.grad, *(parameter.grad for parameter in block.parameters())])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    attention = 2 * 2 * (2 * 4 * 96 * 96 * 8)
+    assert counted[1] - counted[0] == (0 if fused else attention)
+    assert counted[2] > counted[1]
+    assert live[0] > live[1] > live[2]
+
+
+# Which blocks --------------------------------------------------------------------------------------------------------
+
+NAMES = [f"blocks.{i}" for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ("all", [0, 1, 2, 3, 4, 5]),
+        (1, [0, 1, 2, 3, 4, 5]),
+        (1.0, [0, 1, 2, 3, 4, 5]),
+        (4, [0, 4]),
+        (0.5, [0, 2, 4]),
+        (0.01, [0]),
+        (["blocks.4", "*.1"], [1, 4]),
+    ],
+    ids=str,
+)
+def test_which_blocks(blocks: Any, expected: list[int]) -> None:
+    assert chosen(NAMES, RecomputePolicy(scope="full", blocks=blocks)) == [f"blocks.{i}" for i in expected]
+
+
+def test_a_word_is_a_scope() -> None:
+    assert RecomputePolicy.model_validate("full") == RecomputePolicy(scope="full")
+    assert chosen(NAMES, RecomputePolicy()) == []
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 0.0, 1.5, "some"])
+def test_which_blocks_cannot_be(blocks: Any) -> None:
+    with pytest.raises(ValueError):
+        RecomputePolicy(scope="full", blocks=blocks)
+
+
+def test_errors() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'layers.\*' matches no block; the model's are blocks.0, blocks.1"
+    ):
+        chosen(NAMES, RecomputePolicy(scope="full", blocks=["layers.*"]))
+    with pytest.raises(ConfigError, match="blocks are not found"):
+        chosen([], RecomputePolicy(scope="full"))
+    with pytest.raises(ValueError, match="selects: attention belongs to scope selective, not to full"):
+        RecomputePolicy(scope="full", selects="attention")
+    with pytest.raises(ConfigError, match=r"no module in block b holds.*selects: operations"):
+        policy = RecomputePolicy(scope="selective", selects="attention")
+        apply_recompute([("b", TorchBlock(True))], policy, Replay())
+    itself = TorchBlock(True)
+    itself.gradient_checkpointing = True  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="already recomputes by itself"):
+        apply_recompute([("b", itself)], RecomputePolicy(scope="full"), Replay())
+
+
+# With other techniques -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
+@pytest.mark.parametrize("keys", SCOPES[:2], ids=str)
+def test_with_compiled_blocks(keys: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        model, replay = gpt(dropout=0.3), Replay()
+        replace_dropout(model, 0, replay)
+        if compiles:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend="aot_eager")
+        wrap(model, replay, keys)
+        results.append(gradients(model, replay))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def trained(world: Any, keys: dict[str, Any], stage: int) -> list[Tensor]:
+    import shardwise
+
+    model = gpt()
+    replay = Replay()
+    wrap(model, replay, keys)
+    config = {"zero": {"stage": stage}, "precision": "fp64", "optimizer": {"type": "sgd", "lr": 0.1}}
+    engine = shardwise.initialize(model, config, world=world)
+    for step in range(3):
+        rows = TOKENS[world.rank : world.rank + 1].roll(step, 1)
+        engine.train_step([(rows, rows)])
+    assert not engine.departures
+    return list(engine.state_dict().values())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_with_zero_on_two_ranks(ranks: Any, stage: int) -> None:
+    plain = ranks(2).run(trained, {}, stage)
+    for keys in SCOPES[:3]:
+        for a, b in zip(plain, ranks(2).run(trained, keys, stage), strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_hugging_face_caches_are_left_out() -> None:
+    """A training pass of transformers fills a cache that nobody reads; a second run would fill it twice."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    results = []
+    for keys in ({}, {"scope": "full"}, {"scope": "selective"}):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).train()
+        blocks = [(f"model.layers.{i}", block) for i, block in enumerate(model.model.layers)]
+        apply_recompute(blocks, RecomputePolicy(**keys), Replay())
+        model(input_ids=TOKENS, labels=TOKENS, use_cache=True).loss.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
