@@ -28,7 +28,7 @@ def draw_text(timeline: Timeline, tick_s: float | None = None, columns: int = 40
     if not any(lengths):
         return ""
     tick_s = max(tick_s or min(length for length in lengths if length > 0), timeline.makespan_s / columns)
-    ticks = math.ceil(timeline.makespan_s / tick_s - 1e-6)
+    ticks = max(1, round(timeline.makespan_s / tick_s))
     with_stage = _has_several_stages(timeline)
     width = max(2, *(len(_label(span, with_stage)) for row in passes.values() for span in row))
     name = max(len(f"rank {rank}") for rank in passes)

@@ -4,8 +4,8 @@
     add_communication   F(0,0) SEND(0,0,1)                  F(0,1) SEND(0,1,1)    RECV(0,0,1) B(0,0) ...
     add_sharding        F(0,0) UNSHARD(u) F(u) RESHARD(u) SEND(0,0,1) ...
 
-A SEND follows its pass at once. A RECV stands as late as it may: before its use, or before the next SEND or RECV that
-comes after it in the order below.
+A SEND follows its pass. A RECV stands as late as it may: just before its use, or before the rank's next message in this
+order:
 
 [Note: order of messages] All messages of a step are put in one order, by the time at which their pass ends if messages
 take no time, and every rank sends and receives in that order. Blocking sends then cannot deadlock: of the messages that
@@ -50,17 +50,21 @@ def add_communication(
     sent.sort(key=lambda entry: entry[0])  # stable: passes that take no time stay in order
     done: Lists = {rank: [] for rank in lists}
     position = dict.fromkeys(lists, 0)
-    arriving: Lists = {rank: [] for rank in lists}  # a RECV in here is put off as long as can be
+    arriving: dict[int, dict[Action, None]] = {
+        rank: {} for rank in lists
+    }  # each RECV is put off as long as can be
 
     def take(rank: int, until: Action | None) -> None:
-        """Move Actions of ``rank`` up to ``until`` into its list, each after the messages it uses."""
-        while position[rank] < len(lists[rank]):
-            action = lists[rank][position[rank]]
+        """Move Actions of ``rank`` up to ``until`` into its list, each after the message that it takes."""
+        row, received = lists[rank], arriving[rank]
+        while position[rank] < len(row):
+            action = row[position[rank]]
             position[rank] += 1
-            used = [i for i, message in enumerate(arriving[rank]) if _uses(action, message)]
-            if used:
-                done[rank] += arriving[rank][: used[-1] + 1]
-                del arriving[rank][: used[-1] + 1]
+            taken = _takes(action)
+            while taken in received:
+                first = next(iter(received))
+                done[rank].append(first)
+                del received[first]
             done[rank].append(action)
             if action == until:
                 return
@@ -69,7 +73,7 @@ def add_communication(
         take(rank, action)
         done[rank] += [*arriving[rank], SEND(action.stage, action.microbatch, target)]
         arriving[rank].clear()
-        arriving[target % ranks].append(RECV(target, action.microbatch, action.stage))
+        arriving[target % ranks][RECV(target, action.microbatch, action.stage)] = None
     for rank in lists:
         take(rank, None)
     return done
@@ -83,10 +87,11 @@ def _target(action: Action, stages: int) -> int | None:
     return target if 0 <= target < stages else None
 
 
-def _uses(action: Action, message: Action) -> bool:
-    if action.unit >= 0 or (action.stage, action.microbatch) != (message.stage, message.microbatch):
-        return False
-    return action.kind in (Kind.B, Kind.I) if message.carries_gradient else action.kind is Kind.F
+def _takes(action: Action) -> Action | None:
+    """The message that a pass takes, where there is one."""
+    if action.unit >= 0 or action.kind not in (Kind.F, Kind.B, Kind.I):
+        return None
+    return RECV(action.stage, action.microbatch, action.stage + (-1 if action.kind is Kind.F else 1))
 
 
 def add_sharding(
@@ -98,7 +103,7 @@ def add_sharding(
     """Add the Actions of the Units inside a stage, after each F and B of that stage.
 
     ``regather``: "microbatch" leaves them as given; "step" gathers a stage's Units once, before its first F, and frees
-    them in its last B: less traffic, and the stage's full weights live for the whole step.
+    them in its last pass: less traffic, and the stage's full weights live for the whole step.
     """
     return {rank: _with_units(row, forward, backward, regather == "step") for rank, row in lists.items()}
 
@@ -106,7 +111,11 @@ def add_sharding(
 def _with_units(
     row: Sequence[Action], forward: UnitActions, backward: UnitActions, once: bool
 ) -> list[Action]:
-    last = {(action.kind, action.stage): i for i, action in enumerate(row)}
+    passes = [
+        (i, action) for i, action in enumerate(row) if action.unit < 0 and action.kind in (Kind.F, Kind.B)
+    ]
+    last = {(action.kind, action.stage): i for i, action in passes}
+    last_of_stage = {action.stage: i for i, action in passes}
     begun: set[int] = set()
     done: list[Action] = []
     for i, action in enumerate(row):
@@ -120,7 +129,7 @@ def _with_units(
                 begun.add(stage)
                 gathered = dict.fromkeys(a.unit for a in served if a.kind is Kind.UNSHARD)
                 done += [Action(Kind.UNSHARD, unit) for unit in gathered]
-            served = _gathered_once(served, frees=action.kind is Kind.B and is_last)
+            served = _gathered_once(served, frees=i == last_of_stage[stage])
         done.append(action)
         done += [own._replace(microbatch=action.microbatch) for own in served]
     return done

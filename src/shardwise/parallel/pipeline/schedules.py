@@ -2,16 +2,20 @@
 
 A pipeline has ``stages = ranks * interleave`` stages; stage s lives on the rank with index ``s % ranks``. A schedule is
 a pure function from (stage or rank, how many, microbatches) to a list of Actions; ``passes.py`` adds what serves them,
-``validate.py`` proves the result. Four stages, four microbatches, B twice as long as F, dots idle:
+``validate.py`` proves the result. Four stages and microbatches (interleaved: two microbatches), B twice as long as F:
 
-    gpipe   0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 == B1 == B2 == B3 ==
-            1   .. F0 F1 F2 F3 .. .. .. .. .. .. B0 == B1 == B2 == B3 == .. ..
-            2   .. .. F0 F1 F2 F3 .. .. .. B0 == B1 == B2 == B3 == .. .. .. ..
-            3   .. .. .. F0 F1 F2 F3 B0 == B1 == B2 == B3 == .. .. .. .. .. ..
+    gpipe               rank 0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 == B1 == B2 == B3 ==
+                        rank 1   .. F0 F1 F2 F3 .. .. .. .. .. .. B0 == B1 == B2 == B3 == .. ..
+                        rank 2   .. .. F0 F1 F2 F3 .. .. .. B0 == B1 == B2 == B3 == .. .. .. ..
+                        rank 3   .. .. .. F0 F1 F2 F3 B0 == B1 == B2 == B3 == .. .. .. .. .. ..
 
-    1f1b    0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 == B1 == B2 == B3 ==
-            1   .. F0 F1 F2 .. .. .. .. .. .. .. B0 == F3 .. B1 == B2 == B3 == .. ..
-            2 ...
+    1f1b                rank 0   F0 F1 F2 F3 .. .. .. .. .. .. B0 == .. B1 == .. B2 == .. B3 ==
+                        rank 1   .. F0 F1 F2 .. .. .. .. B0 == F3 B1 == .. B2 == .. B3 == .. ..
+                        rank 2   .. .. F0 F1 .. .. B0 == F2 B1 == F3 B2 == .. B3 == .. .. .. ..
+                        rank 3   .. .. .. F0 B0 == F1 B1 == F2 B2 == F3 B3 == .. .. .. .. .. ..
+
+    interleaved_1f1b    rank 0   0F0 0F1 2F0 2F1 ... ... 2B0 === ... 2B1 === 0B0 === 0B1 ===
+    (2 ranks)           rank 1   ... 1F0 1F1 3F0 3B0 === 3F1 3B1 === 1B0 === 1B1 === ... ...
 
 Every stage runs its microbatches in ascending order, forward and backward, under every schedule: gradients are summed
 in one order and have the same bits whichever schedule is chosen.

@@ -1,0 +1,52 @@
+"""Closed forms are held to the simulation, for every size and for several ratios of backward to forward."""
+
+import pytest
+
+from shardwise.parallel.pipeline import cost
+from shardwise.parallel.pipeline.passes import add_communication, nominal_s
+from shardwise.parallel.pipeline.schedules import schedule
+from shardwise.plan.action import Kind
+from shardwise.simulate.timeline import simulate
+from tests.parallel.pipeline.shapes import SHAPES, WIDE
+
+
+@pytest.mark.parametrize("forward_s, backward_s", [(1, 2), (1, 1), (2, 1), (3, 8)])
+def test_bubble(forward_s: int, backward_s: int) -> None:
+    for shape in SHAPES + WIDE:
+        _, ranks, microbatches, interleave = shape
+        timeline = simulate(
+            schedule(*shape), lambda action: forward_s if action.kind is Kind.F else backward_s
+        )
+        assert timeline.makespan_s == cost.makespan_s(
+            ranks, microbatches, interleave, forward_s, backward_s
+        ), shape
+        bubble = cost.bubble_s(ranks, microbatches, interleave, forward_s, backward_s)
+        assert all(timeline.makespan_s - timeline.busy_s(rank) == bubble for rank in range(ranks)), shape
+        assert timeline.idle_share == pytest.approx(cost.idle_share(ranks, microbatches, interleave)), shape
+
+
+def test_bubble_of_the_papers() -> None:
+    assert cost.bubble_s(4, 12, 1, 1, 2) == 9
+    assert cost.bubble_s(4, 12, 3, 1 / 3, 2 / 3) == pytest.approx(3), "interleaving divides it"
+
+
+def test_peak_live_activations() -> None:
+    for shape in SHAPES + WIDE:
+        name, ranks, microbatches, interleave = shape
+        timeline = simulate(schedule(*shape), nominal_s)
+        for rank in range(ranks):
+            expected = cost.peak_live(name, rank, ranks, microbatches, interleave)
+            assert timeline.peak_live(rank) == expected, (shape, rank)
+
+
+def test_peak_of_the_papers() -> None:
+    """Interleaved: (1 + (p - 1) / (p v)) p activations of v stages each."""
+    p, v = 4, 3
+    assert cost.peak_live("interleaved_1f1b", 0, p, 24, v) == (1 + (p - 1) / (p * v)) * p * v
+
+
+def test_messages() -> None:
+    for shape in SHAPES:
+        lists = add_communication(schedule(*shape), shape.ranks)
+        sent = sum(action.kind is Kind.SEND for row in lists.values() for action in row)
+        assert sent == cost.messages(shape.ranks, shape.microbatches, shape.interleave), shape

@@ -1,0 +1,110 @@
+"""Messages and Unit Actions find their places."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+
+from shardwise.parallel.pipeline.passes import add_communication, add_sharding, nominal_s
+from shardwise.parallel.pipeline.schedules import forward_only, schedule
+from shardwise.parallel.pipeline.validate import validate
+from shardwise.plan.action import Action, B, F, Kind
+from shardwise.plan.errors import PlanError
+from shardwise.simulate.timeline import simulate
+from tests.parallel.pipeline.shapes import SHAPES, WIDE
+
+
+def words(row: Sequence[Action]) -> str:
+    return " ".join(map(str, row))
+
+
+def test_messages_of_two_ranks() -> None:
+    lists = add_communication(schedule("1f1b", 2, 2), 2)
+    assert words(lists[0]) == ("F(0,0) SEND(0,0,1) F(0,1) SEND(0,1,1) RECV(0,0,1) B(0,0) RECV(0,1,1) B(0,1)")
+    assert words(lists[1]) == (
+        "RECV(1,0,0) F(1,0) B(1,0) RECV(1,1,0) SEND(1,0,0) F(1,1) B(1,1) SEND(1,1,0)"
+    ), "rank 1 takes F(0,1) before it sends: two SENDs that block would wait for each other"
+
+
+def test_stages_of_one_rank_exchange_nothing() -> None:
+    lists = schedule("interleaved_1f1b", 1, 3, 4)
+    assert add_communication(lists, 1) == lists
+
+
+def test_messages_add_no_time_where_they_take_none() -> None:
+    """The order of the messages never makes a rank wait for what its next pass does not need."""
+    for shape in SHAPES + WIDE:
+        bare = schedule(*shape)
+        with_messages = add_communication(bare, shape.ranks)
+        assert simulate(with_messages, nominal_s).makespan_s == simulate(bare, nominal_s).makespan_s, shape
+
+
+def test_a_message_is_received_just_before_its_use_unless_another_message_is_next() -> None:
+    for shape in SHAPES:
+        for row in add_communication(schedule(*shape), shape.ranks).values():
+            for action, following in zip(row, row[1:], strict=False):
+                if action.kind is Kind.RECV and following.kind.computes:
+                    assert (following.stage, following.microbatch) == action[3:1:-1], shape
+
+
+@pytest.mark.parametrize("forward_s, backward_s", [(1, 1), (2, 1), (1, 5), (0, 0)])
+def test_lists_ordered_by_other_seconds_are_proved_too(forward_s: float, backward_s: float) -> None:
+    for shape in SHAPES[::3] + WIDE:
+        lists = add_communication(
+            schedule(*shape), shape.ranks, lambda action: forward_s if action.kind is Kind.F else backward_s
+        )
+        validate(lists, shape.ranks, shape.microbatches)
+
+
+def test_backwards_in_two_parts_send_the_gradient_after_the_first() -> None:
+    lists = {
+        0: [F(0, 0), Action(Kind.I, -1, 0, 0), Action(Kind.W, -1, 0, 0)],
+        1: [F(1, 0), Action(Kind.I, -1, 0, 1), Action(Kind.W, -1, 0, 1)],
+    }
+    with_messages = add_communication(lists, 2)
+    assert words(with_messages[1]) == "RECV(1,0,0) F(1,0) I(1,0) SEND(1,0,0) W(1,0)"
+    validate(with_messages, 2)
+
+
+def test_an_order_that_cannot_run_is_named() -> None:
+    with pytest.raises(PlanError, match=r"rank 0 before B\(0,0\); rank 1 before B\(1,0\)"):
+        add_communication({0: [F(0, 0), B(0, 0)], 1: [B(1, 0), F(1, 0)]}, 2)
+
+
+def unit_forward(stage: int, last: bool) -> list[Action]:
+    return [Action(kind, stage) for kind in (Kind.UNSHARD, Kind.F, Kind.RESHARD)]
+
+
+def unit_backward(stage: int, last: bool) -> list[Action]:
+    kinds = [Kind.UNSHARD, Kind.B, Kind.RESHARD] + [Kind.REDUCE] * last
+    return [Action(kind, stage) for kind in kinds]
+
+
+def test_unit_actions_follow_their_pass() -> None:
+    lists = add_sharding(add_communication(schedule("1f1b", 2, 2), 2), unit_forward, unit_backward)
+    assert words(lists[1]) == (
+        "RECV(1,0,0) F(1,0) UNSHARD(1,0) F(1,0) RESHARD(1,0) B(1,0) UNSHARD(1,0) B(1,0) RESHARD(1,0) "
+        "RECV(1,1,0) SEND(1,0,0) F(1,1) UNSHARD(1,1) F(1,1) RESHARD(1,1) B(1,1) UNSHARD(1,1) B(1,1) RESHARD(1,1) "
+        "REDUCE(1,1) SEND(1,1,0)"
+    )
+
+
+def test_weights_gathered_once_per_step() -> None:
+    lists = add_sharding(schedule("1f1b", 1, 2), unit_forward, unit_backward, "step")
+    assert words(lists[0]) == (
+        "UNSHARD(0) F(0,0) F(0,0) B(0,0) B(0,0) F(0,1) F(0,1) B(0,1) B(0,1) RESHARD(0,1) REDUCE(0,1)"
+    )
+    evaluation = add_sharding(forward_only(1, 2), unit_forward, unit_backward, "step")
+    assert words(evaluation[0]) == "UNSHARD(0) F(0,0) F(0,0) F(0,1) F(0,1) RESHARD(0,1)"
+
+
+@pytest.mark.parametrize("regather", ["microbatch", "step"])
+def test_passes_in_either_order_give_one_list_that_is_proved(regather: Literal["microbatch", "step"]) -> None:
+    for shape in SHAPES[::5] + WIDE:
+        bare = schedule(*shape)
+        one = add_sharding(add_communication(bare, shape.ranks), unit_forward, unit_backward, regather)
+        trained = {rank: range(rank, shape.ranks * shape.interleave, shape.ranks) for rank in bare}
+        validate(one, shape.ranks, shape.microbatches, trained=trained)
+        gathers = sum(action.kind is Kind.UNSHARD for row in one.values() for action in row)
+        stages = shape.ranks * shape.interleave
+        assert gathers == stages * (1 if regather == "step" else 2 * shape.microbatches)

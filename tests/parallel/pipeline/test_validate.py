@@ -1,0 +1,175 @@
+"""The validator says no: lists that were broken on purpose, each in its own way."""
+
+from collections.abc import Callable
+
+import pytest
+
+from shardwise.parallel.pipeline.dataflow import Lists
+from shardwise.parallel.pipeline.passes import add_communication, add_sharding
+from shardwise.parallel.pipeline.schedules import forward_only, schedule
+from shardwise.parallel.pipeline.validate import validate
+from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
+from shardwise.plan.errors import PlanError
+from tests.parallel.pipeline.test_passes import unit_backward, unit_forward
+
+MICROBATCHES = 4
+UNITS = {0: [0, 2], 1: [1, 3]}
+
+
+def good() -> Lists:
+    """Two ranks, two stages each, Units cut as at stage 3."""
+    lists = add_communication(schedule("interleaved_1f1b", 2, MICROBATCHES, 2), 2)
+    return add_sharding(lists, unit_forward, unit_backward)
+
+
+def check(lists: Lists) -> None:
+    validate(lists, 2, MICROBATCHES, trained=UNITS)
+
+
+def test_the_unbroken_list_passes() -> None:
+    check(good())
+
+
+def test_every_action_is_needed() -> None:
+    """Any Action left out is found, but for the last release of a Unit, which only memory misses."""
+    for rank, row in good().items():
+        last_release = {a.unit: i for i, a in enumerate(row) if a.kind is Kind.RESHARD}
+        for i, action in enumerate(row):
+            serves_the_unit_alone = action.unit >= 0 and action.kind in (Kind.F, Kind.B)
+            if serves_the_unit_alone or i in last_release.values():
+                continue
+            lists = good()
+            del lists[rank][i]
+            with pytest.raises(PlanError):
+                check(lists)
+
+
+def test_every_action_happens_once() -> None:
+    for rank, row in good().items():
+        for i, action in enumerate(row):
+            if action.unit >= 0 and action.kind in (Kind.F, Kind.B):
+                continue
+            lists = good()
+            lists[rank].insert(i, action)
+            with pytest.raises(PlanError):
+                check(lists)
+
+
+def swap(rank: int, first: Action, second: Action) -> Callable[[Lists], None]:
+    def broken(lists: Lists) -> None:
+        row = lists[rank]
+        i, j = row.index(first), row.index(second)
+        row[i], row[j] = row[j], row[i]
+
+    return broken
+
+
+def replace(rank: int, action: Action, other: Action) -> Callable[[Lists], None]:
+    def broken(lists: Lists) -> None:
+        lists[rank][lists[rank].index(action)] = other
+
+    return broken
+
+
+def move_to_front(rank: int, action: Action) -> Callable[[Lists], None]:
+    def broken(lists: Lists) -> None:
+        lists[rank].remove(action)
+        lists[rank].insert(0, action)
+
+    return broken
+
+
+INPUT, WEIGHT = Action(Kind.I, -1, 0, 0), Action(Kind.W, -1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "broken, says",
+    [
+        (swap(1, RECV(1, 0, 0), RECV(1, 1, 0)), r"F\(1,0\) without RECV\(1,0,0\) before it"),
+        (swap(0, F(0, 0), F(0, 1)), r"SEND\(0,0,1\) without F\(0,0\) before it"),
+        (move_to_front(1, B(3, 0)), r"rank 1 has B\(3,0\) without F\(3,0\) before it"),
+        (replace(1, B(3, 0), F(3, 0)), r"rank 1 runs F\(3,0\) 2 times"),
+        (replace(0, F(0, 3), F(0, 4)), "microbatches are 0 to 3"),
+        (replace(0, F(0, 3), F(1, 3)), r"rank 0 has F\(1,3\), but stage 1 lives on rank 1"),
+        (replace(0, SEND(0, 0, 1), SEND(0, 0, 2)), "a message of the rank to itself"),
+        (move_to_front(0, Action(Kind.REDUCE, 2, 3)), r"B\(2,3\) after the last REDUCE of Unit 2"),
+        (replace(0, Action(Kind.UNSHARD, 2, 1), F(2, 1)), r"runs F\(2,1\) 2 times"),
+        (lambda lists: lists[0].append(Action(Kind.REDUCE, 0, 3)), "reduces Unit 0 2 times"),
+        (
+            lambda lists: lists[0].remove(Action(Kind.UNSHARD, 2, 1)),
+            "Unit|while its weights are not gathered",
+        ),
+        (lambda lists: lists[1].remove(Action(Kind.REDUCE, 3, 3)), "rank 1 reduces Unit 3 0 times"),
+        (lambda lists: lists.pop(1), r"lists for ranks \[0\]; expected one for each of 0 to 1"),
+    ],
+)
+def test_planted_faults(broken: Callable[[Lists], None], says: str) -> None:
+    lists = good()
+    broken(lists)
+    with pytest.raises(PlanError, match=says):
+        check(lists)
+
+
+def test_gradients_that_travel_with_every_microbatch() -> None:
+    lists = add_sharding(schedule("1f1b", 1, 3), unit_forward, lambda stage, last: unit_backward(stage, True))
+    validate(lists, 1, 3, trained={0: [0]})
+    lists[0].remove(Action(Kind.REDUCE, 0, 1))
+    with pytest.raises(PlanError, match=r"reduces Unit 0 2 times, in microbatches \[0, 2\]"):
+        validate(lists, 1, 3, trained={0: [0]})
+
+
+def test_channels_keep_their_order() -> None:
+    lists = {
+        0: [F(0, 0), F(0, 1), SEND(0, 0, 1), SEND(0, 1, 1)],
+        1: [RECV(1, 1, 0), RECV(1, 0, 0), F(1, 1), F(1, 0)],
+    }
+    with pytest.raises(
+        PlanError, match=r"message 0 from rank 0 to rank 1 is SEND\(0,0,1\) at its sender and RECV\(1,1,0\)"
+    ):
+        validate(lists, 2, 2, forward_only=True)
+
+
+def test_sends_that_block_each_other_are_a_deadlock() -> None:
+    """1F1B as it is written at first: both send, then both receive. Buffers would hide it until a message is large."""
+    lists = add_communication(schedule("1f1b", 2, 2), 2)
+    row = lists[1]
+    i = row.index(RECV(1, 1, 0))
+    row[i], row[i + 1] = row[i + 1], row[i]
+    with pytest.raises(
+        PlanError, match=r"deadlock .* rank 0 before SEND\(0,1,1\); rank 1 before SEND\(1,0,0\)"
+    ):
+        validate(lists, 2)
+
+
+def test_a_ring_of_three() -> None:
+    """Every rank hands on all it has before it takes what has come round."""
+    lists: Lists = {rank: [] for rank in range(3)}
+    for stage in range(6):
+        for i in range(3):
+            lists[stage % 3] += [RECV(stage, i, stage - 1)] * (stage > 0) + [F(stage, i)]
+            lists[stage % 3] += [SEND(stage, i, stage + 1)] * (stage < 5)
+    stands = r"rank 0 before SEND\(0,2,1\); rank 1 before SEND\(1,1,2\); rank 2 before SEND\(2,0,3\)"
+    with pytest.raises(PlanError, match=f"deadlock .* {stands}"):
+        validate(lists, 3, 3, forward_only=True)
+
+
+def test_parts_of_a_backward() -> None:
+    whole = add_communication({0: [F(0, 0), INPUT, WEIGHT]}, 1)
+    validate(whole, 1)
+    with pytest.raises(PlanError, match=r"W\(0,0\) without I\(0,0\) before it"):
+        validate({0: [F(0, 0), WEIGHT, INPUT]}, 1)
+    with pytest.raises(PlanError, match="has F, I; expected B F or F I W"):
+        validate({0: [F(0, 0), INPUT]}, 1)
+
+
+def test_evaluation_has_no_backward() -> None:
+    lists = forward_only(1, 2)
+    with pytest.raises(PlanError, match="has F; expected"):
+        validate(lists, 1)
+    with pytest.raises(PlanError, match="has B, F; expected F"):
+        validate(schedule("1f1b", 1, 2), 1, forward_only=True)
+
+
+def test_stages_that_do_not_fill_the_ranks() -> None:
+    with pytest.raises(PlanError, match="3 stages on 2 ranks; expected as many on each: 4"):
+        validate({0: [F(0, 0), F(2, 0)], 1: [F(1, 0)]}, 2, forward_only=True)
