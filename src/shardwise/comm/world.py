@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.collectives import Clock, Group, TorchTransport, Transport
+from shardwise.comm.peers import RING, Peers, SharedMemoryWire, TorchWire, Wire
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
+from shardwise.comm.shared_ring import meet
 from shardwise.comm.trace import Traffic
 from shardwise.plan.errors import CommError, ConfigError, DeadlineError
 from shardwise.plan.mesh import Mesh
@@ -150,6 +152,7 @@ class World:
     _meetings: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     """How often these ranks have met: keeps the keys of each meeting apart in the store."""
     _transports: dict[tuple[Any, ...], Transport] = field(default_factory=dict, repr=False)
+    _wires: dict[tuple[Any, ...], Wire] = field(default_factory=dict, repr=False)
 
     def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
         """The ranks along ``axis``. Every rank calls this for the same axes in the same order."""
@@ -168,7 +171,7 @@ class World:
             return self._transports[key]
         index = ranks.index(self.rank)
         transport: Transport | None = None
-        local = self.device.type == "cpu" and self.local_size == self.size and self.backend == "gloo"
+        local = self._is_one_cpu_host
         if policy.transport == "shared_memory" and not local:
             raise ConfigError(
                 f"comm.transport: shared_memory needs CPU ranks of one host; here device {self.device}, "
@@ -202,6 +205,61 @@ class World:
                     f"comm.transport: shared_memory cannot be used here: {error}; use auto"
                 ) from error
             return None
+
+    def peers(self, group: Group, policy: CommPolicy) -> Peers:
+        """Messages from and to the neighbours of this rank on the ring of ``group``'s ranks; all of them call this.
+
+        On gloo the other ranks of the group can be reached too.
+        """
+        wires: dict[int, Wire] = {}
+        size = group.size
+        # Everyone goes through the pairs in one order: of those that wait to meet, the first can always go on.
+        for low, high in sorted({(min(i, (i + 1) % size), max(i, (i + 1) % size)) for i in range(size)}):
+            if group.index in (low, high) and low != high:
+                other = high if group.index == low else low
+                wires[other] = self._wire(group.ranks[low], group.ranks[high], policy)
+        if self.backend == "gloo":
+            for index, rank in enumerate(group.ranks):
+                if index != group.index:
+                    wires.setdefault(index, TorchWire(rank))
+        return Peers(group, wires, self.device)
+
+    def _wire(self, low: int, high: int, policy: CommPolicy) -> Wire:
+        key = (low, high, policy.transport)
+        if key not in self._wires:
+            other = high if self.rank == low else low
+            wire: Wire | None = None
+            if self._is_one_cpu_host and policy.transport != "torch":
+                wire = self._shared_wire(low, high, policy)
+            if wire is None and self.backend == "gloo":
+                wire = TorchWire(other)
+            if wire is None:
+                up, down = (dist.new_group([low, high], use_local_synchronization=True) for _ in range(2))
+                wire = TorchWire(other, up, down) if self.rank == low else TorchWire(other, down, up)
+            self._wires[key] = wire
+        return self._wires[key]
+
+    def _shared_wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
+        index = int(self.rank == high)
+        meeting = (low, high)
+        prefix = f"wire/{self._meetings.get(meeting, 0)}/{low}-{high}"
+        self._meetings[meeting] = self._meetings.get(meeting, 0) + 1
+        try:
+            rings = meet(
+                index,
+                lambda key, text: self._post(f"{prefix}/{key}", index, text),
+                lambda key, timeout_s: self._collect(f"{prefix}/{key}", 2, timeout_s),
+                policy.deadline_s,
+                RING,
+                (low, high),
+            )
+        except SharedMemoryUnavailable:
+            return None
+        return SharedMemoryWire(rings, index)
+
+    @property
+    def _is_one_cpu_host(self) -> bool:
+        return self.device.type == "cpu" and self.local_size == self.size and self.backend == "gloo"
 
     def next_engine(self) -> int:
         """A number for an engine of this world, the same on every rank that builds its engines in the same order."""
@@ -245,6 +303,9 @@ class World:
 
     def close(self) -> None:
         """Leave the job: all ranks together, after the last collective."""
+        for wire in self._wires.values():
+            wire.close()
+        self._wires.clear()
         for transport in self._transports.values():
             close = getattr(transport, "close", None)
             if close is not None:

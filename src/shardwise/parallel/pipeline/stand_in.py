@@ -149,7 +149,8 @@ class AbsentLeaf(nn.Module):
 
 def shallow_copy(module: nn.Module, kind: type | None = None) -> Any:
     """The same children, parameters and buffers under a module of its own, of class ``kind`` before its own class."""
-    cls = type(module) if kind is None else _mixed(kind, type(module))
+    own: Any = type(module)
+    cls = own if kind is None else _mixed(kind, own)
     twin: Any = object.__new__(cls)
     for key, value in module.__dict__.items():
         if isinstance(value, types.MethodType) and value.__self__ is module:

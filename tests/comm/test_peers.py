@@ -1,0 +1,160 @@
+"""Messages between ranks: any shape and dtype, in order, named; both wires alike."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import RankPool
+
+from shardwise.comm.collectives import Clock
+from shardwise.comm.peers import RING, Peers
+from shardwise.comm.policy import CommPolicy
+from shardwise.comm.trace import Count, Traffic
+from shardwise.comm.world import World
+from shardwise.plan.errors import CommError, DeadlineError, UsageError
+from shardwise.plan.mesh import Mesh
+
+WIRES = pytest.mark.parametrize("transport", ["torch", "auto"])
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+
+
+def peers_of(world: World, transport: str, deadline_s: float = 30.0) -> Peers:
+    clock = Clock(deadline_s)
+    clock.steps_done = 1
+    policy = CommPolicy(transport=transport, deadline_s=deadline_s)
+    group = world.group(Mesh(pp=world.size), "pp", policy, clock, Traffic())
+    return world.peers(group, policy)
+
+
+def message(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    shapes = [(), (0, 3), (number + 1,), (2, 3 * number + 1, 5)]
+    return [(torch.randn(s, generator=generator) * 9).to(d) for d in DTYPES for s in shapes]
+
+
+def same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(got) == len(wanted) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(got, wanted, strict=True)
+    )
+
+
+def round_the_ring(world: World, transport: str) -> Any:
+    """Every rank sends to the next three messages, and one back, before it receives."""
+    peers = peers_of(world, transport)
+    here, size = peers.group.index, world.size
+    after, before = (here + 1) % size, (here - 1) % size
+    for number in range(3):
+        peers.send(f"text {number}", message(10 * here + number), after, f"message {number}")
+    peers.send("é" * 4000, message(here)[3:4], before, "back", "gradients")
+    report = []
+    if size == 2:  # one channel: the order is that of sending
+        for number in range(3):
+            text, tensors = peers.receive(before, f"message {number}")
+            report.append(text == f"text {number}" and same(tensors, message(10 * before + number)))
+        text, tensors = peers.receive(after, "back")
+        report.append(text == "é" * 4000 and same(tensors, message(after)[3:4]))
+    else:
+        text, tensors = peers.receive(after, "back")
+        report.append(text == "é" * 4000 and same(tensors, message(after)[3:4]))
+        for number in range(3):
+            text, tensors = peers.receive(before, f"message {number}")
+            report.append(text == f"text {number}" and same(tensors, message(10 * before + number)))
+    peers.flush()
+    return report, dict(peers.group.traffic.counts), peers.group.traffic.sequence
+
+
+@WIRES
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_arrive_in_order_with_every_shape_and_dtype(ranks: Any, size: int, transport: str) -> None:
+    for rank, (report, counts, sequence) in enumerate(ranks(size).run(round_the_ring, transport)):
+        assert all(report), report
+        sent = [t for number in range(3) for t in message(10 * rank + number)]
+        assert counts["send", "activations"].bytes == sum(t.nbytes for t in sent)
+        assert counts["send", "gradients"] == Count(1, 10 * 1 + 30 * rank, 8 * (10 + 30 * rank))
+        assert sequence == 0, "sends are not what all ranks do alike"
+
+
+def both_at_once(world: World, transport: str, copies: int) -> bool:
+    """More than the rings hold, in both directions, before anybody receives."""
+    peers = peers_of(world, transport)
+    other = 1 - peers.group.index
+    elements = RING.slots * RING.slot_bytes // 8
+    for number in range(copies):
+        mine = torch.arange(elements, dtype=torch.float64) + number + 0.5 * peers.group.index
+        peers.send("", [mine], other, f"large {number}")
+    good = True
+    for number in range(copies):
+        (got,) = peers.receive(other, f"large {number}").tensors
+        good &= torch.equal(got, torch.arange(elements, dtype=torch.float64) + number + 0.5 * other)
+    peers.flush()
+    return good
+
+
+@WIRES
+def test_two_ranks_may_send_more_than_there_is_room_for_at_the_same_time(ranks: Any, transport: str) -> None:
+    assert ranks(2).run(both_at_once, transport, 2) == [True, True]
+
+
+def out_of_order(world: World, transport: str) -> str:
+    peers = peers_of(world, transport)
+    if world.rank == 0:
+        peers.send("", [torch.ones(2)], 1, "activation of stage 1, microbatch 4")
+        return ""
+    try:
+        peers.receive(0, "activation of stage 1, microbatch 3")
+    except CommError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@WIRES
+def test_another_microbatch_than_expected_is_an_error(transport: str) -> None:
+    pool = RankPool(2)
+    try:
+        text = pool.run(out_of_order, transport)[1]
+    finally:
+        pool.close()
+    assert "rank 1: receive of activation of stage 1, microbatch 3 from rank 0" in text
+    assert "is 'activation of stage 1, microbatch 4'" in text
+
+
+def late(world: World, transport: str) -> str:
+    peers = peers_of(world, transport, deadline_s=1.0)
+    peers.group.clock.step = 7
+    if world.rank == 1:
+        time.sleep(2.5)
+        return ""
+    try:
+        peers.receive(1, "gradient of stage 0, microbatch 2")
+    except DeadlineError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@WIRES
+def test_a_rank_that_sends_nothing_is_named(transport: str) -> None:
+    pool = RankPool(2)
+    try:
+        text = pool.run(late, transport)[0]
+    finally:
+        pool.close()
+    assert "rank 0: receive of gradient of stage 0, microbatch 2 from rank 1 in step 7" in text
+    assert "comm.deadline_s" in text
+
+
+def to_itself(world: World) -> list[str]:
+    peers, texts = peers_of(world, "auto"), []
+    for index in (world.rank, 9):
+        try:
+            peers.send("", [], index, "x")
+        except UsageError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_message_to_oneself_or_to_nobody_is_refused(ranks: Any) -> None:
+    itself, nobody = ranks(2).run(to_itself)[0]
+    assert "it is this rank itself" in itself
+    assert "the axis has 2 ranks" in nobody
