@@ -1,11 +1,16 @@
 """Draft: a model, a mesh and the policies become a Plan. Pure but for reading the model's structure.
 
 The order of the techniques, outermost first:
-    1  Units       which parameters move together              parallel/zero/modules.py
-    2  dtypes      of each parameter's buffers                 precision/policy.py
-    3  buckets     parameters of one dtype, trained or frozen, and one optimizer group, laid out flat
-    4  placements  of each bucket's buffers on the mesh        parallel/zero/layout.py
-    5  Actions     of one optimizer step                       parallel/zero/layout.py
+    1  slices      of matrices along "tp"                      parallel/tensor/layout.py
+    2  stages      of blocks along "pp"                        parallel/pipeline/partition.py, cut.py
+    3  recompute   around the blocks                           memory/recompute.py
+    4  Units       which parameters move together              parallel/zero/modules.py
+    5  dtypes      of each parameter's buffers                 precision/policy.py
+    6  buckets     parameters of one dtype, trained or frozen, and one optimizer group, laid out flat
+    7  placements  of each bucket's buffers on the mesh        parallel/zero/layout.py
+    8  Actions     of one optimizer step                       parallel/zero/layout.py, compose/schedule.py
+
+The first three are in compose/cut.py, the others here: a Unit is made of what a stage holds of a slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +32,7 @@ from shardwise.precision.policy import Dtypes, PrecisionPolicy
 
 @dataclass(frozen=True)
 class Draft:
-    """The Plan of one pipeline stage (the whole model where there is one), and what the running parts need beside it."""
+    """The Plan of one pipeline stage (or of the whole model), and what the running parts need beside it."""
 
     plan: Plan
     strategy: layout.Strategy

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardwise.parallel.tensor.layout import Place
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.modules import holdings
 from shardwise.plan.errors import PlanError
-from shardwise.plan.placement import Partial, Placement, Replicate
+from shardwise.plan.placement import Partial, Replicate
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.precision.policy import PrecisionPolicy
 
@@ -29,13 +30,6 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     trained: bool
     aliases: tuple[str, ...]
-
-
-class Place(NamedTuple):
-    """How a parameter and its gradient lie on "tp"."""
-
-    placement: Placement = Replicate()
-    gradient: Placement = Replicate()
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,8 @@ def describe(model: nn.Module) -> Whole:
         raise PlanError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
     persistent = model.state_dict(keep_vars=True)
     buffers = {
-        name: (tuple(buffer.shape), buffer.dtype, name in persistent) for name, buffer in model.named_buffers()
+        name: (tuple(buffer.shape), buffer.dtype, name in persistent)
+        for name, buffer in model.named_buffers()
     }
     return Whole(parameters, buffers, canonical, tuple(persistent))
 
@@ -89,15 +84,22 @@ def register(
     addends = dict.fromkeys(layout.AXES, Partial())
     for name, shape, dtype, trained, aliases in whole.parameters.values():
         dtypes = precision.dtypes(name, dtype)
-        place = whole.places.get(name, Place())
-        cut = {} if isinstance(place.placement, Replicate) else {"tp": place.placement}
+        place = whole.places.get(name)
+        cut = {} if place is None or isinstance(place.placement, Replicate) else {"tp": place.placement}
         rows = layout.buffers(strategy, dtypes, trained, moments)
         placed = {row.kind: {**row.placement, **cut} for row in rows}
-        gradient = {**addends, "tp": place.gradient} if whole.places else addends
+        gradient = addends if place is None else {**addends, "tp": place.gradient}
         stages = whole.stages.get(name, (0,))
         registry.add(
             TensorInfo(
-                name, shape, dtypes.compute, "parameter", placed["weight"], gradient, aliases=aliases, stages=stages
+                name,
+                shape,
+                dtypes.compute,
+                "parameter",
+                placed["weight"],
+                gradient,
+                aliases=aliases,
+                stages=stages,
             )
         )
         if not trained:
@@ -108,7 +110,9 @@ def register(
         )
         registry.add(TensorInfo(name, shape, dtypes.master, "master", master, stages=stages))
         for moment in moments:
-            registry.add(TensorInfo(name, shape, dtypes.master, "moment", master, label=moment, stages=stages))
+            registry.add(
+                TensorInfo(name, shape, dtypes.master, "moment", master, label=moment, stages=stages)
+            )
     for name, (shape, dtype, _) in whole.buffers.items():
         registry.add(TensorInfo(name, shape, dtype, "buffer", stages=whole.stages.get(name, (0,))))
     return registry

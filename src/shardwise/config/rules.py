@@ -21,8 +21,33 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "techniques",
-        lambda c: c.mesh.pp == c.mesh.cp == c.mesh.tp == c.mesh.ep == 1,
-        lambda c: "mesh: this version cuts along dp alone; set pp, cp, tp and ep to 1",
+        lambda c: c.mesh.cp == c.mesh.ep == 1,
+        lambda c: "mesh: this version cuts along pp, dp and tp; set cp and ep to 1",
+    ),
+    Rule(
+        "interleave",
+        lambda c: c.pipeline.interleave == 1 or c.mesh.pp > 1,
+        lambda c: (
+            f"pipeline: interleave {c.pipeline.interleave} deals several stages to each rank along pp, but mesh.pp is "
+            "1; set mesh.pp: 2 or leave pipeline out"
+        ),
+    ),
+    Rule(
+        "regather",
+        lambda c: c.zero.regather == "microbatch" or (c.mesh.pp > 1 and c.zero.stage == 3),
+        lambda c: (
+            "zero: regather: step keeps the weights of ZeRO-3 gathered through a pipeline's microbatches; mesh.pp is "
+            f"{c.mesh.pp} and stage {c.zero.stage}; leave it out"
+            + (", or use zero.stage: 2, which keeps weights whole" if c.zero.stage == 3 else "")
+        ),
+    ),
+    Rule(
+        "batch norm",
+        lambda c: c.batch_norm == "per_rank" or c.mesh.pp == 1,
+        lambda c: (
+            "batch_norm: synchronized adds up statistics over dp within a forward pass, which stages at different "
+            "microbatches would do in different order; set batch_norm: per_rank or mesh.pp: 1"
+        ),
     ),
     Rule(
         "warm-up",

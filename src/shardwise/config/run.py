@@ -16,14 +16,20 @@ from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
 from shardwise.config.batch import BatchPolicy, TrainPolicy
 from shardwise.data.policy import DataPolicy
+from shardwise.memory.recompute import RecomputePolicy
 from shardwise.models.policy import ModelPolicy
 from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
+from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import MeshPolicy
 from shardwise.plan.policy import Policy
 from shardwise.precision.policy import PrecisionPolicy
+
+_ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope"}
+"""Policies that one word sets, and the key that it stands for."""
 
 
 class LossPolicy(Policy):
@@ -62,6 +68,12 @@ class RunConfig(Policy):
     """How the ranks are arranged."""
     zero: ZeroPolicy = Field(default_factory=ZeroPolicy)
     """How model state is cut along "dp"."""
+    tensor: TensorPolicy = Field(default_factory=TensorPolicy)
+    """How matrices are cut along "tp"."""
+    pipeline: PipelinePolicy = Field(default_factory=PipelinePolicy)
+    """How layers are cut along "pp", and in which order the stages run."""
+    recompute: RecomputePolicy = Field(default_factory=RecomputePolicy)
+    """What is computed again in the backward pass instead of being kept."""
     batch: BatchPolicy = Field(default_factory=BatchPolicy)
     """Batch sizes."""
     precision: PrecisionPolicy = Field(default_factory=PrecisionPolicy)
@@ -178,8 +190,8 @@ def _override(given: dict[str, Any], text: str) -> None:
     target = given
     for key in outer:
         inner = target.setdefault(key, {})
-        if isinstance(inner, str) and key in ("precision", "compile"):
-            inner = target[key] = {"precision": {"compute": inner}, "compile": {"scope": inner}}[key]
+        if isinstance(inner, str) and key in _ONE_WORD:
+            inner = target[key] = {_ONE_WORD[key]: inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"override {text!r}: {key!r} is {inner!r}, which has no keys of its own")
         target = inner

@@ -1,8 +1,9 @@
 """Build: Plan + model -> running parts.
 
-    1  world      which rank this is                            4  start weights   drawn, read or broadcast, owned
-    2  config     open numbers resolved and printed                                elements alone
-    3  plan       Units, layouts, placements, Actions           5  hooks           the executor takes over
+    1  world      which rank this is                            4  plan            Units, layouts, placements, Actions
+    2  config     open numbers resolved and printed             5  start weights   drawn, read or broadcast, owned
+    3  parallel   slices along "tp", then stages along "pp"                        elements alone
+                                                                6  hooks           the executor takes over
 
 A model on ``meta`` gets its weights shard by shard: from ``initial`` rules (or its own ``initial_rules()``), or from
 ``init_from``; no rank ever holds a whole fp32 model at stage 3. A model that comes initialised takes rank 0's weights
@@ -19,6 +20,7 @@ from torch import Tensor, nn, optim
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
+from shardwise.compose.cut import cut_model, recompute_blocks
 from shardwise.compose.draft import Draft, draft, names_of_units
 from shardwise.compose.whole import Whole, describe, register
 from shardwise.config.auto import resolve
@@ -26,8 +28,11 @@ from shardwise.config.run import RunConfig, load
 from shardwise.engine.engine import Engine, Loss, OnStep
 from shardwise.engine.inputs import cast_inputs
 from shardwise.engine.parts import Parts, Stage
+from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
+from shardwise.memory.recompute import chosen
+from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
 from shardwise.models.gpt import Gpt
 from shardwise.models.initial import Rule, draw
@@ -37,7 +42,7 @@ from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings
 from shardwise.parallel.zero.executor import Executor, UnitState
 from shardwise.parallel.zero.layout import strategy_of
-from shardwise.parallel.zero.modules import Holding
+from shardwise.parallel.zero.modules import Holding, repeated_blocks
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.placement import runs
 from shardwise.plan.registry import Registry
@@ -90,6 +95,18 @@ def initialize(
     _take_rank_0(model, world, groups["world"], filled)
     _move_buffers(model, world.device)
     units = names_of_units(model, settings.zero)
+    to_recompute = chosen(repeated_blocks(model) or units, settings.recompute)
+    replay = Replay()
+    cut_into = cut_model(
+        model,
+        whole,
+        settings.tensor,
+        settings.pipeline,
+        groups["tp"],
+        groups["pp"],
+        settings.train.seed,
+        replay,
+    )
     strategy = strategy_of(settings.zero, mesh)
     registry = register(whole, strategy, settings.precision, moments)
     if fill is not None:
@@ -97,21 +114,24 @@ def initialize(
     stages: list[Stage] = []
     trained: list[Trained] = []
     owned: list[tuple[int, BucketState]] = []
-    for index, module in {0: model}.items():
+    for index, (module, run) in cut_into.items():
         drawn = draft(
             module, whole, registry, mesh, settings.zero, settings.precision, units, group_of, moments
         )
-        states = _unit_states(module, drawn, _surroundings(drawn, groups, settings, world.device), fill, filled)
+        around = _surroundings(drawn, groups, settings, world.device)
+        states = _unit_states(module, drawn, around, fill, filled)
+        if settings.compile.scope == "blocks":
+            _compile_blocks(states, settings.compile.backend)
+        recompute_blocks(module, to_recompute, settings.recompute, replay)
         executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
-        stages.append(Stage(index, module, drawn.plan, executor))
+        stages.append(Stage(index, module, drawn.plan, executor, run))
         for bucket in (bucket for state in states for bucket in state.buckets):
             if bucket.master is not None:
                 owned.append((index, bucket))
                 optimizer_of = FlatOptimizer(bucket.master, make, bucket.layout.key.optimizer_group)
                 trained.append(Trained(bucket, optimizer_of))
-        _cast_at_the_root(module, settings, world.device, casts_output=loss is not None)
-        if settings.compile.scope == "blocks":
-            _compile_blocks(states, settings.compile.backend)
+        is_last = index == mesh.pp * settings.pipeline.interleave - 1
+        _cast_at_the_root(module, settings, world.device, casts_output=loss is not None and is_last)
     shared = SharedGradients(
         owned,
         registry,
@@ -135,16 +155,24 @@ def initialize(
         clock=clock,
         traffic=traffic,
         loss_scale=LossScale(settings.precision.loss_scale) if half else None,
+        replay=replay,
         number=world.next_engine(),
     )
+    pipeline = None
+    if mesh.pp > 1:
+        accumulation = settings.batch.accumulation or 1
+        peers = world.peers(groups["pp"], settings.comm)
+        pipeline = Pipeline(parts, settings.pipeline, accumulation, peers, settings.zero.regather == "step")
     traffic.clear()
-    return Engine(parts, settings, loss, on_step)
+    return Engine(parts, settings, loss, on_step, pipeline)
 
 
 def _surroundings(
     drawn: Draft, groups: Mapping[str, Group], settings: RunConfig, device: torch.device
 ) -> Surroundings:
-    spare = _NEVER_SHARES if not settings.zero.share_memory else int(settings.zero.prefetch_units)
+    holds = settings.zero.regather == "step" and groups["pp"].size > 1
+    shares = settings.zero.share_memory and not holds
+    spare = int(settings.zero.prefetch_units) if shares else _NEVER_SHARES
     return Surroundings(
         strategy=drawn.strategy,
         shard=groups["dp_shard"],
@@ -213,9 +241,7 @@ def _start_weights(
             "give initialize(..., initial={name: rule}) (shardwise.models.initial), init_from, or an initialised model"
         )
     seed = settings.train.seed
-    return lambda slot, start, stop, dtype: draw(
-        rules[slot.name], seed, slot.name, start, stop, dtype
-    ), rules
+    return lambda slot, start, stop, dtype: draw(rules[slot.name], seed, slot.name, start, stop, dtype), rules
 
 
 def _of_pieces(fill: Fill, registry: Registry, tp: Group) -> Fill:

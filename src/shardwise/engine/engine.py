@@ -26,14 +26,16 @@ from shardwise.comm.world import World
 from shardwise.compose.draft import full_step
 from shardwise.config.run import RunConfig
 from shardwise.engine import saving, state
-from shardwise.engine.inputs import apply, cast_inputs, find_loss
+from shardwise.engine.inputs import apply, cast_inputs, find_loss, tensors_in
 from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
+from shardwise.memory.replay import Place
 from shardwise.optim.schedule import factor
 from shardwise.parallel.zero.executor import Executor
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
+from shardwise.plan.timeline import Timeline
 
 if TYPE_CHECKING:
     from shardwise.engine.pipeline import Pipeline
@@ -90,7 +92,15 @@ class Engine:
                 f"engine(batch): {self._accumulation} microbatches have run; call engine.step() after each backward"
             )
         self._pending = (args, kwargs)
-        return self._call(self.module, args, kwargs)
+        with self._at((args, kwargs), self._microbatch):
+            return self._call(self.module, args, kwargs)
+
+    def _at(self, batch: Any, microbatch: int) -> AbstractContextManager[None]:
+        """Where the samples of ``batch`` stand in the global batch: what random numbers are drawn by."""
+        rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
+        both = self._parts.both
+        first = (microbatch * both.size + both.index) * rows
+        return self._parts.replay.at(Place(self.step_count + 1, first, rows or None))
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._loss is not None and len(args) == 1 and not kwargs:
@@ -301,11 +311,14 @@ class Engine:
         The weights outside the repeated blocks are there while it runs, and gradients flow as after ``engine(batch)``.
         """
         if self._pipeline is not None:
-            raise UsageError("run: with mesh.pp above 1 only forward is cut into stages; use engine.predict(batches)")
+            raise UsageError(
+                "run: with mesh.pp above 1 only forward is cut into stages; use engine.predict(batches)"
+            )
         function = getattr(self.module, method) if isinstance(method, str) else method
         device, dtype = self._parts.device, self.config.precision.compute_dtype
         args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
-        return self._parts.executors[0].run_as_forward(function, args, kwargs)
+        with self._at((args, kwargs), self._microbatch):
+            return self._parts.executors[0].run_as_forward(function, args, kwargs)
 
     # Looking at the state --------------------------------------------------------------------------------------
 
@@ -330,6 +343,16 @@ class Engine:
     def clock(self) -> Clock:
         """The step that collectives are in."""
         return self._parts.clock
+
+    def timeline(self) -> tuple[Timeline, Timeline] | None:
+        """(predicted, measured) of the pipeline's last step, by index on "pp"; None without a pipeline. Collective.
+
+        Predicted: the schedule with the median seconds of each stage's passes, as if messages took no time.
+        """
+        if self._pipeline is None:
+            return None
+        measured = self._pipeline.timeline()
+        return self._pipeline.predicted(measured), measured
 
     @property
     def departures(self) -> list[str]:

@@ -1,9 +1,8 @@
 """Parts: what ``build`` made and the engine runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +11,11 @@ from shardwise.checkpoint import Checkpoints
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
+from shardwise.compose.cut import RunStage
 from shardwise.compose.whole import Whole
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
+from shardwise.memory.replay import Replay
 from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import Strategy
 from shardwise.plan.mesh import Mesh
@@ -31,8 +32,7 @@ class Stage:
     module: nn.Module
     plan: Plan
     executor: Executor
-    run: Callable[[Callable[[nn.Module], Any], Any], Any] | None = None
-    """(call of the model, what the stage before sent) -> what goes to the next stage, or the call's result."""
+    run: RunStage | None = None
 
 
 @dataclass
@@ -57,6 +57,8 @@ class Parts:
     traffic: Traffic
     loss_scale: LossScale | None
     """Only under fp16."""
+    replay: Replay
+    """The microbatch that random numbers are drawn for."""
     number: int = 0
     """Which engine of its world: keeps the keys of several engines apart in the store."""
     checkpoints: dict[Path, Checkpoints] = field(default_factory=dict)

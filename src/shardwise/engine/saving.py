@@ -104,7 +104,9 @@ def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str
             layout = bucket.layout
             piece, index = layout.shard_elements, parts.groups["dp_shard"].index
             window = (index * piece, (index + 1) * piece) if writes else (0, 0)
-            slots = [s for s in layout.slots if parts.registry.get("parameter", s.name).stages[0] == stage.index]
+            slots = [
+                s for s in layout.slots if parts.registry.get("parameter", s.name).stages[0] == stage.index
+            ]
             first = window[0] if bucket.weight.numel() < layout.elements else 0
             _pieces(parts, held, "weight", slots, first, bucket.weight, window)
             if bucket.master is None:
@@ -120,7 +122,9 @@ def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str
         items.append(Item("weight", info.name, info.shape, info.dtype, held.get(("weight", info.name), [])))
     for info in parts.registry.of_kind("master"):
         if info.dtype != parts.registry.get("parameter", info.name).dtype:
-            items.append(Item("master", info.name, info.shape, info.dtype, held.get(("master", info.name), [])))
+            items.append(
+                Item("master", info.name, info.shape, info.dtype, held.get(("master", info.name), []))
+            )
         for label in labels if info.name not in stateless else ():
             items.append(Item(label, info.name, info.shape, info.dtype, held.get((label, info.name), [])))
     return items + _buffer_items(parts, to_write=True)
@@ -167,11 +171,15 @@ def _pieces(
         if start >= stop:
             continue
         pieces = held.setdefault((kind, slot.name), [])
-        for run in runs(info.shape, info.on("tp"), tp.index, tp.size, start - slot.offset, stop - slot.offset):
+        for run in runs(
+            info.shape, info.on("tp"), tp.index, tp.size, start - slot.offset, stop - slot.offset
+        ):
             if window is not None and tp.index % run.replicas:
                 continue
             place = slot.offset + run.local - first
-            pieces.append(Piece(run.full, run.full + run.elements, flat.detach()[place : place + run.elements]))
+            pieces.append(
+                Piece(run.full, run.full + run.elements, flat.detach()[place : place + run.elements])
+            )
 
 
 def _agree_on_scalars(

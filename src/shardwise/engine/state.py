@@ -142,7 +142,9 @@ def own_buffers(parts: Parts) -> dict[str, Tensor]:
 # Whole tensors -----------------------------------------------------------------------------------------------------
 
 
-def _assembled(parts: Parts, own: Mapping[str, Tensor], kind: Literal["parameter", "gradient"]) -> dict[str, Tensor]:
+def _assembled(
+    parts: Parts, own: Mapping[str, Tensor], kind: Literal["parameter", "gradient"]
+) -> dict[str, Tensor]:
     """Whole tensors on every rank, from pieces that are whole over the data-parallel ranks already."""
     model, tp, pp = (parts.groups[axis] for axis in ("model", "tp", "pp"))
     if model.size == 1:

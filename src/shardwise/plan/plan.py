@@ -5,8 +5,8 @@
 The engine runs it, the simulator prices it, the verifier proves it, the checkpoint stores by it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.mesh import Mesh
@@ -89,6 +89,19 @@ class Plan:
                 first = unit.title
                 rows.append((unit.title, unit.parameters, placements))
         return rows
+
+
+def merged(plans: Sequence[Plan]) -> Plan:
+    """The Plans of several stages on one rank as one, its Units numbered through."""
+    if len(plans) == 1:
+        return plans[0]
+    units: list[Unit] = []
+    buffers: dict[tuple[int, int], tuple[Buffers, ...]] = {}
+    for plan in plans:
+        buffers |= {(unit + len(units), place): rows for (unit, place), rows in plan.buffers.items()}
+        units += [replace(unit, index=len(units) + i) for i, unit in enumerate(plan.units)]
+    notes = tuple(dict.fromkeys(note for plan in plans for note in plan.notes))
+    return Plan(plans[0].mesh, plans[0].registry, tuple(units), buffers, {}, notes)
 
 
 def _summary(actions: tuple[Action, ...]) -> str:

@@ -25,3 +25,6 @@ class ZeroPolicy(Policy):
     """Gathered Units of equal size take turns in a few slots; false gives each its own."""
     debug: bool = Field(default=False)
     """Released memory is filled with NaN, so that a gather that was missed cannot pass for a right number."""
+    regather: Literal["microbatch", "step"] = "microbatch"
+    """Stage 3 in a pipeline: whether weights are gathered for every microbatch's passes, or once for a step, at the
+    memory of stage 2's weights."""

@@ -1,0 +1,79 @@
+"""Cut: the model of one rank. The first techniques of the order in draft.py, in place.
+
+dropout     keyed by the whole model's names, so that the same features fall everywhere      models/dropout.py
+slices      every matrix to its piece on "tp"                                                parallel/tensor
+stages      the blocks that this rank runs, behind stand-ins for the others                  parallel/pipeline
+recompute   around the blocks that are left                                                  memory/recompute.py
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+from shardwise.comm.collectives import Group
+from shardwise.compose.whole import Whole
+from shardwise.kernels.dropout import Cut
+from shardwise.memory.recompute import RecomputePolicy, apply_recompute
+from shardwise.memory.replay import Replay
+from shardwise.models.dropout import replace_dropout
+from shardwise.parallel.pipeline.cut import blocks_around, cut, find_blocks, owners, weigh
+from shardwise.parallel.pipeline.partition import partition
+from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.tensor.apply import make_parallel, table_of
+from shardwise.parallel.tensor.policy import TensorPolicy
+
+RunStage = Callable[[Callable[[nn.Module], Any], Any], Any]
+"""(call of the model, what the stage before sent) -> what goes to the next stage, or the call's result."""
+
+
+def cut_model(
+    model: nn.Module,
+    whole: Whole,
+    tensor: TensorPolicy,
+    pipeline: PipelinePolicy,
+    tp: Group,
+    pp: Group,
+    seed: int,
+    replay: Replay,
+) -> dict[int, tuple[nn.Module, RunStage | None]]:
+    """This rank's stages by index; without a pipeline the model itself. ``whole`` learns where everything lies.
+
+    Errors: PlanError where the model cannot be cut so.
+    """
+    table = table_of(model, tensor.table) if tp.size > 1 else None
+    is_cut = table is not None and table.sequence and tensor.sequence_parallel
+    replace_dropout(model, seed, replay, {"*": Cut(1, tp.size, tp.index)} if is_cut else {})
+    if table is not None:
+        placed = make_parallel(model, table, tp, is_cut)
+        whole.places.update({name: placed[name] for name in whole.parameters})
+    if pp.size == 1:
+        return {0: (model, None)}
+    starts = stage_starts(model, pipeline, pp.size)
+    owner = owners(model, starts)
+    for name, entry in whole.parameters.items():
+        whole.stages[name] = tuple(sorted({owner[each] for each in (name, *entry.aliases)}))
+    whole.stages.update({name: (owner[name],) for name in whole.buffers})
+    here = range(pp.index, len(starts) + 1, pp.size)
+    return {index: (stage.module, stage.run) for index, stage in cut(model, starts, here).items()}
+
+
+def stage_starts(model: nn.Module, policy: PipelinePolicy, ranks: int) -> tuple[str, ...]:
+    """Names of the blocks that begin each stage but the first."""
+    how = policy.partition
+    blocks = find_blocks(model) if isinstance(how, str) else blocks_around(model, how)
+    weights, front, back = weigh(model, blocks)
+    return partition(how, blocks, weights, ranks * policy.interleave, front, back)
+
+
+def recompute_blocks(
+    module: nn.Module, names: Collection[str], policy: RecomputePolicy, replay: Replay
+) -> None:
+    """Wrap those of the blocks ``names`` that are in ``module``; stand-ins have nothing to compute again."""
+    here = [
+        (name, block)
+        for name, block in module.named_modules()
+        if name in names and next(block.parameters(), None) is not None
+    ]
+    if here:
+        apply_recompute(here, policy.model_copy(update={"blocks": "all"}), replay)

@@ -1,0 +1,246 @@
+"""The engine's side of a pipeline: a step's microbatches, walked through the stages by the schedule's list.
+
+    schedule -> SEND and RECV -> validated -> walked by parallel/pipeline/executor.py
+
+Every rank that shares a model is given the same batches: the first stage reads tokens, the last one targets, and those
+between make masks and positions of their own. What a stage's Units do inside a pass is the business of the hooks on its
+modules; the Plan shows both.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.peers import Peers
+from shardwise.compose.schedule import forward_lists, step_lists, with_units
+from shardwise.engine.inputs import apply, cast_inputs, find_loss
+from shardwise.engine.parts import Parts
+from shardwise.engine.step import StepResult
+from shardwise.parallel.pipeline.executor import ScheduleExecutor
+from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.plan import Plan, merged
+from shardwise.plan.timeline import Span, Timeline
+from shardwise.simulate.timeline import simulate
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+_KINDS = tuple(Kind)
+
+
+class Pipeline:
+    """Runs the stages of one engine's rank. ``holds``: weights stay gathered through a step."""
+
+    def __init__(self, parts: Parts, policy: PipelinePolicy, accumulation: int, peers: Peers, holds: bool):
+        self._parts = parts
+        self._policy = policy
+        self._peers = peers
+        self._accumulation = accumulation
+        self._holds = holds and parts.strategy.cuts_weight
+        self._group = parts.groups["pp"]
+        self.stages = self._group.size * policy.interleave
+        self._executor = ScheduleExecutor(peers, self.stages)
+        self._stages = {stage.index: stage for stage in parts.stages}
+        self._step_lists = cache(lambda microbatches: step_lists(self._group.size, microbatches, policy))
+
+    # A step ----------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, engine: "Engine", batches: Sequence[Any], weights: Sequence[float] | None
+    ) -> StepResult:
+        """See ``Engine.train_step``."""
+        self._parts.clock.step = engine.step_count + 1
+        each = [None] * len(batches) if weights is None else list(weights)
+        actions = self._step_lists(len(batches))[self._group.index]
+        runner = _Training(self, engine, batches, [engine._scale_of(weight) for weight in each], actions)
+        with engine.discard_on_error():
+            if self._holds:
+                for executor in self._parts.executors:
+                    executor.hold()
+            results = self._executor.run(actions, runner)
+            if self._holds:
+                for executor in self._parts.executors:
+                    executor.let_go()
+        for i, weight in enumerate(each):
+            engine._count(results.get(i), weight)
+        result = engine.step()
+        assert result is not None, "the last microbatch ends the step"
+        return result
+
+    # Without gradients -----------------------------------------------------------------------------------------
+
+    def losses(
+        self, engine: "Engine", batches: Iterable[tuple[Any, float]]
+    ) -> Iterator[tuple[Tensor | None, float]]:
+        """The loss of each batch where this rank knows it; several are under way at a time."""
+        pairs = iter(batches)
+        while chunk := list(islice(pairs, 2 * self._group.size)):
+            found = self._forward_only(
+                engine,
+                [batch for batch, _ in chunk],
+                lambda root, batch: find_loss(engine._call(root, (batch,), {})),
+            )
+            for i, (_, weight) in enumerate(chunk):
+                yield found.get(i), weight
+
+    def predict(self, engine: "Engine", batches: Sequence[Any]) -> list[Any]:
+        """What the model returns, on every rank of the pipeline."""
+        if not batches:
+            return []
+        device = self._parts.device
+        found = self._forward_only(
+            engine, batches, lambda root, batch: apply(root, cast_inputs(batch, device, None))
+        )
+        last = self._group.size - 1
+        outputs = []
+        for i in range(len(batches)):
+            what = f"output of microbatch {i}"
+            if self._parts.has_last_stage:
+                text, tensors = pack(found[i])
+                for index in range(last):
+                    self._peers.send(text, tensors, index, what)
+                outputs.append(found[i])
+            else:
+                message = self._peers.receive(last, what)
+                outputs.append(unpack(message.text, message.tensors))
+        self._peers.flush()
+        return outputs
+
+    def _forward_only(
+        self, engine: "Engine", batches: Sequence[Any], call: Callable[[nn.Module, Any], Any]
+    ) -> dict[int, Any]:
+        lists = forward_lists(self._group.size, len(batches), self._policy)
+        runner = _Evaluating(self, engine, batches, call)
+        with torch.no_grad(), engine.discard_on_error():
+            return self._executor.run(lists[self._group.index], runner, trains=False)
+
+    # Looking at it ---------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """The Plan of this rank's stages; the ranks of other stages know what their Units do inside each pass."""
+        here = self._group.index
+        lists = with_units(
+            self._step_lists(self._accumulation),
+            here,
+            {index: (stage.plan, stage.executor) for index, stage in self._stages.items()},
+            self._parts.strategy,
+            self._holds,
+        )
+        names = {rank: f"pp {rank}" + (", this rank" if rank == here else "") for rank in lists}
+        plan = merged([stage.plan for stage in self._parts.stages])
+        return replace(plan, actions={names[rank]: tuple(row) for rank, row in lists.items()})
+
+    def timeline(self) -> Timeline:
+        """When each Action of the last walk ran, by index on "pp". Collective."""
+        rows = [
+            [_KINDS.index(span.action.kind), *span.action[1:], span.start_s, span.stop_s]
+            for span in self._executor.spans
+        ]
+        sizes = torch.zeros(self._group.size, dtype=torch.float64)
+        sizes[self._group.index] = len(rows)
+        self._group.all_reduce(sizes, "the length of timelines", purpose="control").wait()
+        most, width = int(sizes.max()), len(Action._fields) + 2
+        own = torch.zeros(most, width, dtype=torch.float64)
+        own[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
+        every = torch.zeros(self._group.size, most, width, dtype=torch.float64)
+        self._group.all_gather(every.view(-1), own.view(-1), "timelines", purpose="control").wait()
+        return Timeline.of(
+            _span(index, row)
+            for index, size in enumerate(sizes.tolist())
+            for row in every[index, : int(size)].tolist()
+        )
+
+    def predicted(self, measured: Timeline) -> Timeline:
+        """The schedule with the median seconds of each kind of pass on each stage in ``measured``, messages free."""
+        seconds: dict[tuple[Kind, int], list[float]] = {}
+        for row in measured.spans.values():
+            for span in row:
+                if span.is_pass:
+                    seconds.setdefault((span.action.kind, span.action.stage), []).append(
+                        span.stop_s - span.start_s
+                    )
+        typical = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
+        lists = self._step_lists(self._accumulation)
+        return simulate(lists, lambda action: typical.get((action.kind, action.stage), 0.0))
+
+
+class _Training:
+    """Computes the stages of a step."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        engine: "Engine",
+        batches: Sequence[Any],
+        scales: Sequence[float],
+        actions: Sequence[Action],
+    ):
+        self._pipeline = pipeline
+        self._engine = engine
+        self._batches = batches
+        self._scales = scales
+        self._last = {a.stage: a.microbatch for a in actions if a.kind is Kind.B}
+        self._losses: dict[int, Tensor] = {}
+
+    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """See ``Runner``."""
+        here = self._pipeline._stages[stage]
+        here.executor.microbatch = microbatch
+        batch = self._batches[microbatch]
+        assert here.run is not None, "a stage of a pipeline knows how to run"
+        with self._engine._at(batch, microbatch):
+            output = here.run(lambda root: self._engine._call(root, (batch,), {}), received)
+        if stage < self._pipeline.stages - 1:
+            return output
+        loss = find_loss(output)
+        self._losses[microbatch] = loss
+        return loss
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+        """See ``Runner``."""
+        executor = self._pipeline._stages[stage].executor
+        executor.microbatch = microbatch
+        loss = self._losses.pop(microbatch) if stage == self._pipeline.stages - 1 else None
+        first = None if loss is None else torch.full_like(loss, self._scales[microbatch])
+        self._engine._run_backward(executor, microbatch == self._last[stage], lambda: run(first))
+
+
+class _Evaluating:
+    """Computes the stages without gradients."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        engine: "Engine",
+        batches: Sequence[Any],
+        call: Callable[[nn.Module, Any], Any],
+    ):
+        self._pipeline = pipeline
+        self._engine = engine
+        self._batches = batches
+        self._call = call
+
+    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """See ``Runner``."""
+        here = self._pipeline._stages[stage]
+        here.executor.microbatch = microbatch
+        batch = self._batches[microbatch]
+        assert here.run is not None, "a stage of a pipeline knows how to run"
+        with self._engine._at(batch, microbatch):
+            return here.run(lambda root: self._call(root, batch), received)
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+        """Never called: the list has no B."""
+        raise NotImplementedError
+
+
+def _span(index: int, row: Sequence[float]) -> Span:
+    kind, *numbers = (int(number) for number in row[:-2])
+    return Span(index, Action(_KINDS[kind], *numbers), row[-2], row[-1])

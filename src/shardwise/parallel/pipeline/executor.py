@@ -1,0 +1,127 @@
+"""The executor of a schedule: a loop over one rank's list of Actions.
+
+    F(s, i)        received activation -> forward of stage s -> activation to send, or the loss
+    B(s, i)        received gradient   -> backward            -> gradient to send
+    SEND, RECV     what the two exchange with the stages beside them
+
+A stage's input is detached from what was received and asks for gradients where its sender's tensor did. Of its output
+only the edge of the graph is kept for the backward pass: the numbers themselves are dropped once they are sent, unless
+autograd saved them. What runs inside a stage (a Unit's gathers and reductions) is the business of the hooks on its
+modules; this loop knows stages alone.
+
+With one stage the list is F(0,0) B(0,0) F(0,1) B(0,1) ..., gradient accumulation, and nothing is exchanged.
+
+Cost: one message per edge between stages, microbatch and direction.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.comm.peers import Peers
+from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.timeline import Span
+
+
+class Runner(Protocol):
+    """What computes the stages."""
+
+    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """The stage's output; of the last stage what ``backward`` begins with."""
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+        """Call ``run`` inside whatever a backward pass needs around it: with the gradient that the last stage's output
+        begins with, with None on the others."""
+
+
+class ScheduleExecutor:
+    """Runs lists of one rank. ``stages`` of the pipeline lie round robin on ``ranks``; ``peers`` reaches the others."""
+
+    def __init__(self, peers: Peers, stages: int):
+        self._peers = peers
+        self._stages = stages
+        self.spans: list[Span] = []
+        """When each Action of the last list ran, in seconds of the host's monotonic clock."""
+
+    def run(self, actions: Sequence[Action], runner: Runner, trains: bool = True) -> dict[int, Any]:
+        """Walk ``actions``; returns the last stage's outputs by microbatch, detached. ``trains``: with B."""
+        self.spans = []
+        self._runner, self._trains = runner, trains
+        self._inputs: dict[tuple[int, int], list[Tensor]] = {}
+        self._received: dict[tuple[int, int], Any] = {}
+        self._outputs: dict[tuple[int, int], list[GradientEdge]] = {}
+        self._to_send: dict[tuple[int, int], Any] = {}
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
+        self._results: dict[int, Any] = {}
+        do = {Kind.F: self._forward, Kind.B: self._backward, Kind.SEND: self._send, Kind.RECV: self._receive}
+        rank = self._peers.group.index
+        for action in actions:
+            start_s = time.perf_counter()
+            do[action.kind](action)
+            self.spans.append(Span(rank, action, start_s, time.perf_counter()))
+        self._peers.flush()
+        return self._results
+
+    def _forward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        output = self._runner.forward(*key, self._received.pop(key, None))
+        if action.stage < self._stages - 1:
+            packed = self._to_send[key] = pack(output)
+            tensors = packed.tensors
+        else:
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._results[action.microbatch] = tree_map(_detached, output)
+        if self._trains:
+            self._outputs[key] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+
+    def _backward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        edges = self._outputs.pop(key)
+        inputs = self._inputs.pop(key, [])
+        given = self._gradients.pop(key, [])
+
+        def run(first: Tensor | None) -> None:
+            gradients = given if first is None else [first]
+            if edges:
+                torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+
+        self._runner.backward(*key, run)
+        if action.stage:
+            self._to_send[key] = [
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
+            ]
+
+    def _send(self, action: Action) -> None:
+        value = self._to_send.pop((action.stage, action.microbatch))
+        what = _name(action)
+        to = action.other % self._peers.group.size
+        if action.carries_gradient:
+            self._peers.send("", value, to, what)
+            return
+        self._peers.send(value.text, value.tensors, to, what)
+
+    def _receive(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        message = self._peers.receive(action.other % self._peers.group.size, _name(action))
+        if action.carries_gradient:
+            self._gradients[key] = message.tensors
+            return
+        self._received[key] = unpack(message.text, message.tensors)
+        self._inputs[key] = [tensor for tensor in message.tensors if tensor.requires_grad]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _name(action: Action) -> str:
+    """The same words on both ends."""
+    sender = action.stage if action.kind is Kind.SEND else action.other
+    what = "gradient" if action.carries_gradient else "activation"
+    return f"{what} of stage {sender}, microbatch {action.microbatch}"

@@ -1,0 +1,233 @@
+"""Slices, stages, recomputation and ZeRO, alone and together, equal one process with a plain torch loop.
+
+One global batch of 10 sequences a step is cut into data-parallel ranks × microbatches, unevenly where they do not
+divide: shapes change from one microbatch to the next. In the last step the targets are masked unevenly.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise
+from shardwise.models import Gpt, GptPolicy
+from tests.engine.plain import Truth, train, worst
+
+SEQUENCES, CONTEXT, VOCABULARY = 10, 12, 19
+CLIP = 0.5
+OPTIMIZER = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+
+class Layout(NamedTuple):
+    """One row of the table."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    microbatches: int = 1
+    stage: int = 0
+    schedule: str = "1f1b"
+    interleave: int = 1
+    sequence: bool = True
+    recompute: str = "none"
+    manner: str = "llama"
+    kv_heads: int = 4
+    regather: str = "microbatch"
+    transport: str = "auto"
+    partition: str = "uniform"
+    dropout: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        default = Layout()._asdict()
+        words = {"manner": "", "transport": ""}
+        said = [
+            f"{words.get(key, key)}{value}" for key, value in self._asdict().items() if value != default[key]
+        ]
+        return "-".join(said) or "one"
+
+
+class Figures(NamedTuple):
+    """Largest errors over three steps."""
+
+    gradients: float
+    norm: float
+    weights: float
+    loss: float
+
+
+def policy_of(layout: Layout) -> GptPolicy:
+    kv_heads = layout.kv_heads if layout.manner == "llama" else None
+    return GptPolicy(
+        manner=layout.manner,  # type: ignore[arg-type]
+        layers=4,
+        width=16,
+        heads=4,
+        kv_heads=kv_heads,
+        context=CONTEXT,
+        vocab=VOCABULARY,
+        hidden=24,
+        dropout=layout.dropout,
+    )
+
+
+def model_of(layout: Layout) -> Gpt:
+    return Gpt(policy_of(layout)).to(torch.float64)
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of the global batch."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (SEQUENCES, CONTEXT), generator=generator)
+    targets = torch.randint(0, VOCABULARY, (SEQUENCES, CONTEXT), generator=generator)
+    if step == 2:
+        targets[7:9] = -100
+        targets[1, 2:] = -100
+        targets[4, :4] = -100
+    return tokens, targets
+
+
+@cache
+def truth(manner: str, kv_heads: int) -> list[Truth]:
+    """The plain loop, sequence by sequence, so that the addends are known."""
+    model = model_of(Layout(manner=manner, kv_heads=kv_heads))
+    steps = []
+    for step in range(3):
+        tokens, targets = data(step)
+        counts = (targets != -100).sum(dim=1).tolist()
+        steps.append(
+            [((tokens[i : i + 1], targets[i : i + 1]), counts[i]) for i in range(SEQUENCES) if counts[i]]
+        )
+    options = {key: value for key, value in OPTIMIZER.items() if key != "type"}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)  # type: ignore[arg-type]
+    return train(model, optimizer, steps, lambda model, batch: model(*batch), CLIP)
+
+
+def config_of(layout: Layout) -> dict[str, Any]:
+    return {
+        "mesh": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
+        "zero": {"stage": layout.stage, "regather": layout.regather},
+        "tensor": {"sequence_parallel": layout.sequence},
+        "pipeline": {
+            "schedule": layout.schedule,
+            "interleave": layout.interleave,
+            "partition": layout.partition,
+        },
+        "recompute": layout.recompute,
+        "batch": {"accumulation": layout.microbatches},
+        "optimizer": OPTIMIZER,
+        "clip": CLIP,
+        "comm": {"transport": layout.transport, "deadline_s": 20.0},
+    }
+
+
+def pieces(layout: Layout, dp_index: int, step: int) -> tuple[list[tuple[Tensor, Tensor]], list[float]]:
+    """This rank's microbatches and their numbers of targets."""
+    parts = layout.microbatches * layout.dp
+    tokens, targets = (torch.tensor_split(each, parts) for each in data(step))
+    mine = range(dp_index, parts, layout.dp)
+    return [(tokens[i], targets[i]) for i in mine], [float((targets[i] != -100).sum()) for i in mine]
+
+
+def measure(world: Any, layout: Layout) -> Figures:
+    """Train three steps and compare."""
+    engine = shardwise.initialize(model_of(layout), config_of(layout), world=world)
+    found: dict[str, Tensor] = {}
+    engine_step = engine.step
+
+    def with_gradients() -> Any:
+        if engine._microbatch == layout.microbatches:
+            found.clear()
+            found.update(engine.gradients())
+        return engine_step()
+
+    engine.step = with_gradients  # type: ignore[method-assign]
+    figures = Figures(0.0, 0.0, 0.0, 0.0)
+    dp_index = engine._parts.groups["dp"].index
+    for step, wanted in enumerate(truth(layout.manner, layout.kv_heads)):
+        batches, weights = pieces(layout, dp_index, step)
+        result = engine.train_step(batches, weights)
+        assert not result.skipped
+        state = engine.state_dict()
+        figures = Figures(
+            max(figures.gradients, worst(found, wanted.gradients, wanted.addends)),
+            max(figures.norm, abs(result.grad_norm / wanted.norm - 1)),
+            max(figures.weights, worst({name: state[name] for name in wanted.weights}, wanted.weights)),
+            max(figures.loss, abs(result.loss / wanted.loss - 1)),
+        )
+    engine.close()
+    return figures
+
+
+def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:
+    return [measure(world, layout) for layout in layouts]
+
+
+TENSOR = [
+    Layout(tp=tp, sequence=sequence, manner=manner, kv_heads=kv_heads)
+    for tp in (1, 2, 4)
+    for sequence in (True, False)
+    for manner, kv_heads in (("llama", 4), ("llama", 2), ("gpt2", 4))
+    if tp > 1 or sequence
+]
+SCHEDULES = [
+    Layout(pp=pp, microbatches=microbatches, schedule=schedule)
+    for pp in (2, 4)
+    for schedule in ("gpipe", "1f1b")
+    for microbatches in (1, 2, 3, 5, 8)
+] + [
+    Layout(pp=2, microbatches=microbatches, schedule="interleaved_1f1b", interleave=2)
+    for microbatches in (1, 2, 3, 5, 8)
+]
+ZERO = [
+    Layout(dp=2, stage=stage, microbatches=2, recompute=how)
+    for stage in range(4)
+    for how in ("full", "selective")
+]
+TOGETHER = [
+    *(Layout(pp=2, dp=2, stage=stage, microbatches=3) for stage in range(4)),
+    *(Layout(dp=2, tp=2, stage=stage, microbatches=2) for stage in range(4)),
+    *(Layout(pp=2, tp=2, microbatches=3, sequence=sequence) for sequence in (True, False)),
+    *(Layout(pp=2, tp=2, microbatches=3, manner="gpt2", recompute=how) for how in ("full", "selective")),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, regather="step"),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, regather="step", recompute="full"),
+    Layout(pp=2, dp=2, stage=3, microbatches=4, schedule="interleaved_1f1b", interleave=2, recompute="full"),
+    Layout(pp=2, dp=2, stage=2, microbatches=3, schedule="gpipe", manner="gpt2"),
+    Layout(pp=2, tp=2, microbatches=3, schedule="interleaved_1f1b", interleave=2, kv_heads=1),
+    Layout(dp=2, tp=2, stage=3, microbatches=2, recompute="selective", kv_heads=1),
+    Layout(dp=2, tp=2, stage=2, microbatches=2, recompute="full", manner="gpt2"),
+    Layout(tp=4, kv_heads=1, recompute="full"),
+    Layout(tp=4, kv_heads=1, transport="torch"),
+    Layout(pp=2, tp=2, microbatches=3, transport="torch", manner="gpt2"),
+    Layout(pp=2, microbatches=3, recompute="selective", manner="gpt2", partition="parameters"),
+    Layout(pp=3, microbatches=4, manner="gpt2"),
+    Layout(pp=3, microbatches=2, schedule="gpipe"),
+]
+LAYOUTS = [*TENSOR, *SCHEDULES, *ZERO, *TOGETHER]
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: Any) -> Any:
+    """Figures of all layouts, worst over the ranks; one call per number of ranks."""
+
+    @cache
+    def get(size: int) -> dict[Layout, Figures]:
+        table = [layout for layout in LAYOUTS if layout.size == size]
+        by_rank = ranks(size).run(measure_all, table)
+        return {
+            layout: Figures(*(max(column) for column in zip(*rows, strict=True)))
+            for layout, *rows in zip(table, *by_rank, strict=True)
+        }
+
+    return get
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_equals_one_process(measured: Any, layout: Layout) -> None:
+    figures = measured(layout.size)[layout]
+    assert max(figures) <= 1e-10, figures
