@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.stand_in import (
@@ -406,7 +407,7 @@ def _outputs(model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequenc
     found: dict[str, Any] = {}
     handles = [
         model.get_submodule(end).register_forward_hook(
-            lambda module, args, output, end=end: found.setdefault(end, output)
+            lambda module, args, output, end=end: found.update({end: _copied(output)})
         )
         for end in ends
     ]
@@ -419,6 +420,11 @@ def _outputs(model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequenc
         if end not in found:
             raise PlanError(f"block {end!r} in front of {start!r} is never called, so no stage can end there")
     return [*(found[end] for end in ends), result]
+
+
+def _copied(value: Any) -> Any:
+    """As it is now: what follows may write in place."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _difference(got: Any, wanted: Any) -> str:

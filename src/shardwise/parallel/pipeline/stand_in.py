@@ -91,10 +91,11 @@ class AbsentBlock(nn.Module):
             )
         if comes == "just before":
             relay.handed_over = True
-            return relay.received
         if in_row:
             return relay.received
         # What a model does between two blocks that are attributes (a ReLU, say) may write in place.
+        if comes == "just before":
+            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, relay.received)
         return tree_map(
             lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, relay.received
         )

@@ -1,0 +1,86 @@
+"""Messages: what passes between two stages, as a text and a list of tensors.
+
+    pack({"x": a, "skip": (a, None, 3)})  =  '{"x": {"tensor": 0}, ...}', [a]
+
+Tensors in tuples, lists and dictionaries with string keys, beside numbers, strings and None. The text is JSON and is
+parsed as JSON: nothing in a message is ever run or imported. A tensor that occurs twice travels once and is one tensor
+again, so that its gradients are summed where they belong.
+
+A gradient's message is the list of gradients of ``trained(value)``, None for those that had no part in the loss.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.errors import PlanError
+
+_TENSOR, _TUPLE, _LIST, _DICT = "tensor", "tuple", "list", "dict"
+
+
+class Packed(NamedTuple):
+    """A value as it travels."""
+
+    text: str
+    tensors: list[Tensor]
+
+
+def pack(value: Any, where: str = "a stage's output") -> Packed:
+    """``where`` names the value in errors: PlanError for what cannot travel."""
+    tensors: list[Tensor] = []
+    places: dict[int, int] = {}
+
+    def write(part: Any, path: str) -> Any:
+        if part is None or isinstance(part, bool | int | float | str):
+            return part
+        if isinstance(part, Tensor):
+            if id(part) not in places:
+                places[id(part)] = len(tensors)
+                tensors.append(part)
+            return {_TENSOR: places[id(part)], "trained": part.requires_grad}
+        if type(part) in (tuple, torch.Size):
+            return {_TUPLE: [write(each, f"{path}[{i}]") for i, each in enumerate(part)]}
+        if type(part) is list:
+            return {_LIST: [write(each, f"{path}[{i}]") for i, each in enumerate(part)]}
+        if type(part) is dict:
+            for key in part:
+                if not isinstance(key, str):
+                    raise PlanError(f"{where}{path}: key {key!r} of a dictionary is no string; make it one")
+            return {_DICT: {key: write(each, f"{path}[{key!r}]") for key, each in part.items()}}
+        raise PlanError(
+            f"{where}{path}: a {type(part).__module__}.{type(part).__qualname__} cannot travel between stages; "
+            "a block may return tensors, None, numbers and strings, in tuples, lists and dictionaries"
+        )
+
+    return Packed(json.dumps(write(value, "")), tensors)
+
+
+def unpack(text: str, tensors: list[Tensor]) -> Any:
+    """The value again; tensors that had a gradient at the sender have one here."""
+
+    def read(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        if _TENSOR in part:
+            tensor = tensors[part[_TENSOR]]
+            return tensor.requires_grad_() if part["trained"] else tensor
+        if _TUPLE in part:
+            return tuple(read(each) for each in part[_TUPLE])
+        if _LIST in part:
+            return [read(each) for each in part[_LIST]]
+        return {key: read(each) for key, each in part[_DICT].items()}
+
+    return read(json.loads(text))
+
+
+def trained(value: Any) -> list[Tensor]:
+    """The tensors of ``value`` through which gradients flow back, in the order of both ends of a message."""
+    return [tensor for tensor in pack(value).tensors if tensor.requires_grad]
+
+
+def local(value: Any) -> Any:
+    """What ``unpack`` would give at the other end, for two stages of one rank: same memory, cut from the graph."""
+    text, tensors = pack(value)
+    return unpack(text, [tensor.detach() for tensor in tensors])

@@ -1,0 +1,144 @@
+"""Partition: which block begins each stage.
+
+    uniform      as many blocks each; where they do not divide, the stages in the middle have one more, for the first
+                 and the last also hold what stands around the blocks
+    parameters   max over stages of (parameters of its blocks [+ front] [+ back]) is least; among such cuts the sum of
+                 squares is least
+    names        as given
+
+The least maximum is found by bisection over a greedy cut; the sum of squares by dynamic programming over cuts that keep
+to it.
+
+Cost: O(L²) for L blocks.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from shardwise.plan.errors import PlanError
+from shardwise.plan.policy import nearest
+
+
+def partition(
+    how: str | Sequence[str],
+    blocks: Sequence[str],
+    weights: Sequence[int],
+    stages: int,
+    front: int = 0,
+    back: int = 0,
+) -> tuple[str, ...]:
+    """Names of the blocks that begin each stage but the first.
+
+    ``weights`` are the blocks' parameters, ``front`` and ``back`` those of what stands around the blocks. PlanError
+    where there are fewer blocks than stages, a name is unknown, or a stage would have no parameters.
+    """
+    if stages == 1 and isinstance(how, str):
+        return ()
+    if stages > len(blocks):
+        raise PlanError(
+            f"pipeline: {len(blocks)} blocks cannot make {stages} stages (mesh.pp x pipeline.interleave); every stage "
+            f"needs a block, so {len(blocks)} stages are the most; "
+            f"nearest that work: {_factors(len(blocks))}"
+        )
+    if not isinstance(how, str):
+        places = _by_name(how, blocks, stages)
+    elif how == "uniform":
+        places = _uniform(len(blocks), stages)
+    elif how == "parameters":
+        places = _by_weight(weights, stages, front, back)
+    else:
+        raise PlanError(
+            f"pipeline.partition: {how!r} is no way to cut{nearest(how, ['uniform', 'parameters'])}"
+        )
+    bounds = [0, *places, len(blocks)]
+    for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
+        held = sum(weights[first:stop]) + (front if stage == 0 else 0) + (back if stage == stages - 1 else 0)
+        if not held:
+            span = blocks[first] if stop - first == 1 else f"{blocks[first]} ... {blocks[stop - 1]}"
+            raise PlanError(
+                f"pipeline.partition: stage {stage} ({span}) has no parameters, so it has nothing to train; put it "
+                "together with a neighbour, by fewer stages or by names that begin the stages"
+            )
+    return tuple(blocks[place] for place in places)
+
+
+def _uniform(blocks: int, stages: int) -> list[int]:
+    share, more = divmod(blocks, stages)
+    first = (stages - more) // 2
+    sizes = [share + (first <= stage < first + more) for stage in range(stages)]
+    return list(itertools.accumulate(sizes))[:-1]
+
+
+def _by_name(names: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
+    if len(names) != stages - 1:
+        raise PlanError(
+            f"pipeline.partition names {len(names)} blocks that begin a stage, but {stages} stages need {stages - 1}: "
+            f"one for each stage but the first; with these names there are {len(names) + 1} stages"
+        )
+    for name in names:
+        if name not in blocks:
+            raise PlanError(f"pipeline.partition: no block is called {name!r}{nearest(name, blocks)}")
+    places = [list(blocks).index(name) for name in names]
+    if places != sorted(set(places)):
+        right = ", ".join(blocks[place] for place in sorted(set(places)))
+        raise PlanError(
+            f"pipeline.partition: names begin stages in the order of the blocks, each once: {right}"
+        )
+    if places and places[0] == 0:
+        raise PlanError(
+            f"pipeline.partition: {names[0]!r} is the first block, so stage 0 would have none; stage 1 can begin at "
+            f"{blocks[1]!r} at the earliest"
+        )
+    return places
+
+
+def _by_weight(weights: Sequence[int], stages: int, front: int, back: int) -> list[int]:
+    """Where the stages begin: the largest as small as can be, then the sum of squares."""
+    loads = list(weights)
+    loads[0] += front
+    loads[-1] += back
+    total = [0, *itertools.accumulate(loads)]
+    low, high = max(max(loads), -(-total[-1] // stages)), total[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _stages_needed(loads, middle) <= stages else (middle + 1, high)
+    # best[i]: least sum of squares of the first i blocks in the stages so far, and where the last of them begins
+    infinite = float("inf")
+    best: list[float] = [0.0] + [infinite] * len(loads)
+    begins: list[list[int]] = []
+    for _ in range(stages):
+        reached: list[float] = [infinite] * len(best)
+        begin = [0] * len(best)
+        for stop in range(1, len(best)):
+            for start in range(stop - 1, -1, -1):
+                load = total[stop] - total[start]
+                if load > low:
+                    break
+                if best[start] + load**2 < reached[stop]:
+                    reached[stop], begin[stop] = best[start] + load**2, start
+        best = reached
+        begins.append(begin)
+    places, stop = [], len(loads)
+    for begin in reversed(begins):
+        stop = begin[stop]
+        places.append(stop)
+    return places[::-1][1:]
+
+
+def _stages_needed(loads: Sequence[int], most: int) -> int:
+    stages, load = 1, 0
+    for each in loads:
+        if load + each > most:
+            stages, load = stages + 1, 0
+        load += each
+    return stages
+
+
+def _factors(blocks: int) -> str:
+    """Ways to have exactly ``blocks`` stages or, where that is a prime, one fewer."""
+    ways = [
+        f"pp {ranks}" + (f" with interleave {blocks // ranks}" if ranks < blocks else "")
+        for ranks in range(blocks, 1, -1)
+        if blocks % ranks == 0
+    ]
+    return ", ".join(ways[:3]) or "pp 1"

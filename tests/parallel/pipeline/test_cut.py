@@ -1,0 +1,385 @@
+"""Stages cut out of a model compute what the model does, and a model that cannot be cut is found at build."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.models.gpt import Gpt, GptPolicy
+from shardwise.parallel.pipeline.cut import (
+    blocks_around,
+    check_cut,
+    cut,
+    find_blocks,
+    find_ties,
+    owners,
+    weigh,
+)
+from shardwise.plan.errors import PlanError
+from tests.engine.nets import Language, seeded
+from tests.parallel.pipeline.chain import error_of_cut, forward_backward, gradients_of
+
+TOKENS = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def gpt(**keys: Any) -> nn.Module:
+    shape = {"layers": 4, "width": 8, "heads": 2, "context": 8, "vocab": 11, "hidden": 8}
+    return Gpt(GptPolicy(**shape, **keys)).double()
+
+
+def loss(model: nn.Module) -> Tensor:
+    return model(TOKENS, TOKENS)
+
+
+class Images(nn.Module):
+    """Blocks are attributes of the root, with an activation that writes in place between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+        self.layer2 = nn.Conv2d(4, 6, 3, stride=2)
+        self.layer3 = nn.Conv2d(6, 6, 1)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.stem(images)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.head(self.pool(x).flatten(1)).logsumexp(1).mean()
+
+
+class Patches(nn.Module):
+    """Parameters of the root itself, a convolution in front, and a buffer that every block is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1, 1, 6))
+        self.places = nn.Parameter(torch.randn(1, 5, 6))
+        self.embed = nn.Conv2d(3, 6, 2, 2)
+        self.register_buffer("scale", torch.full((6,), 1.5))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return self.norm(x).square().mean()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, both: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+        a, rest = both
+        return torch.tanh(self.left(rest["b"])), {"b": torch.tanh(self.right(a)), "a": a}
+
+
+class Pairs(nn.Module):
+    """A tuple with a dictionary passes from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.Sequential(*(Pair() for _ in range(4)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        a, rest = self.blocks((x, {"b": x * 2, "a": x}))
+        return (a * rest["b"] * rest["a"]).mean()
+
+
+class Skipping(Language):
+    """The embedding reaches every block beside the block's input: more than one output passes."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        first = x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x + first)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Backwards(Language):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class LateScale(Patches):
+    """A parameter that starts as zero is registered first and used last."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + self.first.sum()
+
+
+def on_images(shape: tuple[int, ...]) -> Callable[[nn.Module], Tensor]:
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return lambda model: model(images)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], list[tuple[str, ...]]]] = {
+    "llama": (gpt, loss, [("blocks.1",), ("blocks.1", "blocks.2", "blocks.3")]),
+    "gpt2": (lambda: gpt(manner="gpt2"), loss, [("blocks.3",), ("blocks.1", "blocks.2", "blocks.3")]),
+    "language": (lambda: seeded(Language), loss, [("blocks.1",), ("blocks.1", "blocks.2")]),
+    "head alone": (lambda: seeded(Language), loss, [("blocks.2", "head")]),
+    "images": (
+        lambda: seeded(Images),
+        on_images((2, 3, 9, 9)),
+        [("layer2",), ("layer1", "layer2", "layer3")],
+    ),
+    "patches": (lambda: seeded(Patches), on_images((2, 3, 4, 4)), [("layers.1",), ("layers.1", "layers.2")]),
+    "pairs": (
+        lambda: seeded(Pairs),
+        lambda m: m(TOKENS),
+        [("blocks.1",), ("blocks.1", "blocks.2", "blocks.3")],
+    ),
+    "sequential": (
+        lambda: seeded(
+            lambda: nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        ),
+        lambda m: m(TOKENS).square().mean(),
+        [("1",), ("1", "3"), ("1", "2", "3")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_the_whole_model(case: str) -> None:
+    make, call, cuts = CASES[case]
+    for starts in cuts:
+        model = make()
+        check_cut(model, call, starts)
+        assert error_of_cut(model, call, starts) <= 1e-12, starts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_belongs_to_one_stage_under_its_own_name(case: str) -> None:
+    make, _, cuts = CASES[case]
+    for starts in cuts:
+        model = make()
+        before = {name: (p, p.clone()) for name, p in model.named_parameters(remove_duplicate=False)}
+        owner = owners(model, starts)
+        found: dict[str, int] = {}
+        for number, stage in cut(model, starts, range(len(starts) + 1)).items():
+            for name, _ in stage.module.named_parameters(remove_duplicate=False):
+                assert name not in found, f"{name} is on two stages"
+                found[name] = number
+        assert found == {name: owner[name] for name in before}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            assert parameter is before[name][0] and torch.equal(parameter, before[name][1]), (
+                "the model changed"
+            )
+
+
+def test_a_rank_holds_its_own_stages_alone() -> None:
+    model = gpt(manner="gpt2")
+    (stage,) = cut(model, ("blocks.2",), [1]).values()
+    alive = weakref.ref(model.blocks[0].mlp.up.weight), weakref.ref(model.blocks[3].mlp.up.weight)
+    del model
+    gc.collect()
+    assert alive[0]() is None, "a weight of another stage is kept alive"
+    assert alive[1]() is stage.module.get_parameter("blocks.3.mlp.up.weight")
+
+
+def test_tied_weights_are_a_parameter_on_each_stage() -> None:
+    model = gpt(manner="gpt2")
+    (tie,) = find_ties(model, ("blocks.1", "blocks.2"))
+    assert tie == ("embed.weight", (0, 2), {0: ("embed.weight",), 2: ("head.weight",)})
+    stages = cut(model, ("blocks.1", "blocks.2"), range(3))
+    assert [bool(stage.ties) for stage in stages.values()] == [True, False, True]
+    first, last = stages[0].module.embed.weight, stages[2].module.head.weight
+    assert first is not last and torch.equal(first, last)
+    (alone,) = cut(model, ("blocks.1", "blocks.2"), [2]).values()
+    assert alone.module.head.weight is model.head.weight, "a copy that nobody needs"
+
+
+def test_a_model_that_ties_its_weights_again_keeps_those_of_its_stage() -> None:
+    for number, stage in cut(gpt(manner="gpt2"), ("blocks.1", "blocks.2"), range(3)).items():
+        names = dict(stage.module.named_parameters(remove_duplicate=False))
+        stage.module.float()
+        assert dict(stage.module.named_parameters(remove_duplicate=False)).keys() == names.keys(), number
+        assert all(p.dtype == torch.float32 for p in stage.module.parameters())
+
+
+def test_two_names_of_one_stage_stay_one_parameter() -> None:
+    model = seeded(Language)
+    model.blocks[2].up.weight = model.blocks[1].up.weight
+    stages = cut(model, ("blocks.1",), [0, 1])
+    assert stages[1].module.blocks[2].up.weight is stages[1].module.blocks[1].up.weight
+    assert stages[1].ties[0].name == "embed.weight" and len(stages[1].ties) == 1
+    assert error_of_cut(model, loss, ("blocks.1",)) <= 1e-12
+
+
+def test_inner_weights_tied_across_stages_are_copied_with_the_modules_around_them() -> None:
+    model = seeded(Language)
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    assert error_of_cut(model, loss, ("blocks.1",)) <= 1e-12
+    assert model.blocks[2].up.weight is model.blocks[0].up.weight
+
+
+def test_hooks_on_root_and_blocks_see_an_ordinary_pass() -> None:
+    model = seeded(Language)
+    stages = cut(model, ("blocks.2",), [0, 1])
+    seen: list[tuple[str, bool]] = []
+    root, last = stages[0].module, stages[0].module.blocks[1]
+    for name, module in (("root", root), ("last", last)):
+        module.register_forward_hook(lambda m, a, out, name=name: seen.append((name, out.requires_grad)))
+    root.register_forward_hook(
+        lambda m, a, out: out.register_hook(lambda g: seen.append(("root's output", True))) and None
+    )
+    last.register_full_backward_hook(lambda m, a, b: seen.append(("last, backward", True)))
+    assert isinstance(stages[0].module, Language) and type(stages[0].module).__name__ == "Language"
+    forward_backward(stages, loss)
+    assert seen == [("last", True), ("root", True), ("root's output", True), ("last, backward", True)]
+    assert not model._forward_hooks and not model.blocks[1]._forward_hooks, "hooks reached the whole model"
+
+
+def test_a_hook_may_change_what_the_stage_passes_on() -> None:
+    stages = cut(seeded(Language), ("blocks.1",), [0, 1])
+    stages[0].module.register_forward_hook(lambda m, a, out: out * 0 + 3)
+    assert bool((stages[0].run(loss) == 3).all())
+
+
+def test_nothing_of_a_pass_stays_alive() -> None:
+    """The exception that ends a pass holds a traceback, which holds frames, which hold activations."""
+    stages = cut(seeded(Language), ("blocks.1",), [0, 1])
+    kept: list[Any] = []
+    stages[0].module.embed.register_forward_hook(lambda m, a, out: kept.append(weakref.ref(out)))
+    gc.disable()
+    try:
+        with torch.no_grad():
+            received = stages[0].run(loss)
+            assert kept[0]() is None
+            alive = weakref.ref(received)
+            stages[1].run(loss, received)
+            del received
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_embedding_of_another_stage_is_nan_in_the_dtype_that_arrives() -> None:
+    stages = cut(seeded(Language), ("blocks.1",), [1])
+    embedded = stages[1].module.embed
+    stages[1]._relay.load(torch.zeros(2, 7, 6, dtype=torch.bfloat16))
+    filler = embedded(TOKENS)
+    assert filler.dtype == torch.bfloat16 and filler.shape == (2, 7, 6) and bool(filler.isnan().all())
+    assert filler.untyped_storage().nbytes() == 2
+
+
+def test_a_users_loss_around_the_model_runs_on_the_last_stage_alone() -> None:
+    calls = []
+
+    def call(model: nn.Module) -> Tensor:
+        try:
+            result = model(TOKENS, TOKENS)
+        except Exception:  # a model's or user's own handler must not catch the end of a stage
+            return torch.zeros(())
+        calls.append(model)
+        return result * 2
+
+    stages = cut(seeded(Language), ("blocks.1",), [0, 1])
+    forward_backward(stages, call)
+    assert calls == [stages[1].module]
+
+
+def test_compiled_and_checkpointed_blocks() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = seeded(Language)
+    for block in model.blocks:
+        plain = block.forward
+        block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+    assert error_of_cut(model, loss, ("blocks.1", "blocks.2")) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "starts", "stage"),
+    [
+        (lambda: seeded(Skipping), loss, ("blocks.1",), "stage 1 of 2"),
+        (lambda: seeded(Skipping), loss, ("blocks.1", "blocks.2"), "stage 1 of 3"),
+        (lambda: seeded(LateScale), on_images((2, 3, 4, 4)), ("layers.1", "layers.2"), "stage 2 of 3"),
+    ],
+    ids=["a second value passes", "of three stages", "a parameter that is zero"],
+)
+def test_a_model_that_cannot_be_cut_names_the_first_stage(
+    make: Any, call: Any, starts: Any, stage: str
+) -> None:
+    model = make()
+    with pytest.raises(PlanError, match=f"{stage}.*list of layers"):
+        check_cut(model, call, starts)
+    assert model.training
+
+
+def test_blocks_that_run_in_another_order_are_found() -> None:
+    with pytest.raises(PlanError, match="order"):
+        check_cut(seeded(Backwards), loss, ("blocks.1",))
+
+
+def test_dropout_and_batch_norm_stay_as_they_were_after_the_check() -> None:
+    model = seeded(Images)
+    model.layer1.eval()
+    before = model.norm.running_mean.clone()
+    check_cut(model, on_images((2, 3, 9, 9)), ("layer2",))
+    assert torch.equal(model.norm.running_mean, before)
+    assert model.training and not model.layer1.training
+
+
+def test_a_model_on_meta_is_compared_by_shapes() -> None:
+    with torch.device("meta"):
+        model = Gpt(GptPolicy(layers=2, width=8, heads=2, context=8, vocab=11, hidden=8))
+    check_cut(model, lambda m: m(TOKENS.to("meta"), TOKENS.to("meta")), ("blocks.1",))
+    assert all(p.is_meta for s in cut(model, ("blocks.1",), [0, 1]).values() for p in s.module.parameters())
+
+
+def test_blocks_are_found() -> None:
+    assert find_blocks(gpt()) == tuple(f"blocks.{i}" for i in range(4))
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == ("0", "1")
+    with pytest.raises(PlanError, match="pipeline.partition"):
+        find_blocks(nn.Linear(2, 2))
+    assert blocks_around(Images(), ("layer3",)) == ("stem", "norm", "layer1", "layer2", "layer3", "head")
+
+
+def test_weights_of_blocks_count_what_stands_around_them() -> None:
+    model = seeded(Language)
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    weights, front, back = weigh(model, find_blocks(model))
+    assert (weights, front, back) == ([block] * 3, 66, 66 + 12)
+
+
+@pytest.mark.parametrize(
+    ("starts", "text"),
+    [
+        (("blocks.9",), "no module of Language is called 'blocks.9'.*did you mean 'blocks"),
+        (("blocks.2", "blocks.1"), "'blocks.1' does not come after 'blocks.2'.*blocks.1, blocks.2"),
+        (("blocks.0",), "no block is left for stage 0.*'blocks.1'"),
+    ],
+)
+def test_wrong_names_are_told(starts: tuple[str, ...], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        cut(seeded(Language), starts, [0])
+
+
+def test_gradients_of_two_microbatches_add_up() -> None:
+    """Stages keep no state between passes."""
+    model = seeded(Language)
+    stages = cut(model, ("blocks.1", "blocks.2"), range(3))
+    for _ in range(2):
+        forward_backward(stages, loss)
+    twice = gradients_of(stages)
+    forward_backward(stages, loss)
+    once = gradients_of(stages)
+    assert all(torch.allclose(twice[name], 2 * once[name], rtol=1e-12) for name in once)
