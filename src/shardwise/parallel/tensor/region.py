@@ -59,7 +59,7 @@ class Region:
 
 
 def _check(given: dict[str, Any], ranks: int) -> None:
-    latest = [name for name in _LATEST_ONLY if given.get(name) not in (None, 0)]
+    latest = [name for name in _LATEST_ONLY if not (given.get(name) is None or _is_zero(given[name]))]
     if latest:
         raise UsageError(
             f"sequence parallelism: {latest[0]} is for generation, but gradients are recorded; call the model under "
@@ -74,6 +74,10 @@ def _check(given: dict[str, Any], ranks: int) -> None:
             f"that does is {near}. Pad it with targets of -100, set tensor.sequence_parallel: false, or, where no "
             "gradients are needed, call the model under torch.no_grad()"
         )
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int) and value == 0
 
 
 def _tokens(given: dict[str, Any]) -> int | None:

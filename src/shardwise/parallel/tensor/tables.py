@@ -1,10 +1,296 @@
-"""Tables of models that are not ours, found by the shape of their modules. Pure but for reading the model."""
+"""Tables of models that are not ours, found by the shape of their modules. Pure but for reading the model.
+
+    shape     modules                                                                      models
+    llama     embed_tokens, layers.*.{self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj}   LLaMA, Mistral, Qwen ...
+    gpt2      wte, wpe, h.*.{attn.{c_attn,c_proj}, mlp.{c_fc,c_proj}}, ln_f                GPT-2
+    bert      embeddings, encoder.layer.*.{attention, intermediate, output}                BERT, RoBERTa ...
+    a plan    any, by the model's ``tp_plan`` (transformers)                               Starcoder2, Phi, OLMo ...
+
+These models compute masks and positions from the length of their embeddings, so the sequence is cut before their first
+block and not in the embedding, and attention and feed-forward enter once for their separate projections. A plan does
+not say what lies between the cut layers: there the sequence stays whole.
+"""
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-from shardwise.parallel.tensor.layout import Table
+from shardwise.parallel.tensor.layout import Table, is_transposed, parse, style_of
+
+_LLAMA_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LLAMA_MLP = ("gate_proj", "up_proj", "down_proj")
+_CAUSAL_LOSS = "ForCausalLMLoss"
 
 
 def known_table(model: nn.Module) -> Table | None:
     """The table of a LLaMA-, GPT-2- or BERT-shaped model, or of one with a plan; None where there is none."""
-    return None
+    readers: tuple[Callable[[nn.Module], Table | None], ...] = (_llama, _gpt2, _bert, _planned)
+    return next((table for reader in readers if (table := reader(model)) is not None), None)
+
+
+# LLaMA -------------------------------------------------------------------------------------------------------------
+
+
+def _llama(model: nn.Module) -> Table | None:
+    prefix, root = _holder(model, "embed_tokens", "layers", "norm")
+    if root is None:
+        return None
+    rows = {f"{prefix}embed_tokens": "vocabulary whole", f"{prefix}norm": "sequence"}
+    for name, layer in _blocks(root, f"{prefix}layers"):
+        found = _llama_layer(name, layer)
+        if found is None:
+            return None
+        rows |= found
+    _enter(rows, f"{prefix}layers.0")
+    head = _is_linear(model, "lm_head")
+    if head:
+        rows["lm_head"] = "head"
+    else:
+        rows[f"{prefix}norm"] += " leave"
+    return Table(_with_rest(model, rows), causal_loss=head and _has_causal_loss(model))
+
+
+def _llama_layer(name: str, layer: nn.Module) -> dict[str, str] | None:
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if not (_has_linears(attention, _LLAMA_ATTENTION) and _has_linears(mlp, _LLAMA_MLP)):
+        return None
+    assert attention is not None, "it has linears"
+    size = getattr(attention, "head_dim", None)
+    if not isinstance(size, int):
+        return None
+    heads, kv_heads = attention.q_proj.out_features // size, attention.k_proj.out_features // size
+    groups = f" num_key_value_groups={heads}/{kv_heads}" if hasattr(attention, "num_key_value_groups") else ""
+    rows = {
+        f"{name}.self_attn": f"region{groups}",
+        f"{name}.self_attn.q_proj": f"column {heads}",
+        f"{name}.self_attn.k_proj": f"column {kv_heads}",
+        f"{name}.self_attn.v_proj": f"column {kv_heads}",
+        f"{name}.self_attn.o_proj": f"row {heads}",
+        f"{name}.mlp": "region",
+        f"{name}.mlp.gate_proj": "column",
+        f"{name}.mlp.up_proj": "column",
+        f"{name}.mlp.down_proj": "row",
+    }
+    for child_name, child in _with_parameters(attention):
+        if child_name not in _LLAMA_ATTENTION:
+            if any(parameter.shape != (size,) for parameter in child.parameters()):
+                return None  # A norm over all heads needs those of the other ranks.
+            rows[f"{name}.self_attn.{child_name}"] = "partial"
+    if any(child_name not in _LLAMA_MLP for child_name, _ in _with_parameters(mlp)):
+        return None
+    for child_name, child in _with_parameters(layer):
+        if child_name not in ("self_attn", "mlp"):
+            if any(parameter.dim() != 1 for parameter in child.parameters()):
+                return None
+            rows[f"{name}.{child_name}"] = "sequence"
+    return rows
+
+
+# GPT-2 -------------------------------------------------------------------------------------------------------------
+
+
+def _gpt2(model: nn.Module) -> Table | None:
+    prefix, root = _holder(model, "wte", "wpe", "h", "ln_f")
+    if root is None:
+        return None
+    rows = {
+        f"{prefix}wte": "vocabulary whole",
+        f"{prefix}wpe": "replicate",
+        f"{prefix}ln_f": "sequence leave",
+    }
+    for name, block in _blocks(root, f"{prefix}h"):
+        attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+        known = {"ln_1", "attn", "ln_2", "mlp"}
+        if {child for child, _ in _with_parameters(block)} != known or attention is None or mlp is None:
+            return None
+        if {child for child, _ in _with_parameters(attention)} != {"c_attn", "c_proj"}:
+            return None
+        heads = attention.num_heads
+        rows |= {
+            f"{name}.ln_1": "sequence",
+            f"{name}.attn": "num_heads split_size",
+            f"{name}.attn.c_attn": f"column {heads}+{heads}+{heads}",
+            f"{name}.attn.c_proj": f"row {heads}",
+            f"{name}.ln_2": "sequence",
+            f"{name}.mlp.c_fc": "column",
+            f"{name}.mlp.c_proj": "row",
+        }
+    _enter(rows, f"{prefix}h.0")
+    head = _is_linear(model, "lm_head")
+    if head:
+        rows["lm_head"] = "head whole"
+    return Table(_with_rest(model, rows), causal_loss=head and _has_causal_loss(model))
+
+
+# BERT --------------------------------------------------------------------------------------------------------------
+
+
+def _bert(model: nn.Module) -> Table | None:
+    prefix, root = _holder(model, "embeddings.word_embeddings", "encoder.layer")
+    if root is None:
+        return None
+    rows = {f"{prefix}embeddings.word_embeddings": "vocabulary whole"}
+    last = ""
+    for name, layer in _blocks(root, f"{prefix}encoder.layer"):
+        modules = dict(layer.named_modules())
+        attention = modules.get("attention.self")
+        linears = [f"attention.self.{key}" for key in ("query", "key", "value")]
+        linears += ["attention.output.dense", "intermediate.dense", "output.dense"]
+        if attention is None or not all(isinstance(modules.get(key), nn.Linear) for key in linears):
+            return None
+        heads = attention.num_attention_heads
+        rows |= {
+            f"{name}.attention.self": "region num_attention_heads all_head_size",
+            **{f"{name}.{key}": f"column {heads}" for key in linears[:3]},
+            f"{name}.attention.output.dense": f"row {heads}",
+            f"{name}.intermediate.dense": "column",
+            f"{name}.output.dense": "row",
+        }
+        norms = [key for key, module in modules.items() if key not in linears and module._parameters]
+        if any(parameter.dim() != 1 for key in norms for parameter in modules[key].parameters(recurse=False)):
+            return None
+        rows |= {f"{name}.{key}": "sequence" for key in norms}
+        last = name
+    _enter(rows, f"{prefix}encoder.layer.0")
+    rows[last] = f"{rows.get(last, '')} leave".strip()
+    return Table(_with_rest(model, rows))
+
+
+# Plans -------------------------------------------------------------------------------------------------------------
+
+
+def _planned(model: nn.Module) -> Table | None:
+    """From the model's own plan: modules all of whose layers are plain column and row layers are cut."""
+    plan = getattr(model, "tp_plan", None)
+    if not isinstance(plan, dict) or not plan:
+        return None
+    modules = dict(model.named_modules())
+    by_owner: dict[str, dict[str, str]] = {}
+    rows: dict[str, str] = {}
+    for name, module in modules.items():
+        word = next((word for pattern, word in plan.items() if fnmatchcase(name, pattern)), None)
+        if word == "embedding_rowwise" and isinstance(module, nn.Embedding):
+            rows[name] = "vocabulary whole"
+        elif name == "lm_head" and word is not None and isinstance(module, nn.Linear):
+            rows[name] = "head whole"
+        elif word is not None:
+            by_owner.setdefault(name.rpartition(".")[0], {})[name] = word
+    left = []
+    for owner, words in by_owner.items():
+        found = _planned_owner(owner, modules, words)
+        if found is None:
+            left.append(owner)
+        else:
+            rows |= found
+    if len(left) == len(by_owner):
+        return None
+    note = "the model's own plan does not say what lies between its cut layers, so the sequence stays whole there"
+    if left:
+        note += f"; whole on every rank, because their part of it asks for more than columns and rows: {left[0]} ..."
+    head = rows.get("lm_head", "") != ""
+    return Table(
+        _with_rest(model, rows), sequence=False, note=note, causal_loss=head and _has_causal_loss(model)
+    )
+
+
+def _planned_owner(owner: str, modules: dict[str, nn.Module], words: dict[str, str]) -> dict[str, str] | None:
+    linears = {name: modules[name] for name in words}
+    if set(words.values()) != {"colwise", "rowwise"} or not all(map(_linear, linears.values())):
+        return None
+    module = modules[owner]
+    size = next((getattr(module, key) for key in ("head_dim", "head_size") if hasattr(module, key)), None)
+    config = getattr(module, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    rows = {owner: "region"}
+    for name, word in words.items():
+        rows[name] = "row" if word == "rowwise" else "column"
+        if size is None:
+            continue
+        outputs = linears[name].get_parameter("weight").shape[0]
+        parts = outputs // size
+        if word == "colwise":
+            rows[name] += f" {heads if heads and parts % heads == 0 else parts}"
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if hasattr(module, "num_key_value_groups") and heads and kv_heads:
+        rows[owner] += f" num_key_value_groups={heads}/{kv_heads}"
+    for name, child in module.named_modules(prefix=owner):
+        if name not in words and child._parameters:
+            if size is None or any(
+                parameter.shape != (size,) for parameter in child.parameters(recurse=False)
+            ):
+                return None
+            rows[name] = "partial"
+    return rows
+
+
+# Shapes ------------------------------------------------------------------------------------------------------------
+
+
+def _holder(model: nn.Module, *children: str) -> tuple[str, nn.Module | None]:
+    """The outermost module with all of ``children``, and its name with a dot."""
+    for name, module in model.named_modules():
+        inside = dict(module.named_modules())
+        if all(child in inside for child in children):
+            return (f"{name}." if name else ""), module
+    return "", None
+
+
+def _blocks(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """(full name, block) of the list that ends with the same name."""
+    inside = dict(root.named_modules())
+    own = next(key for key in inside if key and (name == key or name.endswith("." + key)))
+    for index, block in inside[own].named_children():
+        yield f"{name}.{index}", block
+
+
+def _enter(rows: dict[str, str], first: str) -> None:
+    rows[first] = f"{rows.get(first, '')} enter".strip()
+
+
+def _with_rest(model: nn.Module, rows: dict[str, str]) -> dict[str, str]:
+    """``rows``, and one for every module that they leave out: heads that are tied to the embedding, or whole."""
+    by_module = {name: parse(name, words) for name, words in rows.items()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    cut = {
+        id(getattr(modules[name], "weight", None))
+        for name, style in by_module.items()
+        if style.kind == "vocabulary"
+    }
+    rest: dict[str, str] = {}
+    for name, module in modules.items():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if not own or style_of(name, by_module) is not None:
+            continue
+        tied = any(id(parameter) in cut for parameter in own)
+        rest[name] = "head whole" if tied and isinstance(module, nn.Linear) else "replicate"
+    # A bias of its own that is also a head's is that head's.
+    biases = {
+        id(modules[name]._parameters.get("bias")) for name, words in rest.items() if words == "head whole"
+    }
+    for name, words in list(rest.items()):
+        own = [parameter for parameter in modules[name]._parameters.values() if parameter is not None]
+        if words == "replicate" and all(id(parameter) in biases for parameter in own):
+            del rest[name]
+    return rows | rest
+
+
+def _with_parameters(module: Any) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, child) for name, child in module.named_children() if any(True for _ in child.parameters()))
+
+
+def _linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and not is_transposed(module)
+
+
+def _has_linears(module: nn.Module | None, names: tuple[str, ...]) -> bool:
+    return module is not None and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+
+
+def _is_linear(model: nn.Module, name: str) -> bool:
+    return isinstance(getattr(model, name, None), nn.Linear)
+
+
+def _has_causal_loss(model: nn.Module) -> bool:
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == _CAUSAL_LOSS

@@ -1,0 +1,191 @@
+"""Models of transformers, cut by the table of their shape or by their own plan, equal the whole ones."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import World
+from shardwise.parallel.tensor.apply import make_parallel, table_of
+from shardwise.plan.errors import PlanError, UsageError
+from tests.engine.nets import seeded
+from tests.parallel.tensor.whole import TOLERANCE, differences, tensor_group, worst
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 51
+LLAMA_LIKE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    pad_token_id=None,
+)
+GPT2_LIKE = dict(
+    vocab_size=VOCABULARY,
+    n_positions=32,
+    n_embd=16,
+    n_layer=2,
+    n_head=4,
+    attn_pdrop=0.0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+)
+BERT_LIKE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+STARCODER_LIKE = LLAMA_LIKE | dict(residual_dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0)
+
+
+def t(name: str) -> Any:
+    return getattr(transformers, name)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: t("LlamaForCausalLM")(t("LlamaConfig")(**LLAMA_LIKE)),
+    "llama, tied": lambda: t("LlamaForCausalLM")(
+        t("LlamaConfig")(**LLAMA_LIKE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+    ),
+    "mistral": lambda: t("MistralForCausalLM")(t("MistralConfig")(**LLAMA_LIKE, sliding_window=4)),
+    "qwen2": lambda: t("Qwen2ForCausalLM")(t("Qwen2Config")(**LLAMA_LIKE)),
+    "qwen3": lambda: t("Qwen3ForCausalLM")(t("Qwen3Config")(**LLAMA_LIKE, head_dim=8)),
+    "gpt2": lambda: t("GPT2LMHeadModel")(t("GPT2Config")(**GPT2_LIKE)),
+    "bert": lambda: t("BertForMaskedLM")(t("BertConfig")(**BERT_LIKE)),
+    "roberta": lambda: t("RobertaForMaskedLM")(t("RobertaConfig")(**BERT_LIKE)),
+    "bert, classes": lambda: t("BertForSequenceClassification")(t("BertConfig")(**BERT_LIKE, num_labels=3)),
+    "llama, classes": lambda: t("LlamaForSequenceClassification")(
+        t("LlamaConfig")(**LLAMA_LIKE | {"pad_token_id": 0}, num_labels=3)
+    ),
+    "starcoder2": lambda: t("Starcoder2ForCausalLM")(t("Starcoder2Config")(**STARCODER_LIKE)),
+    "olmo2": lambda: t("Olmo2ForCausalLM")(t("Olmo2Config")(**LLAMA_LIKE)),
+}
+
+
+CAUSAL = [name for name in MODELS if "bert" not in name and "classes" not in name]
+
+
+def moved(name: str) -> nn.Module:
+    """A model whose norms and biases are not at 1 and 0."""
+    model: nn.Module = seeded(MODELS[name])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    model.config.use_cache = False
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):  # theirs rounds to fp32
+            module.forward = partial(_rms_norm, module)
+    if name in CAUSAL:
+        model.loss_function = ForCausalLMLoss
+    return model
+
+
+def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def ForCausalLMLoss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """transformers' loss without its rounding to fp32."""
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
+
+
+def batch(name: str) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(1, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(3))
+    if "classes" in name:
+        return tokens, torch.tensor([1, 2])
+    labels = tokens.clone()
+    labels[0, 3] = -100
+    return tokens, labels
+
+
+def gradients(world: World, name: str, sequence: bool) -> dict[str, float]:
+    tokens, labels = batch(name)
+    return differences(
+        world, lambda: moved(name), lambda model: model(input_ids=tokens, labels=labels).loss, sequence
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_one_process(ranks: Any, name: str, sequence: bool) -> None:
+    distance, where = worst(ranks(2).run(gradients, name, sequence))
+    assert distance <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "starcoder2"])
+def test_four_ranks_share_two_key_value_heads(ranks: Any, name: str) -> None:
+    distance, where = worst(ranks(4).run(gradients, name, True))
+    assert distance <= TOLERANCE, where
+
+
+def continued(world: World, name: str) -> list[Any]:
+    tokens, labels = batch(name)
+    whole, cut = moved(name).eval(), moved(name).eval()
+    make_parallel(cut, table_of(cut), tensor_group(world), sequence=True)
+    settings = dict(max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None)
+    texts = [model.generate(tokens[:, :5], **settings).tolist() for model in (whole, cut)]
+    with torch.no_grad():
+        expected, found = whole(tokens, labels=labels), cut(tokens, labels=labels)
+    training = cut(tokens, labels=labels)
+    return [
+        *texts,
+        float((expected.logits - found.logits).abs().max()),
+        float((expected.loss - found.loss).abs()),
+        training.logits is None,
+    ]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generation_is_equal_and_part_of_the_logits_never_passes_for_all(ranks: Any, name: str) -> None:
+    for expected, found, logits, loss, hidden in ranks(2).run(continued, name):
+        assert found == expected
+        assert logits < 1e-10 and loss < 1e-10
+        assert hidden, "training logits are cut: they are not given out"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_which_models_can_cut_the_sequence(name: str) -> None:
+    table = table_of(MODELS[name]())
+    by_plan = name in ("starcoder2", "olmo2")
+    assert table.sequence == (not by_plan)
+    assert ("the model's own plan" in table.note) == by_plan
+    assert ("self_attn" in table.note) == (name == "olmo2"), "its norms read all heads"
+    assert table.causal_loss == (name in CAUSAL)
+
+
+def attention_dropout(world: World) -> str:
+    model = t("GPT2LMHeadModel")(t("GPT2Config")(**GPT2_LIKE | {"attn_pdrop": 0.1}))
+    with pytest.raises(PlanError) as caught:
+        make_parallel(model, table_of(model), tensor_group(world), sequence=True)
+    return str(caught.value)
+
+
+def test_dropout_inside_attention_is_refused(ranks: Any) -> None:
+    assert "config.attn_pdrop is 0.1" in ranks(2).run(attention_dropout)[0]
+
+
+def single_places(world: World) -> str:
+    model = moved("llama")
+    make_parallel(model, table_of(model), tensor_group(world), sequence=True)
+    with pytest.raises(UsageError) as caught:
+        model(batch("llama")[0], logits_to_keep=1)
+    return str(caught.value)
+
+
+def test_logits_of_single_places_are_refused_where_the_sequence_is_cut(ranks: Any) -> None:
+    assert "logits_to_keep is for generation" in ranks(2).run(single_places)[0]
