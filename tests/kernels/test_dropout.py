@@ -19,7 +19,7 @@ def ones(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("cut", [None, Cut(-1, 3, 1)], ids=str)
-@pytest.mark.parametrize("shape", [(3, 1), (2, 5), (2, 3, 7), (2, 2, 3, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 1), (2, 5), (4, 6), (2, 3, 7), (2, 2, 3, 3)], ids=str)
 def test_the_mask_is_the_references(shape: tuple[int, ...], cut: Cut | None) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     for draw in (DRAW, DRAW._replace(call=2), DRAW._replace(samples=1)):
@@ -49,6 +49,25 @@ def test_odd_features_leave_words_half_used() -> None:
     whole = keyed_dropout(x, 0.5, DRAW)
     for i in range(9):
         assert torch.equal(keyed_dropout(x[:, i : i + 1], 0.5, DRAW, Cut(1, 9, i)), whole[:, i : i + 1])
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_rows_of_features(width: int) -> None:
+    whole = keyed_dropout(ones(5, 2 * width), 0.5, DRAW)
+    for b in range(5):
+        draw = DRAW._replace(first_sample=4 + b)
+        assert torch.equal(keyed_dropout(ones(1, 2 * width), 0.5, draw), whole[b : b + 1])
+    for i in range(2):
+        assert torch.equal(keyed_dropout(ones(5, width), 0.5, DRAW, Cut(1, 2, i)), whole.chunk(2, 1)[i])
+    one = keyed_dropout(ones(5), 0.5, DRAW)
+    assert torch.equal(keyed_dropout(ones(3), 0.5, DRAW._replace(first_sample=6)), one[2:])
+
+
+def test_one_token_of_each_sample_is_no_row() -> None:
+    rows = DRAW._replace(samples=3)
+    whole = keyed_dropout(ones(3, 2, 8), 0.5, DRAW)
+    for i in range(2):
+        assert torch.equal(keyed_dropout(ones(3, 8), 0.5, rows, Cut(0, 2, i)), whole[:, i])
 
 
 def test_tokens_laid_out_as_rows() -> None:
@@ -124,7 +143,8 @@ def test_a_device_computes_the_same_words(substream: tuple[int, int, int], start
     """What an accelerator runs, here on the processor."""
     for key in (KEY, (1 << 64) - 1, 0):
         words = philox.words_on(torch.device("cpu"), key, start, stop, substream)
-        assert torch.equal(words, torch.from_numpy(philox.words(key, start, stop, substream).view("int64")))
+        expected = philox.words_of(key, start, stop, [substream])[0]
+        assert torch.equal(words, torch.from_numpy(expected.view("int64")))
 
 
 @pytest.mark.gpu

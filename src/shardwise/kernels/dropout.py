@@ -10,6 +10,7 @@ nor on the device. Rules for what is a sample:
 
     x [B, ...]          row b is sample ``first_sample + b``
     x [B·m, ...]        with ``samples`` = B given, m rows in turn belong to one sample ([B·T, D], say)
+    x [B, D], x [B]     sample b is elements [b·D, (b + 1)·D) of one substream: a substream takes microseconds to set up
     anything else       (a first dim that B does not divide) is one sample: the first one's bits
 
 A model that counts tokens in the first dim gets a good mask too, but another one when its batch is cut.
@@ -22,6 +23,7 @@ Shapes: B samples here, T sequence, D width; x any shape with a first dim.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +37,9 @@ _LANES = 4
 """Elements that one 64-bit word serves."""
 
 _LEVELS = 1 << 16
+
+_ROWS = (1 << 64) - 1
+"""In the place of the sample, where all samples share a substream."""
 
 
 class Cut(NamedTuple):
@@ -77,60 +82,81 @@ def keyed_dropout(x: Tensor, p: float, draw: Draw, cut: Cut | None = None) -> Te
 def plain_keyed_dropout(x: Tensor, p: float, draw: Draw, cut: Cut | None = None) -> Tensor:
     """The rule as it stands, one element after the other: the reference."""
     dropped = round(p * _LEVELS)
-    whole = list(x.shape)
-    if cut is not None:
-        whole[cut.dim] *= cut.parts
-    rows = len(x) // (draw.samples or len(x)) if len(x) % (draw.samples or len(x)) == 0 else len(x)
-    elements = math.prod(whole[1:]) * (rows if cut is None or cut.dim % x.dim() else rows * cut.parts)
+    here = _Sample.of(x.shape, draw, cut)
     out = torch.zeros_like(x)
     for place in np.ndindex(*x.shape):
-        sample, row = divmod(place[0], rows)
+        sample, row = divmod(place[0], here.shape[0])
         at = [row, *place[1:]]
-        if cut is not None:
-            at[cut.dim] += cut.part * x.shape[cut.dim] if cut.dim % x.dim() else cut.part * rows
-        e = int(np.ravel_multi_index(at, [elements, *whole[1:]]))
-        word = int(
-            philox.words(draw.key, 0, e // _LANES + 1, (draw.call, draw.first_sample + sample, draw.step))[-1]
-        )
-        bits = word >> 16 * (e % _LANES) & 0xFFFF
-        if (bits ^ 0x8000) >= dropped:
+        at[here.cut.dim] += here.cut.part * here.shape[here.cut.dim]
+        whole = [size * (here.cut.parts if dim == here.cut.dim else 1) for dim, size in enumerate(here.shape)]
+        e, sample = int(np.ravel_multi_index(at, whole)), draw.first_sample + sample
+        if here.is_row:
+            e, sample = e + sample * math.prod(whole), _ROWS
+        word = philox.words_of(draw.key, 0, e // _LANES + 1, [(draw.call, sample, draw.step)])[0, -1]
+        if (int(word) >> 16 * (e % _LANES) & 0xFFFF ^ 0x8000) >= dropped:
             out[place] = x[place] * _LEVELS / (_LEVELS - dropped)
     return out
 
 
-def keep(
-    shape: torch.Size | tuple[int, ...], dropped: int, draw: Draw, cut: Cut | None, device: torch.device
-) -> Tensor:
+class _Sample(NamedTuple):
+    """What one sample has of a tensor here."""
+
+    samples: int
+    shape: tuple[int, ...]
+    """Of the piece here, the first dim being the rows of one sample."""
+    cut: Cut
+    is_row: bool
+    """One row of features: all samples share a substream."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], draw: Draw, cut: Cut | None) -> "_Sample":
+        samples = draw.samples or shape[0]
+        if shape[0] % samples:
+            samples = 1
+        dim, parts, part = cut or (0, 1, 0)
+        cut = Cut(dim % len(shape), parts, part)
+        rows = shape[0] // samples
+        is_row = len(shape) <= 2 and rows * (parts if cut.dim == 0 else 1) == 1
+        return cls(samples, (rows, *shape[1:]), cut, is_row)
+
+
+def keep(shape: Sequence[int], dropped: int, draw: Draw, cut: Cut | None, device: torch.device) -> Tensor:
     """1 where an element stays, else 0; ``dropped`` of 2^16 are 0: uint8 ``shape``."""
     if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=torch.uint8, device=device)
-    samples = draw.samples or shape[0]
-    if shape[0] % samples:
-        samples = 1
-    local = [shape[0] // samples, *shape[1:]]  # of one sample
-    dim, parts, part = (0, 1, 0) if cut is None else (cut.dim % len(shape), cut.parts, cut.part)
+        return torch.empty(tuple(shape), dtype=torch.uint8, device=device)
+    samples, local, (dim, parts, part), is_row = _Sample.of(shape, draw, cut)
+    first, last = draw.first_sample, draw.first_sample + samples
     before, inside = math.prod(local[:dim]), math.prod(local[dim:])
-    start, stop = (part * inside, (part + 1) * inside) if before == 1 else (0, before * inside * parts)
-    threshold = dropped - _LEVELS // 2
-    rows = []
-    for sample in range(draw.first_sample, draw.first_sample + samples):
-        kept = _kept(draw.key, start, stop, (draw.call, sample, draw.step), threshold, device)
-        if before > 1:
-            kept = kept.view(before, parts, inside)[:, part]
-        rows.append(kept.reshape(-1))
-    return (rows[0] if samples == 1 else torch.stack(rows)).view(shape)
+    if is_row:
+        before = samples
+        whole = inside * parts
+        start, stop, substreams = first * whole, last * whole, [(draw.call, _ROWS, draw.step)]
+    else:
+        start, stop = (part * inside, (part + 1) * inside) if before == 1 else (0, before * inside * parts)
+        substreams = [(draw.call, sample, draw.step) for sample in range(first, last)]
+    kept = _kept(draw.key, start, stop, substreams, dropped - _LEVELS // 2, device)
+    if parts > 1 and (is_row or before > 1):
+        kept = kept.view(-1, before, parts, inside)[:, :, part]
+    return kept.reshape(tuple(shape))
 
 
 def _kept(
-    key: int, start: int, stop: int, substream: tuple[int, int, int], threshold: int, device: torch.device
+    key: int,
+    start: int,
+    stop: int,
+    substreams: Sequence[philox.Substream],
+    threshold: int,
+    device: torch.device,
 ) -> Tensor:
+    """Elements [start, stop) of each substream: uint8 [substreams, stop - start]."""
     first, last = start // _LANES, -(-stop // _LANES)
     lanes = slice(start - first * _LANES, stop - first * _LANES)
     if device.type == "cpu":
-        bits = philox.words(key, first, last, substream).astype("<u8", copy=False).view("<i2")[lanes]
+        words = philox.words_of(key, first, last, substreams)
+        bits = words.astype("<u8", copy=False).view("<i2")[:, lanes]
         return torch.from_numpy((bits >= threshold).view(np.uint8))
-    words = philox.words_on(device, key, first, last, substream)
-    return (words.view(torch.int16)[lanes] >= threshold).to(torch.uint8)
+    rows = torch.stack([philox.words_on(device, key, first, last, substream) for substream in substreams])
+    return (rows.view(torch.int16)[:, lanes] >= threshold).to(torch.uint8)
 
 
 class _Dropout(torch.autograd.Function):

@@ -21,10 +21,14 @@ Shapes: everything is 1-D.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Substream = tuple[int, int, int]
+"""Three words that name one of 2^192 streams under the same key."""
 
 _WORDS = 4
 """Words that one step of Philox's counter yields."""
@@ -34,6 +38,8 @@ _CHUNK_ELEMENTS = 1 << 16
 
 _SEED = np.random.SeedSequence(0)
 """Instead of entropy from the system, which takes longer to get than the state that replaces it."""
+
+_NOTHING = np.zeros(_WORDS, np.uint64)
 
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2E7_470E_E14C_6C93, 0xCA5A_8263_9512_1157)
@@ -51,26 +57,36 @@ def key_of(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def words(key: int, start: int, stop: int, substream: tuple[int, int, int] = (0, 0, 0)) -> np.ndarray:
-    """Words [start, stop) of a substream of the stream ``key``: uint64 [stop - start]."""
+def words(key: int, start: int, stop: int) -> np.ndarray:
+    """Words [start, stop) of the stream ``key``: uint64 [stop - start]."""
+    return words_of(key, start, stop, [(0, 0, 0)])[0]
+
+
+def words_of(key: int, start: int, stop: int, substreams: Sequence[Substream]) -> np.ndarray:
+    """Words [start, stop) of each of some substreams of the stream ``key``: uint64 [substreams, stop - start]."""
     generator = np.random.Philox(_SEED)
-    counter = np.array([start // _WORDS, *substream], np.uint64)
-    generator.state = {
-        "bit_generator": "Philox",
-        "state": {"counter": counter, "key": np.array([key, 0], np.uint64)},
-        "buffer": np.zeros(_WORDS, np.uint64),
-        "buffer_pos": _WORDS,
-        "has_uint32": 0,
-        "uinteger": 0,
-    }
     skip = start % _WORDS
-    return generator.random_raw(skip + stop - start)[skip:]
+    out = np.empty((len(substreams), stop - start), np.uint64)
+    for row, substream in zip(out, substreams, strict=True):
+        generator.state = {
+            "bit_generator": "Philox",
+            "state": {
+                "counter": np.array([start // _WORDS, *substream], np.uint64),
+                "key": np.array([key, 0], np.uint64),
+            },
+            "buffer": _NOTHING,
+            "buffer_pos": _WORDS,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        row[:] = generator.random_raw(skip + stop - start)[skip:]
+    return out
 
 
 def words_on(
-    device: torch.device, key: int, start: int, stop: int, substream: tuple[int, int, int] = (0, 0, 0)
+    device: torch.device, key: int, start: int, stop: int, substream: Substream = (0, 0, 0)
 ) -> Tensor:
-    """The same words as int64 [stop - start], computed on ``device``: integers are exact everywhere.
+    """The same words of one substream as int64 [stop - start], computed on ``device``: integers are exact everywhere.
 
     About 250 elementwise operations on a quarter of the words: for accelerators, where they cost less than the way
     from the processor.

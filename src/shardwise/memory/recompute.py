@@ -98,7 +98,8 @@ def apply_recompute(
 ) -> list[str]:
     """Wrap the chosen of ``blocks`` (all of the model's, in order, with their names); returns the names of the chosen.
 
-    With compiled blocks: compile first, then wrap.
+    With compiled blocks: compile first, then wrap; ``operations`` then runs the whole block again, since the compiler
+    hides its operations.
     Errors: ConfigError where the policy does not fit the blocks.
     """
     modules = dict(blocks)
@@ -122,17 +123,18 @@ def recomputed(
     replay: Replay,
     saves: Callable[..., CheckpointPolicy] | None = None,
 ) -> Callable[..., Any]:
-    """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps."""
+    """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps.
 
+    [Note: compiled blocks]
+    A compiler cannot trace our contexts, and where it gives up inside a checkpoint it goes on without them: other
+    masks, silently. So this frame is never compiled; what it calls may be.
+    """
+
+    @torch.compiler.disable(recursive=False)
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if torch.compiler.is_compiling():  # numbers drawn inside are inputs of the graph: nothing to put back
-            extra: dict[str, Any] = (
-                {} if saves is None else {"context_fn": partial(create_selective_checkpoint_contexts, saves)}
-            )
-            return checkpoint(function, *args, use_reentrant=False, **extra, **kwargs)
         contexts = partial(_contexts, replay, saves)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -212,9 +214,9 @@ def _recomputed_attention(attention: Callable[..., Any], replay: Replay) -> Call
 
     @wraps(attention)
     def core(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            args = _compact(args)
-        return run(*args, **kwargs)
+        if torch.compiler.is_compiling():  # draws nothing, so that the compiler's own checkpoint will do
+            return checkpoint(attention, *args, use_reentrant=False, **kwargs)
+        return run(*(_compact(args) if torch.is_grad_enabled() else args), **kwargs)
 
     return core
 
@@ -260,8 +262,8 @@ sequence at 2·(head size) an element."""
 def _keep_expensive(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    namespace, _, name = operation.name().partition("::")
-    is_kept = namespace == "aten" and name.partition(".")[0] in _EXPENSIVE
+    # The name of a variant that writes into given memory has a suffix: what it wrote may be overwritten.
+    is_kept = operation.name().removeprefix("aten::") in _EXPENSIVE
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
