@@ -230,6 +230,14 @@ def test_inner_weights_tied_across_stages_are_copied_with_the_modules_around_the
     assert model.blocks[2].up.weight is model.blocks[0].up.weight
 
 
+def test_a_block_that_stands_twice_in_a_stage_ends_it_the_second_time() -> None:
+    model = seeded(Language, 2)
+    one, other = model.blocks
+    model.blocks = nn.ModuleList([one, one, other, other])
+    check_cut(model, loss, ("blocks.2",))
+    assert error_of_cut(model, loss, ("blocks.2",)) <= 1e-12
+
+
 def test_hooks_on_root_and_blocks_see_an_ordinary_pass() -> None:
     model = seeded(Language)
     stages = cut(model, ("blocks.2",), [0, 1])

@@ -91,6 +91,7 @@ def test_start_weights_do_not_depend_on_the_cut_nor_touch_torchs_generator() -> 
         for stage in cut(language(), starts, range(len(starts) + 1)).values():
             for name, parameter in stage.module.named_parameters(remove_duplicate=False):
                 assert torch.equal(parameter, whole[name]), name
+    assert not torch.equal(whole["1.up.weight"], whole["3.up.weight"]), "two layers drew the same numbers"
 
 
 def test_tied_layers_are_told() -> None:

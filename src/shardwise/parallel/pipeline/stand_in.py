@@ -191,7 +191,7 @@ class StageRoot(Hollow):
             return own(*args, **kwargs)
         except Ended as ended:
             self.__dict__["_has_ended"] = True
-            return _taken(ended)
+            return ended.output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["_has_ended"] = False
@@ -206,14 +206,7 @@ def call_until_ended(call: Callable[[], Any]) -> tuple[bool, Any]:
     try:
         return False, call()
     except Ended as ended:
-        return True, _taken(ended)
-
-
-def _taken(ended: Ended) -> Any:
-    """The output; the traceback would keep the frames of the pass, and so its activations, alive."""
-    output, ended.output = ended.output, None
-    ended.__traceback__ = None
-    return output
+        return True, ended.output
 
 
 @functools.cache
