@@ -66,7 +66,8 @@ class Attention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H + 2N, T, K]
         q, k, v = heads.split(self.head_counts, 1)
         if at is not None:
-            q, k = rotate(q, at), rotate(k, at)
+            # A view of one head's values would keep the whole fused output for the backward pass.
+            q, k, v = rotate(q, at), rotate(k, at), v.contiguous()
         if cache is not None:
             k, v = cache.extend(k, v)
         mixed = self.attention(q, k, v)  # [B, H, T, K]

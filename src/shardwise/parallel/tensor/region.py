@@ -1,8 +1,8 @@
 """Region: whether the activations of the running pass hold the whole sequence or this rank's part.
 
 With sequence parallelism a training pass is cut: between the cut layers each rank holds T/tp tokens. A pass without
-gradients is not: it keeps no activations, so a cut would save nothing, and it may have any length and a cache. Both
-send the same bytes. What lies inside a backward pass (a block computed again) always belongs to a cut pass.
+gradients is not: it keeps no activations, so a cut would save little, and it may have any length and a cache. What
+lies inside a backward pass (a block computed again) always belongs to a cut pass.
 
 Shapes: T global sequence, tp ranks.
 """
