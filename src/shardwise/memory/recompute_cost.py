@@ -12,8 +12,8 @@ elements of ``kernels.attention`` over T where it keeps them, else none.
     full         keeps D                 repeats all products but the last, whose output nobody needs
     selective    keeps all but S         repeats the two products of the attention: 4·K·S operations a token
 
-The large term goes away for few operations: with S = H·T (the whole square), selective saves T/(34·D/H) of what
-is kept beside it at 4·K·H·T of the 24·D² + 4·K·H·T operations of a block's forward pass (arXiv:2205.05198, section 5).
+Where the whole square is kept (S = H·T) and H·K = D, F = 4·D, that is H·T out of 16·D + H·T elements, for 4·D·T of the
+24·D² + 4·D·T operations of a block's forward pass: the argument of arXiv:2205.05198, section 5.
 
 Shapes: B batch, T sequence, D width, H heads, N key and value heads, K head size, F hidden.
 """
