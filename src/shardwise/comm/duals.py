@@ -21,9 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Group
+
+uncompiled = _disable_dynamo
+"""Decorator of what runs collectives: torch.compile goes round it. ``torch.compiler.disable`` is the same, but imports
+the compiler where nothing is compiled."""
 
 SEQUENCE = 1
 """The dim of an activation that is the sequence."""
@@ -91,31 +96,37 @@ def _gathered(x: Tensor, group: Group, what: str, dim: int) -> Tensor:
 # With gradients ----------------------------------------------------------------------------------------------------
 
 
+@uncompiled
 def copy(x: Tensor, group: Group, what: str) -> Tensor:
     """Identity; the gradients of the ranks are summed."""
     return x if group.size == 1 else _Copy.apply(x, group, what)
 
 
+@uncompiled
 def reduce(x: Tensor, group: Group, what: str) -> Tensor:
     """Sum over the ranks; the gradient, whole on every rank, passes."""
     return x if group.size == 1 else _Reduce.apply(x, group, what)
 
 
+@uncompiled
 def gather(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
     """The ranks' pieces joined; the gradients of the ranks are summed and cut."""
     return x if group.size == 1 else _Gather.apply(x, group, what, dim)
 
 
+@uncompiled
 def scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
     """This rank's piece of the sum over the ranks; the gradients are joined."""
     return x if group.size == 1 else _Scatter.apply(x, group, what, dim)
 
 
+@uncompiled
 def cut(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
     """This rank's piece; the gradients are joined."""
     return x if group.size == 1 else _Cut.apply(x, group, what, dim)
 
 
+@uncompiled
 def join(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
     """The ranks' pieces joined; the gradient, whole and alike on every rank, is cut."""
     return x if group.size == 1 else _Join.apply(x, group, what, dim)

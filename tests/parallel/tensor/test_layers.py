@@ -1,5 +1,6 @@
 """Cut layers in nets of the user's own: what they keep of the layer that they replace, and where they are not whole."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -184,3 +185,29 @@ def world_of_one(world: World) -> Any:
 
 def test_one_rank_changes_nothing(ranks: Any) -> None:
     assert ranks(2).run(alone) == [True, True]
+
+
+def compiled(world: World) -> list[float]:
+    losses = []
+    for compiles in (False, True):
+        model = restless(LLAMA)
+        make_parallel(model, table_of(model), tensor_group(world), True)
+        if compiles:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend="aot_eager")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's own
+            loss = model(tokens(2, 8), tokens(2, 8))
+        loss.backward()
+        losses += [
+            float(loss.detach()),
+            float(sum(p.grad.norm() for p in model.parameters() if p.grad is not None)),
+        ]
+    return losses
+
+
+def test_the_compiler_goes_round_the_collectives(ranks: Any) -> None:
+    """Traced into, they fail in the middle of an exchange."""
+    for loss, norm, compiled_loss, compiled_norm in ranks(2).run(compiled):
+        assert compiled_loss == pytest.approx(loss, rel=1e-5)
+        assert compiled_norm == pytest.approx(norm, rel=1e-5)

@@ -193,6 +193,7 @@ def column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bo
     return _autocast(_Column, x, weight, bias, group, cut, what)
 
 
+@duals.uncompiled
 def _autocast(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):  # It does not reach into a function of our own.
         dtype = torch.get_autocast_dtype(x.device.type)

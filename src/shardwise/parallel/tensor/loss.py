@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Group
+from shardwise.comm.duals import uncompiled
 from shardwise.kernels.cross_entropy import IGNORE, row_chunks
 
 
+@uncompiled
 def vocabulary_cross_entropy(
     logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group, count: Tensor | None = None
 ) -> Tensor:
