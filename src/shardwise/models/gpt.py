@@ -202,12 +202,15 @@ class Gpt(nn.Module):
         p = self.policy
         table = {
             "embed": "vocabulary",
+            "dropout": "sequence",
             "blocks.*.attention_norm": "sequence",
             "blocks.*.attention": "head_counts",
             "blocks.*.attention.qkv": f"column {p.heads}+{p.kv_heads}+{p.kv_heads}",
             "blocks.*.attention.out": f"row {p.heads}",
+            "blocks.*.attention.dropout": "sequence",
             "blocks.*.mlp_norm": "sequence",
             "blocks.*.mlp.down": "row",
+            "blocks.*.mlp.dropout": "sequence",
             "norm": "sequence",
             "head": "head",
         }

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
+from shardwise.kernels.dropout import Cut
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import local_piece, table_of
-from shardwise.parallel.tensor.layout import KINDS, Place, Style, Table, parse, places
+from shardwise.parallel.tensor.layout import KINDS, Place, Style, Table, dropout_cuts, parse, places
 from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Block, Partial, Replicate, Shard
 from tests.engine.nets import Language
@@ -169,3 +171,16 @@ def test_every_style_is_told_in_the_docstring() -> None:
     import shardwise.parallel.tensor.layout as layout
 
     assert all(f"\n    {kind} " in (layout.__doc__ or "") for kind in KINDS)
+
+
+def test_a_dropout_has_a_row() -> None:
+    model = Gpt(LLAMA.model_copy(update={"dropout": 0.1}))
+    found = dropout_cuts(model, table_of(model), 1, 2, sequence=True)
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    assert found == dict.fromkeys(names, Cut(1, 2, 1))
+    assert not dropout_cuts(model, table_of(model), 1, 2, sequence=False)
+    model.blocks[0].mlp.inner = nn.Dropout(0.2)
+    with pytest.raises(PlanError, match=r"dropout 'blocks.0.mlp.inner' \(p=0.2\) has no row"):
+        dropout_cuts(model, table_of(model), 1, 2, sequence=True)
+    table = table_of(model, {"blocks.0.mlp.inner": "partial"})
+    assert dropout_cuts(model, table, 1, 2, sequence=False) == {"blocks.0.mlp.inner": Cut(-1, 2, 1)}

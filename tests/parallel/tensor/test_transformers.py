@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
+from shardwise.kernels.dropout import Cut
 from shardwise.parallel.tensor.apply import make_parallel, table_of
+from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.plan.errors import PlanError, UsageError
 from tests.engine.nets import seeded
 from tests.parallel.tensor.whole import TOLERANCE, differences, tensor_group, worst
@@ -189,3 +191,22 @@ def single_places(world: World) -> str:
 
 def test_logits_of_single_places_are_refused_where_the_sequence_is_cut(ranks: Any) -> None:
     assert "logits_to_keep is for generation" in ranks(2).run(single_places)[0]
+
+
+def dropouts(name: str, config: str, **dropping: float) -> dict[str, Any]:
+    model = t(name)(t(config)(**(GPT2_LIKE if "GPT2" in name else BERT_LIKE) | dropping))
+    return dropout_cuts(model, table_of(model), 1, 2, sequence=True)
+
+
+def test_dropout_is_cut_in_the_blocks_and_whole_outside() -> None:
+    cut = Cut(1, 2, 1)
+    gpt2 = dropouts("GPT2LMHeadModel", "GPT2Config", resid_pdrop=0.1, embd_pdrop=0.1)
+    assert gpt2 == {
+        f"transformer.h.{i}.{leaf}": cut for i in (0, 1) for leaf in ("attn.resid_dropout", "mlp.dropout")
+    }
+    bert = dropouts("BertForSequenceClassification", "BertConfig", hidden_dropout_prob=0.1)
+    assert bert == {
+        f"bert.encoder.layer.{i}.{leaf}.dropout": cut
+        for i in (0, 1)
+        for leaf in ("attention.output", "output")
+    }

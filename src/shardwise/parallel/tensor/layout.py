@@ -9,6 +9,9 @@
     partial      whole, used on cut heads         as before                              Partial
     replicate    whole, used alike everywhere     as before                              Replicate
 
+A dropout has a row too: sequence where its input holds cut tokens, partial where it holds cut features, replicate
+where it is whole.
+
 A table is {pattern of module names: words}; ``*`` stands for one part of a name, the longest module name wins, then
 the later row. Words after the style:
 
@@ -33,6 +36,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import nn
 
+from shardwise.kernels.dropout import Cut
 from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
 from shardwise.plan.policy import nearest
@@ -171,6 +175,30 @@ def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[s
                 f"{', '.join(KINDS)}"
             )
     return {name: placed[id(parameter)][1] for name, parameter in names}
+
+
+def dropout_cuts(model: nn.Module, table: Table, index: int, ranks: int, sequence: bool) -> dict[str, Cut]:
+    """How the input of each dropout lies on rank ``index``, by module name; those that see it whole are left out.
+
+    Errors: PlanError where a dropout has no row: guessed wrong, ranks would drop the same features of other tokens.
+    """
+    by_module = styles(model, table)
+    found: dict[str, Cut] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, nn.Dropout) or module.p == 0 or ranks == 1:
+            continue
+        style = style_of(name, by_module)
+        if style is None:
+            raise PlanError(
+                f"tensor: dropout {name!r} (p={module.p}) has no row in the table, so nobody knows which part of the "
+                f"mask a rank needs; add {{{name!r}: STYLE}} to tensor.table: sequence (its input holds cut tokens), "
+                "partial (cut features) or replicate (all), or set its p to 0"
+            )
+        if style.kind == "sequence" and sequence and table.sequence and not style.sees_whole:
+            found[name] = Cut(1, ranks, index)
+        elif style.kind == "partial":
+            found[name] = Cut(-1, ranks, index)
+    return found
 
 
 def style_of(name: str, by_module: Mapping[str, Style]) -> Style | None:

@@ -11,7 +11,7 @@ block and not in the embedding, and attention and feed-forward enter once for th
 not say what lies between the cut layers: there the sequence stays whole.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -116,6 +116,8 @@ def _gpt2(model: nn.Module) -> Table | None:
             f"{name}.ln_2": "sequence",
             f"{name}.mlp.c_fc": "column",
             f"{name}.mlp.c_proj": "row",
+            f"{name}.attn.resid_dropout": "sequence",
+            f"{name}.mlp.dropout": "sequence",
         }
     _enter(rows, f"{prefix}h.0")
     head = _is_linear(model, "lm_head")
@@ -147,6 +149,8 @@ def _bert(model: nn.Module) -> Table | None:
             f"{name}.attention.output.dense": f"row {heads}",
             f"{name}.intermediate.dense": "column",
             f"{name}.output.dense": "row",
+            f"{name}.attention.output.dropout": "sequence",
+            f"{name}.output.dropout": "sequence",
         }
         norms = [key for key, module in modules.items() if key not in linears and module._parameters]
         if any(parameter.dim() != 1 for key in norms for parameter in modules[key].parameters(recurse=False)):
@@ -250,7 +254,10 @@ def _enter(rows: dict[str, str], first: str) -> None:
 
 
 def _with_rest(model: nn.Module, rows: dict[str, str]) -> dict[str, str]:
-    """``rows``, and one for every module that they leave out: heads that are tied to the embedding, or whole."""
+    """``rows``, and one for every module that they leave out: heads that are tied to the embedding, or whole.
+
+    Also for every dropout outside the blocks, which sees whole activations; what drops inside attention has no row.
+    """
     by_module = {name: parse(name, words) for name, words in rows.items()}
     modules = dict(model.named_modules(remove_duplicate=False))
     cut = {
@@ -261,6 +268,8 @@ def _with_rest(model: nn.Module, rows: dict[str, str]) -> dict[str, str]:
     rest: dict[str, str] = {}
     for name, module in modules.items():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if isinstance(module, nn.Dropout) and not _inside(name, rows):
+            rest[name] = "replicate"
         if not own or style_of(name, by_module) is not None:
             continue
         tied = any(id(parameter) in cut for parameter in own)
@@ -271,9 +280,19 @@ def _with_rest(model: nn.Module, rows: dict[str, str]) -> dict[str, str]:
     }
     for name, words in list(rest.items()):
         own = [parameter for parameter in modules[name]._parameters.values() if parameter is not None]
-        if words == "replicate" and all(id(parameter) in biases for parameter in own):
+        if words == "replicate" and own and all(id(parameter) in biases for parameter in own):
             del rest[name]
     return rows | rest
+
+
+def _inside(name: str, rows: Mapping[str, str]) -> bool:
+    """True for a module with a row, and inside one whose row is about its heads or its entry."""
+    around = name
+    while around:
+        if around in rows and "enter" not in rows[around] and "leave" not in rows[around]:
+            return True
+        around = around.rpartition(".")[0]
+    return False
 
 
 def _with_parameters(module: Any) -> Iterator[tuple[str, nn.Module]]:
