@@ -167,7 +167,7 @@ class Group:
         start: Callable[[Transport, float], Pending | None],
     ) -> Pending:
         assert self.transport is not None, "a group of one rank has nothing to run"
-        self.traffic.add(operation, purpose, full.numel(), full.itemsize, self.size, what)
+        self.traffic.add(operation, purpose, full.numel(), full.itemsize, self.size, what, self.axis)
         self.clock.maybe_delay()
         timeout_s = self.clock.timeout_s
         try:

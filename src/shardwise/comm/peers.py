@@ -174,7 +174,7 @@ class Peers:
         for each in tensors:
             by_size[each.itemsize] = by_size.get(each.itemsize, 0) + each.numel()
         for itemsize, elements in by_size.items():
-            self.group.traffic.add("send", purpose, elements, itemsize, 2, what)
+            self.group.traffic.add("send", purpose, elements, itemsize, 2, what, self.group.axis)
 
     @contextlib.contextmanager
     def _explaining(self, operation: str, index: int, what: str) -> Iterator[Call]:

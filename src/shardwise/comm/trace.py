@@ -33,15 +33,21 @@ class Traffic:
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
     sequence: int = 0
-    """32-bit hash of all collectives on model state, in their order: equal on ranks that called the same ones."""
+    """32-bit hash of the collectives over the data-parallel axes, in their order: equal on ranks that called the same
+    ones. On the other axes sizes differ from one data-parallel rank to another: with its batch, and with its shard."""
 
     def add(
-        self, operation: Operation, purpose: Purpose, elements: int, itemsize: int, ranks: int, what: str = ""
+        self,
+        operation: Operation,
+        purpose: Purpose,
+        elements: int,
+        itemsize: int,
+        ranks: int,
+        what: str = "",
+        axis: str = "dp",
     ) -> None:
         """Count one collective over ``ranks`` ranks on a full tensor of ``elements``; ``what`` names the tensor."""
-        if (
-            purpose != "activations" and operation != "send"
-        ):  # Sequences may be longer on one data-parallel rank than on another.
+        if axis.startswith("dp"):
             self.sequence = zlib.crc32(f"{operation} {what} {elements}".encode(), self.sequence)
         sent = elements if operation == "send" else _SENT[operation] * elements * (ranks - 1) // ranks
         old = self.counts.get((operation, purpose), Count())

@@ -117,6 +117,7 @@ class VocabularyEmbedding(_Cut):
         super().__init__(replaced, name, region, sees_whole)
         self.rows = rows
         self.vocabulary = vocabulary
+        self.embedding_dim = replaced.embedding_dim
         self.padding_idx = None
         if replaced.padding_idx is not None and rows.start <= replaced.padding_idx < rows.stop:
             self.padding_idx = replaced.padding_idx - rows.start
@@ -138,6 +139,7 @@ class SequenceEmbedding(_Cut):
 
     def __init__(self, replaced: nn.Embedding, name: str, region: Region) -> None:
         super().__init__(replaced, name, region, sees_whole=False)
+        self.embedding_dim = replaced.embedding_dim
         self.padding_idx = replaced.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
