@@ -13,7 +13,6 @@ from torch import nn
 
 from shardwise.comm.collectives import Group
 from shardwise.compose.whole import Whole
-from shardwise.kernels.dropout import Cut
 from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
 from shardwise.models.dropout import replace_dropout
@@ -21,6 +20,7 @@ from shardwise.parallel.pipeline.cut import blocks_around, cut, find_blocks, own
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
+from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.policy import TensorPolicy
 
 RunStage = Callable[[Callable[[nn.Module], Any], Any], Any]
@@ -43,7 +43,8 @@ def cut_model(
     """
     table = table_of(model, tensor.table) if tp.size > 1 else None
     is_cut = table is not None and table.sequence and tensor.sequence_parallel
-    replace_dropout(model, seed, replay, {"*": Cut(1, tp.size, tp.index)} if is_cut else {})
+    cuts = {} if table is None else dropout_cuts(model, table, tp.index, tp.size, is_cut)
+    replace_dropout(model, seed, replay, cuts)
     if table is not None:
         placed = make_parallel(model, table, tp, is_cut)
         whole.places.update({name: placed[name] for name in whole.parameters})
