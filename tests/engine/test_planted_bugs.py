@@ -1,0 +1,358 @@
+"""The parity table can fail: with a bug planted into the engine its figures exceed the limit.
+
+Each bug is patched into the rank processes for the time of one layout, which is a row of the table.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.peers import Peers
+from shardwise.engine.engine import Engine
+from shardwise.engine.pipeline import _Training
+from shardwise.engine.shared import SharedGradients
+from shardwise.engine.step import Totals
+from shardwise.parallel.pipeline.executor import ScheduleExecutor
+from shardwise.parallel.tensor.layers import RowLinear
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.executor import Executor
+from shardwise.plan.placement import Replicate
+from tests.engine.test_model_parallel import LAYOUTS, Figures, Layout, measure
+
+LIMIT = 1e-10
+Patch = AbstractContextManager[Any]
+
+
+class Bug(NamedTuple):
+    """``shows``: the figures that must exceed the limit."""
+
+    layout: Layout
+    plant: Callable[[], Patch]
+    shows: tuple[str, ...] = ("gradients",)
+
+
+# Sums over "tp" ----------------------------------------------------------------------------------------------------
+
+
+def norm_gradients_not_summed() -> Patch:
+    """Each rank keeps the gradient of its own part of the sequence."""
+    return patch("shardwise.parallel.tensor.layout.Partial", Replicate)
+
+
+def averaged_over_tp() -> Patch:
+    """A mean where a sum belongs."""
+    right = SharedGradients.sum
+
+    def wrong(self: SharedGradients) -> None:
+        ended = self._is_summed
+        right(self)
+        for ranks, ranges in () if ended else self._ranges.items():
+            for bucket, (start, stop) in ranges:
+                bucket.owned_grad[start:stop] /= len(ranks)
+
+    return patch.object(SharedGradients, "sum", wrong)
+
+
+def replicas_not_reduced() -> Patch:
+    """Neighbours that hold the same key and value head each keep their own addend."""
+    right = SharedGradients._add
+
+    def wrong(self: SharedGradients, ranks: tuple[int, ...], *rest: Any) -> None:
+        if len(ranks) == 4:
+            right(self, ranks, *rest)
+
+    return patch.object(SharedGradients, "_add", wrong)
+
+
+def all_counted_in_the_norm() -> Patch:
+    """What several ranks hold alike counts on each of them."""
+    return patch.object(SharedGradients, "counted", lambda self, bucket: [(0, bucket.owned_grad.numel())])
+
+
+def sequence_gradient_not_summed() -> Patch:
+    """The backward pass of a gather only cuts its gradient."""
+    from shardwise.comm import duals
+
+    right = duals.start_scatter
+
+    def wrong(x: Tensor, group: Any, what: str, dim: int = 1) -> Callable[[], Tensor]:
+        if torch._C._current_graph_task_id() < 0:
+            return right(x, group, what, dim)
+        piece = duals.piece_of(x, group, dim).contiguous()
+        return lambda: piece
+
+    return patch("shardwise.comm.duals.start_scatter", wrong)
+
+
+def column_gradient_not_summed() -> Patch:
+    """What every rank's columns say of the input's gradient is an addend, taken for the whole."""
+    from shardwise.comm import duals
+
+    right = duals.start_sum
+
+    def wrong(x: Tensor, group: Any, what: str) -> Callable[[], Tensor]:
+        return right(x, group, what) if torch._C._current_graph_task_id() < 0 else lambda: x
+
+    return patch("shardwise.comm.duals.start_sum", wrong)
+
+
+def row_bias_on_every_rank() -> Patch:
+    """The bias is added before the sum over the ranks, so that many times."""
+
+    right = RowLinear.forward
+
+    def wrong(self: RowLinear, x: Tensor) -> Tensor:
+        y = right(self, x)
+        return y if self.bias is None else y + self.bias * (self.region.group.size - 1)
+
+    return patch.object(RowLinear, "forward", wrong)
+
+
+def first_positions_everywhere() -> Patch:
+    """Every rank looks up the positions of the first part of the sequence."""
+    from shardwise.comm import duals
+
+    right = duals.piece_of
+
+    def wrong(x: Tensor, group: Any, dim: int = 1) -> Tensor:
+        return x.narrow(dim, 0, x.shape[dim] // group.size) if dim == -1 else right(x, group, dim)
+
+    return patch("shardwise.comm.duals.piece_of", wrong)
+
+
+# The loss over a cut vocabulary ------------------------------------------------------------------------------------
+
+
+def _loss_with(change: Callable[..., tuple[int, Any]]) -> Patch:
+    """The cut loss with another (first row, group)."""
+    from shardwise.parallel.tensor import layers
+
+    right = layers.vocabulary_cross_entropy
+
+    def wrong(logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Any) -> Tensor:
+        first, group = change(first, group)
+        return right(logits, targets, first, vocabulary, group)
+
+    return patch.object(layers, "vocabulary_cross_entropy", wrong)
+
+
+def loss_of_the_first_rows() -> Patch:
+    """Every rank takes its columns for the first of the vocabulary."""
+    return _loss_with(lambda first, group: (0, group))
+
+
+class _OwnMaximum:
+    """A group whose ranks forget that each has subtracted a maximum of its own."""
+
+    def __init__(self, group: Any):
+        self.group, self.size = group, group.size
+
+    def all_gather(self, every: Tensor, own: Tensor, *rest: Any) -> Any:
+        pending = self.group.all_gather(every, own, *rest)
+        pending.wait()
+        stats = every.view(self.size, 3, -1)
+        stats[:, 0] = stats[:, 0].amax(0)
+        return pending
+
+
+def loss_of_unlike_maxima() -> Patch:
+    """exp(z - own maximum) of the ranks is added up as it is."""
+    return _loss_with(lambda first, group: (first, _OwnMaximum(group)))
+
+
+# Pipeline ----------------------------------------------------------------------------------------------------------
+
+
+def tied_gradient_lost() -> Patch:
+    """Embedding and head each train on their own."""
+    return patch.object(SharedGradients, "tied", {})
+
+
+def weights_of_microbatches_ignored() -> Patch:
+    """A microbatch of few targets counts like one of many."""
+    right = Engine._scale_of
+    return patch.object(Engine, "_scale_of", lambda self, weight: right(self, min(weight, 1.0) and 24.0))
+
+
+def norm_of_one_stage() -> Patch:
+    """Each stage clips by its own gradients."""
+    from shardwise.engine import step
+
+    right = step._over_model
+
+    def wrong(totals: Totals, *rest: Any) -> Totals:
+        return right(totals, *rest)._replace(squares=totals.squares)
+
+    return patch.object(step, "_over_model", wrong)
+
+
+def targets_of_another_microbatch() -> Patch:
+    """The last stage looks at the next microbatch."""
+    right = _Training.forward
+
+    def wrong(self: Any, stage: int, microbatch: int, received: Any) -> Any:
+        batches = self._batches
+        if stage:
+            self._batches = [*batches[1:], batches[0]]
+        try:
+            return right(self, stage, microbatch, received)
+        finally:
+            self._batches = batches
+
+    return patch.object(_Training, "forward", wrong)
+
+
+def _last_sent_again(of_gradients: bool) -> Patch:
+    right = Peers.send
+    before: dict[int, Any] = {}
+
+    def wrong(self: Peers, text: str, tensors: Any, to: int, what: str, *rest: Any) -> Any:
+        if what.startswith("gradient") == of_gradients and not what.endswith("microbatch 0"):
+            text, tensors, before[to] = *before[to], (text, tensors)
+        else:
+            before[to] = (text, tensors)
+        return right(self, text, tensors, to, what, *rest)
+
+    return patch.object(Peers, "send", wrong)
+
+
+def activation_of_another_microbatch() -> Patch:
+    """What is sent is the activation of the microbatch before, under the right name."""
+    return _last_sent_again(False)
+
+
+def gradient_of_another_microbatch() -> Patch:
+    """The same for gradients."""
+    return _last_sent_again(True)
+
+
+def activation_of_another_stage() -> Patch:
+    """Stage 3 computes on what its rank received for stage 1."""
+    right = ScheduleExecutor._receive
+    first: dict[int, Any] = {}
+
+    def wrong(self: ScheduleExecutor, action: Any) -> None:
+        right(self, action)
+        key = (action.stage, action.microbatch)
+        if action.carries_gradient or action.stage not in (1, 3):
+            return
+        if action.stage == 1:
+            first[action.microbatch] = self._received[key].detach().clone()
+        else:
+            swapped = first[action.microbatch].requires_grad_()
+            self._received[key], self._inputs[key] = swapped, [swapped]
+
+    return patch.object(ScheduleExecutor, "_receive", wrong)
+
+
+def microbatches_named_wrongly() -> Patch:
+    """The sender is one microbatch ahead: the names on both ends differ, and that is an error."""
+    right = Peers.send
+
+    def wrong(self: Peers, text: str, tensors: Any, to: int, what: str, *rest: Any) -> Any:
+        words, _, number = what.rpartition(" ")
+        return right(self, text, tensors, to, f"{words} {int(number) + 1}", *rest)
+
+    return patch.object(Peers, "send", wrong)
+
+
+# ZeRO --------------------------------------------------------------------------------------------------------------
+
+
+def last_reduction_skipped() -> Patch:
+    """At stage 2 every microbatch is reduced by itself; the last one's gradients are forgotten."""
+    right = Executor._reduce
+
+    def wrong(self: Executor, state: Any) -> None:
+        for bucket in state.buckets:
+            for view in (bucket._landing or ()) if self._is_last else ():
+                view.zero_()
+        right(self, state)
+
+    return patch.object(Executor, "_reduce", wrong)
+
+
+@contextmanager
+def stale_weights() -> Iterator[None]:
+    """Units are gathered from the weights of the first step."""
+    right = BucketState.start_gather
+    first: dict[int, Tensor] = {}
+
+    def wrong(self: BucketState) -> None:
+        fresh = self.weight
+        self.weight = first.setdefault(id(self), fresh.clone())
+        try:
+            right(self)
+        finally:
+            self.weight = fresh
+
+    with patch.object(BucketState, "start_gather", wrong):
+        yield
+
+
+BUGS = [
+    Bug(Layout(tp=2), norm_gradients_not_summed),
+    Bug(Layout(tp=2), averaged_over_tp),
+    Bug(Layout(tp=4, kv_heads=2), replicas_not_reduced),
+    Bug(Layout(tp=4, kv_heads=2), all_counted_in_the_norm, ("norm",)),
+    Bug(Layout(tp=2), sequence_gradient_not_summed),
+    Bug(Layout(tp=2, sequence=False), column_gradient_not_summed),
+    Bug(Layout(tp=2, manner="gpt2"), row_bias_on_every_rank, ("loss",)),
+    Bug(Layout(tp=2, manner="gpt2"), first_positions_everywhere, ("gradients", "loss")),
+    Bug(Layout(tp=2), loss_of_the_first_rows, ("gradients", "loss")),
+    Bug(Layout(tp=2), loss_of_unlike_maxima, ("gradients", "loss")),
+    Bug(Layout(pp=3, microbatches=4, manner="gpt2"), tied_gradient_lost),
+    Bug(Layout(pp=3, microbatches=4, manner="gpt2"), all_counted_in_the_norm, ("norm",)),
+    Bug(Layout(pp=2, microbatches=5), weights_of_microbatches_ignored),
+    Bug(Layout(pp=2, microbatches=3), norm_of_one_stage, ("norm", "weights")),
+    Bug(Layout(pp=2, microbatches=5), targets_of_another_microbatch, ("gradients", "loss")),
+    Bug(Layout(pp=2, microbatches=5), activation_of_another_microbatch, ("gradients", "loss")),
+    Bug(Layout(pp=2, microbatches=5), gradient_of_another_microbatch),
+    Bug(
+        Layout(pp=2, microbatches=5, schedule="interleaved_1f1b", interleave=2),
+        activation_of_another_stage,
+        ("gradients", "loss"),
+    ),
+    Bug(Layout(dp=2, tp=2, stage=2, microbatches=2), last_reduction_skipped),
+    Bug(Layout(pp=2, dp=2, stage=2, microbatches=3), last_reduction_skipped),
+    Bug(Layout(pp=2, dp=2, stage=3, microbatches=3), stale_weights),
+]
+
+
+def measure_planted(world: Any, numbers: list[int]) -> list[Figures]:
+    found = []
+    for number in numbers:
+        with BUGS[number].plant():
+            found.append(measure(world, BUGS[number].layout))
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: Any) -> Any:
+    """Figures of all bugs, worst over the ranks; one call per number of ranks."""
+
+    @cache
+    def get(size: int) -> dict[int, Figures]:
+        numbers = [i for i, bug in enumerate(BUGS) if bug.layout.size == size]
+        by_rank = ranks(size).run(measure_planted, numbers)
+        return {
+            number: Figures(*(max(column) for column in zip(*rows, strict=True)))
+            for number, *rows in zip(numbers, *by_rank, strict=True)
+        }
+
+    return get
+
+
+@pytest.mark.parametrize("number", range(len(BUGS)), ids=[bug.plant.__name__ for bug in BUGS])
+def test_the_table_shows_it(measured: Any, number: int) -> None:
+    layout, _, shows = BUGS[number]
+    assert layout in LAYOUTS, "without the bug the table holds this layout to the limit"
+    figures = measured(layout.size)[number]
+    for name in shows:
+        assert getattr(figures, name) > 1000 * LIMIT, figures
