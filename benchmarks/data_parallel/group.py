@@ -26,11 +26,20 @@ class ContenderFailed(Exception):
 
 
 class Group:
-    """``ranks`` processes that obey the same commands."""
+    """``ranks`` processes, each running the file ``worker``, that obey the same commands."""
 
-    def __init__(self, contender: str, dtype: str, ranks: int, workload: Workload, folder: Path) -> None:
+    def __init__(
+        self,
+        contender: str,
+        dtype: str,
+        ranks: int,
+        workload: Workload,
+        folder: Path,
+        worker: Path = HERE / "worker.py",
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
+        self.worker = worker
         self.processes = [self._start(contender, dtype, r, ranks, workload) for r in range(ranks)]
 
     def _start(
@@ -57,7 +66,7 @@ class Group:
         }
         with (self.folder / f"rank{rank}.log").open("w") as log:
             return subprocess.Popen(
-                [sys.executable, str(HERE / "worker.py"), json.dumps(setting)],
+                [sys.executable, str(self.worker), json.dumps(setting)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

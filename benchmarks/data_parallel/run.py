@@ -18,116 +18,41 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import random
 import signal
-import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from group import ContenderFailed, Group
+from group import Group
 from machine import describe
+from rounds import Record, interleave, measured, say
 from rows import Row, select
 from workload import Workload
 
 HERE = Path(__file__).resolve().parent
 
 
-@dataclasses.dataclass
-class Record:
-    """What was seen of one contender."""
-
-    row: Row
-    samples_s: list[float] = dataclasses.field(default_factory=list)
-    before_bytes: list[int] = dataclasses.field(default_factory=list)
-    build_peak_bytes: list[int] = dataclasses.field(default_factory=list)
-    peak_bytes: list[int] = dataclasses.field(default_factory=list)
-    idle_bytes: list[int] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)
-    sent_bytes: list[float] = dataclasses.field(default_factory=list)
-    other_bytes: list[float] = dataclasses.field(default_factory=list)
-    failure: str | None = None
-
-
-def prepare(group: Group, record: Record, first_steps: int) -> None:
-    """Start, build and run the first steps."""
-    group.ask(do="ready")
-    record.before_bytes = group.own_bytes()
-    group.reset_peaks()
-    group.ask(do="build")
-    record.build_peak_bytes = growth(group.peak_bytes(), record)
-    take_losses(record, group.ask(do="steps", count=first_steps))
-    record.peak_bytes = growth(group.peak_bytes(), record)
-    group.ask(do="sleep")
-    record.idle_bytes = growth(group.own_bytes(), record)
-
-
-def growth(now_bytes: list[int], record: Record) -> list[int]:
-    """Over what each rank held before the model was built."""
-    return [now - before for now, before in zip(now_bytes, record.before_bytes, strict=True)]
-
-
-def take_losses(record: Record, answers: list[dict[str, Any]]) -> None:
-    """Losses are means over ranks."""
-    record.losses += [statistics.fmean(step) for step in zip(*(a["losses"] for a in answers), strict=True)]
-
-
-def one_round(group: Group, record: Record, steps: int) -> None:
-    """One cold step, then the timed ones."""
-    take_losses(record, group.ask(do="steps", count=1))
-    answers = group.ask(do="steps", count=steps)
-    take_losses(record, answers)
-    per_step = [max(step) for step in zip(*(a["seconds"] for a in answers), strict=True)]
-    record.samples_s.append(statistics.fmean(per_step))
-    record.sent_bytes.append(statistics.fmean(sum(a["sent_bytes"]) for a in answers) / steps)
-    record.other_bytes.append(statistics.fmean(a["other_bytes"] for a in answers) / steps)
-    record.peak_bytes = growth(group.peak_bytes(), record)
-    group.ask(do="sleep")
-
-
-def interleave(rows: list[Row], dtype: str, ranks: int, arguments: argparse.Namespace) -> list[Record]:
+def interleave_rows(rows: list[Row], dtype: str, ranks: int, arguments: argparse.Namespace) -> list[Record]:
     """All rounds of all contenders of one dtype and number of ranks."""
-    records = [Record(row) for row in rows]
-    groups: dict[str, Group] = {}
-    order = random.Random(0)
-    with tempfile.TemporaryDirectory(prefix="data_parallel_") as folder:
-        try:
-            for record in records:
-                name = record.row.name
-                say(f"[{dtype}, {ranks} ranks] {name}: start, build, {arguments.first_steps} steps")
-                groups[name] = Group(name, dtype, ranks, arguments.workload, Path(folder) / name)
-                guard(groups, record, prepare, arguments.first_steps)
-            for number in range(arguments.rounds):
-                alive = [record for record in records if record.failure is None]
-                order.shuffle(alive)
-                for record in alive:
-                    guard(groups, record, one_round, arguments.steps)
-                say(f"[{dtype}, {ranks} ranks] round {number + 1} of {arguments.rounds} done")
-        finally:
-            for group in groups.values():
-                group.stop()
+    records = [Record(row.name) for row in rows]
+    interleave(
+        records,
+        lambda record, folder: Group(record.name, dtype, ranks, arguments.workload, folder),
+        f"{dtype}, {ranks} ranks",
+        first_steps=arguments.first_steps,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+    )
     return records
 
 
-def guard(groups: dict[str, Group], record: Record, action: Any, *arguments: Any) -> None:
-    """One contender's failure is its own: it is recorded and the rest go on."""
-    group = groups[record.row.name]
-    try:
-        action(group, record, *arguments)
-    except ContenderFailed as failure:
-        record.failure = str(failure)
-        say(f"  {record.row.name} failed: {failure}")
-        group.stop()
-
-
-def summary(record: Record, dtype: str, ranks: int) -> dict[str, Any]:
+def summary(row: Row, record: Record, dtype: str, ranks: int) -> dict[str, Any]:
     """One row of the JSON file."""
-    facts = record.row.facts[dtype]
+    facts = row.facts[dtype]
     out: dict[str, Any] = {
-        "name": record.row.name,
-        "stage": record.row.stage,
-        "ours": record.row.ours,
+        "name": row.name,
+        "stage": row.stage,
+        "ours": row.ours,
         "dtype": dtype,
         "ranks": ranks,
         "grad": facts.grad,
@@ -137,20 +62,7 @@ def summary(record: Record, dtype: str, ranks: int) -> dict[str, Any]:
     }
     if record.failure is not None:
         return out
-    samples = record.samples_s
-    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [float("nan")] * 3
-    return out | {
-        "step_s": statistics.median(samples) if samples else None,
-        "step_s_quartiles": [quartiles[0], quartiles[2]] if len(samples) > 1 else None,
-        "step_s_rounds": samples,
-        "peak_bytes_per_rank": record.peak_bytes,
-        "build_peak_bytes_per_rank": record.build_peak_bytes,
-        "idle_bytes_per_rank": record.idle_bytes,
-        "loss": record.losses[-1],
-        "losses": record.losses,
-        "sent_bytes_per_rank_and_step": statistics.median(record.sent_bytes) if samples else None,
-        "other_bytes_per_rank_and_step": statistics.median(record.other_bytes) if samples else None,
-    }
+    return out | measured(record)
 
 
 def turns(rows: list[Row], interleave_by: str) -> list[list[Row]]:
@@ -167,11 +79,6 @@ def absent(rows: list[Row]) -> dict[str, str]:
         for row in rows
         if importlib.util.find_spec(row.package) is None
     }
-
-
-def say(line: str) -> None:
-    """Progress, on stderr."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -223,8 +130,10 @@ def main(argv: list[str] | None = None) -> None:
             skipped |= absent(rows)
             present = [row for row in rows if row.name not in skipped]
             for turn in turns(present, arguments.interleave):
-                records = interleave(turn, dtype, ranks, arguments)
-                results += [summary(record, dtype, ranks) for record in records]
+                records = interleave_rows(turn, dtype, ranks, arguments)
+                results += [
+                    summary(row, record, dtype, ranks) for row, record in zip(turn, records, strict=True)
+                ]
                 write(arguments.out, header | {"skipped": skipped}, results, append=arguments.append)
     for name, reason in skipped.items():
         say(f"skipped {name}: {reason}")

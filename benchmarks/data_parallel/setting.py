@@ -31,8 +31,8 @@ class Running(ABC):
     """A contender that has been built."""
 
     @abstractmethod
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """One whole training step; returns this rank's loss."""
+    def step(self, tokens: Tensor, targets: Tensor) -> float | None:
+        """One whole training step; returns this rank's loss, where it has one."""
 
     def other_bytes(self) -> int:
         """Bytes it has sent so far by a way that is not a TCP socket (shared memory)."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from measure import give_back_free_memory, sent_bytes
 from rows import ROWS
 from setting import Running, Setting
+from torch import Tensor
 from workload import Workload, batch, build_model
 
 
@@ -35,9 +36,17 @@ class Rank:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.row = next(row for row in ROWS if row.name == setting.contender)
+        self.row = self.find_row()
         self.running: Running | None = None
         self.steps_done = 0
+
+    def find_row(self) -> Any:
+        """The contender that this rank belongs to."""
+        return next(row for row in ROWS if row.name == self.setting.contender)
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """What this rank is given in step ``number``."""
+        return batch(self.setting.workload, number, self.setting.rank)
 
     def ready(self) -> dict[str, Any]:
         """Everything before the model: what this costs is not the contender's."""
@@ -80,7 +89,7 @@ class Rank:
         """Run ``count`` steps; data is made before the clock starts."""
         assert self.running is not None, "steps before build"
         numbers = range(self.steps_done, self.steps_done + count)
-        batches = [batch(self.setting.workload, number, self.setting.rank) for number in numbers]
+        batches = [self.batch(number) for number in numbers]
         seconds, losses, sent = [], [], []
         other, last = self.running.other_bytes(), sent_bytes()
         begin = time.perf_counter()
@@ -102,10 +111,11 @@ class Rank:
         return {}
 
 
-def main() -> None:
+def serve(kind: type[Rank]) -> None:
+    """Obey the commands on stdin until it closes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    rank = Rank(Setting.from_json(json.loads(sys.argv[1])))
+    rank = kind(Setting.from_json(json.loads(sys.argv[1])))
     for line in sys.stdin:
         command = json.loads(line)
         answer = getattr(rank, command.pop("do"))(**command)
@@ -114,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Rank)

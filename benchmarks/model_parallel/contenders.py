@@ -1,0 +1,102 @@
+"""The contenders as data. Needs no torch.
+
+Contenders of one ``case`` do the same computation and take turns: tensor parallelism, or one schedule with one number
+of microbatches.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import NamedTuple
+
+MICROBATCHES = (4, 8)
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+
+
+class Contender(NamedTuple):
+    """One contender."""
+
+    name: str
+    case: str
+    package: str
+    """The package it needs besides torch."""
+    build: str
+    """``module:function`` in this folder; called as ``function(contender, setting)``."""
+    ranks: int = 2
+    microbatches: int = 1
+    options: dict[str, str] = {}
+
+    @property
+    def ours(self) -> bool:
+        return self.package == "shardwise"
+
+
+def _ours(name: str, case: str, microbatches: int = 1, **options: str) -> Contender:
+    return Contender(name, case, "shardwise", "ours:build", 2, microbatches, options)
+
+
+def _single(case: str, microbatches: int) -> Contender:
+    name = "single" if microbatches == 1 else f"single-{microbatches}"
+    return Contender(name, case, "torch", "single:build", 1, microbatches)
+
+
+def _dtensor(name: str, **options: str) -> Contender:
+    return Contender(name, "tensor", "torch", "tensor_peer:build", 2, 1, options)
+
+
+def _tensor() -> list[Contender]:
+    rows = [
+        _single("tensor", 1),
+        _dtensor("dtensor", sequence="no", matrices="separate"),
+        _dtensor("dtensor-fused", sequence="no", matrices="fused"),
+        _dtensor("dtensor-sequence", sequence="yes", matrices="separate"),
+        _dtensor("dtensor-sequence-fused", sequence="yes", matrices="fused"),
+    ]
+    for transport, short in (("torch", "gloo"), ("shared_memory", "shm")):
+        for sequence, word in (("no", ""), ("yes", "-sequence")):
+            options = {"kind": "tensor", "sequence": sequence, "transport": transport}
+            rows.append(_ours(f"shardwise{word}-{short}", "tensor", **options))
+    return rows
+
+
+def _pipeline(schedule: str, microbatches: int) -> list[Contender]:
+    case = f"{schedule}, {microbatches}"
+    rows = [
+        Contender(
+            f"torch-{schedule}-{microbatches}",
+            case,
+            "torch",
+            "pipeline_peer:build",
+            2,
+            microbatches,
+            {"schedule": schedule},
+        )
+    ]
+    for transport, short in (("torch", "gloo"), ("shared_memory", "shm")):
+        options = {"kind": "pipeline", "schedule": schedule, "transport": transport}
+        rows.append(_ours(f"shardwise-{schedule}-{microbatches}-{short}", case, microbatches, **options))
+    return rows
+
+
+CONTENDERS: list[Contender] = [
+    *_tensor(),
+    *(
+        row
+        for microbatches in MICROBATCHES
+        for row in [
+            _single(f"gpipe, {microbatches}", microbatches),
+            *(row for schedule in SCHEDULES for row in _pipeline(schedule, microbatches)),
+        ]
+    ),
+]
+
+
+def select(patterns: list[str]) -> list[Contender]:
+    """Those that match one of the patterns (shell wildcards; none means all)."""
+    return [row for row in CONTENDERS if not patterns or any(fnmatch.fnmatch(row.name, p) for p in patterns)]
+
+
+def turns(rows: list[Contender]) -> list[list[Contender]]:
+    """The contenders that run side by side: tensor parallelism, then each number of microbatches."""
+    keys = list(dict.fromkeys(row.microbatches for row in rows))
+    return [[row for row in rows if row.microbatches == key] for key in keys]
