@@ -17,10 +17,13 @@ __version__ = "0.1.0"
 _HOME = {
     "initialize": "shardwise.engine.build",
     "Engine": "shardwise.engine.engine",
+    "LayerSpec": "shardwise.parallel.pipeline.layers",
+    "Layers": "shardwise.parallel.pipeline.layers",
     "RunConfig": "shardwise.config.run",
     "ShardwiseError": "shardwise.plan.errors",
+    "TiedSpec": "shardwise.parallel.pipeline.layers",
 }
-__all__ = ["Engine", "RunConfig", "ShardwiseError", "initialize"]
+__all__ = ["Engine", "LayerSpec", "Layers", "RunConfig", "ShardwiseError", "TiedSpec", "initialize"]
 
 
 def __getattr__(name: str) -> Any:

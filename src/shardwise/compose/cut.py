@@ -16,12 +16,14 @@ from shardwise.compose.whole import Whole
 from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
 from shardwise.models.dropout import replace_dropout
-from shardwise.parallel.pipeline.cut import blocks_around, cut, find_blocks, owners, weigh
+from shardwise.parallel.pipeline.cut import blocks_around, check_cut, cut, find_blocks, owners, weigh
+from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.policy import TensorPolicy
+from shardwise.plan.errors import PlanError
 
 RunStage = Callable[[Callable[[nn.Module], Any], Any], Any]
 """(call of the model, what the stage before sent) -> what goes to the next stage, or the call's result."""
@@ -41,6 +43,11 @@ def cut_model(
 
     Errors: PlanError where the model cannot be cut so.
     """
+    if tp.size > 1 and isinstance(model, Layers) and model.has_specs:
+        raise PlanError(
+            f"tensor: mesh.tp is {tp.size}, but the model is a list with layers that are not built yet (LayerSpec), whose "
+            "matrices cannot be cut; give built modules in the list, or set mesh.tp: 1"
+        )
     table = table_of(model, tensor.table) if tp.size > 1 else None
     is_cut = table is not None and table.sequence and tensor.sequence_parallel
     cuts = {} if table is None else dropout_cuts(model, table, tp.index, tp.size, is_cut)
@@ -48,8 +55,10 @@ def cut_model(
     if table is not None:
         placed = make_parallel(model, table, tp, is_cut)
         whole.places.update({name: placed[name] for name in whole.parameters})
-    if pp.size == 1:
+    if pp.size == 1 and not isinstance(model, Layers):
         return {0: (model, None)}
+    if pp.size == 1:  # its layers exist only where they live
+        return {0: (cut(model, (), [0])[0].module, None)}
     starts = stage_starts(model, pipeline, pp.size)
     owner = owners(model, starts)
     for name, entry in whole.parameters.items():
@@ -65,6 +74,16 @@ def stage_starts(model: nn.Module, policy: PipelinePolicy, ranks: int) -> tuple[
     blocks = find_blocks(model) if isinstance(how, str) else blocks_around(model, how)
     weights, front, back = weigh(model, blocks)
     return partition(how, blocks, weights, ranks * policy.interleave, front, back)
+
+
+def check_stages(
+    model: nn.Module, policy: PipelinePolicy, ranks: int, call: Callable[[nn.Module], Any]
+) -> None:
+    """Compare the chain of stages with the uncut model, both on this rank, which must hold all of it meanwhile.
+
+    Errors: PlanError names the first stage that differs.
+    """
+    check_cut(model, call, stage_starts(model, policy, ranks))
 
 
 def recompute_blocks(

@@ -20,13 +20,13 @@ from torch import Tensor, nn, optim
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
-from shardwise.compose.cut import cut_model, recompute_blocks
+from shardwise.compose.cut import check_stages, cut_model, recompute_blocks
 from shardwise.compose.draft import Draft, draft, names_of_units
 from shardwise.compose.whole import Whole, describe, register
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.engine import Engine, Loss, OnStep
-from shardwise.engine.inputs import cast_inputs
+from shardwise.engine.inputs import call_model, cast_inputs
 from shardwise.engine.parts import Parts, Stage
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.shared import SharedGradients
@@ -38,6 +38,7 @@ from shardwise.models.gpt import Gpt
 from shardwise.models.initial import Rule, draw
 from shardwise.models.source import open_weights
 from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moments_of
+from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings
 from shardwise.parallel.zero.executor import Executor, UnitState
@@ -65,6 +66,7 @@ def initialize(
     initial: Mapping[str, Rule] | None = None,
     world: World | None = None,
     on_step: Sequence[OnStep] = (),
+    example: Any = None,
 ) -> Engine:
     """Make an engine of ``model``, whose parameters it takes over.
 
@@ -75,6 +77,7 @@ def initialize(
     elementwise  says of an unknown optimizer class that it treats each element alone
     initial    start rule per parameter name, for a model on ``meta``
     world      from ``comm.world.join``; left out, found in the environment
+    example    a small batch: with mesh.pp above 1 the chain of stages is first compared on it with the uncut model
 
     Errors: ConfigError, MeshError, PlanError, UsageError.
     """
@@ -95,6 +98,8 @@ def initialize(
     _take_rank_0(model, world, groups["world"], filled)
     _move_buffers(model, world.device)
     units = names_of_units(model, settings.zero)
+    if example is not None and mesh.pp > 1:
+        check_stages(model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, world.device))
     to_recompute = chosen(repeated_blocks(model) or units, settings.recompute)
     replay = Replay()
     cut_into = cut_model(
@@ -141,7 +146,7 @@ def initialize(
     )
     half = any(bucket.dtypes.compute == torch.float16 for bucket, _ in trained)
     parts = Parts(
-        model=model,
+        model=stages[0].module if mesh.pp == 1 else model,
         world=world,
         device=world.device,
         mesh=mesh,
@@ -229,6 +234,8 @@ def _start_weights(
         source.check({entry.name: entry.shape for entry in whole.parameters.values()})
         names = list(whole.parameters)
         return lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype), names
+    if isinstance(model, Layers) and initial is None:
+        return None, ()  # a LayerSpec's layer comes with its start weights
     on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
     if not on_meta and initial is None:
         return None, ()

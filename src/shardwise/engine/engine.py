@@ -26,7 +26,7 @@ from shardwise.comm.world import World
 from shardwise.compose.draft import full_step
 from shardwise.config.run import RunConfig
 from shardwise.engine import saving, state
-from shardwise.engine.inputs import apply, cast_inputs, find_loss, tensors_in
+from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss, tensors_in
 from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
@@ -103,10 +103,8 @@ class Engine:
         return self._parts.replay.at(Place(self.step_count + 1, first, rows or None))
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._loss is not None and len(args) == 1 and not kwargs:
-            return self._loss(module, cast_inputs(args[0], self._parts.device, None))
         if len(args) == 1 and not kwargs:
-            return apply(module, args[0])
+            return call_model(module, self._loss, args[0], self._parts.device)
         return module(*args, **kwargs)
 
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
@@ -394,6 +392,11 @@ class Engine:
         """A context in which every parameter is whole; with ``write`` it may be edited, alike on all ranks."""
         return state.full_parameters(self._parts, write)
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context for many passes without gradients: the weights that this rank computes with are gathered once.
+        Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes."""
+        return state.lent_parameters(self._parts)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, under the model's own names (tied names both). Collective."""
         return state.state_dict(self._parts)
@@ -426,7 +429,7 @@ class Engine:
     def agree(self, flag: bool) -> bool:
         """True on all ranks where it is true on any. Collective."""
         vote = torch.tensor([float(flag)], dtype=torch.float64, device=self._parts.device)
-        self._parts.both.all_reduce(vote, "a vote", purpose="control").wait()
+        self._parts.groups["world"].all_reduce(vote, "a vote", purpose="control").wait()
         return bool(vote.item() > 0)
 
     # Saving ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
 The loss is the result itself, its "loss" entry or attribute, or the first of a tuple.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,15 @@ def apply(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return model(*batch)
     return model(batch)
+
+
+def call_model(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, batch: Any, device: torch.device
+) -> Any:
+    """What a step calls with one batch: the user's loss of the model, or the model itself."""
+    if loss is not None:
+        return loss(model, cast_inputs(batch, device, None))
+    return apply(model, batch)
 
 
 def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

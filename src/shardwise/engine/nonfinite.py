@@ -12,7 +12,7 @@ def first_non_finite(engine: Any, pending: Any) -> str:
     Collective at stage 3, like the forward pass that it repeats.
     """
     if pending is None:
-        return "no batch is at hand to look for the cause"
+        return "no batch is at hand to look for the cause (with a pipeline, try the batch with mesh.pp: 1)"
     found: list[str] = []
     names = {module: name or "(root)" for name, module in engine.module.named_modules()}
 

@@ -57,7 +57,7 @@ def gradients(parts: Parts, weight: float, scale: float) -> dict[str, Tensor]:
 
 @contextmanager
 def lent_parameters(parts: Parts) -> Iterator[None]:
-    """The stages' modules can be called without gathering: every parameter of theirs is whole over "dp"."""
+    """See ``Engine.gathered``."""
     lent = []
     for bucket in buckets(parts):
         full = bucket.gathered_copy()

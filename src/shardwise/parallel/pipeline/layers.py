@@ -93,6 +93,11 @@ class Layers(nn.Module):
         for place, module in made.items():
             self.add_module(str(place), module)
 
+    @property
+    def has_specs(self) -> bool:
+        """Whether some layers are built only where they live."""
+        return any(isinstance(spec, LayerSpec) for spec in self._specs)
+
     def forward(self, inputs: Any, targets: Any = None) -> Any:
         """The last layer's result; ``loss(result, targets)`` where both are given."""
         x = inputs
