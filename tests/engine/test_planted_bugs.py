@@ -4,7 +4,7 @@ Each bug is patched into the rank processes for the time of one layout, which is
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -22,8 +22,10 @@ from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.tensor.layers import RowLinear
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.executor import Executor
+from shardwise.plan.errors import CommError
 from shardwise.plan.placement import Replicate
 from tests.engine.test_model_parallel import LAYOUTS, Figures, Layout, measure
+from tests.ranks import RankPool
 
 LIMIT = 1e-10
 Patch = AbstractContextManager[Any]
@@ -251,13 +253,12 @@ def activation_of_another_stage() -> Patch:
     return patch.object(ScheduleExecutor, "_receive", wrong)
 
 
-def microbatches_named_wrongly() -> Patch:
-    """The sender is one microbatch ahead: the names on both ends differ, and that is an error."""
+def activation_to_the_stage_before() -> Patch:
+    """Stage 1 sends the wrong way."""
     right = Peers.send
 
     def wrong(self: Peers, text: str, tensors: Any, to: int, what: str, *rest: Any) -> Any:
-        words, _, number = what.rpartition(" ")
-        return right(self, text, tensors, to, f"{words} {int(number) + 1}", *rest)
+        return right(self, text, tensors, 0 if what.startswith("activation of stage 1") else to, what, *rest)
 
     return patch.object(Peers, "send", wrong)
 
@@ -356,3 +357,34 @@ def test_the_table_shows_it(measured: Any, number: int) -> None:
     figures = measured(layout.size)[number]
     for name in shows:
         assert getattr(figures, name) > 1000 * LIMIT, figures
+
+
+def errors_planted(world: Any) -> str:
+    """What the engine says when a message goes to the wrong neighbour."""
+    layout = Layout(pp=3, microbatches=4, manner="gpt2")
+    train_step = Engine.train_step
+
+    def impatient(self: Engine, *args: Any) -> Any:
+        self.clock._deadline_s = 0.3  # ten times as much in the first step
+        return train_step(self, *args)
+
+    with (
+        activation_to_the_stage_before(),
+        patch.object(Engine, "train_step", impatient),
+        pytest.raises(CommError) as caught,
+    ):
+        measure(world, layout)
+    return str(caught.value)
+
+
+def test_a_message_to_the_wrong_neighbour_is_an_error() -> None:
+    """The rank that it reaches says what it got instead of what; the one that it was for, that it got nothing."""
+    pool = RankPool(3)  # of its own: ranks that have failed so are out of step for good
+    try:
+        first, _, last = pool.run(errors_planted)
+    finally:
+        pool.close()
+    assert "expects 'gradient of stage 1, microbatch 0'" in first
+    assert "is 'activation of stage 1, microbatch 0'" in first
+    assert "receive of activation of stage 1, microbatch 0 from rank 1" in last
+    assert "the other rank did not arrive within" in last
