@@ -45,8 +45,8 @@ def cut_model(
     """
     if tp.size > 1 and isinstance(model, Layers) and model.has_specs:
         raise PlanError(
-            f"tensor: mesh.tp is {tp.size}, but the model is a list with layers that are not built yet (LayerSpec), whose "
-            "matrices cannot be cut; give built modules in the list, or set mesh.tp: 1"
+            f"tensor: mesh.tp is {tp.size}, but the model is a list with layers that are not built yet (LayerSpec), "
+            "whose matrices cannot be cut; give built modules in the list, or set mesh.tp: 1"
         )
     table = table_of(model, tensor.table) if tp.size > 1 else None
     is_cut = table is not None and table.sequence and tensor.sequence_parallel

@@ -14,7 +14,8 @@ def found_by_itself(model: nn.Module) -> list[Found]:
 
 
 def homes(model: nn.Module, units: list[str] | str = "auto") -> dict[str, list[str]]:
-    return {found.name: [holding.name for holding in found.holdings] for found in find_units(model, unit_names(model, units))}
+    units_found = find_units(model, unit_names(model, units))
+    return {found.name: [holding.name for holding in found.holdings] for found in units_found}
 
 
 def test_repeated_blocks_become_units() -> None:

@@ -119,8 +119,8 @@ class Executor:
         self.microbatch = -1
         """The microbatch that runs; in a pipeline others are under way beside it."""
         self._passes: dict[int, list[tuple[Bracket, ...]]] = {}
-        """By microbatch the order of each forward pass whose backward pass has not been: the agreed one, or its own where
-        it departed."""
+        """By microbatch the order of each forward pass whose backward pass has not been: the agreed one, or its own
+        where it departed."""
         self._is_held = False
         self._is_backward = False
         self._is_foreign = False
