@@ -58,7 +58,7 @@ def trained(world: World, folder: str, stage: int) -> tuple[list[list[Any]], str
     assert trainer.run(sink)
     trainer.engine.wait_for_save()
     whole = trainer.sample()
-    trainer.whole_model_fits = lambda: world.rank != 0  # type: ignore[method-assign]
+    trainer.gathered_model_fits = lambda: world.rank != 0  # type: ignore[method-assign]
     by_unit = trainer.sample()
     assert trainer.engine.module.training
     trainer.engine.close()

@@ -18,6 +18,7 @@ from shardwise.config.auto import resolve
 from shardwise.launch.environment import is_in_job
 from shardwise.observe.log import rank_log
 from shardwise.observe.progress import ConsoleHandler, open_progress
+from shardwise.observe.schedule_picture import draw_picture, draw_text
 from shardwise.observe.sinks import Sinks, open_sinks
 
 
@@ -69,6 +70,7 @@ def _train(trainer: Trainer, console: Console, request: Request) -> int:
         sinks.close()
     engine = trainer.engine
     engine.wait_for_save()
+    _show_schedule(trainer, console)
     if not is_done:
         console.print(f"stopped after step {engine.step_count}, which is saved. Go on with:", style="bold")
         console.print(f"    {request.command()}", markup=False, highlight=False, soft_wrap=True)
@@ -76,6 +78,21 @@ def _train(trainer: Trainer, console: Console, request: Request) -> int:
         return 128 + signal.SIGTERM if engine.agree(stop.signal == signal.SIGTERM) else 0
     _last_words(trainer, console)
     return 0
+
+
+def _show_schedule(trainer: Trainer, console: Console) -> None:
+    """The last step of a pipeline: a table, and a picture in the run folder."""
+    if trainer.timelines is None or trainer.world.rank != 0:
+        return
+    predicted, measured = trainer.timelines
+    pipeline = trainer.config.pipeline
+    microbatches = trainer.config.batch.accumulation
+    what = f"{pipeline.schedule}: {trainer.stages} stages × {microbatches} microbatches"
+    idle = f"idle {predicted.idle_share:.0%} as predicted, {measured.idle_share:.0%} as measured"
+    for line in (f"{what}, {idle}", *draw_text(predicted, row="pp").splitlines()):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    title = f"{what}, step {trainer.engine.step_count}"
+    draw_picture({"predicted": predicted, "measured": measured}, trainer.folder.schedule, title, row="pp")
 
 
 def _last_words(trainer: Trainer, console: Console) -> None:

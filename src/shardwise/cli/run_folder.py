@@ -3,6 +3,7 @@
 config.yaml        the resolved configuration of the last start
 metrics.csv        one row per optimizer step
 loss.png           its picture
+schedule.png       the last step of a pipeline, predicted and measured
 tensorboard/       the same as TensorBoard events
 checkpoints/       step_00000200/ and so on
 logs/              rank_00000.log and so on
@@ -50,6 +51,11 @@ class RunFolder:
     def cache(self) -> Path:
         """Tokenised text."""
         return self.root / "cache"
+
+    @property
+    def schedule(self) -> Path:
+        """The last step of a pipeline."""
+        return self.root / "schedule.png"
 
     @property
     def sample(self) -> Path:

@@ -35,6 +35,7 @@ from shardwise.observe.memory import available_bytes, in_use_bytes
 from shardwise.observe.metrics import Sink, StepRecord
 from shardwise.observe.progress import bytes_text, count_text
 from shardwise.plan.errors import ConfigError, DataError
+from shardwise.plan.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 _IGNORED = -100
@@ -152,6 +153,8 @@ class Trainer:
         self.flops = 0.0
         self.saved_step: int | None = None
         self.val_loss: float | None = None
+        self.timelines: tuple[Timeline, Timeline] | None = None
+        """The last step of a pipeline, predicted and measured."""
         dtype = self.config.precision.compute_dtype
         peak = None if dtype is None else peak_of(world.device, dtype)
         self.peaks = None if peak is None else peak * world.size
@@ -160,12 +163,26 @@ class Trainer:
         self.flops_per_token = flops_per_token(model, causal=False) if isinstance(model, GptPolicy) else None
 
     def description(self) -> str:
-        """The model and what it takes, in a line."""
+        """The model, how it is cut, and what it takes, in a line."""
+        config = self.config
+        said = [f"{count_text(self.parameters)} parameters", f"ZeRO-{config.zero.stage}"]
+        if self.mesh.tp > 1:
+            said.append(f"tp {self.mesh.tp}" + " with sequence parallelism" * config.tensor.sequence_parallel)
+        if self.mesh.pp > 1:
+            here = range(self.mesh.index("pp", self.world.rank), self.stages, self.mesh.pp)
+            said.append(
+                f"{config.pipeline.schedule} with {config.batch.accumulation} microbatches through {self.stages} "
+                f"stages, here {', '.join(map(str, here))}"
+            )
+        if config.recompute.scope != "none":
+            said.append(f"recompute {config.recompute.scope}")
         state = self.engine.state_bytes()
-        return (
-            f"{count_text(self.parameters)} parameters, ZeRO-{self.config.zero.stage}, "
-            f"model state {bytes_text(sum(state.values()))} on this rank"
-        )
+        return ", ".join(said) + f"; model state {bytes_text(sum(state.values()))} on this rank"
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole model."""
+        return self.mesh.pp * self.config.pipeline.interleave
 
     def go_on_from(self, start: Path) -> None:
         """Load the step at ``start``, or the newest whole one in it, with the position in the data."""
@@ -206,6 +223,8 @@ class Trainer:
         weights = _weights(batches)
         result = self.engine.train_step(batches, weights)
         step_s = time.perf_counter() - started
+        if result.step == self.config.train.steps or self.engine.stop_requested:
+            self.timelines = self.engine.timeline()  # before an evaluation, which is another walk
         tokens = None if weights is None else int(result.weight)
         record = self.record(result, step_s, tokens)
         train = self.config.train
@@ -281,19 +300,23 @@ class Trainer:
     @contextlib.contextmanager
     def _callable_model(self) -> Iterator[Callable[..., Tensor]]:
         """The model to generate with: gathered once where that fits, else Unit by Unit for every token."""
-        if self.engine.agree(not self.whole_model_fits()):
-            self.engine.eval()
-            try:
-                yield self.engine
-            finally:
-                self.engine.train()
-        else:
-            with self.engine.full_parameters():
-                yield self.engine.module
+        fits = not self.engine.agree(not self.gathered_model_fits())
+        self.engine.eval()
+        try:
+            with self.engine.gathered() if fits else contextlib.nullcontext():
+                yield self._call
+        finally:
+            self.engine.train()
 
-    def whole_model_fits(self) -> bool:
-        """The weights of the whole model fit beside what is held now, with as much again to spare."""
+    def _call(self, tokens: Tensor, **given: Any) -> Tensor:
+        """The model on every mesh: a pipeline's ranks all get what its last stage computes."""
+        (logits,) = self.engine.predict([{"tokens": tokens, **given}])
+        return logits
+
+    def gathered_model_fits(self) -> bool:
+        """The weights that this rank computes with fit beside what is held now, with as much again to spare."""
         dtype = self.config.precision.compute_dtype or torch.float32
         sharers = self.world.local_size if self.world.device.type == "cpu" else 1
+        elements = sum(unit.elements for unit in self.engine.plan.units)
         available = available_bytes(self.world.device)
-        return available is None or 2 * sharers * self.parameters * dtype.itemsize <= available
+        return available is None or 2 * sharers * elements * dtype.itemsize <= available

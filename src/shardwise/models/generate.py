@@ -56,6 +56,9 @@ def generate(
                 cache.clear()
             if cached:
                 logits = model(tokens[:, start + cache.length :], cache=cache)[:, -1]
+                cache.length = (
+                    stop - start
+                )  # of a pipeline, the last stage alone comes to where the model counts
             else:
                 logits = model(tokens[:, start:])[:, -1]
             chosen = choose(logits, temperature, top_k, seed, step)
