@@ -1,5 +1,6 @@
 """The training loop on two ranks in the pool."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ class Kept:
         pass
 
 
-def config_of(folder: str, stage: int, text: str = "text.txt") -> RunConfig:
+def config_of(
+    folder: str, stage: int, text: str = "text.txt", changes: dict[str, Any] | None = None
+) -> RunConfig:
     return RunConfig.parse(
         {
             "model": {"name": "gpt", "layers": 2, "width": 16, "heads": 2, "context": 16},
@@ -43,6 +46,7 @@ def config_of(folder: str, stage: int, text: str = "text.txt") -> RunConfig:
             "train": {"steps": 4, "eval_every": 2, "sample_tokens": 24},
             "out": str(Path(folder) / "run"),
         }
+        | (changes or {})
     )
 
 
@@ -51,9 +55,11 @@ def trainer_of(world: World, config: RunConfig) -> Trainer:
     return Trainer(world, resolved, RunFolder(Path(config.out)))
 
 
-def trained(world: World, folder: str, stage: int) -> tuple[list[list[Any]], str | None, str | None]:
+def trained(
+    world: World, folder: str, stage: int, changes: dict[str, Any] | None = None
+) -> tuple[list[list[Any]], str | None, str | None]:
     """Losses and norms, and the sample by both routes."""
-    trainer = trainer_of(world, config_of(folder, stage))
+    trainer = trainer_of(world, config_of(folder, stage, changes=changes))
     sink = Kept()
     assert trainer.run(sink)
     trainer.engine.wait_for_save()
@@ -62,7 +68,23 @@ def trained(world: World, folder: str, stage: int) -> tuple[list[list[Any]], str
     by_unit = trainer.sample()
     assert trainer.engine.module.training
     trainer.engine.close()
-    return [[r.loss, r.val_loss or 0.0, r.grad_norm, r.tokens] for r in sink.records], whole, by_unit
+    rows = [[r.loss, r.val_loss or 0.0, r.grad_norm, r.tokens, r.flops] for r in sink.records]
+    return rows, whole, by_unit
+
+
+def went_on(world: World, folder: str, changes: dict[str, Any]) -> tuple[list[Any], str]:
+    """Two more steps of the run in ``folder`` on another mesh: their losses, and the description."""
+    more = {"train": {"steps": 6, "eval_every": 2, "sample_tokens": 24}}
+    trainer = trainer_of(world, config_of(folder, 0, changes=changes | more))
+    trainer.go_on_from(trainer.folder.checkpoints)
+    sink = Kept()
+    assert trainer.run(sink)
+    trainer.engine.wait_for_save()
+    assert (trainer.timelines is None) == (trainer.mesh.pp == 1)
+    trainer.engine.close()
+    return [
+        [r.step, r.loss, r.val_loss or 0.0, r.grad_norm, r.tokens] for r in sink.records
+    ], trainer.description()
 
 
 def read_other_texts(world: World, folder: str) -> str:
@@ -73,11 +95,15 @@ def read_other_texts(world: World, folder: str) -> str:
     return ""
 
 
+def write_texts(folder: Path) -> str:
+    for name, count in (("text.txt", 300), ("text.0", 300), ("text.1", 200)):
+        (folder / name).write_text("".join(f"line {i} says {i * i}\n" for i in range(count)))
+    return str(folder)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    for name, count in (("text.txt", 300), ("text.0", 300), ("text.1", 200)):
-        (tmp_path / name).write_text("".join(f"line {i} says {i * i}\n" for i in range(count)))
-    return str(tmp_path)
+    return write_texts(tmp_path)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -88,6 +114,44 @@ def test_two_ranks_train_and_write_as_one_does(folder: str, tmp_path: Path, rank
         for got, expected in zip(rows, alone[0], strict=True):
             assert got == pytest.approx(expected, rel=2e-6)
         assert whole == by_unit == alone[1]
+
+
+MODEL = {"model": {"name": "gpt", "layers": 4, "width": 16, "heads": 2, "context": 16, "manner": "gpt2"}}
+LAYOUTS = [
+    (2, 0, {"mesh": {"tp": 2}}),
+    (2, 0, {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "interleave": 2}}),
+    (4, 3, {"mesh": {"pp": 2, "dp": 2}}),
+    (4, 3, {"mesh": {"dp": 2, "tp": 2}, "recompute": "full"}),
+    (4, 2, {"mesh": {"pp": 2, "tp": 2}}),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One rank's run."""
+    folder = write_texts(tmp_path_factory.mktemp("alone"))
+    first = trained(World(0, 1), folder, 0, MODEL)
+    shutil.copytree(Path(folder) / "run", Path(folder) / "four_steps")
+    return folder, first, went_on(World(0, 1), folder, MODEL)[0]
+
+
+@pytest.mark.parametrize(("size", "stage", "layout"), LAYOUTS, ids=lambda value: str(value))
+def test_a_cut_model_trains_writes_and_goes_on_as_a_whole_one(
+    alone: Any, folder: str, ranks: Ranks, size: int, stage: int, layout: dict[str, Any]
+) -> None:
+    """Losses, norms, tokens and operations counted once, the sample by both routes; then a run that one rank began."""
+    begun, (wanted, text, _), more = alone
+    for rows, whole, by_unit in ranks(size).run(trained, folder, stage, MODEL | layout):
+        for got, expected in zip(rows, wanted, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+        assert whole == by_unit == text
+    shutil.rmtree(Path(folder) / "run")
+    shutil.copytree(Path(begun) / "four_steps", Path(folder) / "run")
+    for rows, description in ranks(size).run(went_on, folder, MODEL | layout):
+        assert ("tp 2 with sequence parallelism" in description) == ("tp" in layout["mesh"])
+        assert ("microbatches through" in description) == ("pp" in layout["mesh"])
+        for got, expected in zip(rows, more, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_ranks_that_read_different_texts_are_stopped(folder: str, ranks: Ranks) -> None:
