@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,10 @@ from shardwise.compose.schedule import forward_lists, step_lists, with_units
 from shardwise.engine.inputs import apply, cast_inputs, find_loss
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult
+from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.plan import Plan, merged
@@ -133,9 +136,14 @@ class Pipeline:
             self._parts.strategy,
             self._holds,
         )
-        names = {rank: f"pp {rank}" + (", this rank" if rank == here else "") for rank in lists}
         plan = merged([stage.plan for stage in self._parts.stages])
-        return replace(plan, actions={names[rank]: tuple(row) for rank, row in lists.items()})
+        table = draw_text(simulate(self._step_lists(self._accumulation), nominal_s))
+        drawn = f"{self._policy.schedule}, a backward drawn as two forwards:\n" + indent(table, "    ")
+        return replace(
+            plan,
+            actions={f"pp {rank}": tuple(row) for rank, row in lists.items()},
+            notes=(*plan.notes, f"Units and their Actions are those of pp {here}", drawn),
+        )
 
     def timeline(self) -> Timeline:
         """When each Action of the last walk ran, by index on "pp". Collective."""
