@@ -38,6 +38,8 @@ class Layout(NamedTuple):
     transport: str = "auto"
     partition: str = "uniform"
     dropout: float = 0.0
+    layers: int = 4
+    heads: int = 4
 
     @property
     def size(self) -> int:
@@ -62,12 +64,12 @@ class Figures(NamedTuple):
 
 
 def policy_of(layout: Layout) -> GptPolicy:
-    kv_heads = layout.kv_heads if layout.manner == "llama" else None
+    kv_heads = min(layout.kv_heads, layout.heads) if layout.manner == "llama" else None
     return GptPolicy(
         manner=layout.manner,  # type: ignore[arg-type]
-        layers=4,
-        width=16,
-        heads=4,
+        layers=layout.layers,
+        width=4 * layout.heads,
+        heads=layout.heads,
         kv_heads=kv_heads,
         context=CONTEXT,
         vocab=VOCABULARY,
@@ -93,9 +95,9 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def truth(manner: str, kv_heads: int) -> list[Truth]:
+def truth(manner: str, kv_heads: int, layers: int, heads: int) -> list[Truth]:
     """The plain loop, sequence by sequence, so that the addends are known."""
-    model = model_of(Layout(manner=manner, kv_heads=kv_heads))
+    model = model_of(Layout(manner=manner, kv_heads=kv_heads, layers=layers, heads=heads))
     steps = []
     for step in range(3):
         tokens, targets = data(step)
@@ -149,7 +151,7 @@ def measure(world: Any, layout: Layout) -> Figures:
     engine.step = with_gradients  # type: ignore[method-assign]
     figures = Figures(0.0, 0.0, 0.0, 0.0)
     dp_index = engine._parts.groups["dp"].index
-    for step, wanted in enumerate(truth(layout.manner, layout.kv_heads)):
+    for step, wanted in enumerate(truth(layout.manner, layout.kv_heads, layout.layers, layout.heads)):
         batches, weights = pieces(layout, dp_index, step)
         result = engine.train_step(batches, weights)
         assert not result.skipped
@@ -174,14 +176,19 @@ TENSOR = [
     for sequence in (True, False)
     for manner, kv_heads in (("llama", 4), ("llama", 2), ("gpt2", 4))
     if tp > 1 or sequence
+] + [
+    Layout(tp=3, sequence=sequence, heads=heads, kv_heads=kv_heads, manner=manner)
+    for sequence in (True, False)
+    for manner, heads, kv_heads in (("llama", 6, 3), ("llama", 6, 1), ("gpt2", 6, 6))
 ]
 SCHEDULES = [
     Layout(pp=pp, microbatches=microbatches, schedule=schedule)
-    for pp in (2, 4)
+    for pp in (2, 3, 4)
     for schedule in ("gpipe", "1f1b")
     for microbatches in (1, 2, 3, 5, 8)
 ] + [
-    Layout(pp=2, microbatches=microbatches, schedule="interleaved_1f1b", interleave=2)
+    Layout(pp=pp, microbatches=microbatches, schedule="interleaved_1f1b", interleave=2, layers=2 * pp)
+    for pp in (2, 3, 4)
     for microbatches in (1, 2, 3, 5, 8)
 ]
 ZERO = [
@@ -206,7 +213,10 @@ TOGETHER = [
     Layout(pp=2, tp=2, microbatches=3, transport="torch", manner="gpt2"),
     Layout(pp=2, microbatches=3, recompute="selective", manner="gpt2", partition="parameters"),
     Layout(pp=3, microbatches=4, manner="gpt2"),
-    Layout(pp=3, microbatches=2, schedule="gpipe"),
+    Layout(pp=2, microbatches=3, schedule="interleaved_1f1b", interleave=2, manner="gpt2", recompute="full"),
+    *(Layout(pp=2, dp=2, tp=2, microbatches=3, stage=stage, kv_heads=2) for stage in range(4)),
+    Layout(pp=2, dp=2, tp=2, microbatches=2, stage=2, recompute="full", manner="gpt2"),
+    Layout(2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", interleave=2, recompute="selective"),
 ]
 LAYOUTS = [*TENSOR, *SCHEDULES, *ZERO, *TOGETHER]
 
