@@ -77,7 +77,7 @@ def losses(text: str) -> list[float]:
     [
         ("05_cut_matrices", 2, (), "blocks.0.up.weight: [64, 32] on this rank, [128, 32] in all"),
         ("06_pipeline_of_layers", 2, (), "pp 1   "),
-        ("08_change_the_mesh", 4, ("--mesh", "pp=2,tp=2"), "step (pp 0, this rank ranks)"),
+        ("08_change_the_mesh", 4, ("--mesh", "pp=2,tp=2"), "step (pp 0 ranks)"),
     ],
 )
 def test_a_cut_model_loses_what_one_process_does(
