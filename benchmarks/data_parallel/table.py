@@ -52,7 +52,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         name = f"**{row['name']}**" if row["ours"] else row["name"]
         lines.append(
-            f"| {row['stage']} | {name} | {_seconds(row)} | {peak_bytes(row) / MIB:.0f} | {_sent(row)} "
+            f"| {row['stage']} | {name} | {seconds(row)} | {peak_bytes(row) / MIB:.0f} | {sent(row)} "
             f"| {row['loss']:.5f} | {row['grad']} / {row['wire']} | {'yes' if row['fp32_master'] else 'no'} |"
         )
     return "\n".join(lines)
@@ -100,7 +100,7 @@ def peak_bytes(row: dict[str, Any]) -> int:
     return max(row["peak_bytes_per_rank"])
 
 
-def _seconds(row: dict[str, Any]) -> str:
+def seconds(row: dict[str, Any]) -> str:
     if row["step_s"] is None:
         return ""
     if row["step_s_quartiles"] is None:
@@ -109,7 +109,7 @@ def _seconds(row: dict[str, Any]) -> str:
     return f"{row['step_s']:.3f} ({low:.3f}-{high:.3f})"
 
 
-def _sent(row: dict[str, Any]) -> str:
+def sent(row: dict[str, Any]) -> str:
     if row["sent_bytes_per_rank_and_step"] is None:
         return ""
     socket, other = row["sent_bytes_per_rank_and_step"] / 1e6, row["other_bytes_per_rank_and_step"] / 1e6

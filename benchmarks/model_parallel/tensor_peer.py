@@ -135,12 +135,11 @@ def plan(*, sequence: bool, fused: bool) -> tuple[dict[str, Any], dict[str, Any]
     if sequence:
         around["norm"] = SequenceParallel(use_local_output=True)
         block |= {name: SequenceParallel(use_local_output=True) for name in ("attention_norm", "mlp_norm")}
-        if not fused:  # One gather for the matrices that read the same input.
-            whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-            block["mlp"] = PrepareModuleInput(**cast(Any, whole))
-            block["attention"] = PrepareModuleInput(
-                input_layouts=cast(Any, (Shard(1), None, None)),
-                desired_input_layouts=cast(Any, (Replicate(), None, None)),
+    if not fused:  # One gather, or one sum of gradients, for the matrices that read the same input.
+        for name, others in (("attention", (None, None)), ("mlp", ())):
+            block[name] = PrepareModuleInput(
+                input_layouts=cast(Any, (between, *others)),
+                desired_input_layouts=cast(Any, (Replicate(), *others)),
             )
     return around, block
 
