@@ -41,6 +41,8 @@ _HEADER_BYTES = 512
 _LENGTH_BYTES = 8
 _TAG = 0x5EED
 _SLICE_S = 0.02
+_IN_FLIGHT = 4
+"""Sends that may be under way: their tensors live as long, and lists that survive blocking sends survive this."""
 
 Allocate = Callable[[bytes], Sequence[Tensor]]
 """From a header to the tensors that the message is received into."""
@@ -108,6 +110,8 @@ class Peers:
 
         waiting = Pending(finish)
         self._sending.append(waiting)
+        if len(self._sending) > _IN_FLIGHT:
+            self._sending.popleft().wait()
         return waiting
 
     def receive(self, source: int, what: str) -> Message:
