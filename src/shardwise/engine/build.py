@@ -99,7 +99,9 @@ def initialize(
     _move_buffers(model, world.device)
     units = names_of_units(model, settings.zero)
     if example is not None and mesh.pp > 1:
-        check_stages(model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, world.device))
+        check_stages(
+            model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, world.device)
+        )
     to_recompute = chosen(repeated_blocks(model) or units, settings.recompute)
     replay = Replay()
     cut_into = cut_model(

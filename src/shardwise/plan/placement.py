@@ -191,4 +191,3 @@ def runs(
                 first = row * full_row + piece.start * inner + begin - place
                 yield Run(begin, first, end - begin, piece.replicas)
             place += length
-

@@ -51,7 +51,9 @@ class TensorInfo:
         """Bytes of one rank's piece, flat padding left out: those of its piece on "tp", divided by the axes that cut it
         flat."""
         elements = math.prod(local_shape(self.shape, self.on("tp"), mesh.size("tp")))
-        flat = [axis for axis, where in self.placement.items() if isinstance(where, Shard) and where.dim == FLAT]
+        flat = [
+            axis for axis, where in self.placement.items() if isinstance(where, Shard) and where.dim == FLAT
+        ]
         return elements * self.dtype.itemsize / math.prod(mesh.size(axis) for axis in flat)
 
     def on(self, axis: str) -> Placement:
