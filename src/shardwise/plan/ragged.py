@@ -1,0 +1,82 @@
+"""Ragged: one feature of a batch, with any number of keys per sample.
+
+    values   7 3 | | 9 9 4      keys, int64 [N]
+    offsets  0 2 2 5            sample b has values[offsets[b] : offsets[b+1]], int64 [B+1]
+    weights  1. .5 | | ...      of the keys, fp32 [N], or None
+
+A sample without a key is an empty stretch; a batch of no samples has offsets [0].
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.errors import DataError
+
+
+class Ragged(NamedTuple):
+    """Keys of one feature for B samples."""
+
+    values: Tensor
+    """Keys: int64 [N]."""
+    offsets: Tensor
+    """Where each sample's keys begin, and the end: int64 [B+1]."""
+    weights: Tensor | None = None
+    """What each key counts in its sample: fp32 [N]; None is 1."""
+
+    @property
+    def samples(self) -> int:
+        """B."""
+        return self.offsets.numel() - 1
+
+    def check(self, name: str) -> None:
+        """Raise DataError where the parts do not fit together; ``name`` is the feature's."""
+        values, offsets, weights = self
+        if values.dtype != torch.int64 or values.dim() != 1:
+            raise DataError(
+                f"feature {name!r}: values are {_kind(values)}; expected keys as int64 [N]: values.long().flatten()"
+            )
+        if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() == 0:
+            raise DataError(f"feature {name!r}: offsets are {_kind(offsets)}; expected int64 [B+1]")
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first != 0 or last != values.numel():
+            raise DataError(
+                f"feature {name!r}: offsets go from {first} to {last}, but there are {values.numel()} values; expected "
+                f"them to go from 0 to {values.numel()}"
+            )
+        falls = offsets[1:] < offsets[:-1]
+        if bool(falls.any()):
+            sample = int(falls.nonzero()[0])
+            raise DataError(
+                f"feature {name!r}: sample {sample} begins at {int(offsets[sample])} and ends at "
+                f"{int(offsets[sample + 1])}; offsets must not fall"
+            )
+        if weights is not None and (weights.shape != values.shape or not weights.is_floating_point()):
+            raise DataError(
+                f"feature {name!r}: weights are {_kind(weights)}; expected one float for each of {values.numel()} values"
+            )
+
+    @classmethod
+    def of_lists(cls, lists: Sequence[Sequence[int]]) -> "Ragged":
+        """From the keys of each sample."""
+        lengths = torch.tensor([len(keys) for keys in lists], dtype=torch.int64)
+        values = torch.tensor([key for keys in lists for key in keys], dtype=torch.int64)
+        return cls(values, offsets_of(lengths))
+
+    @classmethod
+    def of_ones(cls, values: Tensor) -> "Ragged":
+        """From one key for each sample: [B]."""
+        return cls(values, torch.arange(values.numel() + 1, device=values.device))
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Offsets [B+1] of stretches of these lengths [B]."""
+    offsets = lengths.new_zeros(lengths.numel() + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
