@@ -1,7 +1,7 @@
 """The contenders as data. Needs no torch.
 
-Contenders of one ``case`` do the same computation and take turns: tensor parallelism, or one schedule with one number
-of microbatches.
+Contenders of one ``case`` do the same computation and are compared: tensor parallelism with or without a cut sequence,
+or one schedule with one number of microbatches. Cases with as many microbatches take turns with one another.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fnmatch
 from typing import NamedTuple
 
 MICROBATCHES = (4, 8)
+_TENSOR = {"no": "tensor parallelism", "yes": "tensor and sequence parallelism"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 
 
@@ -41,12 +42,12 @@ def _single(case: str, microbatches: int) -> Contender:
 
 
 def _dtensor(name: str, **options: str) -> Contender:
-    return Contender(name, "tensor", "torch", "tensor_peer:build", 2, 1, options)
+    return Contender(name, _TENSOR[options["sequence"]], "torch", "tensor_peer:build", 2, 1, options)
 
 
 def _tensor() -> list[Contender]:
     rows = [
-        _single("tensor", 1),
+        _single(_TENSOR["no"], 1),
         _dtensor("dtensor", sequence="no", matrices="separate"),
         _dtensor("dtensor-fused", sequence="no", matrices="fused"),
         _dtensor("dtensor-sequence", sequence="yes", matrices="separate"),
@@ -55,7 +56,7 @@ def _tensor() -> list[Contender]:
     for transport, short in (("torch", "gloo"), ("shared_memory", "shm")):
         for sequence, word in (("no", ""), ("yes", "-sequence")):
             options = {"kind": "tensor", "sequence": sequence, "transport": transport}
-            rows.append(_ours(f"shardwise{word}-{short}", "tensor", **options))
+            rows.append(_ours(f"shardwise{word}-{short}", _TENSOR[sequence], **options))
     return rows
 
 

@@ -30,8 +30,8 @@ def render(results: dict[str, Any]) -> str:
             for row in results["rows"]
             if row["ranks"] == 1 and row["case"] != case and row["microbatches"] == rows[0]["microbatches"]
         ]
-        title = "Tensor parallelism" if case == "tensor" else f"{case} microbatches"
-        parts += [f"### {title}", table(extra + rows)]
+        title = case if rows[0]["microbatches"] == 1 else f"{case} microbatches"
+        parts += [f"### {title[0].upper()}{title[1:]}", table(extra + rows)]
     return "\n\n".join(parts)
 
 
