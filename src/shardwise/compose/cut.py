@@ -58,14 +58,19 @@ def cut_model(
     if pp.size == 1 and not isinstance(model, Layers):
         return {0: (model, None)}
     if pp.size == 1:  # its layers exist only where they live
-        return {0: (cut(model, (), [0])[0].module, None)}
+        module = cut(model, (), [0])[0].module
+        replace_dropout(module, seed, replay)
+        return {0: (module, None)}
     starts = stage_starts(model, pipeline, pp.size)
     owner = owners(model, starts)
     for name, entry in whole.parameters.items():
         whole.stages[name] = tuple(sorted({owner[each] for each in (name, *entry.aliases)}))
     whole.stages.update({name: (owner[name],) for name in whole.buffers})
     here = range(pp.index, len(starts) + 1, pp.size)
-    return {index: (stage.module, stage.run) for index, stage in cut(model, starts, here).items()}
+    stages = cut(model, starts, here)
+    for stage in stages.values():  # what a LayerSpec has built here has not been seen before
+        replace_dropout(stage.module, seed, replay)
+    return {index: (stage.module, stage.run) for index, stage in stages.items()}
 
 
 def stage_starts(model: nn.Module, policy: PipelinePolicy, ranks: int) -> tuple[str, ...]:
