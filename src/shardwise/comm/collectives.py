@@ -16,7 +16,7 @@ Shapes: every tensor is flat; with N ranks a shard has 1/N of the elements of th
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -61,6 +61,10 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending | None: ...
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending | None: ...
+
+    def all_to_all(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> Pending | None: ...
 
     def barrier(self, timeout_s: float, what: str) -> Pending | None: ...
 
@@ -152,6 +156,31 @@ class Group:
             return DONE
         return self._run("broadcast", purpose, tensor, what, lambda t, s: t.broadcast(tensor, root, s, what))
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        sent: Tensor,
+        counts: Sequence[Sequence[int]],
+        what: str,
+        purpose: Purpose = "activations",
+    ) -> Pending:
+        """``counts[i][j]`` elements go from rank i to rank j.
+
+        ``sent`` holds what goes to each rank, ``output`` what came from each, both in rank order.
+        """
+        if self.transport is None:
+            output.copy_(sent)
+            return DONE
+        leaving = sum(counts[self.index]) - counts[self.index][self.index]
+        return self._run(
+            "all_to_all",
+            purpose,
+            sent,
+            what,
+            lambda t, s: t.all_to_all(output, sent, counts, s, what),
+            leaving,
+        )
+
     def barrier(self, what: str = "barrier") -> None:
         """Return when every rank of the group has arrived."""
         if self.transport is not None:
@@ -165,9 +194,11 @@ class Group:
         full: Tensor,
         what: str,
         start: Callable[[Transport, float], Pending | None],
+        elements: int | None = None,
     ) -> Pending:
         assert self.transport is not None, "a group of one rank has nothing to run"
-        self.traffic.add(operation, purpose, full.numel(), full.itemsize, self.size, what, self.axis)
+        elements = full.numel() if elements is None else elements
+        self.traffic.add(operation, purpose, elements, full.itemsize, self.size, what, self.axis)
         self.clock.maybe_delay()
         timeout_s = self.clock.timeout_s
         try:
@@ -279,6 +310,19 @@ class TorchTransport:
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
         work = dist.broadcast(tensor, src=self._ranks[root], group=self._group, async_op=True)
+        return _waiting([work], timeout_s)
+
+    def all_to_all(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> Pending:
+        work = dist.all_to_all_single(
+            output,
+            sent,
+            [row[self._index] for row in counts],
+            list(counts[self._index]),
+            group=self._group,
+            async_op=True,
+        )
         return _waiting([work], timeout_s)
 
     def barrier(self, timeout_s: float, what: str) -> Pending:

@@ -8,6 +8,7 @@ each rank
     reduce_scatter   copies N-1 foreign parts in, adds N parts into one     S (N-1)/N in, S (N-1)/N added
     all_reduce       does both, piece by piece                              the sum of the two
     broadcast        the root copies in, the others copy out                S in or S out
+    all_to_all       copies what leaves in, what arrives out
 
 gloo moves the same bytes through the kernel's sockets, which costs two more copies, and adds in ring order. Here
 every sum is taken in rank order, p0 + p1 + ... + p(N-1), and so has the same bits on every rank, at every size and in
@@ -233,6 +234,43 @@ class SharedMemoryTransport:
         if root == self._rank:
             return self._begin(call, tensor, rounds, write, 0, read)
         return self._begin(call, tensor, 0, write, rounds, read, sources=[root])
+
+    def all_to_all(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> Pending:
+        """``counts[i][j]`` elements go from i to j; every rank knows all counts, and so the number of rounds."""
+        me, size = self._rank, self._layout.ranks
+        call = self._call("all_to_all", what, timeout_s, output, sent)
+        leave = counts[me]
+        arrive = [row[me] for row in counts]
+        if sum(leave) != sent.numel() or sum(arrive) != output.numel() or output.dtype != sent.dtype:
+            raise UsageError(
+                f"{self._where(call)}: {_kind(sent)} become {_kind(output)}, but by the counts {sum(leave)} leave and "
+                f"{sum(arrive)} arrive"
+            )
+        width = sent.itemsize
+        own, theirs, at = self._slots(torch.uint8, size - 1)
+        step = self._step(torch.uint8, size - 1)
+        to = sent.view(torch.uint8).split([n * width for n in leave])
+        source = output.view(torch.uint8).split([n * width for n in arrive])
+        _copy(source[me], to[me])
+        leaving = [(place, _split(to[peer], step)) for place, peer in enumerate(self._peers)]
+        arriving = [(peer, _split(source[peer], step)) for peer in self._peers]
+
+        def write(turn: int, slot: int) -> None:
+            for place, pieces in leaving:
+                if turn < len(pieces):
+                    _copy(own[slot][place], pieces[turn])
+
+        def read(turn: int) -> None:
+            for peer, pieces in arriving:
+                if turn < len(pieces):
+                    _copy(pieces[turn], theirs[peer][at[peer]])
+
+        largest = max(counts[i][j] for i in range(size) for j in range(size) if i != j)
+        rounds = -(-largest * width // step)
+        # Every rank names the same thing in the comparison: sizes differ from rank to rank.
+        return self._begin(call, sent.new_empty(0), rounds, write, rounds, read)
 
     def barrier(self, timeout_s: float, what: str) -> Pending:
         """Every rank has arrived."""

@@ -3,7 +3,8 @@
 The count is the ring algorithms' lower bound per rank, from the sizes of the tensors that were really passed in, so a
 missing, doubled or unpadded collective shows as a difference from the plan's closed form:
 
-    all-gather, reduce-scatter   P (N-1)/N      all-reduce  2P (N-1)/N      broadcast  P (N-1)/N      send  P
+    all-gather, reduce-scatter   P (N-1)/N      all-reduce  2P (N-1)/N      broadcast  P (N-1)/N
+    send  P      all-to-all  what goes to other ranks
 
 Ranks whose collectives differ in kind but not in size would take each other's bytes for their own, and a transport need
 not notice. ``sequence`` is what they compare.
@@ -13,7 +14,9 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "send"]
+Operation = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "send", "all_to_all"
+]
 Purpose = Literal["weights", "gradients", "activations", "control"]
 
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
@@ -46,10 +49,18 @@ class Traffic:
         what: str = "",
         axis: str = "dp",
     ) -> None:
-        """Count one collective over ``ranks`` ranks on a full tensor of ``elements``; ``what`` names the tensor."""
+        """Count one collective over ``ranks`` ranks on a full tensor of ``elements``; ``what`` names the tensor.
+
+        Of a send and an all-to-all, ``elements`` are those that leave this rank.
+        """
         if axis.startswith("dp"):
-            self.sequence = zlib.crc32(f"{operation} {what} {elements}".encode(), self.sequence)
-        sent = elements if operation == "send" else _SENT[operation] * elements * (ranks - 1) // ranks
+            size = "" if operation == "all_to_all" else elements  # each rank sends as much as its data needs
+            self.sequence = zlib.crc32(f"{operation} {what} {size}".encode(), self.sequence)
+        sent = (
+            elements
+            if operation in ("send", "all_to_all")
+            else _SENT[operation] * elements * (ranks - 1) // ranks
+        )
         old = self.counts.get((operation, purpose), Count())
         self.counts[operation, purpose] = Count(
             old.calls + 1, old.elements + sent, old.bytes + sent * itemsize

@@ -159,14 +159,24 @@ class World:
         return self.group_among(mesh.ranks(axis, self.rank), axis, policy, clock, traffic)
 
     def group_among(
-        self, ranks: tuple[int, ...], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
+        self,
+        ranks: tuple[int, ...],
+        axis: str,
+        policy: CommPolicy,
+        clock: Clock,
+        traffic: Traffic,
+        lane: str = "",
     ) -> Group:
-        """These ranks, this one among them; ``axis`` names them in errors. All of them call this."""
-        transport = self._transport(ranks, policy) if len(ranks) > 1 else None
+        """These ranks, this one among them; ``axis`` names them in errors. All of them call this.
+
+        Groups of the same ranks share a transport, whose collectives run in one order. A thread of its own takes a
+        ``lane`` of its own.
+        """
+        transport = self._transport(ranks, policy, lane) if len(ranks) > 1 else None
         return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic)
 
-    def _transport(self, ranks: tuple[int, ...], policy: CommPolicy) -> Transport:
-        key = (ranks, policy.transport)
+    def _transport(self, ranks: tuple[int, ...], policy: CommPolicy, lane: str = "") -> Transport:
+        key = (ranks, policy.transport, lane)
         if key in self._transports:
             return self._transports[key]
         index = ranks.index(self.rank)
@@ -181,7 +191,7 @@ class World:
             transport = self._shared_memory(ranks, index, policy)
         if transport is None:
             group = None
-            if len(ranks) != self.size:
+            if len(ranks) != self.size or lane:
                 group = dist.new_group(list(ranks), use_local_synchronization=True)
             transport = TorchTransport(group, ranks, index, composed=self.backend == "gloo")
         self._transports[key] = transport

@@ -55,7 +55,8 @@ class Ragged(NamedTuple):
             )
         if weights is not None and (weights.shape != values.shape or not weights.is_floating_point()):
             raise DataError(
-                f"feature {name!r}: weights are {_kind(weights)}; expected one float for each of {values.numel()} values"
+                f"feature {name!r}: weights are {_kind(weights)}; expected one float for each of "
+                f"{values.numel()} values"
             )
 
     @classmethod
