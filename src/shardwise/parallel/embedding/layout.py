@@ -1,0 +1,111 @@
+"""Where the rows of a table live: closed forms of (placement, key, ranks); pure.
+
+    data_parallel   every rank has the table                    Replicate
+    table           one rank, the owner, has it                 Replicate there
+    row             rank r has the keys of buckets b = r mod N  ByHash
+    column          rank r has columns [r·D/N, (r+1)·D/N)       Shard(1)
+
+A key belongs to one of 1,024 logical buckets, on any number of ranks: rows of a static table in turn, the keys of a
+dynamic one by a 64-bit mix. Buckets go to ranks in turn. So neighbouring ids, which are often the frequent ones, come
+to different ranks; and a checkpoint by buckets suits every number of ranks.
+
+    static    key = q·1024 + b   lives on b mod N, there in row q·n + b div N,    n: buckets of that rank
+    dynamic   the row is what the rank's index says
+
+Source: the logical buckets that move between ranks are those of TorchRec's proposal for its hashed collections.
+Shapes: keys [n]; N ranks; D width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.embedding.policy import PlacementName
+
+BUCKETS = 1024
+"""Logical buckets of every table."""
+
+_GOLDEN = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
+_MIX_1 = 0xBF58_476D_1CE4_E5B9 - (1 << 64)
+_MIX_2 = 0x94D0_49BB_1331_11EB - (1 << 64)
+"""splitmix64's constants as int64."""
+
+
+def mixed(keys: Tensor) -> Tensor:
+    """splitmix64: a bijection of 64 bits that leaves no pattern. int64 [n] -> int64 [n]."""
+    x = keys + _GOLDEN
+    x = (x ^ _shifted(x, 30)) * _MIX_1
+    x = (x ^ _shifted(x, 27)) * _MIX_2
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def static_bucket(keys: Tensor) -> Tensor:
+    """Bucket of each row of a static table."""
+    return keys % BUCKETS
+
+
+def dynamic_bucket(keys: Tensor) -> Tensor:
+    """Bucket of each key of a dynamic table."""
+    return mixed(keys) & (BUCKETS - 1)
+
+
+def buckets_of(index: int, ranks: int) -> range:
+    """Buckets of rank ``index``."""
+    return range(index, BUCKETS, ranks)
+
+
+def static_row(keys: Tensor, ranks: int) -> Tensor:
+    """Row in which its owner holds each key of a static table cut by row."""
+    if ranks == 1:
+        return keys
+    bucket = keys % BUCKETS
+    buckets = (BUCKETS - 1 - bucket % ranks) // ranks + 1
+    return keys // BUCKETS * buckets + bucket // ranks
+
+
+def static_keys(rows: int, index: int, ranks: int) -> Tensor:
+    """The keys that rank ``index`` holds of a static table of ``rows``, in the order of its rows."""
+    if ranks == 1:
+        return torch.arange(rows)
+    cycles = torch.arange(-(-rows // BUCKETS))[:, None] * BUCKETS
+    keys = (cycles + torch.arange(index, BUCKETS, ranks)).view(-1)
+    return keys[keys < rows]
+
+
+def columns_of(width: int, index: int, ranks: int) -> range:
+    """Columns of rank ``index``; their numbers differ by at most one."""
+    return range(index * width // ranks, (index + 1) * width // ranks)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one table lies on a group of ranks."""
+
+    placement: PlacementName
+    owner: int = 0
+    """Index of the rank that has it; of placement ``table`` alone."""
+    sends: str = "rows"
+    """``rows`` or ``sums``."""
+
+    def holds(self, index: int) -> bool:
+        """True where rank ``index`` has any of it."""
+        return self.placement != "table" or index == self.owner
+
+    def rows_on(self, rows: int, index: int, ranks: int) -> int:
+        """Rows, whole or their columns, of a static table of ``rows`` that rank ``index`` holds."""
+        if self.placement == "table":
+            return rows if index == self.owner else 0
+        if self.placement != "row" or ranks == 1:
+            return rows
+        cycles, rest = divmod(rows, BUCKETS)
+        return cycles * len(buckets_of(index, ranks)) + len(range(index, rest, ranks))
+
+    def columns_on(self, width: int, index: int, ranks: int) -> range:
+        """Columns that rank ``index`` holds."""
+        return columns_of(width, index, ranks) if self.placement == "column" else range(width)
