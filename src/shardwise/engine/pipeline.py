@@ -7,7 +7,7 @@ between make masks and positions of their own. What a stage's Units do inside a 
 modules; the Plan shows both.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -94,7 +94,7 @@ class Pipeline:
                 yield found.get(i), weight
 
     def predict(self, engine: "Engine", batches: Sequence[Any]) -> list[Any]:
-        """What the model returns, on every rank of the pipeline."""
+        """What the model returns, on every rank of the pipeline; mappings of a class of its own as dictionaries."""
         if not batches:
             return []
         device = self._parts.device
@@ -106,10 +106,11 @@ class Pipeline:
         for i in range(len(batches)):
             what = f"output of microbatch {i}"
             if self._parts.has_last_stage:
-                text, tensors = pack(found[i])
+                output = _plain(found[i])
+                text, tensors = pack(output, "the model's output")
                 for index in range(last):
                     self._peers.send(text, tensors, index, what)
-                outputs.append(found[i])
+                outputs.append(output)
             else:
                 message = self._peers.receive(last, what)
                 outputs.append(unpack(message.text, message.tensors))
@@ -247,6 +248,13 @@ class _Evaluating:
     def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
         """Never called: the list has no B."""
         raise NotImplementedError
+
+
+def _plain(output: Any) -> Any:
+    """Such as can travel: mappings of any class become dictionaries."""
+    if isinstance(output, Mapping):
+        return {key: _plain(value) for key, value in output.items()}
+    return output
 
 
 def _span(index: int, row: Sequence[float]) -> Span:
