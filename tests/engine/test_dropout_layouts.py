@@ -1,0 +1,85 @@
+"""Dropout and start weights do not depend on the mesh: the same losses on every layout, from the same bits."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise
+from shardwise.comm.world import join
+from shardwise.models import Gpt
+from tests.engine.test_model_parallel import Layout, config_of, policy_of
+
+SEQUENCES, CONTEXT, STEPS = 8, 12, 5
+LAYOUTS = [
+    Layout(manner=manner, dropout=0.1, **axes)  # type: ignore[arg-type]
+    for manner in ("llama", "gpt2")
+    for axes in (
+        {"dp": 2, "microbatches": 2, "stage": 3},
+        {"tp": 2},
+        {"tp": 2, "sequence": False},
+        {"pp": 2, "microbatches": 2},
+        {"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b", "interleave": 2, "recompute": "full"},
+        {"pp": 2, "tp": 2, "microbatches": 2},
+        {"pp": 2, "tp": 2, "microbatches": 4, "recompute": "full"},
+    )
+]
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, 19, (SEQUENCES, CONTEXT + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def curve(world: Any, layout: Layout) -> tuple[dict[str, list[float]], list[float]]:
+    """Start weights and losses of a model that was built on meta."""
+    with torch.device("meta"):
+        model = Gpt(policy_of(layout))
+    engine = shardwise.initialize(model, config_of(layout) | {"train": {"seed": 3}}, world=world)
+    start = {name: tensor.flatten().tolist() for name, tensor in engine.state_dict().items()}
+    index, losses = engine._parts.groups["dp"].index, []
+    for step in range(STEPS):
+        parts = [each.chunk(layout.dp * layout.microbatches) for each in batch_of(step)]
+        mine = list(zip(*(each[index :: layout.dp] for each in parts), strict=True))
+        losses.append(engine.train_step(mine).loss)
+    engine.close()
+    return start, losses
+
+
+def curves(world: Any, layouts: list[Layout]) -> list[Any]:
+    return [curve(world, layout) for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Any) -> Any:
+    """Curves by rank of a layout; one call per number of ranks."""
+
+    @cache
+    def get(size: int) -> dict[Layout, list[Any]]:
+        table = [layout for layout in LAYOUTS if layout.size == size]
+        by_rank = ranks(size).run(curves, table)
+        return dict(zip(table, zip(*by_rank, strict=True), strict=True))
+
+    return get
+
+
+@cache
+def alone(manner: str, dropout: float) -> Any:
+    return curve(join(quiet=True), Layout(manner=manner, dropout=dropout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_losses_are_those_of_one_rank(found: Any, layout: Layout) -> None:
+    start, losses = alone(layout.manner, layout.dropout)
+    for own_start, own_losses in found(layout.size)[layout]:
+        assert own_start == start, "start weights differ"
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("manner", ["llama", "gpt2"])
+def test_dropout_is_seen_in_the_losses(manner: str) -> None:
+    with_dropout, without = alone(manner, 0.1)[1], alone(manner, 0.0)[1]
+    assert min(abs(a / b - 1) for a, b in zip(with_dropout, without, strict=True)) > 1e-4

@@ -1,0 +1,130 @@
+"""bf16 and fp16 across slices, stages and ZeRO: losses near one rank's, and all ranks skip the same steps."""
+
+import itertools
+import math
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.comm.world import join
+from shardwise.engine.engine import Engine
+from shardwise.models import Gpt
+from tests.engine.test_dropout_layouts import batch_of
+from tests.engine.test_model_parallel import Layout, config_of, policy_of
+
+STEPS = 6
+LAYOUTS = [
+    Layout(tp=2),
+    Layout(pp=2, microbatches=4),
+    Layout(pp=2, dp=2, stage=3, microbatches=2),
+    Layout(pp=2, tp=2, microbatches=2, manner="gpt2", schedule="interleaved_1f1b", interleave=2),
+]
+TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
+
+
+def precision_of(compute: str) -> dict[str, Any]:
+    """``overflow``: fp16 with a loss scale of 2^24, under which the first steps overflow until it has halved enough."""
+    if compute == "bf16":
+        return {"compute": "bf16"}
+    start = 2.0**24 if compute == "overflow" else 2.0**12
+    return {"compute": "fp16", "loss_scale": {"start": start, "hysteresis": 1}}
+
+
+def curve(world: Any, layout: Layout, compute: str) -> list[tuple[bool, float, float]]:
+    """(skipped, loss, scale) by step."""
+    with torch.device("meta"):
+        model = Gpt(policy_of(layout))
+    config = config_of(layout) | {"precision": precision_of(compute), "train": {"seed": 3}}
+    engine = shardwise.initialize(model, config, world=world)
+    index, found = engine._parts.groups["dp"].index, []
+    for step in range(STEPS + 12 if compute == "overflow" else STEPS):
+        parts = [each.chunk(layout.dp * layout.microbatches) for each in batch_of(step % 3)]
+        result = engine.train_step(list(zip(*(each[index :: layout.dp] for each in parts), strict=True)))
+        scale = engine._parts.loss_scale
+        found.append((result.skipped, result.loss, 0.0 if scale is None else scale.scale))
+    engine.close()
+    return found
+
+
+def curves(world: Any, layouts: list[Layout], compute: str) -> list[Any]:
+    return [curve(world, layout, compute) for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Any) -> Any:
+    """Curves by rank of a layout; one call per number of ranks and dtype."""
+
+    @cache
+    def get(size: int, compute: str) -> dict[Layout, list[Any]]:
+        table = [layout for layout in LAYOUTS if layout.size == size]
+        by_rank = ranks(size).run(curves, table, compute)
+        return dict(zip(table, zip(*by_rank, strict=True), strict=True))
+
+    return get
+
+
+@cache
+def alone(manner: str, compute: str) -> Any:
+    return curve(join(quiet=True), Layout(manner=manner), compute)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_losses_are_near_those_of_one_rank(found: Any, layout: Layout, compute: str) -> None:
+    truth = alone(layout.manner, compute)
+    losses = [loss for _, loss, _ in truth]
+    assert min(losses) < max(losses) - 0.05, "a curve that does not move shows nothing"
+    for own in found(layout.size, compute)[layout]:
+        assert not any(skipped for skipped, *_ in own)
+        assert [loss for _, loss, _ in own] == pytest.approx(losses, rel=TOLERANCE[compute])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_all_ranks_skip_together(found: Any, layout: Layout) -> None:
+    """Which step is the last to overflow depends on how sums are rounded; not on the rank."""
+    first, *others = found(layout.size, "overflow")[layout]
+    assert all(other == first for other in others), "ranks differ in loss, scale or what they skip"
+    skipped = [was_skipped for was_skipped, *_ in first]
+    assert skipped[0]
+    assert not all(skipped[STEPS:])
+    scales = [2.0**24, *(scale for *_, scale in first)]
+    assert [after == before / 2 for before, after in itertools.pairwise(scales)] == skipped
+    assert first[-1][1] < first[0][1] - 0.05
+
+
+def overflow_on_one_rank(world: Any, layout: Layout, where: int) -> tuple[bool, bool, float]:
+    """Whether a step is skipped, and the weights stay, when one element on one rank is infinite."""
+    with torch.device("meta"):
+        model = Gpt(policy_of(layout))
+    config = config_of(layout) | {"precision": {"compute": "fp16", "loss_scale": {"hysteresis": 1}}}
+    engine = shardwise.initialize(model, config, world=world)
+    engine_step = engine.step
+
+    def with_overflow() -> Any:
+        if world.rank == where:
+            engine._parts.trained[-1].bucket.owned_grad[0] = math.inf
+        return engine_step()
+
+    parts = [each.chunk(layout.dp * layout.microbatches) for each in batch_of(0)]
+    index = engine._parts.groups["dp"].index
+    batches = list(zip(*(each[index :: layout.dp] for each in parts), strict=True))
+    before = engine.state_dict()
+    with patch.object(engine, "step", with_overflow):
+        result = engine.train_step(batches)
+    after = engine.state_dict()
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    scale = engine._parts.loss_scale
+    assert scale is not None
+    assert isinstance(engine, Engine)
+    engine.close()
+    return result.skipped, same, scale.scale
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_an_overflow_on_one_rank_is_an_overflow_on_all(ranks: Any, where: int) -> None:
+    layout = Layout(pp=2, tp=2, microbatches=2)
+    assert ranks(4).run(overflow_on_one_rank, layout, where) == [(True, True, 2.0**15)] * 4
