@@ -66,7 +66,7 @@ class SharedGradients:
                 self._ties.setdefault(name, []).append(bucket)
                 self._tied_ranks[name] = tuple(sorted({pp[other % len(pp)] for other in stages}))
             # One range where there is nothing to leave out: the padding between parameters is zero.
-            self._counted[id(bucket)] = [(0, bucket.owned_grad.numel())] if counts_all else counted
+            self._counted[id(bucket)] = [(0, bucket.owned_elements)] if counts_all else counted
         # Every rank asks for its groups in the order of their ranks, so that no two wait for one another.
         wanted = sorted({*self._ranges, *(ranks for ranks in self._tied_ranks.values())})
         self._groups = {ranks: group_of(ranks) for ranks in wanted if len(ranks) > 1}

@@ -26,11 +26,12 @@ def buckets(parts: Parts) -> list[BucketState]:
 
 
 def bytes_by_kind(parts: Parts) -> dict[str, int]:
-    """Bytes of weights, gradients, masters and moments on this rank; shared memory counts once."""
+    """Bytes of weights, gradients, masters and moments on this rank; shared memory counts once. Gradients as they are at
+    the end of a step's backward pass; between steps they take none."""
     total = {"weight": 0, "grad": 0, "master": 0, "moments": 0}
     for bucket in buckets(parts):
         total["weight"] += bucket.weight.nbytes
-        total["grad"] += 0 if bucket.grad is None else bucket.grad.nbytes
+        total["grad"] += bucket.grad_elements * bucket.dtypes.grad.itemsize
         own_master = bucket.master is not None and bucket.dtypes.master != bucket.dtypes.compute
         total["master"] += bucket.master.nbytes if own_master and bucket.master is not None else 0
     total["moments"] = sum(optimizer.state_bytes for _, optimizer in parts.trained)

@@ -19,6 +19,10 @@ Autograd hands each gradient to a hook, which copies it into the flat buffer (th
 reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. What never landed is zeroed just before
 the reduction.
 
+[Note: gradients between steps]
+The gradient buffer lives from the first gradient of a step to its end. When a step's backward pass begins, activations
+stand at their peak and gradients take nothing; as they come, activations go.
+
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
@@ -76,7 +80,7 @@ class BucketState:
 
         self.weight = zeros(dtypes.compute, strategy.cuts_weight)
         self.master: Tensor | None = None
-        self.grad: Tensor | None = None
+        self._grad: Tensor | None = None
         if layout.key.trained:
             same = dtypes.master == dtypes.compute
             if not same:
@@ -87,12 +91,6 @@ class BucketState:
                     if strategy.cuts_master and not strategy.cuts_weight
                     else self.weight
                 )
-            # Not zeroed, but for the padding: pages that nothing lands in never take memory.
-            self.grad = torch.empty(
-                piece if strategy.cuts_grad else whole, dtype=dtypes.grad, device=around.device
-            )
-            for start, stop in () if strategy.cuts_grad else _gaps(layout):
-                self.grad[start:stop] = 0
         self._full: Tensor | None = None if strategy.cuts_weight else self.weight
         self._gathering: Pending = DONE
         self._views: dict[int, list[Tensor]] = {}
@@ -125,9 +123,31 @@ class BucketState:
         return 0, 1
 
     @property
+    def grad_elements(self) -> int:
+        """Elements of the gradient buffer; 0 where the bucket is frozen."""
+        if not self.layout.key.trained:
+            return 0
+        return self.layout.shard_elements if self._around.strategy.cuts_grad else self.layout.elements
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient buffer. [Note: gradients between steps]"""
+        if self._grad is None:
+            assert self.layout.key.trained, f"{self.what} is frozen"
+            # Not zeroed, but for the padding: pages that nothing lands in never take memory.
+            self._grad = torch.empty(self.grad_elements, dtype=self.dtypes.grad, device=self._around.device)
+            for start, stop in () if self._around.strategy.cuts_grad else self._gaps:
+                self._grad[start:stop] = 0
+        return self._grad
+
+    @property
+    def owned_elements(self) -> int:
+        """Elements that this rank updates, padding included."""
+        return self.layout.elements // self.owned_range[1]
+
+    @property
     def owned_grad(self) -> Tensor:
         """The reduced gradient that belongs to this rank's master."""
-        assert self.grad is not None, f"{self.what} is frozen"
         whole = self._around.strategy.cuts_master and not self._around.strategy.cuts_grad
         return self.grad[self._own] if whole else self.grad
 
@@ -291,7 +311,6 @@ class BucketState:
 
     def reduce(self) -> None:
         """REDUCE: sum the gradients over the ranks, to where the master lies."""
-        assert self.grad is not None, f"{self.what} is frozen"
         if self._landing is None:
             self._open_landing()
         assert self._landing is not None and self._landing_full is not None, "the landing was just opened"
@@ -332,9 +351,9 @@ class BucketState:
         self.reducing = DONE
         self._holds_earlier = self._awaits_replicas = False
         self.used = [False] * len(self.parameters)
-        if self._landing_full is not None and self._landing_full is not self.grad:
+        if self._landing_full is not None and self._landing_full is not self._grad:
             self._around.gradients.release(self._owner)
-        self._landing = self._landing_full = None
+        self._landing = self._landing_full = self._grad = None
         self._landed = [False] * len(self.parameters)
 
     def _on_the_wire(self, full: Tensor, owned: Tensor) -> Pending:
@@ -355,7 +374,7 @@ class BucketState:
         return Pending(finish)
 
     def _open_landing(self) -> None:
-        if self.grad is None:
+        if not self.layout.key.trained:
             raise UsageError(
                 f"{self.what}: a frozen parameter got a gradient; set requires_grad before initialize()"
             )
@@ -367,9 +386,10 @@ class BucketState:
             if pool.last_tenant(self._owner) != self._owner:
                 for start, stop in self._gaps:
                     self._landing_full[start:stop] = 0
+            self._landing = self.views(self._landing_full)
         else:
             self._landing_full = self.grad
-        self._landing = self.views(self._landing_full)
+            self._landing = self.fresh_views(self.grad)
 
     @property
     def _wire_dtype(self) -> torch.dtype:
