@@ -25,7 +25,6 @@ from shardwise.parallel.zero.executor import Executor
 from shardwise.plan.errors import CommError
 from shardwise.plan.placement import Replicate
 from tests.engine.test_model_parallel import LAYOUTS, Figures, Layout, measure
-from tests.ranks import RankPool
 
 LIMIT = 1e-10
 Patch = AbstractContextManager[Any]
@@ -377,13 +376,13 @@ def errors_planted(world: Any) -> str:
     return str(caught.value)
 
 
-def test_a_message_to_the_wrong_neighbour_is_an_error() -> None:
+def test_a_message_to_the_wrong_neighbour_is_an_error(ranks: Any) -> None:
     """The rank that it reaches says what it got instead of what; the one that it was for, that it got nothing."""
-    pool = RankPool(3)  # of its own: ranks that have failed so are out of step for good
+    pool = ranks(3)
     try:
         first, _, last = pool.run(errors_planted)
     finally:
-        pool.close()
+        pool.close()  # ranks that have failed so are out of step for good
     assert "expects 'gradient of stage 1, microbatch 0'" in first
     assert "is 'activation of stage 1, microbatch 0'" in first
     assert "receive of activation of stage 1, microbatch 0 from rank 1" in last
