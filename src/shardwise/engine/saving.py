@@ -194,29 +194,23 @@ def _agree_on_scalars(
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             row = next(row for row in rows if row.start < local + stop - start and local < row.stop)
             own[slot.name] = row.scalars if row.has_state else None
-    counted = Counter(json.dumps(scalars, sort_keys=True) for scalars in own.values() if scalars is not None)
-    common: dict[str, float] = json.loads(counted.most_common(1)[0][0]) if counted else {}
-    told: dict[str, Any] = {
-        "common": common,
-        "exceptions": {name: scalars for name, scalars in own.items() if scalars not in (None, common)},
-        "stateless": [name for name, scalars in own.items() if scalars is None],
-        "labels": sorted(labels),
-    }
-    answers = [told]
+    answers: list[dict[str, Any]] = [{"scalars": own, "labels": sorted(labels)}]
     if parts.world.size > 1:
         parts.saves += 1
         key = f"engine/{parts.number}/scalars/{parts.saves}"
-        parts.world.post(key, json.dumps(told))
+        parts.world.post(key, json.dumps(answers[0]))
         answers = [json.loads(text) for text in parts.world.collect(key, engine.config.checkpoint.timeout_s)]
-    common = next((answer["common"] for answer in answers if answer["common"]), {})
-    exceptions: dict[str, dict[str, float]] = {}
+    told: dict[str, dict[str, float] | None] = {}
     for rank, answer in enumerate(answers):
-        if answer["common"] not in ({}, common):
-            raise CheckpointError(
-                f"optimizer: rank {rank} counts {answer['common']} where rank 0 counts {common}"
-            )
-        exceptions |= answer["exceptions"]
-    stateless = frozenset(name for answer in answers for name in answer["stateless"])
+        for name, scalars in answer["scalars"].items():
+            if told.setdefault(name, scalars) != scalars:
+                raise CheckpointError(
+                    f"optimizer: rank {rank} counts {scalars} for its part of {name}, another rank {told[name]}"
+                )
+    counted = Counter(json.dumps(scalars, sort_keys=True) for scalars in told.values() if scalars is not None)
+    common: dict[str, float] = json.loads(counted.most_common(1)[0][0]) if counted else {}
+    exceptions = {name: scalars for name, scalars in told.items() if scalars not in (None, common)}
+    stateless = frozenset(name for name, scalars in told.items() if scalars is None)
     return (
         (common, exceptions),
         stateless,
