@@ -186,7 +186,7 @@ def test_concurrent_readers_share_one_file(
 ) -> None:
     _folder(tmp_path / "in", **{f"f{i}": f"text {i}\n" * 500 for i in range(20)})
     if not has_lock:
-        monkeypatch.setattr(text, "_locked", _no_lock)
+        monkeypatch.setattr(text, "locked", _no_lock)
     written: list[Path] = []
     write = text._write
 

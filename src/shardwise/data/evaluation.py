@@ -2,7 +2,8 @@
 
 The samples are cut into blocks of one micro batch, the last possibly shorter, and dealt: block k to data-parallel
 rank k mod dp. All ranks go the same number of rounds, because a collective in the model waits for all of them; a rank
-without a block in the last round gets a block that it must not count. The mean over the set is
+without a block in the last round gets a block that it must not count (of a BatchedDataset an empty one). The mean over
+the set is
 
     sum over ranks and batches of weight · loss  /  sum of weight
 """
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardwise.data.adopt import Collate, Mapped, Place, Stream, adopt, samples_in
+from shardwise.data.batched import BatchedDataset, evaluation_blocks
 from shardwise.data.draws import Draws
 from shardwise.data.feed import read_stream
 from shardwise.data.sampler import key_of
@@ -39,6 +41,8 @@ def evaluation_batches(
 
     ``samples`` bounds the work: so many, evenly spread over a dataset, or the first of a stream.
     """
+    if isinstance(data, BatchedDataset):
+        return (Weighted(*each) for each in evaluation_blocks(data, dp_index, dp_size, micro_batch, samples))
     adopted = adopt(data, collate_fn, workers, shuffle=False)
     if isinstance(adopted, Mapped):
         return _of_map(adopted, dp_index, dp_size, micro_batch, samples, seed)

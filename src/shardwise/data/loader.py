@@ -8,7 +8,8 @@
 The position is what has been handed out, never what has been read ahead. It counts samples, so a state loads on any
 number of ranks, with any micro batch, and after a change of the global batch.
 Text is read ahead by one thread, one step deep; a user's dataset by its worker processes, or not at all: it may draw
-random numbers or hold files that a second thread would disturb.
+random numbers or hold files that a second thread would disturb. A ``BatchedDataset`` is read by ``workers`` threads,
+and with ``epochs`` it ends: ranks that have run out of samples get empty batches (batched.py).
 """
 
 from collections import deque
@@ -17,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from shardwise.data.adopt import Collate, Mapped, adopt
+from shardwise.data.batched import BatchedDataset, BatchedFeed
 from shardwise.data.feed import Feed, Fetched, MapFeed, StreamFeed
 from shardwise.data.sampler import Share
-from shardwise.plan.errors import DataError
+from shardwise.plan.errors import ConfigError, DataError
 
 _STEPS_AHEAD = 1
 
@@ -39,16 +41,26 @@ class Loader:
         shuffle: bool = True,
         collate_fn: Collate | None = None,
         workers: int = 0,
+        epochs: int | None = None,
     ) -> None:
         self.share = Share(global_batch, micro_batch, dp_index, dp_size)
-        adopted = adopt(data, collate_fn, workers, shuffle)
         self._feed: Feed
-        if isinstance(adopted, Mapped):
+        self._reads_ahead = False
+        self._end: int | None = None
+        if isinstance(data, BatchedDataset):
+            threads = max(workers, 1)
+            self._feed = BatchedFeed(data, self.share, seed, shuffle=shuffle, epochs=epochs, threads=threads)
+            self._end = self._feed.end
+        elif epochs is not None:
+            raise ConfigError(
+                f"epochs is {epochs}, but {type(data).__name__} is read sample by sample, epoch after epoch without "
+                "end; count steps instead, or bring a BatchedDataset"
+            )
+        elif isinstance(adopted := adopt(data, collate_fn, workers, shuffle), Mapped):
             self._feed = MapFeed(adopted, self.share, seed)
             self._reads_ahead = adopted.is_text and not adopted.worker_options
         else:
             self._feed = StreamFeed(adopted, self.share, seed)
-            self._reads_ahead = False
         self._step = 0
         self._samples = 0
         self._cursor = self._feed.start()
@@ -63,6 +75,13 @@ class Loader:
     def samples(self) -> int:
         """Samples handed out so far, over all ranks."""
         return self._samples
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps until the last epoch ends; None where epochs follow one another without end."""
+        if self._end is None:
+            return None
+        return -(-max(self._end - self._cursor["position"], 0) // self.share.global_batch)
 
     def step_batches(self, step: int | None = None) -> list[Any]:
         """This rank's microbatches of a step: the next one, or with random access any.

@@ -238,7 +238,7 @@ def _cached(files: TextFiles, tokenizer: Tokenizer, cache: Path, progress: Progr
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"cache folder {cache} cannot be made ({error.strerror}); set data.cache") from error
-    with _locked(cache) as is_locked:
+    with locked(cache) as is_locked:
         if (found := _open_whole(out)) is not None:
             return found
         if is_locked:
@@ -262,7 +262,7 @@ def _open_whole(path: Path) -> TokenFile | None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path) -> Iterator[bool]:
     """Hold a lock on a folder; yields False where the system or the file system has none.
 
     The lock is on the folder itself, so that no lock file stays behind, and ends with the process that holds it.

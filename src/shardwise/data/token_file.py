@@ -153,7 +153,7 @@ class TokenWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._temporary.replace(self.path)
-        _fsync_folder(self.path.parent)
+        fsync_folder(self.path.parent)
 
     def _cannot_write(self, error: OSError) -> DataError:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -267,7 +267,7 @@ def is_token_file(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Make a rename durable where the system can open a folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)

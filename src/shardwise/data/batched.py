@@ -1,0 +1,109 @@
+"""Datasets that read many samples at once, and the feed that hands them out.
+
+A sample of a click log is a few hundred bytes; read one by one, Python costs more than training. Such a dataset
+answers ``batch(samples)`` for any samples in any order, and reader threads ask it ahead of time: a step's batches
+depend on its position alone, so neither their number nor their speed changes anything.
+
+    positions of step s     s·G ... s·G + G, cut into blocks and dealt to ranks as in sampler.py
+    ``epochs`` given        positions end at epochs · n: the last blocks are shorter, or empty on ranks that have run
+                            out of samples, and later steps are empty; a batch of no samples has its full structure
+
+Shapes: n samples in the dataset, G global batch.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.feed import Cursor, Fetched
+from shardwise.data.sampler import Sampler, Share
+from shardwise.plan.errors import DataError
+
+_STEPS_AHEAD = 2
+
+
+class BatchedDataset(ABC):
+    """A dataset with random access that reads a whole batch in one call, from several threads at a time."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples."""
+
+    @abstractmethod
+    def batch(self, samples: npt.NDArray[np.int64]) -> Any:
+        """These samples in this order; there may be none."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Names the samples: equal on every rank that reads the same ones."""
+
+
+class BatchedFeed:
+    """Steps of a batched dataset in the sampler's order, read ahead by threads."""
+
+    def __init__(
+        self,
+        data: BatchedDataset,
+        share: Share,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        threads: int = 1,
+        steps_ahead: int = _STEPS_AHEAD,
+    ) -> None:
+        if len(data) < share.global_batch and epochs != 1:
+            raise DataError(
+                f"the training data holds {len(data)} samples; give more data or a smaller batch.global_size, which "
+                f"is {share.global_batch}: one step must not see a sample twice"
+            )
+        self._data, self._share, self._threads, self._ahead = data, share, threads, steps_ahead
+        self._sampler = Sampler(len(data), seed, shuffle)
+        self.end = None if epochs is None else epochs * len(data)
+        """The position behind the last sample; None where epochs follow one another without end."""
+
+    def start(self) -> Cursor:
+        return {"position": 0}
+
+    def advance(self, cursor: Cursor, steps: int) -> Cursor:
+        return {"position": cursor["position"] + steps * self._share.global_batch}
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "batched", "samples": len(self._data), "content": self._data.fingerprint()}
+
+    def _read(self, position: int, block: range) -> Any:
+        start, stop = position + block.start, position + block.stop
+        if self.end is not None:
+            start, stop = min(start, self.end), min(stop, self.end)
+        return self._data.batch(self._sampler.at(start, stop))
+
+    def steps(self, cursor: Cursor) -> Iterator[Fetched]:
+        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="shardwise-data")
+        asked = cursor["position"]
+        waiting: deque[list[Future[Any]]] = deque()
+        try:
+            while True:
+                while len(waiting) <= self._ahead:
+                    waiting.append([pool.submit(self._read, asked, block) for block in self._share.blocks()])
+                    asked += self._share.global_batch
+                cursor = self.advance(cursor, 1)
+                yield Fetched([future.result() for future in waiting.popleft()], cursor)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def evaluation_blocks(
+    data: BatchedDataset, dp_index: int, dp_size: int, micro_batch: int, samples: int | None
+) -> Iterator[tuple[Any, int]]:
+    """This rank's batches of one evaluation with their sizes; each rank has as many, the last perhaps empty."""
+    size = min(samples or len(data), len(data))
+    chosen = np.arange(size, dtype=np.int64) * len(data) // max(size, 1)
+    rounds = -(-size // (micro_batch * dp_size))
+    for k in range(dp_index, rounds * dp_size, dp_size):
+        block = chosen[k * micro_batch : (k + 1) * micro_batch]
+        yield data.batch(block), block.size

@@ -1,0 +1,40 @@
+"""Click logs: labels, numbers and keys by feature; from files or computed, to the batches of every rank.
+
+``build_clicks`` opens what ``data:`` names; ``Clicks`` is a dataset for ``Loader`` and ``evaluation_batches``;
+``convert_clicks`` makes packed files.
+"""
+
+from shardwise.data.clicks.build import ClickCorpus, build_clicks, convert_clicks
+from shardwise.data.clicks.criteo import read_criteo
+from shardwise.data.clicks.malformed import Malformed
+from shardwise.data.clicks.packed import PackedClicks, PackedWriter
+from shardwise.data.clicks.parquet import parquet_schema, read_parquet
+from shardwise.data.clicks.policy import ClickPolicy, SyntheticPolicy
+from shardwise.data.clicks.rows import CRITEO, BatchForm, ClickBatch, Feature, Keys, Rows, Schema
+from shardwise.data.clicks.source import Clicks, RowSource
+from shardwise.data.clicks.synthetic import Best, SyntheticClicks
+
+__all__ = [
+    "CRITEO",
+    "BatchForm",
+    "Best",
+    "ClickBatch",
+    "ClickCorpus",
+    "ClickPolicy",
+    "Clicks",
+    "Feature",
+    "Keys",
+    "Malformed",
+    "PackedClicks",
+    "PackedWriter",
+    "RowSource",
+    "Rows",
+    "Schema",
+    "SyntheticClicks",
+    "SyntheticPolicy",
+    "build_clicks",
+    "convert_clicks",
+    "parquet_schema",
+    "read_criteo",
+    "read_parquet",
+]

@@ -1,0 +1,224 @@
+"""From ``data:`` to clicks to learn from and to be evaluated on; from files of any kind to one packed file.
+
+packed clicks      mapped as they are
+Criteo, Parquet    converted once into the cache folder; the name carries a hash of paths, sizes, times and of what
+                   decides the content, so that changed files are converted anew. One rank of a host works, the
+                   others wait.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.data.clicks.criteo import read_criteo
+from shardwise.data.clicks.malformed import Malformed
+from shardwise.data.clicks.packed import SUFFIX, KeyType, PackedClicks, PackedWriter, is_packed
+from shardwise.data.clicks.parquet import MAGIC as PARQUET
+from shardwise.data.clicks.parquet import parquet_schema, read_parquet
+from shardwise.data.clicks.policy import SYNTHETIC, ClickPolicy
+from shardwise.data.clicks.rows import CRITEO, BatchForm, Feature, Rows, Schema
+from shardwise.data.clicks.source import Clicks
+from shardwise.data.clicks.synthetic import Best, SyntheticClicks
+from shardwise.data.text import Progress, find_files, locked
+from shardwise.plan.errors import DataError
+
+_ROWS_AT_ONCE = 1 << 15
+
+
+@dataclass(frozen=True)
+class ClickCorpus:
+    """What a click-through model learns from and what it is evaluated on."""
+
+    train: Clicks
+    validation: Clicks
+    skipped: int = 0
+    """Malformed rows that were left out."""
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of both."""
+        return self.train.schema
+
+    @property
+    def best(self) -> Best | None:
+        """The best score that any model can have; None where nobody knows it."""
+        source = self.train.source
+        return source.best if isinstance(source, SyntheticClicks) else None
+
+    def fingerprint(self) -> str:
+        """Equal on two ranks that read the same clicks."""
+        return self.train.fingerprint()
+
+
+def build_clicks(policy: ClickPolicy, cache: Path, progress: Progress | None = None) -> ClickCorpus:
+    """Open, and where needed convert, what the policy names. ``cache`` is used unless the policy names a folder."""
+    form = BatchForm(policy.numbers, policy.missing_key)
+    if policy.source == SYNTHETIC:
+        return _synthetic(policy, form)
+    cache = cache if policy.cache is None else Path(policy.cache).expanduser()
+    train = _open(policy.source, policy, cache, progress)
+    if isinstance(policy.validation, float):
+        return ClickCorpus(*Clicks(train, form=form).split(policy.validation), train.skipped)
+    held_out = _open(policy.validation, policy, cache, progress)
+    if held_out.schema != train.schema:
+        raise DataError(
+            f"data.validation {held_out.path} has other columns than data.source {train.path}: "
+            f"{_columns(held_out.schema)} instead of {_columns(train.schema)}"
+        )
+    skipped = train.skipped + held_out.skipped
+    return ClickCorpus(Clicks(train, form=form), Clicks(held_out, form=form), skipped)
+
+
+def _synthetic(policy: ClickPolicy, form: BatchForm) -> ClickCorpus:
+    given = policy.synthetic
+    clicks = SyntheticClicks(
+        given.samples + given.validation_samples,
+        given.table_rows,
+        dense=given.dense,
+        exponent=given.exponent,
+        keys=given.keys,
+        fresh=given.fresh,
+        click_rate=given.click_rate,
+        seed=given.seed,
+    )
+    cut = given.samples
+    return ClickCorpus(Clicks(clicks, 0, cut, form), Clicks(clicks, cut, len(clicks), form))
+
+
+def convert_clicks(
+    sources: str | Iterable[str],
+    out: str | Path,
+    *,
+    pattern: str = "*",
+    schema: Schema | None = None,
+    label: str = "label",
+    malformed_limit: int = 0,
+    progress: Progress | None = None,
+) -> PackedClicks:
+    """Click logs, one behind the other in the order given (files of a folder by name), as the packed file ``out``.
+
+    ``schema`` names the columns of Parquet files; left out, the types of the first file decide.
+    """
+    out = Path(out)
+    if out.is_dir():
+        raise DataError(
+            f"{out} is a folder; expected the path of the file to write, such as {out / 'day'}{SUFFIX}"
+        )
+    if out.exists() and not is_packed(out):
+        raise DataError(f"{out} exists and holds no packed clicks; it is not overwritten, give another path")
+    files = _files([sources] if isinstance(sources, str) else list(sources), pattern)
+    return _convert(files, out, schema, label, Malformed(malformed_limit), progress)
+
+
+def _convert(
+    files: list[Path],
+    out: Path,
+    schema: Schema | None,
+    label: str,
+    malformed: Malformed,
+    progress: Progress | None,
+) -> PackedClicks:
+    kinds = {file: _kind(file) for file in files}
+    schemas = {file: _schema_of(file, kinds[file], schema, label) for file in files}
+    first = schemas[files[0]]
+    for file, found in schemas.items():
+        if found != first:
+            raise DataError(
+                f"{file} has other columns than {files[0]}: {_columns(found)} instead of {_columns(first)}"
+            )
+    key_type: KeyType = "u32" if set(kinds.values()) == {"criteo"} else "i64"
+    total, done = sum(file.stat().st_size for file in files), 0
+
+    def advance(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        if progress is not None:
+            progress(min(done, total), total)
+
+    with PackedWriter(out, first, key_type) as writer:
+        for file in files:
+            for rows in _read(file, kinds[file], first, label, malformed, advance):
+                writer.append(rows)
+        writer.skipped = malformed.count
+    return PackedClicks(out)
+
+
+def _read(
+    file: Path, kind: str, schema: Schema, label: str, malformed: Malformed, advance: Callable[[int], None]
+) -> Iterator[Rows]:
+    if kind == "criteo":
+        yield from read_criteo(file, malformed, advance)
+    elif kind == "parquet":
+        yield from read_parquet(file, schema, malformed, label, advance)
+    else:
+        packed = PackedClicks(file)
+        for start in range(0, len(packed), _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, len(packed))
+            yield packed.rows(np.arange(start, stop))
+            advance((stop - start) * file.stat().st_size // len(packed))
+
+
+def _schema_of(file: Path, kind: str, schema: Schema | None, label: str) -> Schema:
+    if kind == "criteo":
+        return CRITEO
+    if kind == "packed":
+        return PackedClicks(file).schema
+    return parquet_schema(file, label, schema)
+
+
+def _kind(file: Path) -> str:
+    with file.open("rb") as opened:
+        head = opened.read(4)
+    if head == PARQUET:
+        return "parquet"
+    return "packed" if is_packed(file) or file.suffix == SUFFIX else "criteo"
+
+
+def _files(sources: list[str], pattern: str) -> list[Path]:
+    """The files of all sources; those of a folder in the order of their names, which is that of the days."""
+    return [path for source in sources for path in sorted(find_files(source, pattern).paths)]
+
+
+def _columns(schema: Schema) -> str:
+    return f"{len(schema.dense)} numbers and {len(schema.features)} features"
+
+
+def _open(
+    source: str | list[str], policy: ClickPolicy, cache: Path, progress: Progress | None
+) -> PackedClicks:
+    files = _files([source] if isinstance(source, str) else source, policy.pattern)
+    if len(files) == 1 and _kind(files[0]) == "packed":
+        return PackedClicks(files[0])
+    schema = None
+    if policy.dense is not None and policy.sparse is not None:
+        schema = Schema(tuple(policy.dense), tuple(Feature(name) for name in policy.sparse))
+    digest = hashlib.sha256(repr((schema, policy.label, policy.malformed_limit)).encode())
+    for file in files:
+        state = file.stat()
+        digest.update(os.fsencode(file.resolve()) + f"\0{state.st_size} {state.st_mtime_ns}\n".encode())
+    out = cache / f"{files[0].stem}-{digest.hexdigest()[:16]}{SUFFIX}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cache folder {cache} cannot be made ({error.strerror}); set data.cache") from error
+    with locked(cache) as is_locked:
+        if (found := _opened(out)) is not None:
+            return found
+        if is_locked:
+            for leftover in cache.glob(f".{out.name}.*.tmp"):  # of a process that was killed while it wrote
+                leftover.unlink(missing_ok=True)
+        return _convert(files, out, schema, policy.label, Malformed(policy.malformed_limit), progress)
+
+
+def _opened(path: Path) -> PackedClicks | None:
+    """A cached file, or None where it is missing or cut short: then it is made again."""
+    if not path.exists():
+        return None
+    try:
+        return PackedClicks(path)
+    except DataError:
+        return None

@@ -1,0 +1,37 @@
+"""Rows that cannot be read: skipped and counted up to a limit, then an error that names them."""
+
+from dataclasses import dataclass, field
+
+from shardwise.plan.errors import DataError
+
+_EXAMPLES = 3
+
+
+@dataclass
+class Malformed:
+    """Counts rows that were left out of one or several files."""
+
+    limit: int = 0
+    """Rows that may be left out; 0: the first one is an error."""
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def skip(self, where: str, reason: str) -> None:
+        """Leave out one row; ``where`` is file and line."""
+        self.count += 1
+        if len(self.examples) < _EXAMPLES or self.count > self.limit:
+            self.examples.append(f"{where}: {reason}")
+        if self.count <= self.limit:
+            return
+        if self.limit == 0:
+            raise DataError(f"{self.examples[0]}. Mend the row, or let some be skipped: data.malformed_limit")
+        raise DataError(
+            f"{self.count} malformed rows, more than data.malformed_limit, which is {self.limit}: "
+            + "; ".join(self.examples)
+        )
+
+    def __str__(self) -> str:
+        """One line for the log; empty where no row was left out."""
+        if not self.count:
+            return ""
+        return f"{self.count} malformed rows skipped: {'; '.join(self.examples)}"

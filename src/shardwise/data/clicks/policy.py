@@ -1,0 +1,104 @@
+"""Where clicks come from: the keys of ``data:`` for click-through models.
+
+data: {source: synthetic, synthetic: {samples: 2_000_000, tables: 8, rows: 1000}}
+data: {source: [day_0.gz, day_1.gz], validation: day_2.gz, malformed_limit: 100}      # or a folder, *.parquet, *.clicks
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shardwise.plan.policy import Policy
+
+SYNTHETIC = "synthetic"
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class SyntheticPolicy(Policy):
+    """A click log that is computed, with a teacher whose AUC is the best possible."""
+
+    samples: Count = 2_000_000
+    """Rows to learn from; those for validation follow them."""
+    validation_samples: Count = 200_000
+    """Rows held out."""
+    tables: Count = 8
+    """Features, where ``rows`` is one number."""
+    rows: Count | Annotated[list[Count], Field(min_length=1)] = 1000
+    """Distinct keys of every feature, or of each."""
+    dense: Annotated[int, Field(ge=0)] = 13
+    """Numbers of a row."""
+    exponent: Annotated[float, Field(gt=0)] = 1.05
+    """How much more frequent frequent keys are: P(rank) ~ rank^-exponent."""
+    keys: Literal["dense", "hashed"] = "dense"
+    """``dense``: keys below ``rows``, for tables of fixed size; ``hashed``: 63 bits, for tables that grow."""
+    fresh: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of keys that occur once and never again (``hashed`` alone)."""
+    click_rate: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Mean label."""
+    seed: int = 0
+    """Names the log: another seed has another teacher."""
+
+    @property
+    def table_rows(self) -> tuple[int, ...]:
+        """Distinct keys of each feature."""
+        return (self.rows,) * self.tables if isinstance(self.rows, int) else tuple(self.rows)
+
+    @model_validator(mode="after")
+    def _check(self) -> "SyntheticPolicy":
+        if (
+            isinstance(self.rows, list)
+            and "tables" in self.model_fields_set
+            and len(self.rows) != self.tables
+        ):
+            raise ValueError(
+                f"rows lists {len(self.rows)} tables, but tables is {self.tables}; leave tables out where rows "
+                "is a list"
+            )
+        if self.fresh and self.keys == "dense":
+            raise ValueError("fresh keys lie outside tables of fixed size; set keys: hashed, or fresh: 0")
+        return self
+
+
+class ClickPolicy(Policy):
+    """Where a click log comes from, in which order it is read, and how a row becomes a sample."""
+
+    source: str | Annotated[list[str], Field(min_length=1)] = SYNTHETIC
+    """``synthetic``, or files and folders of Criteo text (also .gz), Parquet, or packed clicks made by
+    ``shardwise convert``. A folder called synthetic is written ``./synthetic``."""
+    pattern: str = "*"
+    """Which files of a folder are read: a glob held against the file's name and its path inside the folder."""
+    validation: Annotated[float, Field(gt=0, lt=1)] | str | list[str] = 0.1
+    """Share of the rows, taken from the end of the log, that is held out; or files of their own."""
+    validation_samples: Count | None = None
+    """At most this many validation rows, evenly spread, are used in one evaluation; left out: all of them."""
+    label: str = "label"
+    """Parquet: the column of the label."""
+    dense: list[str] | None = None
+    """Parquet: columns that are numbers; left out with ``sparse``: by type."""
+    sparse: list[str] | None = None
+    """Parquet: columns that are keys; lists of keys are features with many keys."""
+    numbers: Literal["log", "raw"] = "log"
+    """``log``: sign(x) · log(1 + |x|); ``raw``: as they are. Missing ones are 0."""
+    missing_key: int | None = None
+    """The key that stands for a missing category; left out: no key, which pools to zeros."""
+    malformed_limit: Annotated[int, Field(ge=0)] = 0
+    """Rows that may be skipped because they cannot be read; one more is an error that names file and line."""
+    shuffle: bool = False
+    """Read the rows of each epoch in an order drawn from (seed, epoch); false: as they lie, which is in time."""
+    epochs: Count | None = None
+    """Passes over the rows, after which ranks get empty batches; left out: without end."""
+    workers: Count = 1
+    """Threads of each rank that read ahead."""
+    cache: str | None = None
+    """Folder that keeps what text and Parquet were converted to; left out: ``cache`` inside the run folder."""
+    synthetic: SyntheticPolicy = SyntheticPolicy()
+    """What ``source: synthetic`` is."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ClickPolicy":
+        if (self.dense is None) != (self.sparse is None):
+            raise ValueError("dense and sparse name the columns together; give both lists, or neither")
+        if self.source != SYNTHETIC and "synthetic" in self.model_fields_set:
+            raise ValueError("synthetic describes a computed log, but source names files; keep one of them")
+        return self

@@ -1,0 +1,73 @@
+"""A click log as a dataset: a stretch of a source, in the form that a model takes.
+
+>>> clicks = Clicks(PackedClicks("day_0.clicks"))
+>>> train, validation = clicks.split(0.1)               # the end of a log is its future
+>>> loader = Loader(train, global_batch=4096, micro_batch=2048, dp_index=rank, dp_size=2)
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.batched import BatchedDataset
+from shardwise.data.clicks.rows import BatchForm, ClickBatch, Rows, Schema
+from shardwise.plan.errors import DataError
+
+
+class RowSource(Protocol):
+    """What gives rows by their numbers: packed or synthetic clicks."""
+
+    @property
+    def schema(self) -> Schema: ...
+    def __len__(self) -> int: ...
+    def rows(self, samples: npt.NDArray[np.int64]) -> Rows: ...
+    def fingerprint(self) -> str: ...
+
+
+class Clicks(BatchedDataset):
+    """Rows ``[start, stop)`` of a source, as batches."""
+
+    def __init__(
+        self, source: RowSource, start: int = 0, stop: int | None = None, form: BatchForm | None = None
+    ) -> None:
+        self.source, self.form = source, form or BatchForm()
+        self.start, self.stop = start, len(source) if stop is None else stop
+        if not 0 <= self.start < self.stop <= len(source):
+            raise DataError(
+                f"rows [{self.start}, {self.stop}) of a click log that holds {len(source)}; expected at least one"
+            )
+
+    @property
+    def schema(self) -> Schema:
+        """The columns."""
+        return self.source.schema
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> ClickBatch:
+        """These samples in this order; there may be none."""
+        if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
+            raise IndexError(f"samples {samples.min()} to {samples.max()} of {len(self)}")
+        return self.form.batch(self.source.rows(samples + self.start), self.schema)
+
+    def split(self, fraction: float) -> tuple["Clicks", "Clicks"]:
+        """What to learn from, and the last ``fraction`` of the rows, at least one."""
+        held_out = max(round(len(self) * fraction), 1)
+        if held_out >= len(self):
+            raise DataError(
+                f"a validation share of {fraction} leaves nothing to learn of {len(self)} rows; give more rows or a "
+                "smaller data.validation"
+            )
+        cut = self.stop - held_out
+        return (
+            Clicks(self.source, self.start, cut, self.form),
+            Clicks(self.source, cut, self.stop, self.form),
+        )
+
+    def fingerprint(self) -> str:
+        """Names the batches: equal on every rank that reads the same rows in the same form."""
+        return (
+            f"{self.source.fingerprint()}:{self.start}:{self.stop}:{self.form.dense}:{self.form.missing_key}"
+        )
