@@ -5,6 +5,7 @@
     ├── MeshError          axes that do not cover the ranks
     ├── PlanError          a model that cannot be planned: no Units, a tensor without a placement
     ├── UsageError         a call that cannot work where it was made
+    ├── TableFullError     an embedding table that met more keys than it may hold
     ├── DataError          a missing, empty or damaged source of data
     ├── NonFiniteError     a NaN or an infinity in loss or gradients
     ├── CommError          a collective that failed, by rank, operation, Unit and step
@@ -35,6 +36,10 @@ class PlanError(ShardwiseError):
 
 class UsageError(ShardwiseError):
     """A call that cannot work where it was made."""
+
+
+class TableFullError(ShardwiseError):
+    """An embedding table that met more keys than it may hold."""
 
 
 class DataError(ShardwiseError):

@@ -1,0 +1,19 @@
+"""What an embedding table does to its rows, each piece as a compiled loop beside a plain-torch reference.
+
+    keys.py            a 64-bit mix of keys, and the logical bucket that owns a key
+    unique.py          distinct keys in the order of their first occurrence; stable grouping by owner
+    hash_index.py      keys to rows: find, insert, remove, scores, the rows to evict
+    slab.py            memory of a table that grows without moving
+    start_rows.py      the weights that a row begins with, from (seed, table, key)
+    pooling.py         rows to one vector a bag; gradients of bags back to one gradient a row
+    row_optimizers.py  the step of the rows that a batch touched
+    compiled.py        how a loop is compiled, and where the machine code is kept
+
+A row of a table is one line of a slab: its ``width`` weights, then the state of its optimizer. Every call runs on the
+thread that made it and lets other threads run; nothing here is shared between calls but what the caller passes, so
+one table belongs to one thread at a time. Without numba, on other devices and in other dtypes than fp32 and fp64 the
+references run.
+
+The order of every sum is fixed, so the loops give the references' bits. A loop that is handed an index outside its
+table raises; it never reads beside it.
+"""

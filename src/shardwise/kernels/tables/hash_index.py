@@ -1,0 +1,330 @@
+"""The rows of a dynamic table by key: open addressing over (key, row) pairs, with scores and the rows to evict.
+
+    slot of a key = lower bits of mix(key); the pair lies there or in the slots after it, before the first free one
+    remove        moves later pairs back over the gap, so that there are no tombstones and no clean-up
+
+Rows are handed out in the order in which keys first occur: those that were freed last, first, then rows never used
+before. A row keeps its number until its key is removed; growth rebuilds the pairs alone. Any int64 is a key. An index
+that has reached its ``limit`` refuses the whole call and stays as it was.
+
+Each row has a score, an int64 of the caller's meaning (the step of the last use, a count, the step of insertion), and
+may be pinned. ``lowest`` finds the rows to evict: by score, then by key, so the choice does not depend on which row a
+key got or when it came.
+
+Without numba a dictionary takes the place of the pairs, with the same rows and several times slower.
+
+Cost:  16 bytes a slot, at most 5 slots in 8 taken; 17 bytes a row.
+Shapes: N keys of one call, R rows.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables.compiled import is_installed, loop, prefetch
+from shardwise.kernels.tables.keys import mixed
+from shardwise.kernels.tables.unique import unique
+from shardwise.plan.errors import TableFullError
+
+_ONE = np.uint64(1)
+_AHEAD = 16
+"""Keys between the request for a slot's line and its use."""
+
+_TAKEN, _OF = 5, 8
+"""Share of the slots that may be taken."""
+
+_FEWEST_SLOTS = 64
+
+_LIVE, _PINNED = np.uint8(1), np.uint8(2)
+"""State of a row; 0 for one without a key."""
+
+
+class HashIndex:
+    """Rows of a table by key, on the CPU."""
+
+    def __init__(self, limit: int | None = None, expected: int = 0) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"a table of at most {limit} rows; expected a positive limit")
+        self.limit = limit
+        self._places: _Places = _Pairs(expected) if is_installed() else _Dictionary()
+        self._keys = np.empty(expected, np.int64)
+        self._scores = np.empty(expected, np.int64)
+        self._state = np.zeros(expected, np.uint8)
+        self._freed = np.empty(0, np.int64)
+        self._freed_count = 0
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows - self._freed_count
+
+    @property
+    def rows(self) -> int:
+        """Rows ever in use: the length that the table's slab must have."""
+        return self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the index itself; without numba an estimate for the dictionary."""
+        arrays = (self._keys, self._scores, self._state, self._freed)
+        return self._places.nbytes + sum(array.nbytes for array in arrays)
+
+    def find(self, keys: Tensor) -> Tensor:
+        """Row of each key, -1 where there is none: int64 [N] -> [N]."""
+        return torch.from_numpy(self._places.find(_as_keys(keys)))
+
+    def find_or_insert(self, keys: Tensor, score: int = 0) -> tuple[Tensor, Tensor]:
+        """Row of each key, and the rows that are new, in the order of their keys: int64 [N] -> [N], [new].
+
+        New rows have ``score`` and are not pinned; what their freed predecessors left in the table is the caller's
+        to overwrite. Raises ``TableFullError`` and inserts nothing where the limit leaves too few rows.
+        """
+        wanted = _as_keys(keys)
+        out = self._places.find(wanted)
+        missing = np.flatnonzero(out < 0)
+        if missing.size == 0:
+            return torch.from_numpy(out), torch.empty(0, dtype=torch.int64)
+        fresh, inverse = unique(torch.from_numpy(wanted[missing]))
+        if self.limit is not None and len(self) + len(fresh) > self.limit:
+            raise TableFullError(
+                f"{len(fresh)} new keys for a table with {len(self)} of at most {self.limit} rows in use; raise its "
+                f"limit, or evict {len(self) + len(fresh) - self.limit} rows first"
+            )
+        rows = self._take(len(fresh))
+        self._keys[rows], self._scores[rows], self._state[rows] = fresh.numpy(), score, _LIVE
+        self._places.insert(fresh.numpy(), rows)
+        out[missing] = rows[inverse.numpy()]
+        return torch.from_numpy(out), torch.from_numpy(rows)
+
+    def remove(self, keys: Tensor) -> Tensor:
+        """Forgets keys and frees their rows, pinned or not; absent keys are passed over: [N] -> [removed]."""
+        rows = self._places.remove(_as_keys(keys))
+        rows = rows[rows >= 0]
+        self._state[rows] = 0
+        count = self._freed_count + rows.size
+        self._freed = _longer(self._freed, count)
+        self._freed[self._freed_count : count] = rows
+        self._freed_count = count
+        return torch.from_numpy(rows)
+
+    def items(self) -> tuple[Tensor, Tensor]:
+        """All keys and their rows, by row: int64 [len], [len]."""
+        rows = np.flatnonzero(self._state[: self._rows])
+        return torch.from_numpy(self._keys[rows]), torch.from_numpy(rows)
+
+    def keys_of(self, rows: Tensor) -> Tensor:
+        """The key of each row: [N] -> [N]."""
+        return torch.from_numpy(self._keys[self._checked(rows)])
+
+    def scores_of(self, rows: Tensor) -> Tensor:
+        """The score of each row: [N] -> [N]."""
+        return torch.from_numpy(self._scores[self._checked(rows)])
+
+    def set_scores(self, rows: Tensor, scores: Tensor | int) -> None:
+        """Overwrites the scores of rows: by the step of the last use, say."""
+        self._scores[self._checked(rows)] = scores.numpy() if isinstance(scores, Tensor) else scores
+
+    def add_scores(self, rows: Tensor, amounts: Tensor | int = 1) -> None:
+        """Adds to the scores of rows, each named once: how often a batch has a key, say."""
+        self._scores[self._checked(rows)] += amounts.numpy() if isinstance(amounts, Tensor) else amounts
+
+    def pin(self, rows: Tensor, pinned: bool = True) -> None:
+        """Keeps rows out of ``lowest`` and ``below``, or no longer."""
+        self._state[self._checked(rows)] = _LIVE | _PINNED if pinned else _LIVE
+
+    def pinned(self) -> Tensor:
+        """Rows that are: [n]."""
+        return torch.from_numpy(np.flatnonzero(self._state[: self._rows] & _PINNED))
+
+    def lowest(self, count: int) -> Tensor:
+        """Rows to evict, lowest (score, key) first: ``count``, or all that are not pinned: [n]."""
+        state, keys, scores = (array[: self._rows] for array in (self._state, self._keys, self._scores))
+        rows = np.flatnonzero(state == _LIVE)
+        if 0 < count < rows.size:
+            bound = np.partition(scores[rows], count - 1)[count - 1]
+            under, tied = rows[scores[rows] < bound], rows[scores[rows] == bound]
+            left = count - under.size
+            if left < tied.size:
+                tied = tied[np.argpartition(keys[tied], left - 1)[:left]]
+            rows = np.concatenate([under, tied])
+        return torch.from_numpy(rows[np.lexsort((keys[rows], scores[rows]))][: max(count, 0)])
+
+    def below(self, score: int) -> Tensor:
+        """Rows that are not pinned and have less than ``score``, by row: those too old, say: [n]."""
+        state, scores = self._state[: self._rows], self._scores[: self._rows]
+        return torch.from_numpy(np.flatnonzero((state == _LIVE) & (scores < score)))
+
+    def _take(self, count: int) -> np.ndarray:
+        """Rows without a key, marked as in use: [count]."""
+        again = min(count, self._freed_count)
+        fresh = count - again
+        rows = np.empty(count, np.int64)
+        rows[:again] = self._freed[self._freed_count - again : self._freed_count][::-1]
+        rows[again:] = np.arange(self._rows, self._rows + fresh)
+        self._freed_count -= again
+        self._rows += fresh
+        self._keys = _longer(self._keys, self._rows)
+        self._scores, self._state = _longer(self._scores, self._rows), _longer(self._state, self._rows)
+        return rows
+
+    def _checked(self, rows: Tensor) -> np.ndarray:
+        places: np.ndarray = rows.numpy()
+        if places.size and (places.min() < 0 or places.max() >= self._rows):
+            raise IndexError(f"rows {places.min()} to {places.max()} of an index with {self._rows} rows")
+        lost = self._state[places] == 0
+        if lost.any():
+            raise IndexError(
+                f"row {places[lost][0]} has no key: it was never given one, or its key was removed"
+            )
+        return places
+
+
+class _Places(Protocol):
+    """The row of each key."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """Rows, -1 for keys that are absent."""
+
+    def insert(self, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Keys that are absent, each once."""
+
+    def remove(self, keys: np.ndarray) -> np.ndarray:
+        """The rows that the keys had, -1 for keys that are absent."""
+
+
+class _Dictionary:
+    """As the interpreter has it: where numba is missing, and the reference of the tests."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return 100 * len(self._row_of)
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        row_of = self._row_of.get
+        return np.array([row_of(key, -1) for key in keys.tolist()], np.int64)
+
+    def insert(self, keys: np.ndarray, rows: np.ndarray) -> None:
+        self._row_of.update(zip(keys.tolist(), rows.tolist(), strict=True))
+
+    def remove(self, keys: np.ndarray) -> np.ndarray:
+        return np.array([self._row_of.pop(key, -1) for key in keys.tolist()], np.int64)
+
+
+class _Pairs:
+    """(key, row) by open addressing; a row of -1 marks a free slot."""
+
+    def __init__(self, expected: int) -> None:
+        self._pairs = _free_pairs(expected)
+        self._taken = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._pairs.nbytes
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        out = np.empty(keys.size, np.int64)
+        _find(self._pairs, keys, out)
+        return out
+
+    def insert(self, keys: np.ndarray, rows: np.ndarray) -> None:
+        self._taken += keys.size
+        if self._taken * _OF > len(self._pairs) * _TAKEN:
+            before, self._pairs = self._pairs, _free_pairs(self._taken)
+            _refill(self._pairs, before)
+        _insert(self._pairs, keys, rows)
+
+    def remove(self, keys: np.ndarray) -> np.ndarray:
+        out = np.empty(keys.size, np.int64)
+        _remove(self._pairs, keys, out)
+        self._taken -= int((out >= 0).sum())
+        return out
+
+
+def _as_keys(keys: Tensor) -> np.ndarray:
+    if keys.dtype != torch.int64 or keys.dim() != 1 or keys.device.type != "cpu":
+        raise ValueError(
+            f"keys are {keys.dtype} {list(keys.shape)} on {keys.device}; expected int64 [N] on the CPU"
+        )
+    return keys.contiguous().numpy()
+
+
+def _free_pairs(keys: int) -> np.ndarray:
+    """Slots for so many keys."""
+    slots = max(_FEWEST_SLOTS, 1 << (-(-keys * _OF // _TAKEN) - 1).bit_length())
+    return np.full((slots, 2), -1, np.int64)
+
+
+def _longer(array: np.ndarray, size: int) -> np.ndarray:
+    """The array, or a copy longer by half at least, followed by zeros."""
+    if size <= array.size:
+        return array
+    out = np.zeros(max(size, array.size * 3 // 2), array.dtype)
+    out[: array.size] = array
+    return out
+
+
+@loop
+def _find(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
+    mask = np.uint64(pairs.shape[0] - 1)
+    for i in range(keys.size):
+        if i + _AHEAD < keys.size:
+            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 0)
+        slot = mixed(keys[i]) & mask
+        while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
+            slot = (slot + _ONE) & mask
+        out[i] = pairs[slot, 1]
+
+
+@loop
+def _insert(pairs: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> None:
+    mask = np.uint64(pairs.shape[0] - 1)
+    for i in range(keys.size):
+        if i + _AHEAD < keys.size:
+            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 0)
+        slot = mixed(keys[i]) & mask
+        while pairs[slot, 1] >= 0:
+            slot = (slot + _ONE) & mask
+        pairs[slot, 0] = keys[i]
+        pairs[slot, 1] = rows[i]
+
+
+@loop
+def _refill(pairs: np.ndarray, before: np.ndarray) -> None:
+    mask = np.uint64(pairs.shape[0] - 1)
+    for i in range(before.shape[0]):
+        if before[i, 1] >= 0:
+            slot = mixed(before[i, 0]) & mask
+            while pairs[slot, 1] >= 0:
+                slot = (slot + _ONE) & mask
+            pairs[slot, 0] = before[i, 0]
+            pairs[slot, 1] = before[i, 1]
+
+
+@loop
+def _remove(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
+    mask = np.uint64(pairs.shape[0] - 1)
+    for i in range(keys.size):
+        slot = mixed(keys[i]) & mask
+        while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
+            slot = (slot + _ONE) & mask
+        out[i] = pairs[slot, 1]
+        if out[i] < 0:
+            continue
+        gap = slot
+        while True:
+            slot = (slot + _ONE) & mask
+            if pairs[slot, 1] < 0:
+                break
+            home = mixed(pairs[slot, 0]) & mask
+            if ((slot - home) & mask) >= ((slot - gap) & mask):
+                pairs[gap, 0] = pairs[slot, 0]
+                pairs[gap, 1] = pairs[slot, 1]
+                gap = slot
+        pairs[gap, 1] = -1

@@ -1,0 +1,404 @@
+"""Rows to one vector a bag, and the gradients of bags back to one gradient a row.
+
+Bag b is the places [offsets[b], offsets[b + 1]) of ``index``, which names rows of ``source``:
+
+    sum     y[b] = sum over its places i of w[i] · source[index[i]]          w = 1 without weights
+    mean    y[b] = sum / places
+    max     y[b, d] = the largest; ``places[b, d]`` says where it stood first
+    merge   g[r] = sum over the places i with index[i] = r of dy[bag of i]   times w[i], or over places, or at the max
+
+An empty bag is zero. Sums run in the order of the places, so a merged gradient does not depend on how the loop was
+compiled; a rank that owns rows merges what the others sent in the order of their ranks by the same call, with bags of
+one place (``offsets`` left out).
+
+The gradient of a batch never exists once per id: ``merge`` reads dy [B, D] and writes [U, D], U <= N distinct rows.
+
+Cost:  N·D adds each way. N = 106,496 ids, one each in 26 · 4,096 bags, on one Zen 4 core: benchmarks/embedding.
+Shapes: B bags, N places, R rows, D width.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables.compiled import loop, prefetch, runs_compiled
+
+Pooling = Literal["sum", "mean", "max"]
+
+_AHEAD = 8
+"""Rows between the request for a row's lines and their use."""
+
+_LINE_BYTES = 64
+
+
+class Pooled(NamedTuple):
+    """One vector for each bag."""
+
+    values: Tensor
+    """[B, D]."""
+    places: Tensor | None
+    """int64 [B, D], with ``max``: which place of ``index`` gave the element, -1 in an empty bag."""
+
+
+def pool(
+    source: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    pooling: Pooling = "sum",
+    weights: Tensor | None = None,
+    width: int | None = None,
+) -> Pooled:
+    """Pools the first ``width`` columns of rows of ``source``: [R, >= D], int64 [N], int64 [B + 1] -> [B, D]."""
+    width = source.shape[1] if width is None else width
+    _check(pooling, weights, index)
+    tensors = [source, index, offsets] + ([] if weights is None else [weights])
+    if not runs_compiled(*tensors):
+        return plain_pool(source, index, offsets, pooling, weights, width)
+    out = torch.empty(len(offsets) - 1, width, dtype=source.dtype)
+    rows, places, bags = source.numpy(), index.contiguous().numpy(), offsets.contiguous().numpy()
+    if pooling == "max":
+        found = torch.empty(out.shape, dtype=torch.int64)
+        _accept(_pool_max(rows, places, bags, out.numpy(), found.numpy()), source, index, offsets)
+        return Pooled(out, found)
+    if weights is not None:
+        held = weights.to(source.dtype).contiguous().numpy()
+        bad = _pool_weighted(rows, places, bags, held, out.numpy())
+    else:
+        bad = _pool_sum(rows, places, bags, pooling == "mean", out.numpy())
+    _accept(bad, source, index, offsets)
+    return Pooled(out, None)
+
+
+def plain_pool(
+    source: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    pooling: Pooling = "sum",
+    weights: Tensor | None = None,
+    width: int | None = None,
+) -> Pooled:
+    """The same in torch operations, on any device: the k-th places of all bags at once."""
+    _check_places(source, index, offsets)
+    source = source[:, : source.shape[1] if width is None else width]
+    begin, lengths = offsets[:-1], offsets.diff()
+    out = source.new_zeros(len(begin), source.shape[1])
+    found = torch.full(out.shape, -1, dtype=torch.int64, device=source.device)
+    for k in range(int(lengths.max()) if len(lengths) else 0):
+        bags = (lengths > k).nonzero()[:, 0]
+        at = begin[bags] + k
+        rows = source[index[at]]
+        if weights is not None:
+            rows = rows * weights[at].to(source.dtype)[:, None]
+        if pooling == "max" and k:
+            better = rows > out[bags]
+            out[bags] = torch.where(better, rows, out[bags])
+            found[bags] = torch.where(better, at[:, None], found[bags])
+        elif k:
+            out[bags] += rows
+        else:
+            out[bags], found[bags] = rows, at[:, None].expand_as(rows)
+    if pooling == "mean":
+        out /= lengths.clamp(min=1)[:, None]
+    return Pooled(out, found if pooling == "max" else None)
+
+
+def merge(
+    grad: Tensor,
+    index: Tensor,
+    offsets: Tensor | None,
+    rows: int,
+    pooling: Pooling = "sum",
+    weights: Tensor | None = None,
+    places: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One gradient for each of ``rows`` rows: [B, D], int64 [N], int64 [B + 1] -> [rows, D].
+
+    Without ``offsets`` bag i is place i. ``places`` are those that ``pool`` returned for "max". ``out`` is memory for
+    the result, with any content.
+    """
+    _check(pooling, weights, index)
+    if out is None:
+        out = torch.empty(rows, grad.shape[1], dtype=grad.dtype, device=grad.device)
+    elif out.shape != (rows, grad.shape[1]) or out.dtype != grad.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)}; expected {grad.dtype} {[rows, grad.shape[1]]}"
+        )
+    out.zero_()
+    bags = len(grad) if offsets is None else len(offsets) - 1
+    if bags != len(grad) or (offsets is None and len(index) != bags):
+        raise ValueError(f"gradients of {len(grad)} bags for {bags} bags and {len(index)} places")
+    if (pooling == "max") != (places is not None):
+        raise ValueError('the places that pool(..., "max") found belong to "max", and to nothing else')
+    tensors = [t for t in (grad, index, offsets, weights, places) if t is not None]
+    if not runs_compiled(*tensors):
+        return _plain_merge(grad, index, offsets, pooling, weights, places, out)
+    held, ids, into = grad.contiguous().numpy(), index.contiguous().numpy(), out.numpy()
+    if places is not None:
+        bad = _merge_max(held, ids, places.contiguous().numpy(), into)
+    elif offsets is None and weights is None:
+        bad = _merge_rows(held, ids, into)
+    else:
+        ends = torch.arange(bags + 1) if offsets is None else offsets.contiguous()
+        if weights is not None:
+            bad = _merge_weighted(held, ids, ends.numpy(), weights.to(grad.dtype).contiguous().numpy(), into)
+        else:
+            bad = _merge_sum(held, ids, ends.numpy(), pooling == "mean", into)
+    _accept(bad, out, index, offsets)
+    return out
+
+
+def plain_merge(
+    grad: Tensor,
+    index: Tensor,
+    offsets: Tensor | None,
+    rows: int,
+    pooling: Pooling = "sum",
+    weights: Tensor | None = None,
+    places: Tensor | None = None,
+) -> Tensor:
+    """The same in torch operations, on any device; on accelerators the order of sums is theirs."""
+    out = grad.new_zeros(rows, grad.shape[1])
+    return _plain_merge(grad, index, offsets, pooling, weights, places, out)
+
+
+def _plain_merge(
+    grad: Tensor,
+    index: Tensor,
+    offsets: Tensor | None,
+    pooling: Pooling,
+    weights: Tensor | None,
+    places: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    if offsets is None:
+        offsets = torch.arange(len(index) + 1, device=index.device)
+    _check_places(out, index, offsets)
+    if places is not None:
+        columns = torch.arange(grad.shape[1], device=grad.device).expand_as(places)
+        kept = places >= 0
+        at = index[places[kept]] * grad.shape[1] + columns[kept]
+        out.view(-1).index_add_(0, at, grad[kept])
+        return out
+    lengths = offsets.diff()
+    each = grad / lengths.clamp(min=1)[:, None] if pooling == "mean" else grad
+    each = each.repeat_interleave(lengths, 0)
+    used = slice(int(offsets[0]), int(offsets[-1]))
+    if weights is not None:
+        each = each * weights[used].to(grad.dtype)[:, None]
+    return out.index_add_(0, index[used], each)
+
+
+def gather(source: Tensor, rows: Tensor, width: int | None = None) -> Tensor:
+    """The first ``width`` columns of rows: [R, >= D], int64 [N] -> [N, D]."""
+    width = source.shape[1] if width is None else width
+    if not runs_compiled(source, rows):
+        return source[:, :width].index_select(0, rows)
+    out = torch.empty(len(rows), width, dtype=source.dtype)
+    bad = _gather(source.numpy(), rows.contiguous().numpy(), out.numpy())
+    if bad >= 0:
+        raise IndexError(f"row {int(rows[bad])} at {bad}; expected 0 to {len(source) - 1}")
+    return out
+
+
+def _check(pooling: Pooling, weights: Tensor | None, index: Tensor) -> None:
+    if pooling not in ("sum", "mean", "max"):
+        raise ValueError(f"pooling {pooling!r}; expected sum, mean or max")
+    if weights is not None and pooling != "sum":
+        raise ValueError(f"weights with pooling {pooling!r}; they go with sum")
+    if weights is not None and weights.shape != index.shape:
+        raise ValueError(f"{len(weights)} weights for {len(index)} places")
+
+
+def _check_places(source: Tensor, index: Tensor, offsets: Tensor) -> None:
+    """Raises where a bag or a row lies outside."""
+    lengths = offsets.diff()
+    if (lengths < 0).any() or int(offsets[0]) < 0 or int(offsets[-1]) > len(index):
+        raise IndexError(
+            f"offsets run from {int(offsets[0])} to {int(offsets[-1])} over {len(index)} places; expected them to "
+            f"ascend from 0 or more to {len(index)} or less"
+        )
+    used = index[int(offsets[0]) : int(offsets[-1])]
+    outside = (used < 0) | (used >= len(source))
+    if outside.any():
+        raise IndexError(f"row {int(used[outside][0])}; expected 0 to {len(source) - 1}")
+
+
+def _accept(bad: int, source: Tensor, index: Tensor, offsets: Tensor | None) -> None:
+    if bad >= 0:
+        if offsets is None:
+            offsets = torch.arange(len(index) + 1)
+        _check_places(source, index, offsets)
+        raise IndexError(f"places of bag {bad} lie outside the {len(index)} given")
+
+
+@loop
+def ahead(source: np.ndarray, index: np.ndarray, i: int, width: int) -> None:
+    """Asks for the row that is due a few places after ``i``."""
+    if i + _AHEAD < index.size:
+        row = index[i + _AHEAD]
+        for column in range(0, width, _LINE_BYTES // source.itemsize):
+            prefetch(source, row, column)
+        prefetch(source, row, width - 1)
+
+
+@loop
+def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
+    for i in range(rows.size):
+        ahead(source, rows, i, out.shape[1])
+        row = rows[i]
+        if row < 0 or row >= source.shape[0]:
+            return i
+        for j in range(out.shape[1]):
+            out[i, j] = source[row, j]
+    return -1
+
+
+@loop
+def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
+    width = out.shape[1]
+    for bag in range(out.shape[0]):
+        begin, end = offsets[bag], offsets[bag + 1]
+        if begin < 0 or end < begin or end > index.size:
+            return bag
+        if begin == end:
+            out[bag, :] = 0
+        for i in range(begin, end):
+            ahead(source, index, i, width)
+            row = index[i]
+            if row < 0 or row >= source.shape[0]:
+                return bag
+            if i == begin:
+                for j in range(width):
+                    out[bag, j] = source[row, j]
+            else:
+                for j in range(width):
+                    out[bag, j] += source[row, j]
+        if mean and end - begin > 1:
+            for j in range(width):
+                out[bag, j] /= end - begin
+    return -1
+
+
+@loop
+def _pool_weighted(
+    source: np.ndarray, index: np.ndarray, offsets: np.ndarray, weights: np.ndarray, out: np.ndarray
+) -> int:
+    width = out.shape[1]
+    for bag in range(out.shape[0]):
+        begin, end = offsets[bag], offsets[bag + 1]
+        if begin < 0 or end < begin or end > index.size:
+            return bag
+        if begin == end:
+            out[bag, :] = 0
+        for i in range(begin, end):
+            ahead(source, index, i, width)
+            row, weight = index[i], weights[i]
+            if row < 0 or row >= source.shape[0]:
+                return bag
+            if i == begin:
+                for j in range(width):
+                    out[bag, j] = weight * source[row, j]
+            else:
+                for j in range(width):
+                    out[bag, j] += weight * source[row, j]
+    return -1
+
+
+@loop
+def _pool_max(
+    source: np.ndarray, index: np.ndarray, offsets: np.ndarray, out: np.ndarray, found: np.ndarray
+) -> int:
+    width = out.shape[1]
+    for bag in range(out.shape[0]):
+        begin, end = offsets[bag], offsets[bag + 1]
+        if begin < 0 or end < begin or end > index.size:
+            return bag
+        if begin == end:
+            out[bag, :] = 0
+            found[bag, :] = -1
+        for i in range(begin, end):
+            ahead(source, index, i, width)
+            row = index[i]
+            if row < 0 or row >= source.shape[0]:
+                return bag
+            for j in range(width):
+                if i == begin or source[row, j] > out[bag, j]:
+                    out[bag, j] = source[row, j]
+                    found[bag, j] = i
+    return -1
+
+
+@loop
+def _merge_rows(grad: np.ndarray, index: np.ndarray, out: np.ndarray) -> int:
+    width = out.shape[1]
+    for i in range(index.size):
+        ahead(out, index, i, width)
+        row = index[i]
+        if row < 0 or row >= out.shape[0]:
+            return i
+        for j in range(width):
+            out[row, j] += grad[i, j]
+    return -1
+
+
+@loop
+def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
+    width = out.shape[1]
+    share = np.empty(width, grad.dtype)
+    for bag in range(grad.shape[0]):
+        begin, end = offsets[bag], offsets[bag + 1]
+        if begin < 0 or end < begin or end > index.size:
+            return bag
+        several = mean and end - begin > 1
+        if several:
+            for j in range(width):
+                share[j] = grad[bag, j] / (end - begin)
+        for i in range(begin, end):
+            ahead(out, index, i, width)
+            row = index[i]
+            if row < 0 or row >= out.shape[0]:
+                return bag
+            if several:
+                for j in range(width):
+                    out[row, j] += share[j]
+            else:
+                for j in range(width):
+                    out[row, j] += grad[bag, j]
+    return -1
+
+
+@loop
+def _merge_weighted(
+    grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, weights: np.ndarray, out: np.ndarray
+) -> int:
+    width = out.shape[1]
+    for bag in range(grad.shape[0]):
+        begin, end = offsets[bag], offsets[bag + 1]
+        if begin < 0 or end < begin or end > index.size:
+            return bag
+        for i in range(begin, end):
+            ahead(out, index, i, width)
+            row, weight = index[i], weights[i]
+            if row < 0 or row >= out.shape[0]:
+                return bag
+            for j in range(width):
+                out[row, j] += grad[bag, j] * weight
+    return -1
+
+
+@loop
+def _merge_max(grad: np.ndarray, index: np.ndarray, places: np.ndarray, out: np.ndarray) -> int:
+    for bag in range(grad.shape[0]):
+        for j in range(out.shape[1]):
+            i = places[bag, j]
+            if i >= index.size or i < -1:
+                return bag
+            if i >= 0:
+                row = index[i]
+                if row < 0 or row >= out.shape[0]:
+                    return bag
+                out[row, j] += grad[bag, j]
+    return -1

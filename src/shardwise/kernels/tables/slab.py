@@ -1,0 +1,40 @@
+"""Memory of a table that grows without moving: address space is taken at once, pages as rows are first written.
+
+A table that doubles by copying holds three times its size for a moment and stops the step for as long as the copy
+takes. Here the whole table is mapped with all the rows that it may ever have; the system hands out zeroed pages on
+the first touch, and an untouched row costs nothing. Large pages are asked for: with 4 KiB ones nearly every row of a
+large table misses the address cache of the processor too.
+
+Shapes: [rows, columns], columns = width + those of the row optimizer.
+"""
+
+import mmap
+
+import torch
+from torch import Tensor
+
+_NEVER_COUNTED = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's flag for address space that is not charged as memory before it is touched."""
+
+
+def reserve(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros [rows, columns] that take memory as they are written."""
+    if rows < 0 or columns < 1:
+        raise ValueError(f"a slab of {rows} rows by {columns} columns; expected at least 0 by 1")
+    elements = rows * columns
+    if elements == 0:
+        return torch.zeros(rows, columns, dtype=dtype)
+    anonymous = getattr(mmap, "MAP_ANONYMOUS", None)
+    if anonymous is None:
+        return torch.zeros(rows, columns, dtype=dtype)
+    size_bytes = elements * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | anonymous | _NEVER_COUNTED)
+    except OSError as error:
+        raise MemoryError(
+            f"no address space for a table of {rows} rows by {columns} columns, {size_bytes / 2**30:.1f} GiB "
+            f"({error}); give the table a lower limit"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=elements).view(rows, columns)

@@ -1,0 +1,142 @@
+"""The distinct keys of a batch, in the order of their first occurrence, and the place of each key among them.
+
+    keys              7  3  7  9  3
+    distinct.keys     7  3  9
+    distinct.inverse  0  1  0  2  1            keys == distinct.keys[distinct.inverse]
+
+One pass through a hash table of twice the keys that holds places among the distinct ones. The order does not depend on
+the table, so it is the same with numba and without. ``grouped`` deals keys to their owners, stable within an owner.
+
+Cost:  106,496 keys of a Zipf law with exponent 1.05 over 10 M, 41,000 of them distinct: 0.7 ms on one Zen 4 core.
+Shapes: N keys, U distinct ones, G groups.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables.compiled import loop, runs_compiled
+from shardwise.kernels.tables.keys import mixed
+
+_ONE = np.uint64(1)
+
+
+class Distinct(NamedTuple):
+    """Each key once, and where each key of the batch is among them."""
+
+    keys: Tensor
+    """int64 [U]."""
+    inverse: Tensor
+    """int64 [N]."""
+
+
+class Grouped(NamedTuple):
+    """``labels[order]`` is sorted, equal labels in their old order."""
+
+    order: Tensor
+    """int64 [N]."""
+    counts: Tensor
+    """int64 [G]."""
+
+
+class Scratch:
+    """Memory that calls of ``unique`` use again: fresh pages from the system cost more than the work on them."""
+
+    def __init__(self) -> None:
+        self.slots = np.empty(0, np.int32)
+        self.keys = np.empty(0, np.int64)
+
+    def reserve(self, keys: int) -> tuple[np.ndarray, np.ndarray]:
+        """Room for so many keys: int32 [power of two >= 2 keys], int64 [keys]."""
+        slots = 1 << max(4, (2 * keys - 1).bit_length())
+        if self.slots.size < slots:
+            self.slots = np.empty(slots, np.int32)
+        if self.keys.size < keys:
+            self.keys = np.empty(keys, np.int64)
+        return self.slots[:slots], self.keys[:keys]
+
+
+def unique(keys: Tensor, scratch: Scratch | None = None) -> Distinct:
+    """Distinct keys in the order of their first occurrence: int64 [N] -> [U], [N]."""
+    if keys.dtype != torch.int64 or keys.dim() != 1:
+        raise ValueError(f"keys are {keys.dtype} {list(keys.shape)}; expected torch.int64 [N]")
+    if not runs_compiled(keys):
+        return plain_unique(keys)
+    slots, found = (scratch or Scratch()).reserve(keys.numel())
+    inverse = torch.empty_like(keys, memory_format=torch.contiguous_format)
+    count = _unique(keys.contiguous().numpy(), slots, found, inverse.numpy())
+    return Distinct(torch.from_numpy(found[:count].copy()), inverse)
+
+
+def plain_unique(keys: Tensor) -> Distinct:
+    """The same by sorting, on any device."""
+    ordered, inverse = torch.unique(keys, return_inverse=True)
+    places = torch.arange(keys.numel(), device=keys.device)
+    first = torch.full_like(ordered, keys.numel()).scatter_reduce_(0, inverse, places, "amin")
+    order = torch.argsort(first)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=keys.device)
+    return Distinct(ordered[order], rank[inverse])
+
+
+def grouped(labels: Tensor, groups: int) -> Grouped:
+    """Stable order by label, and how often each of ``groups`` labels occurs: int64 [N] -> [N], [G]."""
+    if not runs_compiled(labels):
+        return plain_grouped(labels, groups)
+    order = torch.empty_like(labels, memory_format=torch.contiguous_format)
+    counts = torch.zeros(groups, dtype=torch.int64)
+    bad = _grouped(labels.contiguous().numpy(), order.numpy(), counts.numpy(), np.empty(groups, np.int64))
+    if bad >= 0:
+        raise IndexError(f"label {int(labels[bad])} at {bad}; expected 0 to {groups - 1}")
+    return Grouped(order, counts)
+
+
+def plain_grouped(labels: Tensor, groups: int) -> Grouped:
+    """The same by a stable sort, on any device."""
+    outside = (labels < 0) | (labels >= groups)
+    if outside.any():
+        bad = int(outside.nonzero()[0])
+        raise IndexError(f"label {int(labels[bad])} at {bad}; expected 0 to {groups - 1}")
+    return Grouped(torch.argsort(labels, stable=True), torch.bincount(labels, minlength=groups))
+
+
+@loop
+def _unique(keys: np.ndarray, slots: np.ndarray, found: np.ndarray, inverse: np.ndarray) -> int:
+    mask = np.uint64(slots.size - 1)
+    slots[:] = -1
+    count = 0
+    for i in range(keys.size):
+        key = keys[i]
+        slot = mixed(key) & mask
+        while True:
+            place = slots[slot]
+            if place < 0:
+                slots[slot] = count
+                found[count] = key
+                inverse[i] = count
+                count += 1
+                break
+            if found[place] == key:
+                inverse[i] = place
+                break
+            slot = (slot + _ONE) & mask
+    return count
+
+
+@loop
+def _grouped(labels: np.ndarray, order: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> int:
+    for i in range(labels.size):
+        if labels[i] < 0 or labels[i] >= counts.size:
+            return i
+        counts[labels[i]] += 1
+    total = 0
+    for group in range(counts.size):
+        starts[group] = total
+        total += counts[group]
+    for i in range(labels.size):
+        group = labels[i]
+        order[starts[group]] = i
+        starts[group] += 1
+    return -1
