@@ -2,9 +2,9 @@
 
     byte 0       magic (8), version u32, length of the header u32, CRC-32 of the header u32, header (JSON), zeros
     then         records, at a multiple of 4096: label f32, which of the keys are missing (bits), numbers f32 (NaN
-                 where missing), one key of every single-key feature (u32 or i64), for every feature with many keys
-                 where they begin u64 and how many they are u32
-    then         keys of the features with many, i64, from a multiple of 8 on
+                 where missing), one key of every single-key feature (u32 or i64); where there are features with many
+                 keys, where the row's begin u64, and how many each feature has u32
+    then         keys of the features with many, i64, row by row, from a multiple of 8 on
     then         CRC-32 of every block of 16 KiB of records and keys, u32
 
 Row i is found by multiplication, so any rows can be read in any order: a shuffled epoch, another number of ranks, a
@@ -57,7 +57,7 @@ def record_dtype(schema: Schema, key_type: KeyType) -> np.dtype[Any]:
             ("missing", "u1", (-(-single // 8),)),
             ("dense", "<f4", (len(schema.dense),)),
             ("keys", _KEYS[key_type], (single,)),
-            ("starts", "<u8", (many,)),
+            ("start", "<u8", (min(many, 1),)),
             ("lengths", "<u4", (many,)),
         ]
     )
@@ -149,16 +149,24 @@ class PackedWriter:
             missing[:, column] = lengths == 0
         records["missing"] = np.packbits(missing, axis=1, bitorder="little")
         try:
-            for column, i in enumerate(self._many):
-                lengths = self._lengths(rows.keys[i], i)
-                records["starts"][:, column] = self._keys_held + rows.keys[i].offsets[:-1]
-                records["lengths"][:, column] = lengths
-                self._heap.write(rows.keys[i].values.astype("<i8", copy=False).tobytes())
-                self._keys_held += rows.keys[i].values.size
+            if self._many:
+                self._append_many(records, rows)
             self._records.write(records.tobytes())
         except OSError as error:
             raise self._cannot_write(error) from error
         self.count += n
+
+    def _append_many(self, records: npt.NDArray[Any], rows: Rows) -> None:
+        lengths = np.stack([self._lengths(rows.keys[i], i) for i in self._many], axis=1)
+        begins = (np.cumsum(lengths) - lengths.ravel()).reshape(lengths.shape)
+        heap = np.empty(int(lengths.sum()), "<i8")
+        for column, i in enumerate(self._many):
+            values, offsets = rows.keys[i]
+            heap[_places(begins[:, column], offsets)] = values
+        records["start"] = self._keys_held + begins[:, :1]
+        records["lengths"] = lengths
+        self._heap.write(heap.tobytes())
+        self._keys_held += heap.size
 
     def _lengths(self, keys: Keys, feature: int) -> npt.NDArray[np.int64]:
         lengths = np.diff(keys.offsets)
@@ -303,21 +311,25 @@ class PackedClicks:
             missing = np.unpackbits(records["missing"].T, axis=0, count=len(self._single), bitorder="little")
             for i, own, absent in zip(self._single, values, missing.astype(bool), strict=True):
                 keys[i] = Keys.of_ones(own, absent)
-        for column, i in enumerate(self._many):
-            keys[i] = self._from_heap(records["starts"][:, column], records["lengths"][:, column])
+        if self._many:
+            keys |= self._from_heap(records["start"].astype(np.int64), records["lengths"].astype(np.int64))
         return Rows(
             np.ascontiguousarray(records["label"]),
             np.ascontiguousarray(records["dense"]),
             [keys[i] for i in range(len(keys))],
         )
 
-    def _from_heap(self, starts: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]) -> Keys:
-        begins = starts.astype(np.int64)
-        offsets = np.r_[0, np.cumsum(lengths, dtype=np.int64)]
-        held = np.flatnonzero(lengths)
-        self._check(begins[held] * 8, (begins + lengths)[held] * 8, self._heap_bytes, self._record_blocks)
-        places = np.repeat(begins - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return Keys(self._heap[places].astype(np.int64, copy=False), offsets)
+    def _from_heap(self, start: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> dict[int, Keys]:
+        """Keys of the features with many, by number: rows begin at ``start`` [b, 1], ``lengths`` [b, features]."""
+        stops = start + np.cumsum(lengths, axis=1)
+        held = np.flatnonzero(lengths.any(1))
+        self._check(start[held, 0] * 8, stops[held, -1] * 8, self._heap_bytes, self._record_blocks)
+        keys = {}
+        for column, i in enumerate(self._many):
+            offsets = np.r_[0, np.cumsum(lengths[:, column])]
+            values = self._heap[_places(stops[:, column] - lengths[:, column], offsets)]
+            keys[i] = Keys(values.astype(np.int64, copy=False), offsets)
+        return keys
 
     def check(self) -> None:
         """Hold every block against its CRC-32; a ``DataError`` names the first that differs."""
@@ -355,6 +367,11 @@ class PackedClicks:
         digest = hashlib.sha256(repr((self.schema, self._count, self._records.dtype.descr)).encode())
         digest.update(self._checksums.tobytes())
         return digest.hexdigest()[:16]
+
+
+def _places(begins: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where stretches lie that begin at ``begins`` and are as long as ``offsets`` say."""
+    return np.repeat(begins - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
 
 
 def is_packed(path: Path) -> bool:

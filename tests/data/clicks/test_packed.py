@@ -1,0 +1,168 @@
+"""Packed clicks give back what was written, in any order, and never damaged bytes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.data.clicks import Feature, Keys, PackedClicks, PackedWriter, Rows, Schema
+from shardwise.data.clicks import packed as module
+from shardwise.data.clicks.packed import write_packed
+from shardwise.plan.errors import DataError
+
+SCHEMA = Schema(
+    ("age", "price"),
+    (
+        Feature("item"),
+        Feature("seen", many=True),
+        *(Feature(f"f{i}") for i in range(9)),
+        Feature("tags", many=True),
+    ),
+)
+
+
+def made(n: int, seed: int = 0, schema: Schema = SCHEMA) -> Rows:
+    draw = np.random.default_rng(seed)
+    keys = []
+    for feature in schema.features:
+        lengths = draw.integers(0, 6 if feature.many else 2, n)
+        offsets = np.r_[0, np.cumsum(lengths)]
+        keys.append(Keys(draw.integers(-(1 << 62), 1 << 62, offsets[-1]), offsets))
+    dense = draw.standard_normal((n, len(schema.dense))).astype(np.float32)
+    dense[draw.random(dense.shape) < 0.3] = np.nan
+    return Rows(draw.integers(0, 2, n).astype(np.float32), dense, keys)
+
+
+def row(rows: Rows, i: int) -> tuple[object, ...]:
+    keys = [k.values[k.offsets[i] : k.offsets[i + 1]].tolist() for k in rows.keys]
+    return (float(rows.labels[i]), rows.dense[i].tobytes(), keys)
+
+
+def test_any_rows_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 512)
+    rows = made(500)
+
+    clicks = write_packed(tmp_path / "x.clicks", SCHEMA, [rows])
+    assert len(clicks) == 500 and clicks.schema == SCHEMA
+    for order in (np.arange(500), np.random.default_rng(1).integers(0, 500, 300), np.array([499, 0, 0])):
+        found = clicks.rows(order)
+        assert [row(found, i) for i in range(order.size)] == [row(rows, int(i)) for i in order]
+    none = clicks.rows(np.empty(0, np.int64))
+    assert none.labels.shape == (0,) and none.dense.shape == (0, 2)
+    assert [k.offsets.tolist() for k in none.keys] == [[0]] * 12
+    with pytest.raises(IndexError):
+        clicks.rows(np.array([500]))
+    with pytest.raises(IndexError):
+        clicks.rows(np.array([-1]))
+
+
+def test_appended_in_parts_is_the_same_file(tmp_path: Path) -> None:
+    whole = made(300)
+    write_packed(tmp_path / "a.clicks", SCHEMA, [whole])
+    parts = []
+    for start in range(0, 300, 70):
+        stop = min(start + 70, 300)
+        keys = [
+            Keys(k.values[k.offsets[start] : k.offsets[stop]], k.offsets[start : stop + 1] - k.offsets[start])
+            for k in whole.keys
+        ]
+        parts.append(Rows(whole.labels[start:stop], whole.dense[start:stop], keys))
+    write_packed(tmp_path / "b.clicks", SCHEMA, parts)
+    assert (tmp_path / "a.clicks").read_bytes() == (tmp_path / "b.clicks").read_bytes()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["a.clicks", "b.clicks"], (
+        "nothing left behind"
+    )
+    assert (
+        PackedClicks(tmp_path / "a.clicks").fingerprint() == PackedClicks(tmp_path / "b.clicks").fingerprint()
+    )
+    write_packed(tmp_path / "c.clicks", SCHEMA, [made(300, seed=1)])
+    assert (
+        PackedClicks(tmp_path / "a.clicks").fingerprint() != PackedClicks(tmp_path / "c.clicks").fingerprint()
+    )
+
+
+@pytest.mark.parametrize(
+    "schema", [Schema((), (Feature("a"),)), Schema(("x",), ()), Schema((), (Feature("a", True),))]
+)
+def test_small_schemas(tmp_path: Path, schema: Schema) -> None:
+    rows = made(20, schema=schema)
+    found = write_packed(tmp_path / "x.clicks", schema, [rows]).rows(np.arange(20))
+    assert [row(found, i) for i in range(20)] == [row(rows, i) for i in range(20)]
+
+
+def test_a_wide_schema_has_room_in_its_header(tmp_path: Path) -> None:
+    schema = Schema(tuple(f"a number with a long name {i}" for i in range(300)), (Feature("k"),))
+    found = write_packed(tmp_path / "x.clicks", schema, [made(3, schema=schema)])
+    assert found.schema == schema
+
+
+def test_every_damaged_byte_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 256)
+    path = tmp_path / "x.clicks"
+    good = write_packed(path, SCHEMA, [made(50)])
+    good.check()
+    content = path.read_bytes()
+    start = good._start
+    padding = range(start + good._record_bytes.size, start + -(-good._record_bytes.size // 8) * 8)
+    for at in [0, 9, 13, 17, 40, *range(start, len(content), 97), len(content) - 1]:
+        if at in padding:
+            continue
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        with pytest.raises(DataError, match=r"damaged|no packed clicks|version"):
+            PackedClicks(path).rows(np.arange(50))
+        with pytest.raises(DataError):
+            PackedClicks(path).check()
+    at = start + 300  # in the second block: rows of the first are read, and it is named
+    path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+    PackedClicks(path).rows(np.array([0]))
+    with pytest.raises(DataError, match=r"bytes 256 to 511 of the records differs; make it again"):
+        PackedClicks(path).rows(np.array([4]))
+    for wrong, words in ((content[:-1], "cut short"), (content + b"0", "longer"), (b"", "no packed clicks")):
+        path.write_bytes(wrong)
+        with pytest.raises(DataError, match=words):
+            PackedClicks(path)
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "x.clicks"
+    one = Schema((), (Feature("k"),))
+    none = np.empty((2, 0), np.float32)
+    labels = np.zeros(2, np.float32)
+    cases: list[tuple[Rows, str, str]] = [
+        (
+            Rows(np.array([0, np.nan], np.float32), none, [Keys.of_ones(np.arange(2))]),
+            "i64",
+            "row 1 has no label",
+        ),
+        (
+            Rows(labels, none, [Keys.of_ones(np.array([5, -1]))]),
+            "u32",
+            "from -1 to 5, which 32 bits do not hold",
+        ),
+        (Rows(labels, none, [Keys(np.arange(3), np.array([0, 2, 3]))]), "i64", "'k' has 2 keys in one row"),
+        (Rows(labels, none, [Keys(np.arange(3), np.array([0, 1, 2]))]), "i64", "do not fit its 3 keys"),
+    ]
+    for rows, key_type, words in cases:
+        with pytest.raises(DataError, match=words):
+            write_packed(path, one, [rows], key_type)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="holds no rows"):
+        write_packed(path, one, [])
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="cannot be written"):
+        write_packed(tmp_path / "file" / "x", one, [])
+
+
+def test_missing_and_zero_are_different(tmp_path: Path) -> None:
+    rows = Rows(
+        np.zeros(3, np.float32),
+        np.empty((3, 0), np.float32),
+        [Keys.of_ones(np.array([0, 0, 7]), np.array([False, True, False]))],
+    )
+    with PackedWriter(tmp_path / "x.clicks", Schema((), (Feature("k"),)), "u32") as writer:
+        writer.append(rows)
+        writer.skipped = 4
+    found = PackedClicks(tmp_path / "x.clicks")
+    assert found.skipped == 4
+    assert found.rows(np.arange(3)).keys[0].values.tolist() == [0, 7]
+    assert found.rows(np.arange(3)).keys[0].offsets.tolist() == [0, 1, 1, 2]
