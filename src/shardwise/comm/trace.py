@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 Operation = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "send", "all_to_all"
 ]
-Purpose = Literal["weights", "gradients", "activations", "control"]
+Purpose = Literal["weights", "gradients", "activations", "keys", "control"]
 
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 

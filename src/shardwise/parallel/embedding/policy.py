@@ -23,9 +23,11 @@ class RowOptimizerPolicy(Policy):
     lr: NonNegativeFloat = 0.01
     """Learning rate at the top of the schedule."""
     weight_decay: NonNegativeFloat = 0.0
-    """Added to the gradient of the rows that are touched, times their weight."""
+    """Of the rows that are touched: added to the gradient times their weight; decoupled for Adam; FTRL has l2."""
     momentum: NonNegativeFloat = 0.9
     """Of ``momentum``."""
+    nesterov: bool = False
+    """Nesterov's form of ``momentum``."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of Adam's two moments."""
     eps: PositiveFloat = 1e-8
@@ -38,7 +40,7 @@ class RowOptimizerPolicy(Policy):
     """FTRL's penalty on absolute weights: rows of rare keys stay 0."""
     l2: NonNegativeFloat = 0.0
     """FTRL's penalty on squared weights."""
-    beta: NonNegativeFloat = 0.0
+    beta: NonNegativeFloat = 1.0
     """FTRL's addend to the root of the sum of squares."""
 
     @model_validator(mode="after")
@@ -47,8 +49,10 @@ class RowOptimizerPolicy(Policy):
             raise ValueError(
                 f"exact is for adam alone; {self.type!r} does nothing in steps without a gradient"
             )
-        if (self.l1 or self.l2 or self.beta) and self.type != "ftrl":
+        if self.model_fields_set & {"l1", "l2", "beta"} and self.type != "ftrl":
             raise ValueError(f"l1, l2 and beta are FTRL's; {self.type!r} takes weight_decay")
+        if self.type == "ftrl" and self.weight_decay:
+            raise ValueError("weight_decay is not FTRL's; it takes l2")
         return self
 
 

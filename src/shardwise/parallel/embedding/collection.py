@@ -1,0 +1,390 @@
+"""EmbeddingCollection: the module. Features of a batch in, one vector a sample and feature out.
+
+    tables = EmbeddingCollection([TablePolicy(name="user", rows=1_000_000, width=16), ...])
+    vectors = tables({"user": Ragged(values, offsets), ...})          # {"user": [B, 16], ...}
+    loss(vectors).backward()
+    tables.step()                                                     # under an engine its own step does it
+
+One batch, and how often each line runs for it:
+
+    prepare      keys: distinct, counted, exchanged       once for a batch, also ahead of it, in another thread
+    forward      vectors                                  once
+    backward     gradients, merged to distinct rows       once, by autograd
+    end_backward gradients to the owners of the rows      before the step; as many times as forward ran, on every rank
+    step         merged over ranks and microbatches, and the rows updated
+
+prepare, forward, end_backward and step are collective: every rank calls them in the same order, a rank that has run out
+of data with empty features (``Ragged.of_lists([])``).
+
+The weights are no parameters: a gradient of a whole table never exists, and no other optimizer may touch them. They are
+plain tensors of the stores, each rank holding what its placement gives it.
+
+Shapes: B samples, D width, F features.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.duals import uncompiled
+from shardwise.comm.exchange import share
+from shardwise.comm.trace import Traffic
+from shardwise.optim.clip import clip_factor
+from shardwise.parallel.embedding.fuse import batch_size, fuse
+from shardwise.parallel.embedding.group import TableGroup, group_tables
+from shardwise.parallel.embedding.layout import Place
+from shardwise.parallel.embedding.planner import Choice, plan_tables
+from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.store import Rows, Store
+from shardwise.parallel.embedding.ways import Asked, Sums, Way, way_of
+from shardwise.plan.errors import PlanError, UsageError
+from shardwise.plan.policy import nearest
+from shardwise.plan.ragged import Ragged
+
+
+class Sequences(NamedTuple):
+    """Vectors of a feature that is not pooled: sample b has ``values[offsets[b] : offsets[b + 1]]``."""
+
+    values: Tensor
+    """[N, D]."""
+    offsets: Tensor
+    """int64 [B + 1]."""
+
+
+@dataclass
+class Prepared:
+    """A batch whose keys are where they are needed."""
+
+    samples: int
+    offsets: dict[str, Tensor]
+    """Of the features that are not pooled."""
+    asked: list[Asked]
+    gradients_came: bool = field(default=False)
+
+
+class Part(NamedTuple):
+    """One group of tables on this rank."""
+
+    tables: TableGroup
+    way: Way
+    store: Store
+
+
+class EmbeddingCollection(nn.Module):
+    """Tables and the features that read them.
+
+    tables      each with its features; a feature belongs to one table
+    optimizer   of the tables that have none of their own
+    seed        start rows are functions of (seed, table, key)
+    dtype       of weights, gradients and optimizer state
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TablePolicy],
+        optimizer: RowOptimizerPolicy | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.tables = tuple(tables)
+        self.optimizer = optimizer or RowOptimizerPolicy()
+        self.seed = seed
+        self.dtype = dtype
+        self.choices: list[Choice] = []
+        """Where each table lies, and why."""
+        self.steps = 0
+        """Optimizer steps done."""
+        self._parts: list[Part] = []
+        self._group: Group | None = None
+        self._keys_group: Group | None = None
+        self._open: list[Prepared] = []
+        """Forward passes whose gradients have not been delivered."""
+        self._check_names()
+
+    # Where the tables are ----------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        group: Group | None = None,
+        keys_group: Group | None = None,
+        *,
+        batch: int = 1024,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """Spread the tables over the ranks of ``group`` and draw their start rows; once, on all ranks alike.
+
+        ``keys_group`` carries keys where ``prepare`` runs in a thread of its own; it then needs its own transport
+        (``World.group_among(..., lane="keys")``). ``batch``: samples of a rank's microbatch, and ``memory_bytes``:
+        memory of a rank for tables, for the choice of placements.
+
+        Errors: PlanError where a table fits nowhere.
+        """
+        if self._group is not None:
+            raise UsageError(
+                f"embedding: the tables lie on {self._group.size} rank(s) already; tables are placed once, before "
+                "their first use. An engine places them in initialize"
+            )
+        group = Group("tables", (0,), 0, None, Clock(300.0), Traffic()) if group is None else group
+        self._group, self._keys_group = group, keys_group or group
+        self.choices = plan_tables(self.tables, self.optimizer, group.size, batch, self.dtype, memory_bytes)
+        places = {choice.table: choice.place for choice in self.choices}
+        if group.size == 1:
+            places = dict.fromkeys(places, Place("data_parallel"))
+        for tables in group_tables(self.tables, places, self.optimizer, group.size):
+            way = way_of(tables, group, self._keys_group)
+            if isinstance(way, Sums):
+                way.dtype = self.dtype
+            self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype)))
+
+    @property
+    def is_placed(self) -> bool:
+        """True once the tables exist."""
+        return self._group is not None
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The groups of tables on this rank."""
+        self._settle()
+        return self._parts
+
+    @property
+    def bytes_here(self) -> int:
+        """Memory of weights and optimizer state on this rank, as far as it is taken."""
+        return sum(part.store.nbytes for part in self.parts)
+
+    def describe(self) -> str:
+        """A line for each table: where it lies and why."""
+        self._settle()
+        return "\n".join(map(str, self.choices))
+
+    # A batch -----------------------------------------------------------------------------------------------------
+
+    @uncompiled
+    def prepare(self, features: Mapping[str, Ragged]) -> Prepared:
+        """Find the distinct keys of a batch and send them where they are needed; reads no weights."""
+        self._settle()
+        assert self._keys_group is not None, "settled above"
+        samples = batch_size(features)
+        asked = [part.way.ask(fuse(part.tables, features, self.dtype)) for part in self._parts]
+        if self._keys_group.size == 1:
+            numbers = [each.leaving[None] for each in asked]
+        else:
+            leaving = torch.cat([each.leaving for each in asked], 1)
+            everyone = share(leaving, self._keys_group, "numbers of keys")
+            numbers = list(everyone.split([part.way.kinds for part in self._parts], 2))
+        for part, each, everyone in zip(self._parts, asked, numbers, strict=True):
+            part.way.meet(each, everyone)
+        flat = {
+            feature.name: features[feature.name].offsets
+            for part in self._parts
+            for feature in part.tables.features
+            if feature.pooling == "none"
+        }
+        return Prepared(samples, flat, asked)
+
+    @uncompiled
+    def forward(self, features: "Mapping[str, Ragged] | Prepared") -> dict[str, Any]:
+        """Vectors by feature: [B, D]; [B, n·D] where pooling is concat; ``Sequences`` where it is none."""
+        prepared, outputs = self._fetch(features)
+        found: dict[str, Any] = {}
+        for part, of_part in zip(self._parts, outputs, strict=True):
+            width = part.tables.width
+            for (_, start, stop), output in zip(part.tables.runs, of_part, strict=True):
+                members = part.tables.features[start:stop]
+                if members[0].pooling == "none":
+                    found[members[0].name] = Sequences(output, prepared.offsets[members[0].name])
+                elif members[0].pooling == "concat":
+                    keys = output.shape[0] // prepared.samples if prepared.samples else 0
+                    found[members[0].name] = output.view(prepared.samples, keys * width)
+                else:
+                    vectors = output.view(stop - start, prepared.samples, width)
+                    found.update((feature.name, vectors[place]) for place, feature in enumerate(members))
+        return found
+
+    @uncompiled
+    def stacked(self, features: "Mapping[str, Ragged] | Prepared") -> Tensor:
+        """All features as one tensor [B, F, D], in the order of ``feature_names``: for interactions of features.
+
+        Every feature is pooled by sum, mean or max, and all tables have one width. Without the copies of stacking the
+        vectors of ``forward``, wherever one group has all tables.
+        """
+        self._settle()
+        widths = {part.tables.width for part in self._parts}
+        poolings = {feature.pooling for part in self._parts for feature in part.tables.features}
+        if len(widths) > 1 or poolings & {"concat", "none"}:
+            raise UsageError(
+                f"embedding: stacked needs one width and pooled features; here widths {sorted(widths)}, poolings "
+                f"{sorted(poolings)}; take the vectors of forward"
+            )
+        prepared, outputs = self._fetch(features)
+        runs = [
+            output.view(-1, prepared.samples, part.tables.width)
+            for part, of_part in zip(self._parts, outputs, strict=True)
+            for output in of_part
+        ]
+        joined = runs[0] if len(runs) == 1 else torch.cat(runs)
+        return joined.transpose(0, 1)
+
+    @property
+    def feature_names(self) -> list[str]:
+        """All features, in the order of ``stacked``."""
+        return [feature.name for part in self.parts for feature in part.tables.features]
+
+    def _fetch(self, features: "Mapping[str, Ragged] | Prepared") -> tuple[Prepared, list[list[Tensor]]]:
+        prepared = features if isinstance(features, Prepared) else self.prepare(features)
+        learns = torch.is_grad_enabled() and self.training
+        with torch.no_grad():
+            fetched = [
+                part.way.fetch(each, part.store, learns)
+                for part, each in zip(self._parts, prepared.asked, strict=True)
+            ]
+        if not learns:
+            return prepared, fetched
+        self._open.append(prepared)
+        flat = [output for of_part in fetched for output in of_part]
+        anchor = torch.empty(0, dtype=self.dtype, requires_grad=True)
+        outputs = iter(_Vectors.apply(anchor, self._parts, prepared, *flat))
+        return prepared, [[next(outputs) for _ in of_part] for of_part in fetched]
+
+    # The step ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Bring the gradients of all forward passes since the last call to the owners of the rows.
+
+        After the last backward pass of a step, or after each. Collective: a rank whose loss does not depend on the
+        vectors brings zeros.
+        """
+        open_passes, self._open = self._open, []
+        for prepared in open_passes:
+            for part, asked in zip(self._parts, prepared.asked, strict=True):
+                part.way.deliver(asked, part.store)
+
+    @torch.no_grad()
+    def square_sum(self) -> Tensor:
+        """Σ g² over the rows whose gradients this rank owns, fp64: summed over the ranks, that of all tables."""
+        self.end_backward()
+        squares = torch.zeros((), dtype=torch.float64)
+        for part in self._parts:
+            squares = squares + part.store.square_sum()
+        return squares
+
+    @torch.no_grad()
+    def step(self, lr_factor: float = 1.0, divisor: float = 1.0, max_norm: float | None = None) -> None:
+        """Update the rows that got gradients since the last step.
+
+        Gradients are sums over ranks and microbatches; ``divisor`` makes means of them (an engine puts loss scale and
+        clipping in it too). ``lr_factor`` is the schedule's. ``max_norm`` clips by the norm over these tables alone.
+        """
+        self._settle()
+        assert self._group is not None, "settled above"
+        self.end_backward()
+        if max_norm is not None:
+            squares = self.square_sum().reshape(1)
+            self._group.all_reduce(squares, "the gradient norm of the tables", "control").wait()
+            norm = float(squares.sqrt()) / divisor
+            divisor = divisor / clip_factor(norm, max_norm)
+        self.steps += 1
+        for part in self._parts:
+            part.store.step(self.steps, lr_factor, divisor)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients since the last step: it is skipped (an overflow, say)."""
+        self._open.clear()
+        for part in self._parts:
+            part.store.drop()
+
+    # Rows in and out ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rows_here(self, table: str) -> Rows:
+        """What this rank holds of a table: keys, weights, optimizer state, scores; ordered by (bucket, key)."""
+        part, place = self._find(table)
+        return part.store.rows_here(place)
+
+    @torch.no_grad()
+    def load_rows(self, table: str, rows: Rows) -> None:
+        """Take from ``rows`` what this rank holds of the table; of a dynamic one, keys it has not get a row."""
+        part, place = self._find(table)
+        part.store.load_rows(place, rows)
+
+    @torch.no_grad()
+    def load_bag(self, table: str, bag: nn.EmbeddingBag | nn.Embedding) -> None:
+        """Take the weights of torch's module for a table."""
+        weight = bag.weight.detach()
+        self.load_rows(table, Rows.of_weights(torch.arange(weight.shape[0]), weight.to(self.dtype)))
+
+    def _find(self, table: str) -> tuple[Part, int]:
+        for part in self.parts:
+            for place, policy in enumerate(part.tables.tables):
+                if policy.name == table:
+                    return part, place
+        names = [policy.name for policy in self.tables]
+        raise UsageError(f"embedding: there is no table {table!r}{nearest(table, names)}")
+
+    def _settle(self) -> None:
+        """Tables that nobody placed lie on one rank."""
+        if self._group is None:
+            self.place()
+
+    def _check_names(self) -> None:
+        if not self.tables:
+            raise PlanError("embedding: a collection of no tables; give at least one TablePolicy")
+        for what, names in (
+            ("table", [table.name for table in self.tables]),
+            ("feature", [name for table in self.tables for name in table.feature_names]),
+        ):
+            twice = _first_twice(names)
+            if twice is not None:
+                hint = " (features of one table: features=(...))" if what == "table" else ""
+                raise PlanError(f"embedding: {what} {twice!r} is there twice; names are told apart{hint}")
+
+    def extra_repr(self) -> str:
+        """One line for each table."""
+        return "\n".join(
+            f"{table.name}: {table.rows or 'dynamic'} x {table.width}, {', '.join(table.feature_names)}"
+            for table in self.tables
+        )
+
+
+class _Vectors(torch.autograd.Function):
+    """Vectors pass; their gradients are kept. One node for all groups, so that ranks cannot differ in their order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, parts: Sequence[Part], prepared: Prepared, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.place = (parts, prepared)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        parts, prepared = ctx.place
+        if prepared.gradients_came:
+            raise UsageError(
+                "embedding: a second backward pass through the same vectors; run the forward pass again for it"
+            )
+        prepared.gradients_came = True
+        left: Iterator[Tensor | None] = iter(grads)
+        for part, asked in zip(parts, prepared.asked, strict=True):
+            of_part = [next(left) for _ in part.tables.runs]
+            if any(grad is not None for grad in of_part):
+                part.way.keep(asked, of_part)
+        return (None,) * (3 + len(grads))
+
+
+def _first_twice(names: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

@@ -1,0 +1,79 @@
+"""What a placement costs: bytes that a rank sends in a step, and memory. Held to traced bytes by a test.
+
+Of one table, with N keys of a rank's batch, U of them distinct, S bags (samples times features), width D in elements of
+s bytes, over W ranks, k = (W-1)/W:
+
+                         keys                       vectors          gradients
+    data_parallel        8·U (W-1)                  0                U·D·s (W-1)
+    column               8·U (W-1)                  U·D·s k          U·D·s k
+    table, row; rows     8·U k                      U·D·s k          U·D·s k
+    table; sums          8·(N + S) k                S·D·s k          S·D·s k
+    row; sums            8·N k + 8·S (W-1)          S·D·s (W-1)      S·D·s (W-1)
+
+Sums over rows cut by row are fewer bytes than rows where W·S < U: bags of many distinct keys. The owner of a table by
+table sends and receives what the others do; the figure is the mean over ranks.
+
+Shapes: as above.
+"""
+
+from typing import NamedTuple
+
+from shardwise.parallel.embedding.layout import Place
+from shardwise.parallel.embedding.policy import PlacementName
+
+_KEY_BYTES = 8
+
+
+class Load(NamedTuple):
+    """One rank's batch, as one table sees it."""
+
+    keys: float
+    distinct: float
+    bags: float
+
+
+class Sent(NamedTuple):
+    """Bytes that one rank sends in one forward and backward pass."""
+
+    keys: float
+    vectors: float
+    gradients: float
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return sum(self)
+
+
+def bytes_sent(place: Place, load: Load, width: int, itemsize: int, ranks: int) -> Sent:
+    """Of one table, mean over the ranks."""
+    others, part = ranks - 1, (ranks - 1) / ranks
+    rows, sums = load.distinct * width * itemsize, load.bags * width * itemsize
+    if place.placement == "data_parallel":
+        return Sent(_KEY_BYTES * load.distinct * others, 0.0, rows * others)
+    if place.placement == "column":
+        return Sent(_KEY_BYTES * load.distinct * others, rows * part, rows * part)
+    if place.sends == "rows":
+        return Sent(_KEY_BYTES * load.distinct * part, rows * part, rows * part)
+    if place.placement == "table":
+        return Sent(_KEY_BYTES * (load.keys + load.bags) * part, sums * part, sums * part)
+    keys = _KEY_BYTES * (load.keys * part + load.bags * others)
+    return Sent(keys, sums * others, sums * others)
+
+
+def collectives(place: Place) -> int:
+    """Messages to all ranks in one pass that a table adds where no other travels with it."""
+    if place.placement == "data_parallel":
+        return 2
+    return 4 if place.sends == "sums" else 3
+
+
+def rows_touched(place: Place, load: Load, ranks: int) -> float:
+    """Whole rows that a rank reads, merges and updates in a step, mean over the ranks."""
+    return load.distinct * (ranks if place.placement == "data_parallel" else 1)
+
+
+def bytes_held(placement: PlacementName, rows: float, line_bytes: int, ranks: int) -> float:
+    """Memory on one rank that holds any of it: weights and optimizer state."""
+    cut = ranks if placement in ("row", "column") else 1
+    return rows * line_bytes / cut

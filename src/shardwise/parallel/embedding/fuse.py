@@ -1,0 +1,157 @@
+"""The features of a batch that one group of tables serves, joined: feature after feature, sample after sample.
+
+    keys      [ f0: s0 s1 ... | f1: s0 s1 ... ]      of the group, or of their own dynamic tables
+    offsets   one bag for each feature and sample, F·B in all
+
+Means are sums with weights 1/n, so that features that are added and averaged go through one kernel together.
+
+Shapes: F features of the group, B samples, N keys of all features.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.embedding.group import TableGroup
+from shardwise.plan.errors import DataError
+from shardwise.plan.policy import nearest
+from shardwise.plan.ragged import Ragged
+
+
+class Fused(NamedTuple):
+    """The keys of one group in one batch."""
+
+    keys: Tensor
+    """int64 [N]."""
+    offsets: Tensor
+    """int64 [F·B + 1]."""
+    weights: Tensor | None
+    """[N]; None where all are 1."""
+    starts: list[int]
+    """Where each feature's keys begin, and the end: [F + 1]."""
+    samples: int
+
+    def bags(self, start: int, stop: int) -> tuple[slice, Tensor, Tensor | None]:
+        """Of features [start, stop): the places of their keys, their offsets from there, their weights."""
+        places = slice(self.starts[start], self.starts[stop])
+        offsets = self.offsets[start * self.samples : stop * self.samples + 1]
+        weights = None if self.weights is None else self.weights[places]
+        return places, offsets if places.start == 0 else offsets - places.start, weights
+
+
+def batch_size(features: Mapping[str, Ragged]) -> int:
+    """Samples of the batch. Errors: DataError where features differ in it."""
+    sizes = {name: ragged.samples for name, ragged in features.items()}
+    if len(set(sizes.values())) > 1:
+        few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+        raise DataError(
+            f"batch: feature {few!r} has {sizes[few]} samples and {many!r} {sizes[many]}; expected the same number: a "
+            "sample without keys is an empty stretch of its offsets"
+        )
+    return next(iter(sizes.values()), 0)
+
+
+def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) -> Fused:
+    """Join the features of ``group``. Errors: DataError for what is missing, does not fit, or lies outside a table."""
+    given = []
+    for feature in group.features:
+        if feature.name not in features:
+            table = group.tables[feature.table].name
+            raise DataError(
+                f"batch: feature {feature.name!r} of table {table!r} is missing{nearest(feature.name, features)}"
+            )
+        given.append(features[feature.name])
+    samples = given[0].samples
+    starts = [0]
+    for ragged in given:
+        starts.append(starts[-1] + ragged.values.numel())
+    offsets = torch.stack([ragged.offsets for ragged in given])
+    lengths = offsets.diff()
+    ends = torch.tensor([starts[1:], starts[:-1]], device=offsets.device)
+    sizes = ends[0] - ends[1]
+    fits = (offsets[:, 0] == 0) & (offsets[:, -1] == sizes) & (lengths >= 0).all(1)
+    if not bool(fits.all()) or any(ragged.values.dtype != torch.int64 for ragged in given):
+        for feature, ragged in zip(group.features, given, strict=True):
+            ragged.check(feature.name)
+    keys = torch.cat([ragged.values for ragged in given])
+    if not group.is_dynamic:
+        keys = _numbered(group, keys, sizes, starts)
+    joined = torch.zeros(len(given) * samples + 1, dtype=torch.int64, device=keys.device)
+    torch.add(offsets[:, 1:], ends[1][:, None], out=joined[1:].view(len(given), samples))
+    weights = _weights(group, given, lengths, dtype)
+    _check_concat(group, lengths)
+    return Fused(keys, joined, weights, starts, samples)
+
+
+def _numbered(group: TableGroup, keys: Tensor, sizes: Tensor, starts: list[int]) -> Tensor:
+    """Keys of the tables to keys of the group."""
+    tables = [feature.table for feature in group.features]
+    rows = torch.tensor([group.tables[table].rows for table in tables], device=keys.device)
+    bases = torch.tensor([group.bases[table] for table in tables], device=keys.device)
+    limits = rows.repeat_interleave(sizes, output_size=keys.numel())
+    outside = (keys < 0) | (keys >= limits)
+    if bool(outside.any()):
+        keys = keys.clone()
+        for place, feature in enumerate(group.features):
+            stretch = slice(starts[place], starts[place + 1])
+            if bool(outside[stretch].any()):
+                _mend(group, feature.name, feature.table, keys[stretch], outside[stretch])
+    return keys + bases.repeat_interleave(sizes, output_size=keys.numel())
+
+
+def _mend(group: TableGroup, feature: str, table: int, keys: Tensor, outside: Tensor) -> None:
+    """Bring keys into their table, in place, or refuse them."""
+    policy = group.tables[table]
+    assert policy.rows is not None, "a dynamic table has no outside"
+    if policy.outside == "clamp":
+        keys.clamp_(0, policy.rows - 1)
+    elif policy.outside == "modulo":
+        keys.remainder_(policy.rows)
+    else:
+        place = int(outside.nonzero()[0])
+        raise DataError(
+            f"feature {feature!r}: key {int(keys[place])} at {place} lies outside table {policy.name!r}, whose keys "
+            f"are 0 to {policy.rows - 1}; {int(outside.sum())} of {keys.numel()} keys do. Give the table more rows, or "
+            "set its outside: clamp or modulo, or make it dynamic"
+        )
+
+
+def _weights(group: TableGroup, given: list[Ragged], lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What each key counts in its bag: means divided by their number or by the sum of their weights."""
+    weighted = any(ragged.weights is not None for ragged in given)
+    is_mean = torch.tensor([feature.pooling == "mean" for feature in group.features], device=lengths.device)
+    if not weighted and not bool((lengths[is_mean] > 1).any()):
+        return None
+    total = sum(ragged.values.numel() for ragged in given)
+    flat = lengths.view(-1)
+    bag = torch.arange(flat.numel(), device=flat.device).repeat_interleave(flat, output_size=total)
+    if weighted:
+        own = torch.cat(
+            [
+                ragged.values.new_ones(ragged.values.shape, dtype=dtype)
+                if ragged.weights is None
+                else ragged.weights.to(dtype)
+                for ragged in given
+            ]
+        )
+        sums = torch.zeros(flat.numel(), dtype=dtype, device=flat.device).index_add_(0, bag, own)
+    else:
+        own = torch.ones(total, dtype=dtype, device=flat.device)
+        sums = flat.to(dtype)
+    means = is_mean.repeat_interleave(lengths.shape[1])
+    divisors = torch.where(means & (sums != 0), sums, torch.ones_like(sums))
+    return own / divisors[bag]
+
+
+def _check_concat(group: TableGroup, lengths: Tensor) -> None:
+    """Vectors in a row need the same number of keys in every sample."""
+    for place, feature in enumerate(group.features):
+        if feature.pooling == "concat" and lengths.shape[1]:
+            least, most = int(lengths[place].min()), int(lengths[place].max())
+            if least != most:
+                raise DataError(
+                    f"feature {feature.name!r}: pooling concat needs the same number of keys in every sample, here "
+                    f"{least} to {most}; pad them, or use sum, mean, max or none"
+                )

@@ -1,0 +1,171 @@
+"""TableGroup: tables that move together, so that one call of a kernel and one message serve all of them.
+
+Tables share a group where they agree in width, optimizer, placement, what they send, and whether they grow. The rows of
+the static tables of a group are numbered through:
+
+    key of the group = base of the table + key of the table
+
+    data_parallel, column   bases follow one another                       slab row = key
+    table                   ... tables in the order of their owners        slab row = key - first base of the owner
+    row                     ... in multiples of the 1,024 buckets          slab row as in layout.py
+
+Dynamic tables keep their own keys, each with an index of its own, but travel together.
+
+The features of a group stand in the order of its tables, and so in the order of their owners.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of
+from shardwise.parallel.embedding.policy import Pooling, RowOptimizerPolicy, TablePolicy
+
+RunKind = Literal["summed", "max", "rows"]
+_KIND: dict[Pooling, RunKind] = {
+    "sum": "summed",
+    "mean": "summed",
+    "max": "max",
+    "concat": "rows",
+    "none": "rows",
+}
+
+
+class Feature(NamedTuple):
+    """One feature of a group."""
+
+    name: str
+    table: int
+    """Place of its table in the group."""
+    pooling: Pooling
+
+
+class Run(NamedTuple):
+    """Features [start, stop) of a group, pooled by one call."""
+
+    kind: RunKind
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    """Some tables on a group of ``ranks``; of placement ``table``, in the order of their owners."""
+
+    tables: tuple[TablePolicy, ...]
+    places: tuple[Place, ...]
+    optimizer: RowOptimizerPolicy
+    ranks: int
+
+    def __str__(self) -> str:
+        first, last = self.tables[0].name, self.tables[-1].name
+        return first if len(self.tables) == 1 else f"{first} to {last} ({len(self.tables)} tables)"
+
+    @property
+    def width(self) -> int:
+        """Columns of each table."""
+        return self.tables[0].width
+
+    @property
+    def place(self) -> Place:
+        """Placement of all tables; the owner is the first one's."""
+        return self.places[0]
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True where rows come with their keys."""
+        return self.tables[0].dynamic is not None
+
+    @cached_property
+    def features(self) -> tuple[Feature, ...]:
+        """All features, in the order of the tables."""
+        return tuple(
+            Feature(name, place, table.pooling_of(name))
+            for place, table in enumerate(self.tables)
+            for name in table.feature_names
+        )
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Neighbouring features that are added or averaged are one run; every other feature is one."""
+        found: list[Run] = []
+        for place, feature in enumerate(self.features):
+            kind = _KIND[feature.pooling]
+            if found and kind == found[-1].kind == "summed":
+                found[-1] = found[-1]._replace(stop=place + 1)
+            else:
+                found.append(Run(kind, place, place + 1))
+        return tuple(found)
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """Key of the group that each static table begins with, and the end."""
+        bases = [0]
+        for table in self.tables:
+            rows = table.rows or 0
+            if self.place.placement == "row" and self.ranks > 1:
+                rows = -(-rows // BUCKETS) * BUCKETS
+            bases.append(bases[-1] + rows)
+        return tuple(bases)
+
+    def columns(self, index: int) -> range:
+        """Columns that rank ``index`` holds."""
+        return self.place.columns_on(self.width, index, self.ranks)
+
+    def owner_ends(self) -> list[int]:
+        """For placement ``table``: features [ends[r - 1], ends[r]) are those of rank r."""
+        owners = [self.places[feature.table].owner for feature in self.features]
+        return [sum(owner <= rank for owner in owners) for rank in range(self.ranks)]
+
+    def base_on(self, table: int, index: int) -> int:
+        """Slab row of rank ``index`` in which a static table begins."""
+        if self.place.placement == "row" and self.ranks > 1:
+            return self.bases[table] // BUCKETS * len(buckets_of(index, self.ranks))
+        if self.place.placement == "table":
+            return self.bases[table] - self.first_base(index)
+        return self.bases[table]
+
+    def first_base(self, index: int) -> int:
+        """Of placement ``table``: key of the group that the first table of rank ``index`` begins with."""
+        owned = [base for base, place in zip(self.bases, self.places, strict=False) if place.owner == index]
+        return owned[0] if owned else 0
+
+    def slab_rows(self, index: int) -> int:
+        """Slab rows of the static tables on rank ``index``."""
+        if self.place.placement == "row" and self.ranks > 1:
+            return self.bases[-1] // BUCKETS * len(buckets_of(index, self.ranks))
+        if self.place.placement == "table":
+            return sum(
+                table.rows or 0
+                for table, place in zip(self.tables, self.places, strict=True)
+                if place.owner == index
+            )
+        return self.bases[-1]
+
+
+def group_tables(
+    tables: Sequence[TablePolicy],
+    places: Mapping[str, Place],
+    optimizer: RowOptimizerPolicy,
+    ranks: int,
+) -> list[TableGroup]:
+    """Tables that may move together, together; ``optimizer`` is that of tables without their own."""
+    found: dict[tuple[object, ...], list[TablePolicy]] = {}
+    for table in tables:
+        place = places[table.name]
+        own = table.optimizer or optimizer
+        key = (table.width, own, place.placement, place.sends, table.dynamic is not None)
+        found.setdefault(key, []).append(table)
+    groups = []
+    for members in found.values():
+        ordered = sorted(members, key=lambda table: places[table.name].owner)
+        groups.append(
+            TableGroup(
+                tuple(ordered),
+                tuple(places[table.name] for table in ordered),
+                ordered[0].optimizer or optimizer,
+                ranks,
+            )
+        )
+    return groups

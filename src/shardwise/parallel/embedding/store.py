@@ -1,0 +1,574 @@
+"""Store: the rows of one group of tables on one rank.
+
+    slab    [rows, width + optimizer state]      one line a row, so that an update touches one stretch of memory
+              | table 0 | table 1 | ...            static tables: all rows, drawn at the start
+                                                   dynamic: address space for the most a table may have; memory comes
+                                                   with the rows, and none moves as it grows
+    index   key -> row, one for each dynamic table
+
+Gradients wait in the order in which they came, and are merged to one for each row before the step.
+
+A dynamic table, by steps: a key that comes in training gets a row if it is admitted, at once; its score moves once a
+step, however often it came; rows are evicted after the step. None of this depends on the number of ranks: rows of one
+table that lie on several ranks are evicted by their common order of (score, key).
+
+Shapes: U rows of one call, w columns of the table that are here (all, but for placement column).
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Group
+from shardwise.comm.exchange import gather as gather_rows
+from shardwise.comm.exchange import share
+from shardwise.kernels import philox
+from shardwise.kernels.tables import row_optimizers as rule
+from shardwise.kernels.tables.hash_index import HashIndex
+from shardwise.kernels.tables.keys import bucket, mix
+from shardwise.kernels.tables.pooling import gather, merge
+from shardwise.kernels.tables.slab import reserve
+from shardwise.kernels.tables.start_rows import Uniform, start_rows
+from shardwise.kernels.tables.unique import unique
+from shardwise.optim.clip import square_sum
+from shardwise.parallel.embedding.group import TableGroup
+from shardwise.parallel.embedding.layout import BUCKETS, static_bucket, static_keys, static_row
+from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy
+from shardwise.plan.errors import MismatchError, TableFullError
+
+_START_ROWS = 1 << 16
+"""Start rows drawn at once."""
+_SLACK_ROWS = 1 << 20
+"""Rows beyond its capacity that an evicting table may have until the step is over."""
+_COUNT_BITS = 20
+"""Lower bits of a candidate's score, its count; the step of the last one lies above."""
+
+
+class Stretch(NamedTuple):
+    """Places [start, stop) of some keys: those of one dynamic table."""
+
+    table: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Rows:
+    """Some rows of one table, by key."""
+
+    keys: Tensor
+    """int64 [n]."""
+    weights: Tensor
+    """[n, columns]."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Optimizer state by name: [n, columns], or [n, 1] where a row has one number."""
+    scores: Tensor | None = None
+    """Of dynamic tables: int64 [n]."""
+    first_column: int = 0
+    """Where ``columns`` begin in the table."""
+
+    @classmethod
+    def of_weights(cls, keys: Tensor, weights: Tensor) -> "Rows":
+        """Rows whose optimizer state is to start anew."""
+        return cls(keys, weights)
+
+
+class Store:
+    """Rows of ``tables`` on the rank that ``group`` is seen from."""
+
+    def __init__(self, tables: TableGroup, group: Group, seed: int, dtype: torch.dtype):
+        self.tables = tables
+        self.dtype = dtype
+        self.columns = tables.columns(group.index)
+        self.optimizer = optimizer_of(tables.optimizer)
+        self._group = group
+        self._alike = group.size == 1 or tables.place.placement in ("data_parallel", "column")
+        self._seed = seed
+        self._history = rule.StepHistory(self.optimizer) if _replays(self.optimizer) else None
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._is_merged = False
+        self._steps = 0
+        width = len(self.columns)
+        line = width + self.optimizer.columns(width)
+        self._dynamic: list[Dynamic] = []
+        if tables.is_dynamic:
+            full_bytes = (tables.width + self.optimizer.columns(tables.width)) * dtype.itemsize
+            base = 0
+            for table in tables.tables:
+                assert table.dynamic is not None, "tables of a group are dynamic together"
+                key = philox.key_of(seed, _start_name(table.name))
+                capacity = capacity_of(table.dynamic, full_bytes)
+                limit = _limit(table.dynamic, capacity, line * dtype.itemsize)
+                self._dynamic.append(Dynamic(table.name, table.dynamic, base, limit, capacity, key))
+                base += limit
+            self.slab = reserve(base, line, dtype)
+        else:
+            self.slab = reserve(tables.slab_rows(group.index), line, dtype)
+            for table in range(len(tables.tables)):
+                self._draw(table, self._static_keys(table))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rows in use."""
+        rows = sum(each.index.rows for each in self._dynamic) if self._dynamic else len(self.slab)
+        return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.index.nbytes for d in self._dynamic)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows in use on this rank, by table."""
+        if self._dynamic:
+            return {each.name: len(each.index) for each in self._dynamic}
+        return {table.name: len(self._static_keys(place)) for place, table in enumerate(self.tables.tables)}
+
+    # Reading -----------------------------------------------------------------------------------------------------
+
+    def rows(self, keys: Tensor, stretches: Sequence[Stretch], learns: bool) -> Tensor:
+        """Slab row of each key, -1 where it has none: int64 [U] -> [U]. Where ``learns``, new keys get rows."""
+        if self._dynamic:
+            rows = torch.empty_like(keys)
+            for table, start, stop in stretches:
+                rows[start:stop] = self._dynamic_rows(self._dynamic[table], keys[start:stop], learns)
+        elif self.tables.place.placement == "row":
+            rows = static_row(keys, self._group.size)
+        elif self.tables.place.placement == "table":
+            first = self.tables.first_base(self._group.index)
+            rows = keys - first if first else keys
+        else:
+            rows = keys
+        return rows
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Weights of rows, zero where a key has none: int64 [U] -> [U, w]."""
+        if not self._dynamic:
+            self._catch_up(rows)
+            return gather(self.slab, rows, len(self.columns))
+        absent = rows < 0
+        if not bool(absent.any()):
+            self._catch_up(rows)
+            return gather(self.slab, rows, len(self.columns))
+        self._catch_up(rows[~absent])
+        weights = self.slab.new_zeros(rows.numel(), len(self.columns))
+        weights[~absent] = gather(self.slab, rows[~absent], len(self.columns))
+        return weights
+
+    # Learning ----------------------------------------------------------------------------------------------------
+
+    def add(self, rows: Tensor, grads: Tensor) -> None:
+        """Gradients [U, w] of rows wait for the step."""
+        self._is_merged = False
+        self._waiting.append((rows, grads))
+
+    def square_sum(self) -> Tensor:
+        """Σ g² of the rows whose gradients this rank speaks for, fp64."""
+        if self.tables.place.placement == "data_parallel" and self._group.index:
+            return torch.zeros((), dtype=torch.float64)
+        _, grads = self._merged()
+        return square_sum(grads.reshape(-1))
+
+    def step(self, step: int, lr_factor: float, divisor: float) -> None:
+        """Update the rows with gradients; move scores, evict."""
+        rows, grads = self._merged()
+        self._waiting.clear()
+        lr = self.tables.optimizer.lr * lr_factor
+        self._catch_up(rows)
+        scale = 1.0 / divisor
+        squares = self._mean_squares(rows, grads, scale)
+        if rows.numel():
+            rule.update(
+                self.optimizer, self.slab, rows, grads, lr=lr, step=step, scale=scale, mean_squares=squares
+            )
+        if self._history is not None:
+            self._history.append(lr)
+        self._steps = step
+        for each in self._dynamic:
+            each.score(step)
+        self._evict(step)
+
+    def drop(self) -> None:
+        """Forget gradients that wait."""
+        self._waiting.clear()
+        for each in self._dynamic:
+            each.forget_uses()
+
+    def resume(self, steps: int, lr_factors: Sequence[float]) -> None:
+        """Go on after ``steps`` steps with these factors of the learning rate."""
+        self._steps = steps
+        if self._history is not None:
+            lr = self.tables.optimizer.lr
+            assert isinstance(self.optimizer, rule.Adam), "Adam alone replays"
+            self._history = rule.StepHistory(self.optimizer, [lr * factor for factor in lr_factors])
+
+    def _merged(self) -> tuple[Tensor, Tensor]:
+        """One gradient for each row, in the order in which the rows first came."""
+        if not self._waiting:
+            empty = torch.empty(0, dtype=torch.int64)
+            return empty, self.slab.new_empty(0, len(self.columns))
+        if not self._is_merged:
+            rows = torch.cat([rows for rows, _ in self._waiting])
+            grads = torch.cat([grads for _, grads in self._waiting])
+            if self._dynamic:
+                present = rows >= 0
+                if not bool(present.all()):
+                    rows, grads = rows[present], grads[present]
+            if len(self._waiting) > 1 or self._group.size > 1:
+                distinct = unique(rows)
+                rows, grads = distinct.keys, merge(grads, distinct.inverse, None, distinct.keys.numel())
+            self._waiting = [(rows, grads)]
+            self._is_merged = True
+        return self._waiting[0]
+
+    def _mean_squares(self, rows: Tensor, grads: Tensor, scale: float) -> Tensor | None:
+        """For row-wise Adagrad on columns: means over whole rows. Rows come in the same order on every rank."""
+        optimizer = self.optimizer
+        is_cut = self.tables.place.placement == "column" and self._group.size > 1
+        if not isinstance(optimizer, rule.RowwiseAdagrad) or not is_cut:
+            return None
+        g = grads * scale
+        if optimizer.weight_decay:
+            g = g + gather(self.slab, rows, len(self.columns)) * optimizer.weight_decay
+        sums = (g * g).sum(1)
+        self._group.all_reduce(sums, f"squares of {self.tables}", "gradients").wait()
+        return sums / self.tables.width
+
+    def _catch_up(self, rows: Tensor) -> None:
+        if self._history is not None:
+            assert isinstance(self.optimizer, rule.Adam), "Adam alone replays"
+            rule.catch_up(self._history, self.optimizer, self.slab, rows, len(self.columns))
+
+    # Dynamic tables ----------------------------------------------------------------------------------------------
+
+    def _dynamic_rows(self, table: "Dynamic", keys: Tensor, learns: bool) -> Tensor:
+        """Rows of one table's keys in the group's slab."""
+        if not learns:
+            rows = table.index.find(keys)
+            return torch.where(rows < 0, rows, rows + table.base)
+        rows, new = table.take(keys, self._steps + 1)
+        if new.numel():
+            self._begin(table, table.index.keys_of(new), new + table.base)
+        return torch.where(rows < 0, rows, rows + table.base)
+
+    def _begin(self, table: "Dynamic", keys: Tensor, rows: Tensor) -> None:
+        """Start weights and state of new rows."""
+        policy = next(each for each in self.tables.tables if each.name == table.name)
+        self.slab[rows] = self._start_lines(table.start_key, keys, policy.start_bound)
+
+    def _evict(self, step: int) -> None:
+        """Remove what is too old, or lowest in a table that is too full."""
+        for each in self._dynamic:
+            limit = each.policy.eviction.max_age_steps
+            if limit is not None:
+                each.forget(each.index.below(step - limit + 1))
+        if not any(each.capacity is not None for each in self._dynamic):
+            return
+        here = torch.tensor([len(each.index) for each in self._dynamic])
+        if self._alike or self.tables.place.placement == "table":
+            total = here
+        else:
+            total = share(here.repeat(self._group.size, 1), self._group, "rows of tables")[:, 0].sum(0)
+        for each, rows in zip(self._dynamic, total.tolist(), strict=True):
+            if each.capacity is not None and rows > each.capacity:
+                self._shrink(each, rows, each.capacity)
+
+    def _shrink(self, table: "Dynamic", rows: int, capacity: int) -> None:
+        eviction = table.policy.eviction
+        if eviction.type in ("none", "age"):
+            raise TableFullError(
+                f"table {table.name!r} has {rows} rows of at most {capacity}, and evicts none for that; raise "
+                "dynamic.capacity (or budget_bytes), admit fewer keys, or set dynamic.eviction.type: lru or lfu"
+            )
+        surplus = rows - int(capacity * (1 - eviction.fraction))
+        lowest = table.index.lowest(surplus)
+        if self._alike or self.tables.place.placement == "table":
+            table.forget(lowest)
+            return
+        # Each rank offers its lowest rows; all choose the same ones among them.
+        offered = torch.stack([table.index.scores_of(lowest), table.index.keys_of(lowest)], 1)
+        mine = torch.full((self._group.size, 1), lowest.numel())
+        parts = share(mine, self._group, "rows to evict")[:, 0, 0].tolist()
+        everyone = gather_rows(offered, parts, self._group, "rows to evict", "control")
+        by_key = everyone[everyone[:, 1].argsort(stable=True)]
+        chosen = by_key[by_key[:, 0].argsort(stable=True)][:surplus, 1]
+        table.forget_keys(chosen)
+
+    # Rows in and out ---------------------------------------------------------------------------------------------
+
+    def rows_here(self, place: int) -> Rows:
+        """What this rank holds of a table, ordered by (bucket, key)."""
+        scores = None
+        if self._dynamic:
+            table = self._dynamic[place]
+            keys, rows = table.index.items()
+            scores = table.index.scores_of(rows)
+            rows = rows + table.base
+            buckets = bucket(keys, BUCKETS)
+        else:
+            keys = self._static_keys(place)
+            rows = self._slab_rows(place, keys)
+            buckets = static_bucket(keys)
+        order = keys.argsort()
+        order = order[buckets[order].argsort(stable=True)]
+        keys, rows = keys[order], rows[order]
+        self._catch_up(rows)
+        lines, width = self.slab[rows], len(self.columns)
+        state, start = {}, width
+        for name, columns in _state_columns(self.optimizer, width):
+            state[name] = lines[:, start : start + columns].clone()
+            start += columns
+        return Rows(
+            keys,
+            lines[:, :width].clone(),
+            state,
+            None if scores is None else scores[order],
+            self.columns.start,
+        )
+
+    def load_rows(self, place: int, rows: Rows) -> None:
+        """Take the rows that belong here, of whole rows or of columns that cover those that are here."""
+        name = self.tables.tables[place].name
+        first = self.columns.start - rows.first_column
+        width = len(self.columns)
+        if first < 0 or rows.weights.shape[1] < first + width:
+            raise MismatchError(
+                f"table {name!r}: rows with columns {rows.first_column} to "
+                f"{rows.first_column + rows.weights.shape[1] - 1}; here are columns {self.columns.start} to "
+                f"{self.columns.stop - 1} of {self.tables.width}"
+            )
+        mine = self._belongs(place, rows.keys)
+        keys = rows.keys[mine]
+        if self._dynamic:
+            table = self._dynamic[place]
+            found, _ = table.index.find_or_insert(keys)
+            if rows.scores is not None:
+                table.index.set_scores(found, rows.scores[mine])
+            table.pin(keys, found)
+            places = found + table.base
+            start_key = table.start_key
+        else:
+            limit = self.tables.tables[place].rows or 0
+            if keys.numel() and (int(keys.min()) < 0 or int(keys.max()) >= limit):
+                raise MismatchError(
+                    f"table {name!r}: rows for keys {int(keys.min())} to {int(keys.max())}; it has 0 to {limit - 1}"
+                )
+            places = self._slab_rows(place, keys)
+            start_key = philox.key_of(self._seed, _start_name(name))
+        lines = self._start_lines(start_key, keys, 0.0)
+        lines[:, :width] = rows.weights[mine, first : first + width]
+        start = width
+        for state, columns in _state_columns(self.optimizer, width):
+            if state in rows.state:
+                given = rows.state[state][mine]
+                held = slice(0, 1) if state in _ONE_A_ROW else slice(first, first + width)
+                lines[:, start : start + columns] = given[:, held]
+            elif rows.state:
+                raise MismatchError(
+                    f"table {name!r}: rows without optimizer state {state!r}, but with "
+                    f"{', '.join(rows.state)}; another optimizer wrote them"
+                )
+            start += columns
+        self.slab[places] = lines
+
+    def _belongs(self, place: int, keys: Tensor) -> Tensor:
+        """Which keys of a table this rank holds."""
+        where = self.tables.places[place]
+        if where.placement == "table":
+            return torch.full_like(keys, self._group.index == where.owner, dtype=torch.bool)
+        if where.placement != "row":
+            return torch.ones_like(keys, dtype=torch.bool)
+        buckets = bucket(keys, BUCKETS) if self._dynamic else static_bucket(keys)
+        return buckets % self._group.size == self._group.index
+
+    def _static_keys(self, place: int) -> Tensor:
+        """Keys of a static table that this rank holds, in the order of its rows."""
+        rows, where = self.tables.tables[place].rows or 0, self.tables.places[place]
+        if where.placement == "row":
+            return static_keys(rows, self._group.index, self._group.size)
+        return torch.arange(rows if where.holds(self._group.index) else 0)
+
+    def _slab_rows(self, place: int, keys: Tensor) -> Tensor:
+        """Slab rows of keys of a static table that are here."""
+        rows = static_row(keys, self._group.size) if self.tables.place.placement == "row" else keys
+        return rows + self.tables.base_on(place, self._group.index)
+
+    def _draw(self, place: int, keys: Tensor) -> None:
+        """Start lines of a static table."""
+        table = self.tables.tables[place]
+        key = philox.key_of(self._seed, _start_name(table.name))
+        base = self.tables.base_on(place, self._group.index)
+        for start in range(0, keys.numel(), _START_ROWS):
+            part = keys[start : start + _START_ROWS]
+            lines = self._start_lines(key, part, table.start_bound)
+            self.slab[base + start : base + start + part.numel()] = lines
+
+    def _start_lines(self, key: int, keys: Tensor, bound: float) -> Tensor:
+        """Start weights and state: [n, w + state]."""
+        width = len(self.columns)
+        lines = torch.empty(keys.numel(), self.slab.shape[1], dtype=self.dtype)
+        if bound:
+            law = Uniform(-bound, bound)
+            lines[:, :width] = start_rows(key, keys, width, law, first=self.columns.start, dtype=self.dtype)
+        else:
+            lines[:, :width] = 0
+        lines[:, width:] = torch.tensor(self.optimizer.start(width, self._steps), dtype=self.dtype)
+        return lines
+
+
+class Dynamic:
+    """The index of one dynamic table on one rank. Its rows begin at ``base`` of the slab."""
+
+    def __init__(
+        self,
+        name: str,
+        policy: DynamicPolicy,
+        base: int,
+        limit: int,
+        capacity: int | None,
+        start_key: int,
+    ):
+        self.name = name
+        self.policy = policy
+        self.base = base
+        self.capacity = capacity
+        self.start_key = start_key
+        self.index = HashIndex(limit, min(policy.initial_rows, limit))
+        self.inserted = 0
+        self.evicted = 0
+        self._candidates = HashIndex() if policy.admission.type == "frequency" else None
+        self._came: list[Tensor] = []
+        """Rows that came in this step, perhaps several times."""
+        self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
+
+    def take(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Rows of keys, -1 for those not admitted, and which rows are new."""
+        if self.policy.admission.type == "always":
+            rows, new = self._insert(keys, step)
+        else:
+            rows = self.index.find(keys)
+            missing = (rows < 0).nonzero()[:, 0]
+            missing = missing[self._admitted(keys[missing], step)]
+            rows[missing], new = self._insert(keys[missing], step)
+        if self.policy.eviction.type != "none":
+            self._came.append(rows[rows >= 0])
+        self.inserted += new.numel()
+        return rows, new
+
+    def _insert(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        try:
+            rows, new = self.index.find_or_insert(keys, 0 if self.policy.eviction.type == "lfu" else step)
+        except TableFullError as error:
+            raise TableFullError(
+                f"table {self.name!r}: {error}. Raise dynamic.capacity (or budget_bytes), admit fewer keys, or set "
+                "dynamic.eviction.type: lru or lfu"
+            ) from error
+        self.pin(self.index.keys_of(new), new)
+        return rows, new
+
+    def pin(self, keys: Tensor, rows: Tensor) -> None:
+        """Keep rows whose keys the policy pins."""
+        if self._pinned.numel() and rows.numel():
+            kept = torch.isin(keys, self._pinned)
+            self.index.pin(rows[kept])
+
+    def score(self, step: int) -> None:
+        """Move the scores of the rows that came in the step that ends."""
+        if not self._came:
+            return
+        rows = unique(torch.cat(self._came)).keys
+        self._came.clear()
+        if self.policy.eviction.type == "lfu":
+            self.index.add_scores(rows)
+        else:
+            self.index.set_scores(rows, step)
+
+    def forget_uses(self) -> None:
+        """The step that ends did not count."""
+        self._came.clear()
+
+    def forget(self, rows: Tensor) -> None:
+        """Evict rows."""
+        if rows.numel():
+            self.forget_keys(self.index.keys_of(rows))
+
+    def forget_keys(self, keys: Tensor) -> None:
+        """Evict keys, as far as they are here."""
+        self.evicted += self.index.remove(keys).numel()
+
+    def _admitted(self, keys: Tensor, step: int) -> Tensor:
+        """Which keys without a row get one now."""
+        admission = self.policy.admission
+        if admission.type == "probability":
+            key = self.start_key - (1 << 64) if self.start_key >> 63 else self.start_key
+            draw = (mix(keys ^ key) >> 11) & ((1 << 53) - 1)
+            return draw.double() * 2.0**-53 < admission.probability
+        assert self._candidates is not None, "candidates are counted"
+        distinct = unique(keys)
+        rows, _ = self._candidates.find_or_insert(distinct.keys)
+        scores = self._candidates.scores_of(rows)
+        counts = scores & ((1 << _COUNT_BITS) - 1)
+        counts = counts + (scores >> _COUNT_BITS != step).long()
+        self._candidates.set_scores(rows, (step << _COUNT_BITS) + counts)
+        enough = counts >= admission.count
+        self._candidates.remove(distinct.keys[enough])
+        return enough[distinct.inverse]
+
+
+def optimizer_of(policy: RowOptimizerPolicy) -> rule.RowOptimizer:
+    """The kernels' rule of a policy."""
+    decay = policy.weight_decay
+    if policy.type == "sgd":
+        return rule.Sgd(decay)
+    if policy.type == "momentum":
+        return rule.Momentum(policy.momentum, policy.nesterov, decay)
+    if policy.type == "adagrad":
+        return rule.Adagrad(policy.eps, policy.initial_accumulator, decay)
+    if policy.type == "rowwise_adagrad":
+        return rule.RowwiseAdagrad(policy.eps, policy.initial_accumulator, decay)
+    if policy.type == "adam":
+        return rule.Adam(*policy.betas, policy.eps, decay, policy.exact)
+    return rule.Ftrl(policy.l1, policy.l2, policy.beta, policy.initial_accumulator)
+
+
+_STATE: Mapping[type, tuple[str, ...]] = {
+    rule.Sgd: (),
+    rule.Momentum: ("momentum_buffer",),
+    rule.Adagrad: ("sum",),
+    rule.RowwiseAdagrad: ("row_sum",),
+    rule.Adam: ("exp_avg", "exp_avg_sq", "step"),
+    rule.Ftrl: ("z", "n"),
+}
+_ONE_A_ROW = ("row_sum", "step")
+
+
+def _state_columns(optimizer: rule.RowOptimizer, width: int) -> Iterable[tuple[str, int]]:
+    """Names of the state after the weights, and how many columns each has."""
+    for name in _STATE[type(optimizer)]:
+        if name != "step" or _replays(optimizer):
+            yield name, 1 if name in _ONE_A_ROW else width
+
+
+def _replays(optimizer: rule.RowOptimizer) -> bool:
+    return isinstance(optimizer, rule.Adam) and optimizer.exact
+
+
+def _start_name(table: str) -> str:
+    """What keys the start rows of a table."""
+    return f"table {table}"
+
+
+def capacity_of(policy: DynamicPolicy, row_bytes: int) -> int | None:
+    """Rows at most, over all ranks, of ``row_bytes`` each with their optimizer state."""
+    rows = [] if policy.capacity is None else [policy.capacity]
+    if policy.budget_bytes is not None:
+        rows.append(max(policy.budget_bytes // row_bytes, 1))
+    return min(rows, default=None)
+
+
+def _limit(policy: DynamicPolicy, capacity: int | None, line_bytes: int) -> int:
+    """Rows that a rank may have between two steps: those for which address space is taken."""
+    if capacity is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return max(memory // line_bytes, 1)
+    return capacity if policy.eviction.type in ("none", "age") else 2 * capacity + _SLACK_ROWS

@@ -1,0 +1,389 @@
+"""Ways: how the keys of a batch reach the rows, and how vectors and gradients travel between rank and rank.
+
+    Everywhere   every rank learns the distinct keys of all ranks
+      data_parallel   reads its own copy                    gradients: gathered by all, merged alike by all
+      column          sends each rank its columns           gradients: each rank gets its columns
+    Routed       distinct keys go to the owners of their rows (placements table and row)
+                      vectors of distinct rows come back    gradients of distinct rows go the same way
+    Sums         all keys go to the owners, which pool
+                      (partial) sums come back              gradients of the sums go the same way
+
+In each, gradients reach a row's owner in the order of microbatches, then ranks, then the rank's own keys, and are
+merged in that order: the same bits in every run.
+
+    ask       keys of this rank, counted                    no traffic
+    meet      keys to where they are needed                 may run ahead of the batch before, in a thread of its own
+    fetch     vectors, pooled                               reads the weights, so after the step before
+    keep      gradients of the pooled, merged to rows       no traffic: in the backward pass
+    deliver   gradients to the owners
+
+Cost of one pass in bytes per rank: cost.py.
+Shapes: N ranks, U distinct keys of the rank's batch, A keys that it is asked for, D width, R runs of features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Group
+from shardwise.comm.exchange import Counts, back, gather, send
+from shardwise.kernels.tables.keys import bucket
+from shardwise.kernels.tables.pooling import merge, pool
+from shardwise.kernels.tables.unique import Scratch, grouped, unique
+from shardwise.parallel.embedding.fuse import Fused
+from shardwise.parallel.embedding.group import TableGroup
+from shardwise.parallel.embedding.layout import BUCKETS, static_bucket
+from shardwise.parallel.embedding.store import Store, Stretch
+
+
+@dataclass
+class Asked:
+    """The keys of one group in one batch, and all that is known about their way."""
+
+    fused: Fused
+    keys: Tensor
+    """Keys that leave this rank, in the order of the ranks they go to."""
+    inverse: Tensor
+    """Place among them of each key of the batch."""
+    leaving: Tensor
+    """What leaves for each rank, by kind: int64 [N, K]."""
+    lengths: Tensor | None = None
+    """Of ``Sums``: keys in each bag that leaves."""
+    weights: Tensor | None = None
+    """Of ``Sums``: of each key that leaves."""
+    counts: Counts = field(default_factory=list)
+    """Keys from rank to rank; of ``Everywhere``, one column."""
+    arrived: Tensor | None = None
+    """Keys that this rank must serve: int64 [A]."""
+    stretches: list[Stretch] = field(default_factory=list)
+    """Of dynamic tables: which of them belong to which table."""
+    bags: "Bags | None" = None
+    rows: Tensor | None = None
+    """Slab rows of ``arrived``, once known; of ``Sums`` those of its distinct keys."""
+    found: list[Tensor | None] = field(default_factory=list)
+    """Of each run that takes the largest: where it stood."""
+    gradient: Tensor | None = None
+    """[U, D], of ``Sums`` [F·B, D]."""
+
+
+class Bags(NamedTuple):
+    """What ``Sums`` pools here for others."""
+
+    counts: Counts
+    """Bags from rank to rank, on the way of the gradients."""
+    offsets: Tensor
+    weights: Tensor | None
+    inverse: Tensor
+    """Place of each arrived key among the distinct ones."""
+
+
+class Way:
+    """One group's way. ``keys_group`` carries keys, ``group`` vectors and gradients: two threads may use them."""
+
+    def __init__(self, tables: TableGroup, group: Group, keys_group: Group):
+        self.tables = tables
+        self.group = group
+        self.keys_group = keys_group
+        self.kinds = len(tables.tables) if tables.is_dynamic else 1
+        self._scratch = Scratch()
+        self._name = f"embedding {tables}"
+
+    def ask(self, fused: Fused) -> Asked:
+        """The distinct keys of a batch, and how many go where."""
+        raise NotImplementedError
+
+    def meet(self, asked: Asked, everyone: Tensor) -> None:
+        """Exchange keys; ``everyone``: what leaves each rank for each, int64 [N, N, K]."""
+        raise NotImplementedError
+
+    def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+        """Vectors of each run: pooled [F·B, D], or one for each key [n, D]."""
+        raise NotImplementedError
+
+    def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of what ``fetch`` returned."""
+        raise NotImplementedError
+
+    def deliver(self, asked: Asked, store: Store) -> None:
+        """Hand the gradients to the owners of the rows."""
+        raise NotImplementedError
+
+    def _distinct(self, fused: Fused) -> tuple[Tensor, Tensor, Tensor]:
+        """Distinct keys in the order of their tables, places of all keys among them, how many each table has."""
+        if not self.tables.is_dynamic:
+            keys, inverse = unique(fused.keys, self._scratch)
+            return keys, inverse, torch.tensor([keys.numel()])
+        found, inverses, sizes = [], [], []
+        start = 0
+        for table in range(len(self.tables.tables)):
+            of_table = [place for place, feature in enumerate(self.tables.features) if feature.table == table]
+            stretch = fused.keys[fused.starts[of_table[0]] : fused.starts[of_table[-1] + 1]]
+            keys, inverse = unique(stretch, self._scratch)
+            found.append(keys)
+            inverses.append(inverse + start if start else inverse)
+            sizes.append(keys.numel())
+            start += keys.numel()
+        return torch.cat(found), torch.cat(inverses), torch.tensor(sizes)
+
+    def _owners(self, keys: Tensor) -> Tensor:
+        """Of placement ``row``: the rank that has each key."""
+        buckets = bucket(keys, BUCKETS) if self.tables.is_dynamic else static_bucket(keys)
+        return buckets % self.group.size
+
+    def _pooled(self, asked: Asked, vectors: Tensor) -> list[Tensor]:
+        """What each run makes of the vectors of distinct keys."""
+        fused, outputs = asked.fused, []
+        asked.found = []
+        for kind, start, stop in self.tables.runs:
+            if kind == "rows":
+                outputs.append(vectors[asked.inverse[fused.starts[start] : fused.starts[stop]]])
+                asked.found.append(None)
+                continue
+            offsets = fused.offsets[start * fused.samples : stop * fused.samples + 1]
+            if kind == "max":
+                pooled = pool(vectors, asked.inverse, offsets, "max")
+            else:
+                pooled = pool(vectors, asked.inverse, offsets, "sum", fused.weights)
+            outputs.append(pooled.values)
+            asked.found.append(pooled.places)
+        return outputs
+
+    def _merged(self, asked: Asked, grads: Sequence[Tensor | None]) -> Tensor:
+        """Gradients of distinct keys."""
+        fused, total = asked.fused, None
+        distinct = asked.keys.numel()
+        for (kind, start, stop), found, grad in zip(self.tables.runs, asked.found, grads, strict=True):
+            if grad is None:
+                continue
+            if kind == "rows":
+                inverse = asked.inverse[fused.starts[start] : fused.starts[stop]]
+                part = merge(grad, inverse, None, distinct)
+            else:
+                offsets = fused.offsets[start * fused.samples : stop * fused.samples + 1]
+                if kind == "max":
+                    part = merge(grad, asked.inverse, offsets, distinct, "max", places=found)
+                else:
+                    part = merge(grad, asked.inverse, offsets, distinct, "sum", fused.weights)
+            total = part if total is None else total.add_(part)
+        assert total is not None, "backward runs where at least one gradient came"
+        return total
+
+
+class Everywhere(Way):
+    """Placements data_parallel and column."""
+
+    def ask(self, fused: Fused) -> Asked:
+        keys, inverse, sizes = self._distinct(fused)
+        return Asked(fused, keys, inverse, sizes.repeat(self.group.size, 1))
+
+    def meet(self, asked: Asked, everyone: Tensor) -> None:
+        sizes = everyone[:, 0]  # [N, K]
+        parts = sizes.sum(1).tolist()
+        asked.counts = [[part] for part in parts]
+        asked.arrived = gather(asked.keys, parts, self.keys_group, f"keys of {self._name}", "keys")
+        if self.tables.is_dynamic:
+            asked.stretches = _stretches(sizes)
+
+    def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+        assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
+        me, parts = self.group.index, [part for (part,) in asked.counts]
+        asked.rows = store.rows(asked.arrived, asked.stretches, learns)
+        if self.tables.place.placement == "data_parallel" or self.group.size == 1:
+            start = sum(parts[:me])
+            return self._pooled(asked, store.read(asked.rows[start : start + parts[me]]))
+        served = store.read(asked.rows)  # [A, D/N]
+        elements = [[part * len(self.tables.columns(rank)) for part in parts] for rank in self._ranks]
+        output = served.new_empty(sum(row[me] for row in elements))
+        self.group.all_to_all(output, served.view(-1), elements, f"vectors of {self._name}").wait()
+        pieces = output.split([row[me] for row in elements])
+        columns = [piece.view(parts[me], -1) for piece in pieces if piece.numel()]
+        whole = torch.cat(columns, 1) if columns else served.new_empty(0, self.tables.width)
+        return self._pooled(asked, whole)
+
+    def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+        asked.gradient = self._merged(asked, grads)
+
+    def deliver(self, asked: Asked, store: Store) -> None:
+        assert asked.rows is not None, "gradients follow vectors"
+        me, parts = self.group.index, [part for (part,) in asked.counts]
+        gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
+        what = f"gradients of {self._name}"
+        if self.tables.place.placement == "data_parallel" or self.group.size == 1:
+            store.add(asked.rows, gather(gradient, parts, self.group, what, "gradients"))
+            return
+        columns = [self.tables.columns(rank) for rank in self._ranks]
+        sent = torch.cat([gradient[:, held.start : held.stop].reshape(-1) for held in columns])
+        elements = [[part * len(held) for held in columns] for part in parts]
+        output = sent.new_empty(sum(row[me] for row in elements))
+        self.group.all_to_all(output, sent, elements, what, "gradients").wait()
+        store.add(asked.rows, output.view(asked.rows.numel(), len(columns[me])))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.group.size)
+
+
+class Routed(Way):
+    """Placements table and row, with vectors of distinct rows."""
+
+    def ask(self, fused: Fused) -> Asked:
+        keys, inverse, sizes = self._distinct(fused)
+        ranks = self.group.size
+        if self.tables.place.placement == "row":
+            owners = self._owners(keys)
+            order, _ = grouped(owners, ranks)
+            if self.tables.is_dynamic:
+                table = torch.arange(self.kinds).repeat_interleave(sizes)
+                leaving = torch.bincount(owners * self.kinds + table, minlength=ranks * self.kinds)
+            else:
+                leaving = torch.bincount(owners, minlength=ranks)
+            place = torch.empty_like(order)
+            place[order] = torch.arange(order.numel())
+            return Asked(fused, keys[order], place[inverse], leaving.view(ranks, self.kinds))
+        leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
+        if self.tables.is_dynamic:
+            for table, place in enumerate(self.tables.places):
+                leaving[place.owner, table] = sizes[table]
+            return Asked(fused, keys, inverse, leaving)
+        # Places count up in the order of first occurrence, and so in the order of owners.
+        before = 0
+        for rank, end in enumerate(self.tables.owner_ends()):
+            start = 0 if rank == 0 else fused.starts[self.tables.owner_ends()[rank - 1]]
+            stretch = inverse[start : fused.starts[end]]
+            after = max(before, int(stretch.max()) + 1) if stretch.numel() else before
+            leaving[rank, 0] = after - before
+            before = after
+        return Asked(fused, keys, inverse, leaving)
+
+    def meet(self, asked: Asked, everyone: Tensor) -> None:
+        asked.counts = everyone.sum(2).tolist()
+        asked.arrived = send(asked.keys, asked.counts, self.keys_group, f"keys of {self._name}", "keys")
+        if self.tables.is_dynamic:
+            asked.stretches = _stretches(everyone[:, self.group.index])
+
+    def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+        assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
+        asked.rows = store.rows(asked.arrived, asked.stretches, learns)
+        vectors = back(store.read(asked.rows), asked.counts, self.group, f"vectors of {self._name}")
+        return self._pooled(asked, vectors)
+
+    def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+        asked.gradient = self._merged(asked, grads)
+
+    def deliver(self, asked: Asked, store: Store) -> None:
+        assert asked.rows is not None, "gradients follow vectors"
+        gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
+        what = f"gradients of {self._name}"
+        store.add(asked.rows, send(gradient, asked.counts, self.group, what, "gradients"))
+
+
+class Sums(Way):
+    """Placements table and row of static tables, with (partial) sums of bags."""
+
+    def __init__(self, tables: TableGroup, group: Group, keys_group: Group):
+        super().__init__(tables, group, keys_group)
+        self.kinds = 3  # keys, bags, whether there are weights
+        assert len(tables.runs) == 1 and tables.runs[0].kind == "summed", (
+            "sums are of features that are added"
+        )
+
+    def ask(self, fused: Fused) -> Asked:
+        ranks = self.group.size
+        lengths = fused.offsets.diff()
+        leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
+        leaving[:, 2] = fused.weights is not None
+        if self.tables.place.placement == "row":
+            owners = self._owners(fused.keys)
+            order, numbers = grouped(owners, ranks)
+            bags = lengths.numel()
+            bag = torch.arange(bags).repeat_interleave(lengths, output_size=fused.keys.numel())
+            lengths = torch.bincount(owners * bags + bag, minlength=ranks * bags)
+            leaving[:, 0], leaving[:, 1] = numbers, bags
+            weights = None if fused.weights is None else fused.weights[order]
+            return Asked(fused, fused.keys[order], order, leaving, lengths, weights)
+        start = 0
+        for rank, end in enumerate(self.tables.owner_ends()):
+            leaving[rank, 0] = fused.starts[end] - fused.starts[start]
+            leaving[rank, 1] = (end - start) * fused.samples
+            start = end
+        return Asked(fused, fused.keys, fused.keys, leaving, lengths, fused.weights)
+
+    def meet(self, asked: Asked, everyone: Tensor) -> None:
+        assert asked.lengths is not None, "bags travel with their keys"
+        group, name = self.keys_group, self._name
+        asked.counts = everyone[:, :, 0].tolist()
+        bag_counts = everyone[:, :, 1].tolist()
+        asked.arrived = send(asked.keys, asked.counts, group, f"keys of {name}", "keys")
+        lengths = send(asked.lengths, bag_counts, group, f"bags of {name}", "keys")
+        weights = None
+        if bool(everyone[:, :, 2].any()):
+            own = asked.weights
+            if own is None:
+                own = torch.ones(asked.keys.numel(), dtype=self.dtype)
+            weights = send(own, asked.counts, group, f"weights of {name}", "keys")
+        offsets = lengths.new_zeros(lengths.numel() + 1)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        distinct, inverse = unique(asked.arrived, self._scratch)
+        asked.arrived = distinct
+        asked.bags = Bags(bag_counts, offsets, weights, inverse)
+
+    dtype = torch.float32
+    """Of the weights of keys."""
+
+    def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
+        assert asked.arrived is not None and asked.bags is not None, "keys are exchanged before vectors"
+        asked.rows = store.rows(asked.arrived, [], learns)
+        counts, offsets, weights, inverse = asked.bags
+        sums = pool(store.read(asked.rows), inverse, offsets, "sum", weights).values
+        arrived = back(sums, counts, self.group, f"sums of {self._name}")
+        if self.tables.place.placement == "row" and self.group.size > 1:
+            first, *others = arrived.view(self.group.size, -1, self.tables.width)
+            arrived = first
+            for part in others:
+                arrived = arrived + part
+        return [arrived]
+
+    def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
+        asked.gradient = grads[0]
+
+    def deliver(self, asked: Asked, store: Store) -> None:
+        assert asked.rows is not None and asked.bags is not None, "gradients follow vectors"
+        counts, offsets, weights, inverse = asked.bags
+        bags = len(self.tables.features) * asked.fused.samples
+        gradient = _or_zeros(asked, bags, self.tables.width, store)
+        what = f"gradients of {self._name}"
+        if self.tables.place.placement == "row":
+            parts = [row[self.group.index] for row in counts]
+            arrived = gather(gradient, parts, self.group, what, "gradients")
+        else:
+            arrived = send(gradient, counts, self.group, what, "gradients")
+        store.add(asked.rows, merge(arrived, inverse, offsets, asked.rows.numel(), "sum", weights))
+
+
+def _or_zeros(asked: Asked, rows: int, width: int, store: Store) -> Tensor:
+    """The gradients kept, which are zero where this rank's loss does not depend on the group."""
+    if asked.gradient is None:
+        return torch.zeros(rows, width, dtype=store.dtype)
+    return asked.gradient.to(store.dtype)
+
+
+def _stretches(sizes: Tensor) -> list[Stretch]:
+    """Which arrived keys belong to which dynamic table: sizes by source and table, int64 [N, K]."""
+    found, start = [], 0
+    for row in sizes.tolist():
+        for table, size in enumerate(row):
+            if size:
+                found.append(Stretch(table, start, start + size))
+                start += size
+    return found
+
+
+def way_of(tables: TableGroup, group: Group, keys_group: Group) -> Way:
+    """The way of a group of tables."""
+    if group.size == 1 or tables.place.placement in ("data_parallel", "column"):
+        return Everywhere(tables, group, keys_group)
+    kind = Sums if tables.place.sends == "sums" else Routed
+    return kind(tables, group, keys_group)
