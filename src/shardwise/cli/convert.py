@@ -1,6 +1,7 @@
 """``shardwise convert SOURCE OUT``: from one form to another.
 
 text (a file, a folder, stdlib)      a token file that training maps into memory
+click logs, into a .clicks file      packed clicks: Criteo text (also .gz), Parquet, folders of them
 a run, its checkpoints or one step   a folder that Hugging Face's from_pretrained opens
 a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
 """
@@ -22,22 +23,34 @@ _PICKLES = (".pt", ".pth", ".bin")
 
 def command(
     source: Annotated[
-        str, typer.Argument(help="Text (a file, a folder or 'stdlib'), a run or checkpoint, or a .pt.")
+        str,
+        typer.Argument(
+            help="Text (a file, a folder or 'stdlib'), click logs, a run or checkpoint, or a .pt."
+        ),
     ],
     out: Annotated[
-        Path, typer.Argument(help="The token file, Hugging Face folder or safetensors file to write.")
+        Path,
+        typer.Argument(
+            help="The token file, .clicks file, Hugging Face folder or safetensors file to write."
+        ),
     ],
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", help="For text: 'bytes', or the path of a tokenizer.json.")
     ] = "bytes",
     pattern: Annotated[
-        str, typer.Option("--pattern", help="For text: which files of a folder are read.")
+        str, typer.Option("--pattern", help="For text and click logs: which files of a folder are read.")
     ] = "*",
+    label: Annotated[str, typer.Option("--label", help="For Parquet: the column of the label.")] = "label",
+    malformed_limit: Annotated[
+        int, typer.Option("--malformed-limit", min=0, help="For click logs: rows that may be skipped.")
+    ] = 0,
 ) -> None:
-    """Turn text into a token file, a checkpoint into a Hugging Face folder, a .pt into safetensors."""
+    """Turn text into tokens, click logs into packed clicks, a checkpoint into Hugging Face's, a .pt into tensors."""
     path = Path(source)
     if path.suffix in _PICKLES and path.is_file():
         _weights(path, out)
+    elif out.suffix == ".clicks":
+        _pack(source, out, pattern, label, malformed_limit)
     elif _is_checkpoint(path):
         _export(path, out)
     else:
@@ -74,6 +87,29 @@ def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
     typer.echo(
         f"{out}: {count_text(made.count)} tokens, {documents} documents, {size}, {made.tokenizer_name}"
     )
+
+
+def _pack(source: str, out: Path, pattern: str, label: str, malformed_limit: int) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from shardwise.data.clicks import convert_clicks
+    from shardwise.observe.progress import bytes_text, count_text
+
+    console = Console()
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("packing", total=None)
+        made = convert_clicks(
+            source,
+            out,
+            pattern=pattern,
+            label=label,
+            malformed_limit=malformed_limit,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    columns = f"{len(made.schema.dense)} numbers, {len(made.schema.features)} features"
+    skipped = f", {made.skipped} malformed rows skipped" if made.skipped else ""
+    typer.echo(f"{out}: {count_text(len(made))} rows, {columns}, {bytes_text(out.stat().st_size)}{skipped}")
 
 
 def _export(source: Path, out: Path) -> None:

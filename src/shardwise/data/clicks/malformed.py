@@ -24,7 +24,10 @@ class Malformed:
         if self.count <= self.limit:
             return
         if self.limit == 0:
-            raise DataError(f"{self.examples[0]}. Mend the row, or let some be skipped: data.malformed_limit")
+            raise DataError(
+                f"{self.examples[0]}. Mend the row, or let some be skipped: data.malformed_limit (convert: "
+                "--malformed-limit)"
+            )
         raise DataError(
             f"{self.count} malformed rows, more than data.malformed_limit, which is {self.limit}: "
             + "; ".join(self.examples)

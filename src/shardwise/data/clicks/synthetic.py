@@ -17,7 +17,10 @@ drawn labels, which leaves a standard error of about 0.0003 at a million samples
 
     AUC* = sum over pairs p_i > p_j of p_i (1 - p_j)  /  sum over pairs i != j of p_i (1 - p_j)
 
-Cost: about 0.15 us per key.   Shapes: F features, D numbers, b samples asked for.
+A learner of P parameters that has seen n samples is about P / 2n nats above the best log loss; with 4 parameters a
+key, 8 features of 200 rows and 2 million samples that is 0.0016 nats, and about 0.001 of AUC.
+
+Cost: about 0.08 us per key.   Shapes: F features, D numbers, b samples asked for.
 """
 
 import hashlib

@@ -1,0 +1,48 @@
+"""Early stop: end a run when its evaluations no longer get better.
+
+    >>> stop = EarlyStop(patience=3, higher_is_better=True)           # AUC
+    >>> for step in ...:
+    ...     if stop.update(step, score.auc):
+    ...         break
+
+Every rank decides alike where every rank is given the same value, as ``ClickMetrics.result`` returns it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class EarlyStop:
+    """Counts evaluations since the best one."""
+
+    patience: int
+    """Evaluations in a row that may be no better than the best before them."""
+    least_gain: float = 0.0
+    """What counts as better: by more than this."""
+    higher_is_better: bool = True
+    best: float = math.nan
+    """The best value so far; NaN before the first."""
+    best_step: int = -1
+    """When it was reached."""
+    waited: int = 0
+
+    def update(self, step: int, value: float) -> bool:
+        """Take the value of the evaluation after ``step``; True where the run is to end. A NaN is never better."""
+        gain = value - self.best if self.higher_is_better else self.best - value
+        if gain > self.least_gain or (math.isnan(self.best) and not math.isnan(value)):
+            self.best, self.best_step, self.waited = value, step, 0
+        else:
+            self.waited += 1
+        return self.waited >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        best = None if math.isnan(self.best) else self.best
+        return {"best": best, "best_step": self.best_step, "waited": self.waited}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self.best = math.nan if state["best"] is None else float(state["best"])
+        self.best_step, self.waited = int(state["best_step"]), int(state["waited"])

@@ -1,0 +1,122 @@
+"""Parquet: columns by type, nulls, lists, strings, labels that are none."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.data.clicks import CRITEO, Feature, Malformed, Schema, parquet_schema, read_parquet
+from shardwise.data.clicks import parquet as module
+from shardwise.data.clicks.parquet import key_of_text
+from shardwise.plan.errors import ConfigError, DataError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+COLUMNS = {
+    "label": [1, 0, 1, 0],
+    "price": [0.5, None, -2.0, float("nan")],
+    "user": pa.array([7, 1 << 40, None, -3]),
+    "city": ["Rome", "Oslo", None, "Rome"],
+    "seen": pa.array([[1, 2], [], None, [3]]),
+    "tags": pa.array([["a"], ["b", "a"], [], None]),
+}
+
+
+def lists(keys: Any) -> list[list[int]]:
+    return [keys.values[a:b].tolist() for a, b in zip(keys.offsets[:-1], keys.offsets[1:], strict=True)]
+
+
+@pytest.mark.parametrize("rows_at_once", [1 << 15, 3, 1])
+def test_columns_by_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", rows_at_once)
+    path = write(tmp_path / "x.parquet", COLUMNS, row_group_size=2)
+    schema = parquet_schema(path)
+    features = (Feature("user"), Feature("city"), Feature("seen", True), Feature("tags", True))
+    assert schema == Schema(("price",), features)
+    blocks = list(read_parquet(path, schema, Malformed()))
+    assert np.concatenate([rows.labels for rows in blocks]).tolist() == [1, 0, 1, 0]
+    price = np.concatenate([rows.dense for rows in blocks])[:, 0]
+    assert price[[0, 2]].tolist() == [0.5, -2] and np.isnan(price[[1, 3]]).all()
+    rome, oslo, a, b = map(key_of_text, ("Rome", "Oslo", "a", "b"))
+    found = [[row for rows in blocks for row in lists(rows.keys[f])] for f in range(4)]
+    assert found == [
+        [[7], [1 << 40], [], [-3]],
+        [[rome], [oslo], [], [rome]],
+        [[1, 2], [], [], [3]],
+        [[a], [b, a], [], []],
+    ]
+    assert min(rome, oslo) >= 0 and max(rome, oslo) < 1 << 63
+
+
+def test_criteos_columns_are_known_by_name(tmp_path: Path) -> None:
+    columns = {"label": [0, 1]} | {name: [1, None] for name in CRITEO.dense}
+    columns |= {feature.name: [5, None] for feature in CRITEO.features}
+    path = write(tmp_path / "x.parquet", columns)
+    assert parquet_schema(path) == CRITEO
+    (rows,) = read_parquet(path, CRITEO, Malformed())
+    assert rows.dense[0].tolist() == [1] * 13 and np.isnan(rows.dense[1]).all()
+
+
+def test_columns_that_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", COLUMNS | {"age": [1, 2, 3, 4]})
+    given = Schema(("age",), (Feature("seen"), Feature("user")))
+    schema = parquet_schema(path, given=given)
+    assert schema == Schema(("age",), (Feature("seen", True), Feature("user")))
+    (rows,) = read_parquet(path, schema, Malformed())
+    assert rows.dense[:, 0].tolist() == [1, 2, 3, 4] and len(rows.keys) == 2
+
+
+def test_labels_and_numbers_that_are_none(tmp_path: Path) -> None:
+    columns = {
+        "label": [1.0, None, float("nan"), 0.0, 2.0, 0.0],
+        "x": [1.0, 2.0, 3.0, float("inf"), 5.0, 1e300],
+        "k": [1, 2, 3, 4, 5, 6],
+    }
+    path = write(tmp_path / "x.parquet", columns)
+    malformed = Malformed(5)
+    (rows,) = read_parquet(path, parquet_schema(path), malformed)
+    assert (rows.labels.tolist(), rows.dense[:, 0].tolist(), lists(rows.keys[0])) == ([1], [1], [[1]])
+    assert malformed.count == 5
+    assert "x.parquet: row 1: the label is nan; expected 0 or 1" in str(malformed)
+    with pytest.raises(DataError, match=r"x\.parquet: row 1: the label is nan; expected 0 or 1"):
+        list(read_parquet(path, parquet_schema(path), Malformed()))
+
+
+def test_errors_name_file_and_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", {"label": [0], "t": [b"raw"], "k": ["a"]})
+    with pytest.raises(DataError, match=r"column 't' has type binary; expected floats"):
+        parquet_schema(path)
+    with pytest.raises(DataError, match=r"no column 'click' for the label; its columns are label, t, k"):
+        parquet_schema(path, label="click")
+    with pytest.raises(DataError, match=r"no column price"):
+        list(read_parquet(path, Schema(("price",), ()), Malformed()))
+    with pytest.raises(DataError, match=r"'k' of type string holds no numbers"):
+        list(read_parquet(path, Schema(("k",), ()), Malformed()))
+    with pytest.raises(DataError, match=r"'k' of type string is no list"):
+        list(read_parquet(path, Schema((), (Feature("k", True),)), Malformed()))
+    nulls = write(tmp_path / "n.parquet", {"label": [0], "k": pa.array([[1, None]])})
+    with pytest.raises(DataError, match="nulls inside its lists"):
+        list(read_parquet(nulls, parquet_schema(nulls), Malformed()))
+    big = write(tmp_path / "b.parquet", {"label": [0], "k": pa.array([1 << 63], pa.uint64())})
+    with pytest.raises(DataError, match="no keys of 64 bits"):
+        list(read_parquet(big, parquet_schema(big), Malformed()))
+    (tmp_path / "torn.parquet").write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="cannot be read as a Parquet file"):
+        parquet_schema(tmp_path / "torn.parquet")
+
+
+def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    path = write(tmp_path / "x.parquet", {"label": [0], "k": [1]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pip install 'shardwise\[tables\]'"):
+        parquet_schema(path)

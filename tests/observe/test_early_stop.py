@@ -1,0 +1,40 @@
+"""Early stop: after so many evaluations without a gain, also over a resume."""
+
+import json
+import math
+
+import pytest
+
+from shardwise.observe.early_stop import EarlyStop
+
+
+@pytest.mark.parametrize(
+    ("values", "higher", "least_gain", "expected"),
+    [
+        ([0.5, 0.6, 0.7, 0.8], True, 0.0, [False] * 4),
+        ([0.5, 0.6, 0.6, 0.55], True, 0.0, [False, False, False, True]),
+        ([0.5, 0.6, 0.55, 0.61, 0.6, 0.6], True, 0.0, [False] * 5 + [True]),
+        ([0.5, 0.505, 0.509], True, 0.01, [False, False, True]),
+        ([3.0, 2.0, 2.5, 2.1], False, 0.0, [False, False, False, True]),
+        ([math.nan, 0.5, math.nan, 0.6], True, 0.0, [False] * 4),
+        ([math.nan, math.nan], True, 0.0, [False, True]),
+    ],
+)
+def test_patience_of_two(values: list[float], higher: bool, least_gain: float, expected: list[bool]) -> None:
+    stop = EarlyStop(2, least_gain, higher)
+    assert [stop.update(step, value) for step, value in enumerate(values)] == expected
+    resumed = EarlyStop(2, least_gain, higher)
+    found = []
+    for step, value in enumerate(values):
+        found.append(resumed.update(step, value))
+        state = json.loads(json.dumps(resumed.state()))
+        resumed = EarlyStop(2, least_gain, higher)
+        resumed.load_state(state)
+    assert found == expected
+
+
+def test_the_best_is_kept() -> None:
+    stop = EarlyStop(3)
+    for step, value in ((10, 0.5), (20, 0.7), (30, 0.6)):
+        stop.update(step, value)
+    assert (stop.best, stop.best_step, stop.waited) == (0.7, 20, 1)
