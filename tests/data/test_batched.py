@@ -113,6 +113,16 @@ def test_reader_threads_change_nothing_and_end(workers: int) -> None:
     assert not any(thread.name.startswith("shardwise-data") for thread in threading.enumerate())
 
 
+def test_iteration_ends_after_the_epochs_on_every_rank_at_once() -> None:
+    ranks = loaders(4, 1, Numbers(20), epochs=1, shuffle=False)
+    sizes = [[batch["x"].numel() for batch in loader] for loader in ranks]
+    assert sizes == [[1] * 5 + [0]] * 4, "two microbatches a step; the last four samples are one a rank"
+    assert list(ranks[0]) == []
+    again = loaders(1, 8, Numbers(20), epochs=1)[0]
+    again.load_state(ranks[0].state() | {"data": again.state()["data"]})
+    assert list(again) == []
+
+
 def test_what_was_read_ahead_is_not_counted() -> None:
     data = Numbers()
     loader = loaders(1, 8, data)[0]

@@ -113,8 +113,11 @@ class Loader:
         self._cursor = fetched.after
 
     def __iter__(self) -> Iterator[Any]:
-        """Microbatches without end, for a loop of the user's; a step counts once its last one is handed out."""
-        while True:
+        """Microbatches, for a loop of the user's; a step counts once its last one is handed out.
+
+        Without end, or with ``epochs`` as many on every rank: the last of them may be empty.
+        """
+        while self.steps_left != 0:
             fetched = self._fetch()
             try:
                 yield from fetched.batches[:-1]

@@ -124,3 +124,40 @@ def test_terms_have_the_promised_size() -> None:
 def test_what_makes_no_log_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="synthetic clicks"):
         SyntheticClicks(**({"samples": 10, "table_rows": (5,)} | given))  # type: ignore[arg-type]
+
+
+def newton(x: np.ndarray, y: np.ndarray, rounds: int = 8) -> np.ndarray:
+    """Weights of a logistic regression with a little decay."""
+    weights = np.zeros(x.shape[1])
+    for _ in range(rounds):
+        p = 1 / (1 + np.exp(-x @ weights))
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + 0.1 * np.eye(x.shape[1])
+        weights += np.linalg.solve(hessian, x.T @ (y - p) - 0.1 * weights)
+    return weights
+
+
+def test_the_best_score_can_be_reached_and_pairs_are_needed_for_it() -> None:
+    """A weight for each pair of keys represents the teacher; a weight for each key does not."""
+    n, size = 60_000, 6
+    clicks = SyntheticClicks(2 * n, (size, size), dense=2, exponent=0.5, pair_signal=1.0, seed=3)
+    rows = clicks.rows(np.arange(2 * n))
+    a, b = (keys.values for keys in rows.keys)
+    numbers = np.c_[np.log1p(rows.dense), np.ones(2 * n)]
+    pairs = np.c_[numbers, np.eye(size * size)[a * size + b]]
+    keys = np.c_[numbers, np.eye(size)[a], np.eye(size)[b]]
+    labels = torch.from_numpy(rows.labels[n:])
+
+    def score(x: np.ndarray) -> tuple[float, float]:
+        metrics = ClickMetrics()
+        metrics.add(torch.from_numpy(x[n:] @ newton(x[:n], rows.labels[:n])), labels)
+        result = metrics.result()
+        return result.auc, result.log_loss
+
+    metrics = ClickMetrics()
+    metrics.add(torch.from_numpy(clicks.logits(np.arange(n, 2 * n))), labels)
+    teacher = metrics.result()
+    auc_of_pairs, loss_of_pairs = score(pairs)
+    assert teacher.auc - 0.001 < auc_of_pairs < teacher.auc + 0.0005
+    assert abs(loss_of_pairs - teacher.log_loss - pairs.shape[1] / (2 * n)) < 0.0005
+    assert score(keys)[0] < teacher.auc - 0.01
+    assert abs(teacher.auc - clicks.best_of(1 << 18).auc) < 0.005

@@ -20,7 +20,7 @@ drawn labels, which leaves a standard error of about 0.0003 at a million samples
 A learner of P parameters that has seen n samples is about P / 2n nats above the best log loss; with 4 parameters a
 key, 8 features of 200 rows and 2 million samples that is 0.0016 nats, and about 0.001 of AUC.
 
-Cost: about 0.08 us per key.   Shapes: F features, D numbers, b samples asked for.
+Cost: about 50 ns per key.   Shapes: F features, D numbers, b samples asked for.
 """
 
 import hashlib
