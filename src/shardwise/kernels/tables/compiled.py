@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,6 +96,11 @@ def loop(function: Callable[..., Any]) -> Loop:
 
 
 prefetch = _Prefetch(lambda array, row, column: None)
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """The memory of a tensor that is only read, or a copy in one piece: a loop knows no strides."""
+    return tensor.detach().contiguous().numpy()
 
 
 def runs_compiled(*tensors: Tensor) -> bool:

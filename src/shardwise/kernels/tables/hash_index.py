@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import is_installed, loop, prefetch
+from shardwise.kernels.tables.compiled import array, is_installed, loop, prefetch
 from shardwise.kernels.tables.keys import mixed
-from shardwise.kernels.tables.unique import unique
+from shardwise.kernels.tables.unique import Scratch, unique
 from shardwise.plan.errors import TableFullError
 
 _ONE = np.uint64(1)
@@ -36,6 +36,9 @@ _TAKEN, _OF = 5, 8
 """Share of the slots that may be taken."""
 
 _FEWEST_SLOTS = 64
+
+_FEW = 16
+"""Rows for one that is evicted, from which on a heap of those found so far beats sorting out all."""
 
 _LIVE, _PINNED = np.uint8(1), np.uint8(2)
 """State of a row; 0 for one without a key."""
@@ -55,6 +58,7 @@ class HashIndex:
         self._freed = np.empty(0, np.int64)
         self._freed_count = 0
         self._rows = 0
+        self._scratch = Scratch()
 
     def __len__(self) -> int:
         return self._rows - self._freed_count
@@ -85,7 +89,7 @@ class HashIndex:
         missing = np.flatnonzero(out < 0)
         if missing.size == 0:
             return torch.from_numpy(out), torch.empty(0, dtype=torch.int64)
-        fresh, inverse = unique(torch.from_numpy(wanted[missing]))
+        fresh, inverse = unique(torch.from_numpy(wanted[missing]), self._scratch)
         if self.limit is not None and len(self) + len(fresh) > self.limit:
             raise TableFullError(
                 f"{len(fresh)} new keys for a table with {len(self)} of at most {self.limit} rows in use; raise its "
@@ -140,14 +144,11 @@ class HashIndex:
     def lowest(self, count: int) -> Tensor:
         """Rows to evict, lowest (score, key) first: ``count``, or all that are not pinned: [n]."""
         state, keys, scores = (array[: self._rows] for array in (self._state, self._keys, self._scores))
-        rows = np.flatnonzero(state == _LIVE)
-        if 0 < count < rows.size:
-            bound = np.partition(scores[rows], count - 1)[count - 1]
-            under, tied = rows[scores[rows] < bound], rows[scores[rows] == bound]
-            left = count - under.size
-            if left < tied.size:
-                tied = tied[np.argpartition(keys[tied], left - 1)[:left]]
-            rows = np.concatenate([under, tied])
+        if is_installed() and _FEW * count <= len(self):
+            heap = np.empty(max(count, 0), np.int64)
+            rows = heap[: _lowest(state, scores, keys, heap)] if count > 0 else heap
+        else:
+            rows = _lowest_by_partition(state, scores, keys, count)
         return torch.from_numpy(rows[np.lexsort((keys[rows], scores[rows]))][: max(count, 0)])
 
     def below(self, score: int) -> Tensor:
@@ -252,7 +253,7 @@ def _as_keys(keys: Tensor) -> np.ndarray:
         raise ValueError(
             f"keys are {keys.dtype} {list(keys.shape)} on {keys.device}; expected int64 [N] on the CPU"
         )
-    return keys.contiguous().numpy()
+    return array(keys)
 
 
 def _free_pairs(keys: int) -> np.ndarray:
@@ -268,6 +269,20 @@ def _longer(array: np.ndarray, size: int) -> np.ndarray:
     out = np.zeros(max(size, array.size * 3 // 2), array.dtype)
     out[: array.size] = array
     return out
+
+
+def _lowest_by_partition(state: np.ndarray, scores: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
+    """The ``count`` lowest rows, or all; in any order."""
+    rows = np.flatnonzero(state == _LIVE)
+    if not 0 < count < rows.size:
+        return rows
+    held = scores[rows]
+    bound = np.partition(held, count - 1)[count - 1]
+    under, tied = rows[held < bound], rows[held == bound]
+    left = count - under.size
+    if left < tied.size:
+        tied = tied[np.argpartition(keys[tied], left - 1)[:left]]
+    return np.concatenate([under, tied])
 
 
 @loop
@@ -299,6 +314,8 @@ def _insert(pairs: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> None:
 def _refill(pairs: np.ndarray, before: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(before.shape[0]):
+        if i + _AHEAD < before.shape[0]:
+            prefetch(pairs, mixed(before[i + _AHEAD, 0]) & mask, 0)
         if before[i, 1] >= 0:
             slot = mixed(before[i, 0]) & mask
             while pairs[slot, 1] >= 0:
@@ -311,6 +328,8 @@ def _refill(pairs: np.ndarray, before: np.ndarray) -> None:
 def _remove(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(keys.size):
+        if i + _AHEAD < keys.size:
+            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 0)
         slot = mixed(keys[i]) & mask
         while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
             slot = (slot + _ONE) & mask
@@ -328,3 +347,38 @@ def _remove(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
                 pairs[gap, 1] = pairs[slot, 1]
                 gap = slot
         pairs[gap, 1] = -1
+
+
+@loop
+def _lowest(state: np.ndarray, scores: np.ndarray, keys: np.ndarray, heap: np.ndarray) -> int:
+    """Fills ``heap`` with the lowest rows, the highest of them at its root; how many there are."""
+    count = 0
+    for row in range(state.size):
+        if state[row] != _LIVE:
+            continue
+        if count < heap.size:
+            place = count
+            count += 1
+            while place > 0 and _is_lower(scores, keys, heap[(place - 1) // 2], row):
+                heap[place] = heap[(place - 1) // 2]
+                place = (place - 1) // 2
+            heap[place] = row
+        elif _is_lower(scores, keys, row, heap[0]):
+            place = 0
+            while 2 * place + 1 < count:
+                child = 2 * place + 1
+                if child + 1 < count and _is_lower(scores, keys, heap[child], heap[child + 1]):
+                    child += 1
+                if not _is_lower(scores, keys, row, heap[child]):
+                    break
+                heap[place] = heap[child]
+                place = child
+            heap[place] = row
+    return count
+
+
+@loop
+def _is_lower(scores: np.ndarray, keys: np.ndarray, one: int, other: int) -> bool:
+    if scores[one] != scores[other]:
+        return scores[one] < scores[other]
+    return keys[one] < keys[other]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import loop, runs_compiled
+from shardwise.kernels.tables.compiled import array, loop, runs_compiled
 
 _FACTORS = (0xFF51_AFD7_ED55_8CCD, 0xC4CE_B9FE_1A85_EC53)
 _SHIFT = 33
@@ -30,7 +30,7 @@ def mix(keys: Tensor) -> Tensor:
     if not runs_compiled(keys):
         return plain_mix(keys)
     out = torch.empty(keys.shape, dtype=torch.int64)
-    _mix_all(keys.contiguous().numpy(), out.numpy())
+    _mix_all(array(keys), out.numpy())
     return out
 
 

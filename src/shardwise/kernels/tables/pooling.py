@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import loop, prefetch, runs_compiled
+from shardwise.kernels.tables.compiled import array, loop, prefetch, runs_compiled
 
 Pooling = Literal["sum", "mean", "max"]
 
@@ -51,19 +51,19 @@ def pool(
     width: int | None = None,
 ) -> Pooled:
     """Pools the first ``width`` columns of rows of ``source``: [R, >= D], int64 [N], int64 [B + 1] -> [B, D]."""
-    width = source.shape[1] if width is None else width
+    width = _width(source, width)
     _check(pooling, weights, index)
     tensors = [source, index, offsets] + ([] if weights is None else [weights])
     if not runs_compiled(*tensors):
         return plain_pool(source, index, offsets, pooling, weights, width)
     out = torch.empty(len(offsets) - 1, width, dtype=source.dtype)
-    rows, places, bags = source.numpy(), index.contiguous().numpy(), offsets.contiguous().numpy()
+    rows, places, bags = source.detach().numpy(), array(index), array(offsets)
     if pooling == "max":
         found = torch.empty(out.shape, dtype=torch.int64)
         _accept(_pool_max(rows, places, bags, out.numpy(), found.numpy()), source, index, offsets)
         return Pooled(out, found)
     if weights is not None:
-        held = weights.to(source.dtype).contiguous().numpy()
+        held = array(weights.to(source.dtype))
         bad = _pool_weighted(rows, places, bags, held, out.numpy())
     else:
         bad = _pool_sum(rows, places, bags, pooling == "mean", out.numpy())
@@ -81,7 +81,7 @@ def plain_pool(
 ) -> Pooled:
     """The same in torch operations, on any device: the k-th places of all bags at once."""
     _check_places(source, index, offsets)
-    source = source[:, : source.shape[1] if width is None else width]
+    source = source[:, : _width(source, width)]
     begin, lengths = offsets[:-1], offsets.diff()
     out = source.new_zeros(len(begin), source.shape[1])
     found = torch.full(out.shape, -1, dtype=torch.int64, device=source.device)
@@ -135,17 +135,17 @@ def merge(
     tensors = [t for t in (grad, index, offsets, weights, places) if t is not None]
     if not runs_compiled(*tensors):
         return _plain_merge(grad, index, offsets, pooling, weights, places, out)
-    held, ids, into = grad.contiguous().numpy(), index.contiguous().numpy(), out.numpy()
+    held, ids, into = array(grad), array(index), out.numpy()
     if places is not None:
-        bad = _merge_max(held, ids, places.contiguous().numpy(), into)
+        bad = _merge_max(held, ids, array(places), into)
     elif offsets is None and weights is None:
         bad = _merge_rows(held, ids, into)
     else:
-        ends = torch.arange(bags + 1) if offsets is None else offsets.contiguous()
+        ends = torch.arange(bags + 1) if offsets is None else offsets
         if weights is not None:
-            bad = _merge_weighted(held, ids, ends.numpy(), weights.to(grad.dtype).contiguous().numpy(), into)
+            bad = _merge_weighted(held, ids, array(ends), array(weights.to(grad.dtype)), into)
         else:
-            bad = _merge_sum(held, ids, ends.numpy(), pooling == "mean", into)
+            bad = _merge_sum(held, ids, array(ends), pooling == "mean", into)
     _accept(bad, out, index, offsets)
     return out
 
@@ -193,14 +193,20 @@ def _plain_merge(
 
 def gather(source: Tensor, rows: Tensor, width: int | None = None) -> Tensor:
     """The first ``width`` columns of rows: [R, >= D], int64 [N] -> [N, D]."""
-    width = source.shape[1] if width is None else width
+    width = _width(source, width)
     if not runs_compiled(source, rows):
         return source[:, :width].index_select(0, rows)
     out = torch.empty(len(rows), width, dtype=source.dtype)
-    bad = _gather(source.numpy(), rows.contiguous().numpy(), out.numpy())
+    bad = _gather(source.detach().numpy(), array(rows), out.numpy())
     if bad >= 0:
         raise IndexError(f"row {int(rows[bad])} at {bad}; expected 0 to {len(source) - 1}")
     return out
+
+
+def _width(source: Tensor, width: int | None) -> int:
+    if width is not None and not 0 < width <= source.shape[1]:
+        raise ValueError(f"the first {width} of {source.shape[1]} columns; expected 1 to {source.shape[1]}")
+    return source.shape[1] if width is None else width
 
 
 def _check(pooling: Pooling, weights: Tensor | None, index: Tensor) -> None:

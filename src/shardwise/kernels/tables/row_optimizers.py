@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import Loop, loop, runs_compiled
+from shardwise.kernels.tables.compiled import Loop, array, loop, runs_compiled
 from shardwise.kernels.tables.pooling import ahead
 
 
@@ -155,10 +155,10 @@ def update(
         return
     kernel, numbers = _numbers(optimizer, lr, step)
     real = np.float32 if slab.dtype == torch.float32 else np.float64
-    arrays = [slab.numpy(), rows.contiguous().numpy(), grads.contiguous().numpy()]
+    arrays = [slab.detach().numpy(), array(rows), array(grads)]
     if isinstance(optimizer, RowwiseAdagrad):
-        given = slab.new_empty(0) if mean_squares is None else mean_squares.to(slab.dtype).contiguous()
-        arrays.append(given.numpy())
+        given = slab.new_empty(0) if mean_squares is None else mean_squares.to(slab.dtype)
+        arrays.append(array(given))
         numbers = (*numbers, float(grads.shape[1]))
     kernel(*arrays, real(scale), *[x if isinstance(x, bool) else real(x) for x in numbers])
 
@@ -233,7 +233,7 @@ class StepHistory:
     def __init__(self, optimizer: Adam, lrs: Sequence[float] = ()) -> None:
         self._optimizer = optimizer
         self._count = 0
-        self._columns = np.zeros((4, max(64, len(lrs) + 1)))
+        self._columns = np.zeros((5, max(64, len(lrs) + 1)))
         for lr in lrs:
             self.append(lr)
 
@@ -246,8 +246,8 @@ class StepHistory:
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
         self._count += 1
         size, root, keep = _adam_step(self._optimizer, lr, self._count)
-        kept = self._columns[3, self._count - 1] + math.log(keep)
-        self._columns[:, self._count] = lr, size, root, kept
+        kept = self._columns[4, self._count - 1] + math.log(keep)
+        self._columns[:, self._count] = lr, size, root, keep, kept
 
     @property
     def lrs(self) -> list[float]:
@@ -264,15 +264,21 @@ class StepHistory:
         return self._columns[2, : self._count + 1]
 
     @property
+    def keeps(self) -> np.ndarray:
+        """Share of a weight that decay leaves, by step t."""
+        return self._columns[3, : self._count + 1]
+
+    @property
     def kept(self) -> np.ndarray:
         """log of the share of a weight that decay has left since step 0, by step t."""
-        return self._columns[3, : self._count + 1]
+        return self._columns[4, : self._count + 1]
 
 
 def catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
-    """Replays the steps that rows missed, up to the last of ``history``: before they are read, or saved.
+    """Replays the steps that rows missed, up to the last of ``history``: before they are read.
 
-    slab [R, 2 D + 1 + D], int64 [U]. Rows that stand at the last step cost a look.
+    slab [R, 3 D + 1], int64 [U]. Rows that stand at the last step cost a look. A checkpoint needs no replay: the state
+    and ``lrs`` say where each row stands.
     """
     if not optimizer.exact:
         raise ValueError("a lazy Adam has no steps to catch up with; Adam(exact=True) has")
@@ -280,17 +286,17 @@ def catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, 
         return
     _check_rows(slab, rows)
     horizon = len(history) if optimizer.horizon is None else min(optimizer.horizon, len(history))
-    numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay)
+    numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
     if not runs_compiled(slab, rows):
         _plain_catch_up(history, slab, rows, width, horizon, *numbers)
         return
-    steps = (history.sizes, history.roots, history.kept)
-    _catch_up(slab.numpy(), rows.contiguous().numpy(), width, *steps, horizon, *numbers)
+    steps = (history.sizes, history.roots, history.keeps, history.kept)
+    _catch_up(slab.detach().numpy(), array(rows), width, *steps, horizon, *numbers)
 
 
 def plain_catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
     """The same in torch operations, every step replayed: the reference."""
-    numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay)
+    numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
     _plain_catch_up(history, slab, rows, width, len(history), *numbers)
 
 
@@ -303,7 +309,6 @@ def _plain_catch_up(
     beta1: float,
     beta2: float,
     eps: float,
-    weight_decay: float,
 ) -> None:
     held = slab[rows].double()
     w, m, v, stood = held.split([width, width, width, 1], 1)
@@ -311,11 +316,10 @@ def _plain_catch_up(
     last = len(history)
     for step in range(int(first.min()) + 1, last + 1):
         behind = (first < step) & (step <= first + horizon)
-        m.mul_(torch.where(behind, beta1, 1.0))
-        v.mul_(torch.where(behind, beta2, 1.0))
+        m.copy_(torch.where(behind, m * beta1, m))
+        v.copy_(torch.where(behind, v * beta2, v))
         moved = m * history.sizes[step] / (v.sqrt() / history.roots[step] + eps)
-        keep = math.exp(history.kept[step] - history.kept[step - 1])
-        w.copy_(torch.where(behind, w * keep - moved, w))
+        w.copy_(torch.where(behind, w * history.keeps[step] - moved, w))
     left = (last - first - horizon).clamp(min=0)
     m.mul_(beta1**left)
     v.mul_(beta2**left)
@@ -529,12 +533,12 @@ def _catch_up(
     width: int,
     sizes: np.ndarray,
     roots: np.ndarray,
+    keeps: np.ndarray,
     kept: np.ndarray,
     horizon: int,
     beta1: float,
     beta2: float,
     eps: float,
-    weight_decay: float,
 ) -> None:
     last = sizes.size - 1
     held = np.empty((3, width))
@@ -550,12 +554,11 @@ def _catch_up(
             held[2, j] = slab[row, 2 * width + j]
         replayed = min(last, first + horizon)
         for step in range(first + 1, replayed + 1):
-            keep = math.exp(kept[step] - kept[step - 1])
             for j in range(width):
                 held[1, j] *= beta1
                 held[2, j] *= beta2
                 moved = held[1, j] * sizes[step] / (math.sqrt(held[2, j]) / roots[step] + eps)
-                held[0, j] = held[0, j] * keep - moved
+                held[0, j] = held[0, j] * keeps[step] - moved
         fade1, fade2 = beta1 ** (last - replayed), beta2 ** (last - replayed)
         keep = math.exp(kept[last] - kept[replayed])
         for j in range(width):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import philox
-from shardwise.kernels.tables.compiled import loop, runs_compiled
+from shardwise.kernels.tables.compiled import array, loop, runs_compiled
 
 _CHUNK_ELEMENTS = 1 << 16
 _ROUNDS = 10
@@ -68,7 +68,7 @@ def start_rows(
     out = torch.empty(len(keys), width, dtype=dtype)
     if isinstance(law, Constant):
         return out.fill_(law.value)
-    words = keys.cpu().contiguous().numpy().view(np.uint64)
+    words = array(keys.cpu()).view(np.uint64)
     rows = max(1, _CHUNK_ELEMENTS // max(width, 1))
     for begin in range(0, len(words), rows):
         chunk = words[begin : begin + rows]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import loop, runs_compiled
+from shardwise.kernels.tables.compiled import array, loop, runs_compiled
 from shardwise.kernels.tables.keys import mixed
 
 _ONE = np.uint64(1)
@@ -66,7 +66,7 @@ def unique(keys: Tensor, scratch: Scratch | None = None) -> Distinct:
         return plain_unique(keys)
     slots, found = (scratch or Scratch()).reserve(keys.numel())
     inverse = torch.empty_like(keys, memory_format=torch.contiguous_format)
-    count = _unique(keys.contiguous().numpy(), slots, found, inverse.numpy())
+    count = _unique(array(keys), slots, found, inverse.numpy())
     return Distinct(torch.from_numpy(found[:count].copy()), inverse)
 
 
@@ -87,7 +87,7 @@ def grouped(labels: Tensor, groups: int) -> Grouped:
         return plain_grouped(labels, groups)
     order = torch.empty_like(labels, memory_format=torch.contiguous_format)
     counts = torch.zeros(groups, dtype=torch.int64)
-    bad = _grouped(labels.contiguous().numpy(), order.numpy(), counts.numpy(), np.empty(groups, np.int64))
+    bad = _grouped(array(labels), order.numpy(), counts.numpy(), np.empty(groups, np.int64))
     if bad >= 0:
         raise IndexError(f"label {int(labels[bad])} at {bad}; expected 0 to {groups - 1}")
     return Grouped(order, counts)

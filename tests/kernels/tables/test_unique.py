@@ -1,0 +1,67 @@
+"""Distinct keys in the order of their first occurrence; a stable order by owner."""
+
+import pytest
+import torch
+
+from shardwise.kernels.tables.unique import Scratch, grouped, plain_grouped, plain_unique, unique
+
+
+@pytest.mark.parametrize("form", [unique, plain_unique])
+def test_the_example(form) -> None:  # type: ignore[no-untyped-def]
+    distinct = form(torch.tensor([7, 3, 7, 9, 3]))
+    assert distinct.keys.tolist() == [7, 3, 9]
+    assert distinct.inverse.tolist() == [0, 1, 0, 2, 1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 8, 9, 1000, 5000])
+@pytest.mark.parametrize("span", [1, 50, 2**62])
+def test_both_forms_agree(count: int, span: int) -> None:
+    keys = torch.randint(-span, span, (count,))
+    ours, plain = unique(keys), plain_unique(keys)
+    assert torch.equal(ours.keys, plain.keys)
+    assert torch.equal(ours.inverse, plain.inverse)
+    assert torch.equal(ours.keys[ours.inverse], keys)
+
+
+def test_extreme_keys_are_keys() -> None:
+    keys = torch.tensor([2**63 - 1, -(2**63), -1, 0, -1, -(2**63)])
+    assert unique(keys).keys.tolist() == [2**63 - 1, -(2**63), -1, 0]
+
+
+def test_keys_without_a_stride_of_one() -> None:
+    keys = torch.tensor([[1, 2], [1, 3], [4, 5]])[:, 0]
+    assert unique(keys).keys.tolist() == [1, 4]
+
+
+def test_scratch_leaves_nothing_behind() -> None:
+    scratch = Scratch()
+    first = unique(torch.arange(1000), scratch)
+    second = unique(torch.tensor([5, 5, 6]), scratch)
+    assert second.keys.tolist() == [5, 6]
+    assert torch.equal(first.keys, torch.arange(1000)), "results are not views of the scratch"
+
+
+def test_keys_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"keys are torch.int32 \[2\]; expected torch.int64 \[N\]"):
+        unique(torch.tensor([1, 2], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("form", [grouped, plain_grouped])
+def test_groups_are_stable(form) -> None:  # type: ignore[no-untyped-def]
+    labels = torch.tensor([2, 0, 2, 1, 0, 2])
+    order, counts = form(labels, 4)
+    assert order.tolist() == [1, 4, 3, 0, 2, 5]
+    assert counts.tolist() == [2, 1, 3, 0]
+
+
+def test_groups_of_many() -> None:
+    labels = torch.randint(0, 7, (3000,))
+    for ours, plain in zip(grouped(labels, 7), plain_grouped(labels, 7), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("form", [grouped, plain_grouped])
+@pytest.mark.parametrize("bad", [-1, 3])
+def test_a_label_outside(form, bad: int) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(IndexError, match=f"label {bad} at 1; expected 0 to 2"):
+        form(torch.tensor([0, bad, 2]), 3)
