@@ -11,6 +11,16 @@ from shardwise.data.clicks import CRITEO, Malformed, Rows, criteo, read_criteo
 from shardwise.plan.errors import DataError
 
 
+@pytest.fixture(params=["loop", "numpy"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test reads by the compiled loop, and as without numba."""
+    if request.param == "loop":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(criteo, "is_installed", lambda: False)
+    return str(request.param)
+
+
 def plain(content: list[str]) -> list[tuple[object, ...]]:
     """One row a line, by Python's own means."""
     result: list[tuple[object, ...]] = []
@@ -133,6 +143,26 @@ def test_no_text_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "empty").touch()
     assert read(tmp_path / "empty")[0] == []
     assert len(CRITEO.dense) == 13 and len(CRITEO.features) == 26
+
+
+def test_the_loop_and_numpy_see_the_same_lines(way: str) -> None:
+    """Also on text that is no log at all."""
+    if way == "numpy":
+        pytest.skip("compares both")
+    draw = np.random.default_rng(0)
+    for trial in range(200):
+        content = lines(4, seed=trial)
+        text = bytearray(("\n".join(content) + "\n").encode())
+        for at in draw.integers(0, len(text) - 1, 6):
+            text[at] = draw.choice(list(b"\t\n\r-0123456789abcdefx\x00\xff/:"))
+        piece = np.frombuffer(bytes(text), np.uint8)
+        loop, numpy = criteo._by_loop(piece), criteo._by_numpy(piece)
+        assert loop.kinds.tolist() == numpy.kinds.tolist(), trial
+        assert (loop.starts == numpy.starts).all() and (loop.stops == numpy.stops).all()
+        good = loop.kinds == 0
+        np.testing.assert_array_equal(loop.numbers[good], numpy.numbers[good])
+        np.testing.assert_array_equal(loop.keys[good], numpy.keys[good])
+        np.testing.assert_array_equal(loop.missing[good], numpy.missing[good])
 
 
 REAL = Path("../shared/data/criteo/train.csv")
