@@ -9,7 +9,6 @@ from shardwise.parallel.embedding.layout import (
     buckets_of,
     columns_of,
     dynamic_bucket,
-    mixed,
     static_bucket,
     static_keys,
     static_row,
@@ -38,20 +37,6 @@ def test_buckets_and_columns_cover(ranks: int) -> None:
     assert columns == [c for index in range(ranks) for c in Place("column").columns_on(9, index, ranks)]
     assert [Place("table", owner=1).rows_on(9, index, 3) for index in range(3)] == [0, 9, 0]
     assert [Place("table", owner=1).holds(index) for index in range(3)] == [False, True, False]
-
-
-def splitmix64(value: int) -> int:
-    mask = (1 << 64) - 1
-    x = (value + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
-
-
-def test_the_mix_is_splitmix64() -> None:
-    keys = torch.tensor([0, 1, -1, 12345, -(1 << 63), (1 << 63) - 1])
-    expected = [splitmix64(key % (1 << 64)) for key in keys.tolist()]
-    assert [value % (1 << 64) for value in mixed(keys).tolist()] == expected
 
 
 def test_keys_spread_evenly_over_the_buckets() -> None:

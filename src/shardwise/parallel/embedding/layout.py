@@ -21,28 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.kernels.tables.keys import bucket
 from shardwise.parallel.embedding.policy import PlacementName
 
 BUCKETS = 1024
 """Logical buckets of every table."""
-
-_GOLDEN = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
-_MIX_1 = 0xBF58_476D_1CE4_E5B9 - (1 << 64)
-_MIX_2 = 0x94D0_49BB_1331_11EB - (1 << 64)
-"""splitmix64's constants as int64."""
-
-
-def mixed(keys: Tensor) -> Tensor:
-    """splitmix64: a bijection of 64 bits that leaves no pattern. int64 [n] -> int64 [n]."""
-    x = keys + _GOLDEN
-    x = (x ^ _shifted(x, 30)) * _MIX_1
-    x = (x ^ _shifted(x, 27)) * _MIX_2
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def static_bucket(keys: Tensor) -> Tensor:
@@ -52,7 +35,7 @@ def static_bucket(keys: Tensor) -> Tensor:
 
 def dynamic_bucket(keys: Tensor) -> Tensor:
     """Bucket of each key of a dynamic table."""
-    return mixed(keys) & (BUCKETS - 1)
+    return bucket(keys, BUCKETS)
 
 
 def buckets_of(index: int, ranks: int) -> range:

@@ -42,10 +42,8 @@ class Choice:
     """The table's size, as text."""
 
     def __str__(self) -> str:
-        place = self.place.placement
-        if place == "table":
-            place += f" on rank {self.place.owner}"
-        return f"{self.table} ({self.line}): {place}, {self.why}"
+        owner = f" on rank {self.place.owner}" if self.place.placement == "table" else ""
+        return f"{self.table} ({self.line}): {self.place.placement}{owner}, {self.why}"
 
 
 class _Room:

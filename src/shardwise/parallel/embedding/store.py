@@ -29,14 +29,14 @@ from shardwise.comm.exchange import share
 from shardwise.kernels import philox
 from shardwise.kernels.tables import row_optimizers as rule
 from shardwise.kernels.tables.hash_index import HashIndex
-from shardwise.kernels.tables.keys import bucket, mix
+from shardwise.kernels.tables.keys import mix
 from shardwise.kernels.tables.pooling import gather, merge
 from shardwise.kernels.tables.slab import reserve
 from shardwise.kernels.tables.start_rows import Uniform, start_rows
 from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.parallel.embedding.layout import BUCKETS, static_bucket, static_keys, static_row
+from shardwise.parallel.embedding.layout import dynamic_bucket, static_bucket, static_keys, static_row
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy
 from shardwise.plan.errors import MismatchError, TableFullError
 
@@ -88,7 +88,7 @@ class Store:
         self._group = group
         self._alike = group.size == 1 or tables.place.placement in ("data_parallel", "column")
         self._seed = seed
-        self._history = rule.StepHistory(self.optimizer) if _replays(self.optimizer) else None
+        self._history = _history_of(self.optimizer)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._is_merged = False
         self._steps = 0
@@ -108,8 +108,8 @@ class Store:
             self.slab = reserve(base, line, dtype)
         else:
             self.slab = reserve(tables.slab_rows(group.index), line, dtype)
-            for table in range(len(tables.tables)):
-                self._draw(table, self._static_keys(table))
+            for place in range(len(tables.tables)):
+                self._draw(place, self._static_keys(place))
 
     @property
     def nbytes(self) -> int:
@@ -197,10 +197,9 @@ class Store:
     def resume(self, steps: int, lr_factors: Sequence[float]) -> None:
         """Go on after ``steps`` steps with these factors of the learning rate."""
         self._steps = steps
-        if self._history is not None:
-            lr = self.tables.optimizer.lr
-            assert isinstance(self.optimizer, rule.Adam), "Adam alone replays"
-            self._history = rule.StepHistory(self.optimizer, [lr * factor for factor in lr_factors])
+        self._history = _history_of(
+            self.optimizer, [self.tables.optimizer.lr * factor for factor in lr_factors]
+        )
 
     def _merged(self) -> tuple[Tensor, Tensor]:
         """One gradient for each row, in the order in which the rows first came."""
@@ -304,7 +303,7 @@ class Store:
             keys, rows = table.index.items()
             scores = table.index.scores_of(rows)
             rows = rows + table.base
-            buckets = bucket(keys, BUCKETS)
+            buckets = dynamic_bucket(keys)
         else:
             keys = self._static_keys(place)
             rows = self._slab_rows(place, keys)
@@ -378,7 +377,7 @@ class Store:
             return torch.full_like(keys, self._group.index == where.owner, dtype=torch.bool)
         if where.placement != "row":
             return torch.ones_like(keys, dtype=torch.bool)
-        buckets = bucket(keys, BUCKETS) if self._dynamic else static_bucket(keys)
+        buckets = dynamic_bucket(keys) if self._dynamic else static_bucket(keys)
         return buckets % self._group.size == self._group.index
 
     def _static_keys(self, place: int) -> Tensor:
@@ -545,12 +544,13 @@ _ONE_A_ROW = ("row_sum", "step")
 def _state_columns(optimizer: rule.RowOptimizer, width: int) -> Iterable[tuple[str, int]]:
     """Names of the state after the weights, and how many columns each has."""
     for name in _STATE[type(optimizer)]:
-        if name != "step" or _replays(optimizer):
+        if name != "step" or _history_of(optimizer) is not None:
             yield name, 1 if name in _ONE_A_ROW else width
 
 
-def _replays(optimizer: rule.RowOptimizer) -> bool:
-    return isinstance(optimizer, rule.Adam) and optimizer.exact
+def _history_of(optimizer: rule.RowOptimizer, lrs: Sequence[float] = ()) -> rule.StepHistory | None:
+    """Of an Adam that replays; it has a column for the step at which a row stands."""
+    return rule.StepHistory(optimizer, lrs) if isinstance(optimizer, rule.Adam) and optimizer.exact else None
 
 
 def _start_name(table: str) -> str:

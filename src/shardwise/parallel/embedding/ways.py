@@ -30,12 +30,11 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, back, gather, send
-from shardwise.kernels.tables.keys import bucket
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.unique import Scratch, grouped, unique
 from shardwise.parallel.embedding.fuse import Fused
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.parallel.embedding.layout import BUCKETS, static_bucket
+from shardwise.parallel.embedding.layout import dynamic_bucket, static_bucket
 from shardwise.parallel.embedding.store import Store, Stretch
 
 
@@ -130,7 +129,7 @@ class Way:
 
     def _owners(self, keys: Tensor) -> Tensor:
         """Of placement ``row``: the rank that has each key."""
-        buckets = bucket(keys, BUCKETS) if self.tables.is_dynamic else static_bucket(keys)
+        buckets = dynamic_bucket(keys) if self.tables.is_dynamic else static_bucket(keys)
         return buckets % self.group.size
 
     def _pooled(self, asked: Asked, vectors: Tensor) -> list[Tensor]:
@@ -245,8 +244,8 @@ class Routed(Way):
             return Asked(fused, keys[order], place[inverse], leaving.view(ranks, self.kinds))
         leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
         if self.tables.is_dynamic:
-            for table, place in enumerate(self.tables.places):
-                leaving[place.owner, table] = sizes[table]
+            for number, place_of in enumerate(self.tables.places):
+                leaving[place_of.owner, number] = sizes[number]
             return Asked(fused, keys, inverse, leaving)
         # Places count up in the order of first occurrence, and so in the order of owners.
         before = 0

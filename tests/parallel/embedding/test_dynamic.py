@@ -1,0 +1,147 @@
+"""Tables that grow and shrink: the same rows on any number of ranks, and no silent failure."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.comm.collectives import Group
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.policy import (
+    AdmissionPolicy,
+    DynamicPolicy,
+    EvictionPolicy,
+    RowOptimizerPolicy,
+    TablePolicy,
+)
+from shardwise.plan.errors import TableFullError
+from shardwise.plan.ragged import Ragged
+from tests.parallel.embedding.threads import on_ranks
+
+SGD = RowOptimizerPolicy(type="sgd", lr=0.1)
+LARGEST = (1 << 63) - 1
+
+
+def collection_of(dynamic: DynamicPolicy, placement: str = "auto", **fields: Any) -> EmbeddingCollection:
+    table = TablePolicy(**({"name": "t", "width": 3, "dynamic": dynamic, "placement": placement} | fields))
+    return EmbeddingCollection([table], SGD, seed=1, dtype=torch.float64)
+
+
+def train_on(collection: EmbeddingCollection, keys: list[int]) -> torch.Tensor:
+    out = collection({"t": Ragged.of_ones(torch.tensor(keys, dtype=torch.int64))})["t"]
+    out.sum().backward()
+    collection.step()
+    return out.detach()
+
+
+def keys_of(collection: EmbeddingCollection) -> list[int]:
+    return sorted(collection.rows_here("t").keys.tolist())
+
+
+def test_any_key_gets_a_row_and_it_begins_by_its_key() -> None:
+    keys = [7, -3, LARGEST, -LARGEST - 1, 0, 7]
+    first = train_on(collection_of(DynamicPolicy()), keys)
+    other = collection_of(DynamicPolicy(initial_rows=1))
+    other_way = train_on(other, [1, 2, *keys[::-1]])[2:].flip(0)
+    assert torch.equal(first, other_way), "not by the order of arrival"
+    assert first.abs().max() <= 0.01 and first[0].equal(first[5]) and len(set(first[:, 0].tolist())) == 5
+    assert keys_of(other) == sorted({1, 2, *keys})
+
+
+def test_evaluation_inserts_nothing() -> None:
+    collection = collection_of(DynamicPolicy())
+    train_on(collection, [1, 2])
+    collection.eval()
+    found = collection({"t": Ragged.of_ones(torch.tensor([1, 9]))})["t"]
+    assert found[0].abs().sum() > 0 and found[1].abs().sum() == 0
+    assert keys_of(collection) == [1, 2]
+
+
+def test_a_full_table_is_an_error() -> None:
+    collection = collection_of(DynamicPolicy(capacity=3))
+    train_on(collection, [1, 2, 3])
+    with pytest.raises(TableFullError, match="table 't'.*evict"):
+        train_on(collection, [3, 4])
+    assert keys_of(collection) == [1, 2, 3]
+
+
+def test_a_budget_in_bytes() -> None:
+    collection = collection_of(DynamicPolicy(budget_bytes=3 * 3 * 8))
+    train_on(collection, [1, 2, 3])
+    with pytest.raises(TableFullError):
+        train_on(collection, [4])
+
+
+@pytest.mark.parametrize(("kind", "left"), [("lru", [2, 4, 5]), ("lfu", [1, 2, 5])])
+def test_the_lowest_go_first(kind: str, left: list[int]) -> None:
+    eviction = EvictionPolicy(type=kind, fraction=0.25, pinned=(5,))
+    collection = collection_of(DynamicPolicy(capacity=4, eviction=eviction))
+    for keys in ([1, 5], [1, 1], [1, 2], [3, 2], [2, 2]):
+        train_on(collection, keys)
+    assert keys_of(collection) == [1, 2, 3, 5], "full, and no more than that"
+    train_on(collection, [4, 2])
+    assert keys_of(collection) == left
+
+
+def test_a_row_that_comes_back_begins_anew() -> None:
+    eviction = EvictionPolicy(type="age", max_age_steps=2)
+    collection = collection_of(DynamicPolicy(eviction=eviction))
+    first = train_on(collection, [1])
+    train_on(collection, [2])
+    assert keys_of(collection) == [1, 2]
+    train_on(collection, [2])
+    assert keys_of(collection) == [2]
+    assert torch.equal(train_on(collection, [1]), first)
+
+
+def test_admission() -> None:
+    often = collection_of(DynamicPolicy(admission=AdmissionPolicy(type="frequency", count=3)))
+    for _ in range(2):
+        assert train_on(often, [5, 5, 5]).abs().sum() == 0, "a batch counts once"
+    assert train_on(often, [5, 6]).abs().sum(1).gt(0).tolist() == [True, False]
+    assert keys_of(often) == [5]
+
+    some = collection_of(DynamicPolicy(admission=AdmissionPolicy(type="probability", probability=0.3)))
+    train_on(some, list(range(1000)))
+    admitted = keys_of(some)
+    assert 200 < len(admitted) < 400
+    train_on(some, list(range(1000)))
+    assert keys_of(some) == admitted, "the same keys every time"
+
+
+def train_with_eviction(group: Group, placement: str, kind: str, admission: str) -> dict[str, Any]:
+    dynamic = DynamicPolicy(
+        capacity=60,
+        eviction=EvictionPolicy(type=kind, fraction=0.2, pinned=(3, 4)),
+        admission=AdmissionPolicy(type=admission, count=2 if admission == "frequency" else 1),
+    )
+    collection = collection_of(dynamic, placement)
+    collection.place(group)
+    each = 24 // group.size
+    for step in range(12):
+        generator = torch.Generator().manual_seed(step)
+        keys = (torch.rand(24, generator=generator) ** 3 * 120).long() + step * 2
+        mine = keys[group.index * each : (group.index + 1) * each]
+        train_on(collection, mine.tolist())
+    rows = collection.rows_here("t")
+    assert rows.scores is not None
+    return {"keys": rows.keys, "weights": rows.weights, "scores": rows.scores}
+
+
+@pytest.mark.parametrize("kind", ["lru", "lfu"])
+@pytest.mark.parametrize("admission", ["always", "frequency"])
+@pytest.mark.parametrize("placement", ["data_parallel", "column", "table", "row"])
+def test_every_layout_evicts_the_same(placement: str, admission: str, kind: str) -> None:
+    alone = on_ranks(1, train_with_eviction, "auto", kind, admission)[0]
+    found = on_ranks(3, train_with_eviction, placement, kind, admission)
+    parts = found[:1] if placement in ("data_parallel", "column") else found
+    keys = torch.cat([part["keys"] for part in parts])
+    scores = torch.cat([part["scores"] for part in parts])
+    weights = torch.cat(
+        [part["weights"] for part in (found if placement == "column" else parts)], int(placement == "column")
+    )
+    order, expected = keys.argsort(), alone["keys"].argsort()
+    assert 0 < len(keys) <= 60
+    assert torch.equal(keys[order], alone["keys"][expected])
+    assert torch.equal(scores[order], alone["scores"][expected])
+    torch.testing.assert_close(weights[order], alone["weights"][expected], rtol=1e-12, atol=1e-14)
