@@ -100,6 +100,7 @@ class EmbeddingCollection(nn.Module):
         """Where each table lies, and why."""
         self.steps = 0
         """Optimizer steps done."""
+        self._lr_factors: list[float] = []
         self._parts: list[Part] = []
         self._group: Group | None = None
         self._keys_group: Group | None = None
@@ -291,6 +292,8 @@ class EmbeddingCollection(nn.Module):
             norm = float(squares.sqrt()) / divisor
             divisor = divisor / clip_factor(norm, max_norm)
         self.steps += 1
+        if any((table.optimizer or self.optimizer).exact for table in self.tables):
+            self._lr_factors.append(lr_factor)
         for part in self._parts:
             part.store.step(self.steps, lr_factor, divisor)
 
@@ -319,6 +322,21 @@ class EmbeddingCollection(nn.Module):
         """Take the weights of torch's module for a table."""
         weight = bag.weight.detach()
         self.load_rows(table, Rows.of_weights(torch.arange(weight.shape[0]), weight.to(self.dtype)))
+
+    def progress(self) -> dict[str, Any]:
+        """What is no row and must be saved: the steps done and their factors of the learning rate; alike on all ranks.
+
+        Exact Adam replays steps by their rates. Of other optimizers the number of steps is enough, and the factors are
+        left out.
+        """
+        return {"steps": self.steps, "lr_factors": list(self._lr_factors)}
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on from there: before rows are loaded."""
+        self.steps = int(progress["steps"])
+        self._lr_factors = [float(factor) for factor in progress["lr_factors"]]
+        for part in self.parts:
+            part.store.resume(self.steps, self._lr_factors)
 
     def _find(self, table: str) -> tuple[Part, int]:
         for part in self.parts:

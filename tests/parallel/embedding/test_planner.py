@@ -1,0 +1,124 @@
+"""The planner says why, obeys, refuses; and what it computes is what is sent."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.comm.collectives import Group
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent
+from shardwise.parallel.embedding.layout import Place
+from shardwise.parallel.embedding.planner import Choice, plan_tables
+from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
+from shardwise.plan.errors import PlanError
+from shardwise.plan.ragged import Ragged
+from tests.parallel.embedding.threads import on_ranks
+
+ROWWISE = RowOptimizerPolicy(type="rowwise_adagrad")
+MIB = 1 << 20
+
+
+def plan(
+    *tables: TablePolicy, ranks: int = 4, batch: int = 1000, memory: float | None = None
+) -> list[Choice]:
+    return plan_tables(tables, ROWWISE, ranks, batch, torch.float32, memory)
+
+
+def test_every_table_has_a_reason() -> None:
+    choices = plan(
+        TablePolicy(name="user", rows=1_000_000, width=16),
+        TablePolicy(name="words", rows=1_000_000, width=16, keys_per_sample=50, distinct=0.9),
+        TablePolicy(name="asked", rows=1000, width=16, placement="column"),
+        TablePolicy(name="new", dynamic=DynamicPolicy(), width=16),
+    )
+    assert [choice.table for choice in choices] == ["user", "words", "asked", "new"]
+    text = "\n".join(map(str, choices))
+    assert "user (1,000,000 x 16, rowwise_adagrad, 64.8 MiB): row, sends rows" in text
+    assert choices[1].place.sends == "sums", "many distinct keys in a bag: sums are fewer bytes"
+    assert "asked (1,000 x 16" in text and "column, as asked" in text
+    assert all("ms and" in str(choice) for choice in choices) and "others, ms" in str(choices[0])
+    assert plan(TablePolicy(name="t", rows=9, width=1), ranks=1)[0].why == "one rank holds everything"
+
+
+def test_memory_moves_a_table_and_refuses_it() -> None:
+    large = TablePolicy(name="large", rows=1_000_000, width=16, placement="data_parallel")
+    with pytest.raises(
+        PlanError, match=r"'large' .* fits nowhere: data_parallel needs 64.8 MiB; left .* 20.0 MiB"
+    ):
+        plan(large, memory=20 * MIB)
+    free = large.model_copy(update={"placement": "auto"})
+    choice = plan(free, memory=20 * MIB)[0]
+    assert choice.place.placement in ("row", "column") and "no room: data_parallel needs 64.8" in str(choice)
+    with pytest.raises(PlanError, match="fits nowhere.*row needs 16.2 MiB"):
+        plan(free, memory=10 * MIB)
+    several = [TablePolicy(name=str(i), rows=100_000, width=16, placement="table") for i in range(8)]
+    owners = [choice.place.owner for choice in plan(*several, memory=13 * MIB + 1)]
+    assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]
+    with pytest.raises(PlanError, match="fits nowhere"):
+        plan(*several, memory=12 * MIB)
+
+
+def test_impossible_wishes() -> None:
+    with pytest.raises(PlanError, match="gives each of 4 ranks a column, but the width is 3"):
+        plan(TablePolicy(name="t", rows=10, width=3, placement="column"))
+    assert plan(TablePolicy(name="t", rows=10, width=3))[0].place.placement != "column"
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({}, "neither of rows and dynamic"),
+        ({"rows": 3, "dynamic": {}}, "both of rows and dynamic"),
+        ({"rows": 3, "pooling": {"x": "sum"}}, "feature 'x', which is none of its features"),
+        ({"rows": 3, "sends": "sums", "pooling": "max"}, "sums needs pooling sum or mean"),
+        ({"rows": 3, "sends": "sums", "placement": "column"}, "for placements table and row"),
+        ({"dynamic": {}, "sends": "sums"}, "a dynamic table sends rows"),
+        ({"dynamic": {"eviction": {"type": "lru"}}}, "needs capacity or budget_bytes"),
+        ({"dynamic": {"eviction": {"type": "age"}}}, "go together"),
+        ({"rows": 3, "optimizer": {"type": "sgd", "exact": True}}, "exact is for adam"),
+        ({"rows": 3, "optimizer": {"type": "sgd", "l1": 0.1}}, "are FTRL's"),
+        ({"rows": 3, "widht": 4}, "did you mean 'width'"),
+    ]
+    for fields, says in bad:
+        with pytest.raises(ValueError, match=says):
+            TablePolicy(**{"name": "t", "width": 4, **fields})
+
+
+def traffic_of(group: Group, placement: str, sends: str) -> dict[str, int]:
+    """Every rank asks for as many keys of every rank as every other."""
+    table = TablePolicy(name="t", rows=64, width=8, placement=placement, sends=sends)
+    collection = EmbeddingCollection([table], ROWWISE)
+    collection.place(group)
+    group.traffic.clear()
+    keys = torch.arange(16).repeat(3)  # 48 keys, 16 distinct, 24 bags of two
+    collection({"t": Ragged(keys, torch.arange(0, 49, 2))})["t"].sum().backward()
+    collection.step()
+    return {kind: group.traffic.total(kind).bytes for kind in ("keys", "activations", "gradients")}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("placement", "sends"),
+    [
+        ("data_parallel", "auto"),
+        ("column", "auto"),
+        ("row", "rows"),
+        ("row", "sums"),
+        ("table", "rows"),
+        ("table", "sums"),
+    ],
+)
+def test_bytes_are_those_of_the_formula(placement: Any, sends: Any) -> None:
+    place = Place(placement, sends="sums" if sends == "sums" else "rows")
+    expected = bytes_sent(place, Load(48, 16, 24), 8, 4, 4)
+    found = on_ranks(4, traffic_of, placement, sends)
+    means = [sum(each[kind] for each in found) / 4 for kind in ("keys", "activations", "gradients")]
+    gradients = means[2] - (
+        24 * 4 if placement == "column" else 0
+    )  # squares of whole rows, for row-wise Adagrad
+    assert means[:2] == [expected.keys, expected.vectors] and gradients == expected.gradients
+    assert bytes_held("row", 64, 36, 4) == 64 * 36 / 4
+
+
+def test_the_collection_prints_the_plan() -> None:
+    collection = EmbeddingCollection([TablePolicy(name="t", rows=10, width=4)])
+    assert (
+        collection.describe()
+        == "t (10 x 4, rowwise_adagrad, 200 B): data_parallel, one rank holds everything"
+    )
