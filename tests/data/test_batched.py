@@ -113,6 +113,20 @@ def test_reader_threads_change_nothing_and_end(workers: int) -> None:
     assert not any(thread.name.startswith("shardwise-data") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_steps_are_read_ahead_as_far_as_asked_and_watched(ahead: int) -> None:
+    spans: list[tuple[int, float, float]] = []
+    loader = loaders(1, 4, steps_ahead=ahead, watch=lambda *span: spans.append(span))[0]
+    straight = steps(loaders(1, 8), 2)
+    assert [x for batch in loader.step_batches() for x in batch["x"].tolist()] == straight[0]
+    deadline = time.monotonic() + 20
+    while len(spans) < 2 * (ahead + 1) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    loader.close()
+    assert sorted(position for position, _, _ in spans) == [8 * (i // 2) for i in range(2 * (ahead + 1))]
+    assert all(began <= ended for _, began, ended in spans)
+
+
 def test_iteration_ends_after_the_epochs_on_every_rank_at_once() -> None:
     ranks = loaders(4, 1, Numbers(20), epochs=1, shuffle=False)
     sizes = [[batch["x"].numel() for batch in loader] for loader in ranks]

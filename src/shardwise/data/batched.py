@@ -11,9 +11,10 @@ depend on its position alone, so neither their number nor their speed changes an
 Shapes: n samples in the dataset, G global batch.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +25,10 @@ from shardwise.data.feed import Cursor, Fetched
 from shardwise.data.sampler import Sampler, Share
 from shardwise.plan.errors import DataError
 
-_STEPS_AHEAD = 2
+STEPS_AHEAD = 2
+
+Watch = Callable[[int, float, float], None]
+"""Told by a reader thread what it did: position of the step, start and end by ``time.perf_counter``."""
 
 
 class BatchedDataset(ABC):
@@ -55,7 +59,8 @@ class BatchedFeed:
         shuffle: bool = True,
         epochs: int | None = None,
         threads: int = 1,
-        steps_ahead: int = _STEPS_AHEAD,
+        steps_ahead: int = STEPS_AHEAD,
+        watch: Watch | None = None,
     ) -> None:
         if len(data) < share.global_batch and epochs != 1:
             raise DataError(
@@ -63,6 +68,7 @@ class BatchedFeed:
                 f"is {share.global_batch}: one step must not see a sample twice"
             )
         self._data, self._share, self._threads, self._ahead = data, share, threads, steps_ahead
+        self._watch = watch
         self._sampler = Sampler(len(data), seed, shuffle)
         self.end = None if epochs is None else epochs * len(data)
         """The position behind the last sample; None where epochs follow one another without end."""
@@ -80,7 +86,11 @@ class BatchedFeed:
         start, stop = position + block.start, position + block.stop
         if self.end is not None:
             start, stop = min(start, self.end), min(stop, self.end)
-        return self._data.batch(self._sampler.at(start, stop))
+        began = time.perf_counter()
+        batch = self._data.batch(self._sampler.at(start, stop))
+        if self._watch is not None:
+            self._watch(position, began, time.perf_counter())
+        return batch
 
     def steps(self, cursor: Cursor) -> Iterator[Fetched]:
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="shardwise-data")

@@ -9,7 +9,8 @@ The position is what has been handed out, never what has been read ahead. It cou
 number of ranks, with any micro batch, and after a change of the global batch.
 Text is read ahead by one thread, one step deep; a user's dataset by its worker processes, or not at all: it may draw
 random numbers or hold files that a second thread would disturb. A ``BatchedDataset`` is read by ``workers`` threads,
-and with ``epochs`` it ends: ranks that have run out of samples get empty batches (batched.py).
+``steps_ahead`` steps before they are asked for, and with ``epochs`` it ends: ranks that have run out of samples get
+empty batches (batched.py).
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from shardwise.data.adopt import Collate, Mapped, adopt
-from shardwise.data.batched import BatchedDataset, BatchedFeed
+from shardwise.data.batched import STEPS_AHEAD, BatchedDataset, BatchedFeed, Watch
 from shardwise.data.feed import Feed, Fetched, MapFeed, StreamFeed
 from shardwise.data.sampler import Share
 from shardwise.plan.errors import ConfigError, DataError
@@ -42,6 +43,8 @@ class Loader:
         collate_fn: Collate | None = None,
         workers: int = 0,
         epochs: int | None = None,
+        steps_ahead: int = STEPS_AHEAD,
+        watch: Watch | None = None,
     ) -> None:
         self.share = Share(global_batch, micro_batch, dp_index, dp_size)
         self._feed: Feed
@@ -49,7 +52,16 @@ class Loader:
         self._end: int | None = None
         if isinstance(data, BatchedDataset):
             threads = max(workers, 1)
-            self._feed = BatchedFeed(data, self.share, seed, shuffle=shuffle, epochs=epochs, threads=threads)
+            self._feed = BatchedFeed(
+                data,
+                self.share,
+                seed,
+                shuffle=shuffle,
+                epochs=epochs,
+                threads=threads,
+                steps_ahead=steps_ahead,
+                watch=watch,
+            )
             self._end = self._feed.end
         elif epochs is not None:
             raise ConfigError(
