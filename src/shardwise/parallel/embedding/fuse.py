@@ -86,19 +86,24 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
 
 
 def _numbered(group: TableGroup, keys: Tensor, sizes: Tensor, starts: list[int]) -> Tensor:
-    """Keys of the tables to keys of the group."""
+    """Keys of the tables to keys of the group, in place: ``keys`` are a copy already."""
     tables = [feature.table for feature in group.features]
     rows = torch.tensor([group.tables[table].rows for table in tables], device=keys.device)
     bases = torch.tensor([group.bases[table] for table in tables], device=keys.device)
+    if starts[-1] and all(start == starts[1] * place for place, start in enumerate(starts)):
+        block = keys.view(len(tables), -1)  # as many keys of each feature: one key a sample, say
+        low, high = block.aminmax(dim=1)
+        if bool(((low >= 0) & (high < rows)).all()):
+            block += bases[:, None]
+            return keys
     limits = rows.repeat_interleave(sizes, output_size=keys.numel())
     outside = (keys < 0) | (keys >= limits)
     if bool(outside.any()):
-        keys = keys.clone()
         for place, feature in enumerate(group.features):
             stretch = slice(starts[place], starts[place + 1])
             if bool(outside[stretch].any()):
                 _mend(group, feature.name, feature.table, keys[stretch], outside[stretch])
-    return keys + bases.repeat_interleave(sizes, output_size=keys.numel())
+    return keys.add_(bases.repeat_interleave(sizes, output_size=keys.numel()))
 
 
 def _mend(group: TableGroup, feature: str, table: int, keys: Tensor, outside: Tensor) -> None:

@@ -155,6 +155,13 @@ class Store:
         weights[~absent] = gather(self.slab, rows[~absent], len(self.columns))
         return weights
 
+    def can_lend(self, rows: Tensor) -> bool:
+        """Bring rows up to date in the slab; true where each of them exists, so that they may be read there."""
+        if self._dynamic and bool((rows < 0).any()):
+            return False
+        self._catch_up(rows)
+        return True
+
     # Learning ----------------------------------------------------------------------------------------------------
 
     def add(self, rows: Tensor, grads: Tensor) -> None:

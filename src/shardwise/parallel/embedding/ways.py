@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, back, gather, send
+from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.unique import Scratch, grouped, unique
 from shardwise.parallel.embedding.fuse import Fused
@@ -132,20 +133,22 @@ class Way:
         buckets = dynamic_bucket(keys) if self.tables.is_dynamic else static_bucket(keys)
         return buckets % self.group.size
 
-    def _pooled(self, asked: Asked, vectors: Tensor) -> list[Tensor]:
-        """What each run makes of the vectors of distinct keys."""
-        fused, outputs = asked.fused, []
+    def _pooled(self, asked: Asked, vectors: Tensor, index: Tensor | None = None) -> list[Tensor]:
+        """What each run makes of ``vectors``: those of distinct keys, or lines that ``index`` names for each key."""
+        fused, outputs, width = asked.fused, [], self.tables.width
+        index = asked.inverse if index is None else index
         asked.found = []
         for kind, start, stop in self.tables.runs:
             if kind == "rows":
-                outputs.append(vectors[asked.inverse[fused.starts[start] : fused.starts[stop]]])
+                stretch = index[fused.starts[start] : fused.starts[stop]]
+                outputs.append(gather_vectors(vectors, stretch, width))
                 asked.found.append(None)
                 continue
             offsets = fused.offsets[start * fused.samples : stop * fused.samples + 1]
             if kind == "max":
-                pooled = pool(vectors, asked.inverse, offsets, "max")
+                pooled = pool(vectors, index, offsets, "max", width=width)
             else:
-                pooled = pool(vectors, asked.inverse, offsets, "sum", fused.weights)
+                pooled = pool(vectors, index, offsets, "sum", fused.weights, width)
             outputs.append(pooled.values)
             asked.found.append(pooled.places)
         return outputs
@@ -192,7 +195,12 @@ class Everywhere(Way):
         asked.rows = store.rows(asked.arrived, asked.stretches, learns)
         if self.tables.place.placement == "data_parallel" or self.group.size == 1:
             start = sum(parts[:me])
-            return self._pooled(asked, store.read(asked.rows[start : start + parts[me]]))
+            own = asked.rows[start : start + parts[me]]
+            if not store.can_lend(own):
+                return self._pooled(asked, store.read(own))
+            # The own copy is read where it lies. Keys of static tables are rows already.
+            index = own[asked.inverse] if self.tables.is_dynamic else asked.fused.keys
+            return self._pooled(asked, store.slab, index)
         served = store.read(asked.rows)  # [A, D/N]
         elements = [[part * len(self.tables.columns(rank)) for part in parts] for rank in self._ranks]
         output = served.new_empty(sum(row[me] for row in elements))
