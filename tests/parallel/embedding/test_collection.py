@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Group
-from shardwise.parallel.embedding.collection import EmbeddingCollection, Sequences
+from shardwise.parallel.embedding.collection import EmbeddingCollection, Sequences, collections_of
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.plan.errors import DataError, PlanError, UsageError
 from shardwise.plan.ragged import Ragged
@@ -144,6 +144,8 @@ def test_evaluation_keeps_nothing_and_weights_are_no_parameters() -> None:
     assert torch.equal(collection.rows_here("t").weights, before)
     assert not list(collection.parameters()) and collection.bytes_here == 50 * 4 * 8
     assert "t: 50 x 4" in repr(collection)
+    model = nn.ModuleDict({"top": nn.Linear(2, 2), "inner": nn.Sequential(collection)})
+    assert collections_of(model) == {"inner.0": collection}
 
 
 def test_a_dropped_step_changes_nothing() -> None:

@@ -9,7 +9,7 @@ from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent
 from shardwise.parallel.embedding.layout import Place
-from shardwise.parallel.embedding.planner import Choice, plan_tables
+from shardwise.parallel.embedding.planner import Choice, measured, plan_tables
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from shardwise.plan.errors import PlanError
 from shardwise.plan.ragged import Ragged
@@ -39,6 +39,21 @@ def test_every_table_has_a_reason() -> None:
     assert "asked (1,000 x 16" in text and "column, as asked" in text
     assert all("ms and" in str(choice) for choice in choices) and "others, ms" in str(choices[0])
     assert plan(TablePolicy(name="t", rows=9, width=1), ranks=1)[0].why == "one rank holds everything"
+
+
+def test_figures_of_a_batch() -> None:
+    tables = [
+        TablePolicy(name="t", rows=100, width=4, features=("a", "b")),
+        TablePolicy(name="c", rows=9, width=4),
+    ]
+    given = {
+        "a": Ragged.of_lists([[1, 2], [3, 1]]),
+        "b": Ragged.of_lists([[1], [9]]),
+        "c": Ragged.of_lists([[], []]),
+    }
+    first, second = measured(tables, given)
+    assert first.keys_per_sample == 1.5 and first.distinct == pytest.approx(4 / 6)
+    assert second == tables[1]
 
 
 def test_memory_moves_a_table_and_refuses_it() -> None:

@@ -1,7 +1,18 @@
 """Embedding tables spread over ranks: by copy, by table, by row, by column; static, or growing as keys come.
 
-policy   what the user may set            layout   homes of keys, rows and columns; pure
-cost     bytes and memory; pure           planner  chooses a placement for each table and says why; pure
-fuse     features of a batch, joined      ways     how keys travel, and vectors and gradients with them
-store    the rows of one rank             collection   the module
+policy   what the user may set            layout      homes of keys, rows and columns; pure
+cost     bytes and memory; pure           planner     chooses a placement for each table and says why; pure
+group    tables that move together; pure  fuse        their features in a batch, joined
+store    the rows of one rank             ways        how keys travel, and vectors and gradients with them
+collection   the module
+
+What an engine does with each of ``collections_of(model)``; its weights are no parameters, so ZeRO does not see them:
+
+    build     place(group, keys_group, batch=, memory_bytes=)         collective
+    backward  end_backward() after each backward pass, or only in the step
+    step      square_sum() joins the sum of squares of the dense gradients, summed over the ranks of ``group``; then
+              step(lr_factor, divisor), or drop_gradients() where the step is skipped
+    save      progress() once, rows_here(table) of every rank
+    load      load_progress() on every rank, then load_rows(table, rows) with any pieces that cover the table
+    threads   prepare(features) may run in one thread of its own, over ``keys_group``
 """

@@ -22,6 +22,7 @@ plain tensors of the stores, each rank holding what its placement gives it.
 Shapes: B samples, D width, F features.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -121,8 +122,9 @@ class EmbeddingCollection(nn.Module):
         """Spread the tables over the ranks of ``group`` and draw their start rows; once, on all ranks alike.
 
         ``keys_group`` carries keys where ``prepare`` runs in a thread of its own; it then needs its own transport
-        (``World.group_among(..., lane="keys")``). ``batch``: samples of a rank's microbatch, and ``memory_bytes``:
-        memory of a rank for tables, for the choice of placements.
+        (``World.group_among(..., lane="keys")``) and ``Traffic``. ``batch``: samples of a rank's microbatch, and
+        ``memory_bytes``: memory of a rank for tables (one rank alone: of the host; else left out, without limit), for
+        the choice of placements.
 
         Errors: PlanError where a table fits nowhere.
         """
@@ -132,6 +134,8 @@ class EmbeddingCollection(nn.Module):
                 "their first use. An engine places them in initialize"
             )
         group = Group("tables", (0,), 0, None, Clock(300.0), Traffic()) if group is None else group
+        if memory_bytes is None and group.size == 1:
+            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._group, self._keys_group = group, keys_group or group
         self.choices = plan_tables(self.tables, self.optimizer, group.size, batch, self.dtype, memory_bytes)
         places = {choice.table: choice.place for choice in self.choices}
@@ -369,6 +373,11 @@ class EmbeddingCollection(nn.Module):
             f"{table.name}: {table.rows or 'dynamic'} x {table.width}, {', '.join(table.feature_names)}"
             for table in self.tables
         )
+
+
+def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
+    """The collections of a model by their names in it, in the order of registration: what an engine takes over."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
 
 
 class _Vectors(torch.autograd.Function):

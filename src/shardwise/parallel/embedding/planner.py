@@ -11,7 +11,7 @@ never quite equally busy. A table that fits nowhere is an error, never left out.
 Source: the greedy placement of the largest first, as in HugeCTR's sample planner; the terms are those of cost.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from shardwise.parallel.embedding.layout import Place
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.store import capacity_of, optimizer_of
 from shardwise.plan.errors import PlanError
+from shardwise.plan.ragged import Ragged
 
 _LINK = 1.5e9
 """Bytes a second that a rank sends: what two CPU ranks of one host reach; a faster link moves all candidates alike."""
@@ -88,6 +89,23 @@ def plan_tables(
     sized = sorted(tables, key=lambda table: -_rows(table, optimizer, dtype) * _line(table, optimizer, dtype))
     found = {table.name: _choose(table, optimizer, ranks, batch, dtype, room, len(tables)) for table in sized}
     return [found[table.name] for table in tables]
+
+
+def measured(tables: Sequence[TablePolicy], features: Mapping[str, Ragged]) -> list[TablePolicy]:
+    """The policies with the figures of a batch: keys of a sample and feature, share of distinct ones."""
+    found = []
+    for table in tables:
+        given = [features[name] for name in table.feature_names]
+        keys = torch.cat([ragged.values for ragged in given])
+        bags = sum(ragged.samples for ragged in given)
+        if keys.numel() and bags:
+            figures = {
+                "keys_per_sample": keys.numel() / bags,
+                "distinct": keys.unique().numel() / keys.numel(),
+            }
+            table = table.model_copy(update=figures)
+        found.append(table)
+    return found
 
 
 def load_of(table: TablePolicy, batch: int) -> Load:

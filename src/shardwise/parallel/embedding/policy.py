@@ -177,3 +177,14 @@ class TablePolicy(Policy):
         if self.bound is not None:
             return self.bound
         return 0.01 if self.rows is None else float(self.rows) ** -0.5
+
+
+class TablesPolicy(Policy):
+    """Keys under ``tables:``."""
+
+    tables: tuple[TablePolicy, ...] = ()
+    """The tables."""
+    optimizer: RowOptimizerPolicy = RowOptimizerPolicy()
+    """Of tables without their own."""
+    memory_bytes: PositiveInt | None = None
+    """Memory of a rank that tables may take; left out, what the host has, shared by its ranks."""

@@ -103,7 +103,9 @@ class Store:
                 key = philox.key_of(seed, _start_name(table.name))
                 capacity = capacity_of(table.dynamic, full_bytes)
                 limit = _limit(table.dynamic, capacity, line * dtype.itemsize)
-                self._dynamic.append(Dynamic(table.name, table.dynamic, base, limit, capacity, key))
+                self._dynamic.append(
+                    Dynamic(table.name, table.dynamic, base, limit, capacity, key, group.size == 1)
+                )
                 base += limit
             self.slab = reserve(base, line, dtype)
         else:
@@ -433,6 +435,7 @@ class Dynamic:
         limit: int,
         capacity: int | None,
         start_key: int,
+        keys_are_distinct: bool,
     ):
         self.name = name
         self.policy = policy
@@ -445,6 +448,8 @@ class Dynamic:
         self._candidates = HashIndex() if policy.admission.type == "frequency" else None
         self._came: list[Tensor] = []
         """Rows that came in this step, perhaps several times."""
+        self._keys_are_distinct = keys_are_distinct
+        """In each call of ``take``: true where no other rank asks."""
         self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
 
     def take(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -482,7 +487,8 @@ class Dynamic:
         """Move the scores of the rows that came in the step that ends."""
         if not self._came:
             return
-        rows = unique(torch.cat(self._came)).keys
+        is_once = len(self._came) == 1 and self._keys_are_distinct
+        rows = self._came[0] if is_once else unique(torch.cat(self._came)).keys
         self._came.clear()
         if self.policy.eviction.type == "lfu":
             self.index.add_scores(rows)
