@@ -118,18 +118,21 @@ def test_concat_and_stacked() -> None:
     with pytest.raises(DataError, match="same number of keys in every sample, here 0 to 5"):
         collection({"t": Ragged(torch.arange(5), torch.tensor([0, 5, 5]))})
 
-    def grads(stacked: bool) -> Tensor:
+    def grads(stacked: bool, ones: bool) -> Tensor:
         two = EmbeddingCollection(
             [TablePolicy(name=name, rows=20, width=4) for name in "ab"], SGD, dtype=torch.float64
         )
         features = {"b": ragged(1, 20), "a": ragged(2, 20)}
+        if ones:
+            features = {name: Ragged.of_ones(given.values[:9]) for name, given in features.items()}
         vectors = two.stacked(features) if stacked else torch.stack(list(two(features)[n] for n in "ab"), 1)
         assert two.feature_names == ["a", "b"] and vectors.shape == (9, 2, 4)
         (vectors.sum(2).prod(1)).sum().backward()
         two.step()
         return torch.cat([two.rows_here(name).weights for name in "ab"])
 
-    assert torch.equal(grads(True), grads(False))
+    for ones in (True, False):
+        assert torch.equal(grads(True, ones), grads(False, ones))
 
 
 def test_evaluation_keeps_nothing_and_weights_are_no_parameters() -> None:

@@ -54,12 +54,15 @@ def tables(placement: str, sends: str, dynamic: bool, pooled: bool) -> list[Tabl
     ]
 
 
-def batch(step: int) -> dict[str, Ragged]:
-    """The global batch of a step: several keys a sample, none in some, a few keys that always come, weights for b."""
+def batch(step: int, ones: bool = False) -> dict[str, Ragged]:
+    """The global batch of a step: several keys a sample, none in some, a few keys that always come, weights for b;
+    or one key of each feature."""
     generator = torch.Generator().manual_seed(step)
     found = {}
     for name, rows in (("a", 3000), ("b", 3000), ("c", 3000), ("small", 7), ("d", 3000)):
         lengths = torch.randint(0, 4, (SAMPLES,), generator=generator)
+        if ones:
+            lengths.fill_(1)
         offsets = torch.zeros(SAMPLES + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
         values = torch.randint(0, rows, (int(offsets[-1]),), generator=generator)
@@ -99,6 +102,7 @@ def train(
     optimizer: RowOptimizerPolicy,
     microbatches: int = 1,
     max_norm: float | None = None,
+    ones: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Losses of the global batches, and this rank's rows at the end."""
     collection = EmbeddingCollection(policies, optimizer, seed=3, dtype=torch.float64)
@@ -106,7 +110,7 @@ def train(
     losses = []
     each = SAMPLES // group.size // microbatches
     for step in range(STEPS):
-        whole = batch(step)
+        whole = batch(step, ones)
         total = torch.zeros(1, dtype=torch.float64)
         for microbatch in range(microbatches):
             start = (group.index * microbatches + microbatch) * each
@@ -154,12 +158,21 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name][2][which], values, rtol=1e-11, atol=1e-12)
 
 
-def check(size: int, placement: str, sends: str, dynamic: bool, optimizer: str, **options: Any) -> None:
-    pooled = sends == "sums"
+def check(
+    size: int,
+    placement: str,
+    sends: str,
+    dynamic: bool,
+    optimizer: str,
+    microbatches: int = 1,
+    max_norm: float | None = None,
+    ones: bool = False,
+) -> None:
+    pooled = sends == "sums" or ones
     policies = tables(placement, sends, dynamic, pooled)
     alone_policies = tables("auto", "auto", dynamic, pooled)
-    alone = on_ranks(1, train, alone_policies, OPTIMIZERS[optimizer], 1, options.get("max_norm"))
-    results = on_ranks(size, train, policies, OPTIMIZERS[optimizer], *options.values())
+    alone = on_ranks(1, train, alone_policies, OPTIMIZERS[optimizer], 1, max_norm, ones)
+    results = on_ranks(size, train, policies, OPTIMIZERS[optimizer], microbatches, max_norm, ones)
     for losses, _ in results:
         torch.testing.assert_close(losses, alone[0][0], rtol=1e-12, atol=1e-12)
     compare(together(results, policies, placement), together(alone, policies, "row"))
@@ -186,3 +199,9 @@ def test_every_optimizer(placement: str, optimizer: str) -> None:
 @pytest.mark.parametrize(("placement", "sends"), PLACEMENTS)
 def test_accumulation_and_clipping(placement: str, sends: str) -> None:
     check(2, placement, sends, False, "adagrad", microbatches=3, max_norm=0.05)
+
+
+@pytest.mark.parametrize(("placement", "sends"), PLACEMENTS)
+def test_one_key_of_each_feature(placement: str, sends: str) -> None:
+    """Where samples may stand one after another in memory."""
+    check(3, placement, sends, False, "adagrad", ones=True)

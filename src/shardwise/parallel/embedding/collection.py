@@ -198,7 +198,7 @@ class EmbeddingCollection(nn.Module):
         """Vectors by feature: [B, D]; [B, n·D] where pooling is concat; ``Sequences`` where it is none."""
         prepared, outputs = self._fetch(features)
         found: dict[str, Any] = {}
-        for part, of_part in zip(self._parts, outputs, strict=True):
+        for part, asked, of_part in zip(self._parts, prepared.asked, outputs, strict=True):
             width = part.tables.width
             for (_, start, stop), output in zip(part.tables.runs, of_part, strict=True):
                 members = part.tables.features[start:stop]
@@ -208,8 +208,9 @@ class EmbeddingCollection(nn.Module):
                     keys = output.shape[0] // prepared.samples if prepared.samples else 0
                     found[members[0].name] = output.view(prepared.samples, keys * width)
                 else:
-                    vectors = output.view(stop - start, prepared.samples, width)
-                    found.update((feature.name, vectors[place]) for place, feature in enumerate(members))
+                    # One node for all features: a node for each would sum as many gradients of the whole.
+                    vectors = _by_feature(output, asked, stop - start, width).unbind(1)
+                    found.update(zip((feature.name for feature in members), vectors, strict=True))
         return found
 
     @uncompiled
@@ -229,12 +230,11 @@ class EmbeddingCollection(nn.Module):
             )
         prepared, outputs = self._fetch(features)
         runs = [
-            output.view(-1, prepared.samples, part.tables.width)
-            for part, of_part in zip(self._parts, outputs, strict=True)
-            for output in of_part
+            _by_feature(output, asked, run.stop - run.start, part.tables.width)
+            for part, asked, of_part in zip(self._parts, prepared.asked, outputs, strict=True)
+            for run, output in zip(part.tables.runs, of_part, strict=True)
         ]
-        joined = runs[0] if len(runs) == 1 else torch.cat(runs)
-        return joined.transpose(0, 1)
+        return runs[0] if len(runs) == 1 else torch.cat(runs, 1)
 
     @property
     def feature_names(self) -> list[str]:
@@ -406,6 +406,13 @@ class _Vectors(torch.autograd.Function):
             if any(grad is not None for grad in of_part):
                 part.way.keep(asked, of_part)
         return (None,) * (3 + len(grads))
+
+
+def _by_feature(pooled: Tensor, asked: Asked, features: int, width: int) -> Tensor:
+    """Vectors of one run as [B, F, D]: as they lie where they stand by sample, else a view across."""
+    if asked.fused.by_sample:
+        return pooled.view(asked.fused.samples, features, width)
+    return pooled.view(features, asked.fused.samples, width).transpose(0, 1)
 
 
 def _first_twice(names: Iterable[str]) -> str | None:

@@ -3,6 +3,8 @@
     keys      [ f0: s0 s1 ... | f1: s0 s1 ... ]      of the group, or of their own dynamic tables
     offsets   one bag for each feature and sample, F·B in all
 
+    or, of one key for each: [ s0: f0 f1 ... | s1: f0 f1 ... ]
+
 Means are sums with weights 1/n, so that features that are added and averaged go through one kernel together.
 
 Shapes: F features of the group, B samples, N keys of all features.
@@ -32,13 +34,9 @@ class Fused(NamedTuple):
     starts: list[int]
     """Where each feature's keys begin, and the end: [F + 1]."""
     samples: int
-
-    def bags(self, start: int, stop: int) -> tuple[slice, Tensor, Tensor | None]:
-        """Of features [start, stop): the places of their keys, their offsets from there, their weights."""
-        places = slice(self.starts[start], self.starts[stop])
-        offsets = self.offsets[start * self.samples : stop * self.samples + 1]
-        weights = None if self.weights is None else self.weights[places]
-        return places, offsets if places.start == 0 else offsets - places.start, weights
+    by_sample: bool = False
+    """True where keys and bags stand sample after sample, so that their vectors are [B, F, D] in memory: where the
+    group allows it and every sample has one key of each feature. ``starts`` then says nothing of places."""
 
 
 def batch_size(features: Mapping[str, Ragged]) -> int:
@@ -82,6 +80,12 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
     torch.add(offsets[:, 1:], ends[1][:, None], out=joined[1:].view(len(given), samples))
     weights = _weights(group, given, lengths, dtype)
     _check_concat(group, lengths)
+    if group.may_go_by_sample and keys.numel() == lengths.numel() and bool((lengths == 1).all()):
+        keys = keys.view(len(given), samples).t().reshape(-1)
+        if weights is not None:
+            weights = weights.view(len(given), samples).t().reshape(-1)
+        joined = torch.arange(keys.numel() + 1, device=keys.device)
+        return Fused(keys, joined, weights, starts, samples, by_sample=True)
     return Fused(keys, joined, weights, starts, samples)
 
 

@@ -99,6 +99,12 @@ class TableGroup:
         return tuple(found)
 
     @cached_property
+    def may_go_by_sample(self) -> bool:
+        """True where nothing depends on keys of a feature being neighbours: not owners, indices, other poolings."""
+        by_owner = self.place.placement == "table" or self.place.sends == "sums"
+        return not self.is_dynamic and not by_owner and [run.kind for run in self.runs] == ["summed"]
+
+    @cached_property
     def bases(self) -> tuple[int, ...]:
         """Key of the group that each static table begins with, and the end."""
         bases = [0]
