@@ -111,7 +111,7 @@ def test_admission() -> None:
 
 def train_with_eviction(group: Group, placement: str, kind: str, admission: str) -> dict[str, Any]:
     dynamic = DynamicPolicy(
-        capacity=60,
+        capacity=40,
         eviction=EvictionPolicy(type=kind, fraction=0.2, pinned=(3, 4)),
         admission=AdmissionPolicy(type=admission, count=2 if admission == "frequency" else 1),
     )
@@ -125,7 +125,8 @@ def train_with_eviction(group: Group, placement: str, kind: str, admission: str)
         train_on(collection, mine.tolist())
     rows = collection.rows_here("t")
     assert rows.scores is not None
-    return {"keys": rows.keys, "weights": rows.weights, "scores": rows.scores}
+    tally = collection.tallies["t"]
+    return {"tally": tally, "keys": rows.keys, "weights": rows.weights, "scores": rows.scores}
 
 
 @pytest.mark.parametrize("kind", ["lru", "lfu"])
@@ -141,7 +142,22 @@ def test_every_layout_evicts_the_same(placement: str, admission: str, kind: str)
         [part["weights"] for part in (found if placement == "column" else parts)], int(placement == "column")
     )
     order, expected = keys.argsort(), alone["keys"].argsort()
-    assert 0 < len(keys) <= 60
+    assert 0 < len(keys) <= 40
+    sums = [sum(part["tally"][i] for part in found) for i in range(3)]
+    assert sums == list(alone["tally"]) and sums[0] == len(keys) == sums[1] - sums[2] and sums[2] > 0
     assert torch.equal(keys[order], alone["keys"][expected])
     assert torch.equal(scores[order], alone["scores"][expected])
     torch.testing.assert_close(weights[order], alone["weights"][expected], rtol=1e-12, atol=1e-14)
+
+
+def test_candidates_and_scores_are_kept() -> None:
+    """A key that has come twice of three times is admitted at its third coming in the run that goes on."""
+    dynamic = DynamicPolicy(admission=AdmissionPolicy(type="frequency", count=3))
+    before, after = collection_of(dynamic), collection_of(dynamic)
+    for keys in ([1, 2], [1, 2], [1]):
+        train_on(before, keys)
+    after.load_progress(before.progress())
+    after.load_rows("t", before.rows_here("t"))
+    assert keys_of(after) == [1]
+    train_on(after, [2, 3])
+    assert keys_of(after) == [1, 2] and after.steps == 4

@@ -41,7 +41,7 @@ from shardwise.parallel.embedding.group import TableGroup, group_tables
 from shardwise.parallel.embedding.layout import Place
 from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.store import Rows, Store
+from shardwise.parallel.embedding.store import Rows, Store, Tally
 from shardwise.parallel.embedding.ways import Asked, Sums, Way, way_of
 from shardwise.plan.errors import PlanError, UsageError
 from shardwise.plan.policy import nearest
@@ -162,6 +162,11 @@ class EmbeddingCollection(nn.Module):
     def bytes_here(self) -> int:
         """Memory of weights and optimizer state on this rank, as far as it is taken."""
         return sum(part.store.nbytes for part in self.parts)
+
+    @property
+    def tallies(self) -> dict[str, Tally]:
+        """Rows in use, inserted and evicted, by table: what this rank speaks for, so that ranks may be summed."""
+        return {name: tally for part in self.parts for name, tally in part.store.tallies.items()}
 
     def describe(self) -> str:
         """A line for each table: where it lies and why."""

@@ -56,6 +56,17 @@ class Stretch(NamedTuple):
     stop: int
 
 
+class Tally(NamedTuple):
+    """Rows of one table."""
+
+    rows: int
+    """In use."""
+    inserted: int = 0
+    """Since the start of this process."""
+    evicted: int = 0
+    """Since the start of this process."""
+
+
 @dataclass
 class Rows:
     """Some rows of one table, by key."""
@@ -70,6 +81,8 @@ class Rows:
     """Of dynamic tables: int64 [n]."""
     first_column: int = 0
     """Where ``columns`` begin in the table."""
+    candidates: Tensor | None = None
+    """Keys that wait for admission and their counts, as the store has them: int64 [m, 2]."""
 
     @classmethod
     def of_weights(cls, keys: Tensor, weights: Tensor) -> "Rows":
@@ -120,11 +133,17 @@ class Store:
         return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.index.nbytes for d in self._dynamic)
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Rows in use on this rank, by table."""
+    def tallies(self) -> dict[str, "Tally"]:
+        """Of each table, what this rank speaks for: summed over the ranks, each row counts once."""
+        speaks = self._group.index == 0 or not self._alike
         if self._dynamic:
-            return {each.name: len(each.index) for each in self._dynamic}
-        return {table.name: len(self._static_keys(place)) for place, table in enumerate(self.tables.tables)}
+            found = {each.name: Tally(len(each.index), each.inserted, each.evicted) for each in self._dynamic}
+        else:
+            found = {
+                table.name: Tally(len(self._static_keys(place)))
+                for place, table in enumerate(self.tables.tables)
+            }
+        return found if speaks else dict.fromkeys(found, Tally(0))
 
     # Reading -----------------------------------------------------------------------------------------------------
 
@@ -306,11 +325,12 @@ class Store:
 
     def rows_here(self, place: int) -> Rows:
         """What this rank holds of a table, ordered by (bucket, key)."""
-        scores = None
+        scores = candidates = None
         if self._dynamic:
             table = self._dynamic[place]
             keys, rows = table.index.items()
             scores = table.index.scores_of(rows)
+            candidates = table.candidates
             rows = rows + table.base
             buckets = dynamic_bucket(keys)
         else:
@@ -332,6 +352,7 @@ class Store:
             state,
             None if scores is None else scores[order],
             self.columns.start,
+            candidates,
         )
 
     def load_rows(self, place: int, rows: Rows) -> None:
@@ -353,6 +374,8 @@ class Store:
             if rows.scores is not None:
                 table.index.set_scores(found, rows.scores[mine])
             table.pin(keys, found)
+            if rows.candidates is not None:
+                table.wait(rows.candidates[self._belongs(place, rows.candidates[:, 0])])
             places = found + table.base
             start_key = table.start_key
         else:
@@ -482,6 +505,21 @@ class Dynamic:
         if self._pinned.numel() and rows.numel():
             kept = torch.isin(keys, self._pinned)
             self.index.pin(rows[kept])
+
+    @property
+    def candidates(self) -> Tensor | None:
+        """Keys that wait for admission, and their scores: int64 [m, 2], by key."""
+        if self._candidates is None:
+            return None
+        keys, rows = self._candidates.items()
+        order = keys.argsort()
+        return torch.stack([keys[order], self._candidates.scores_of(rows[order])], 1)
+
+    def wait(self, candidates: Tensor) -> None:
+        """Let these wait too, where the policy admits by frequency."""
+        if self._candidates is not None:
+            rows, _ = self._candidates.find_or_insert(candidates[:, 0].contiguous())
+            self._candidates.set_scores(rows, candidates[:, 1].contiguous())
 
     def score(self, step: int) -> None:
         """Move the scores of the rows that came in the step that ends."""
