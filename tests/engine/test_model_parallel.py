@@ -216,7 +216,9 @@ TOGETHER = [
     Layout(pp=2, microbatches=3, schedule="interleaved_1f1b", interleave=2, manner="gpt2", recompute="full"),
     *(Layout(pp=2, dp=2, tp=2, microbatches=3, stage=stage, kv_heads=2) for stage in range(4)),
     Layout(pp=2, dp=2, tp=2, microbatches=2, stage=2, recompute="full", manner="gpt2"),
-    Layout(2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", interleave=2, recompute="selective"),
+    Layout(
+        2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", interleave=2, recompute="selective"
+    ),
 ]
 LAYOUTS = [*TENSOR, *SCHEDULES, *ZERO, *TOGETHER]
 

@@ -15,7 +15,7 @@ from shardwise.comm.collectives import Group
 from shardwise.compose.whole import Whole
 from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
-from shardwise.models.dropout import replace_dropout
+from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.parallel.pipeline.cut import blocks_around, check_cut, cut, find_blocks, owners, weigh
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.partition import partition
@@ -52,6 +52,12 @@ def cut_model(
     is_cut = table is not None and table.sequence and tensor.sequence_parallel
     cuts = {} if table is None else dropout_cuts(model, table, tp.index, tp.size, is_cut)
     replace_dropout(model, seed, replay, cuts)
+    unkeyed = unkeyed_dropout(model) if table is not None else []
+    if unkeyed:
+        raise PlanError(
+            f"tensor: {unkeyed[0]} drops by torch's generator, which differs from rank to rank, so that ranks along tp "
+            "would go on from different numbers; use nn.Dropout, or set its share to 0"
+        )
     if table is not None:
         placed = make_parallel(model, table, tp, is_cut)
         whole.places.update({name: placed[name] for name in whole.parameters})

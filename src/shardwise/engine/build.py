@@ -40,7 +40,7 @@ from shardwise.models.source import open_weights
 from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moments_of
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
-from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings
+from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings, absent
 from shardwise.parallel.zero.executor import Executor, UnitState
 from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.modules import Holding, repeated_blocks
@@ -96,7 +96,8 @@ def initialize(
     whole = describe(model)
     fill, filled = _start_weights(model, settings, initial, whole)
     _take_rank_0(model, world, groups["world"], filled)
-    _move_buffers(model, world.device)
+    if not isinstance(model, Layers):  # the buffers of layers that are not built yet are on meta
+        _move_buffers(model, world.device)
     units = names_of_units(model, settings.zero)
     if example is not None and mesh.pp > 1:
         check_stages(
@@ -122,6 +123,7 @@ def initialize(
     trained: list[Trained] = []
     owned: list[tuple[int, BucketState]] = []
     for index, (module, run) in cut_into.items():
+        _move_buffers(module, world.device)
         drawn = draft(
             module, whole, registry, mesh, settings.zero, settings.precision, units, group_of, moments
         )
@@ -139,6 +141,7 @@ def initialize(
                 trained.append(Trained(bucket, optimizer_of))
         is_last = index == mesh.pp * settings.pipeline.interleave - 1
         _cast_at_the_root(module, settings, world.device, casts_output=loss is not None and is_last)
+    _forget_foreign(model, stages)
     shared = SharedGradients(
         owned,
         registry,
@@ -146,7 +149,11 @@ def initialize(
         world.rank,
         lambda ranks: world.group_among(ranks, "shared", settings.comm, clock, traffic),
     )
-    half = any(bucket.dtypes.compute == torch.float16 for bucket, _ in trained)
+    # Of the whole model: a stage without fp16 of its own scales and skips with the others.
+    half = any(
+        entry.trained and settings.precision.dtypes(entry.name, entry.dtype).compute == torch.float16
+        for entry in whole.parameters.values()
+    )
     parts = Parts(
         model=stages[0].module if mesh.pp == 1 else model,
         world=world,
@@ -162,6 +169,7 @@ def initialize(
         clock=clock,
         traffic=traffic,
         loss_scale=LossScale(settings.precision.loss_scale) if half else None,
+        top_lr=settings.optimizer.lr if optimizer is None else float(optimizer.param_groups[0]["lr"]),
         replay=replay,
         number=world.next_engine(),
     )
@@ -172,6 +180,14 @@ def initialize(
         pipeline = Pipeline(parts, settings.pipeline, accumulation, peers, settings.zero.regather == "step")
     traffic.clear()
     return Engine(parts, settings, loss, on_step, pipeline)
+
+
+def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Weights of other stages, which the whole model still holds here, take no memory any more and read as NaN."""
+    held = {id(parameter) for stage in stages for parameter in stage.module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in held and not parameter.is_meta:
+            parameter.data = absent(tuple(parameter.shape), parameter.dtype, parameter.device)
 
 
 def _surroundings(

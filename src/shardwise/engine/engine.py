@@ -180,6 +180,7 @@ class Engine:
             parts.executors,
             local,
             parts.speaks,
+            parts.device,
         )
         reference = self.weight_reference or 1.0
         scale = (parts.loss_scale.scale if parts.loss_scale else 1.0) / reference
@@ -210,6 +211,8 @@ class Engine:
                 f"train_step: given {len(batches)} microbatches; the configuration makes {self._accumulation} of them "
                 "one optimizer step (batch.global_size / (micro_size × data-parallel ranks))"
             )
+        if weights is not None and len(weights) != len(batches):
+            raise UsageError(f"train_step: given {len(batches)} microbatches but {len(weights)} weights")
         if self._pipeline is not None:
             return self._pipeline.train_step(self, batches, weights)
         result = None
@@ -244,7 +247,7 @@ class Engine:
         self._parts.shared.reset()
         self.step_count += 1
         loss = totals.loss / totals.weight if totals.weight else 0.0
-        lr = self._parts.trained[0].optimizer.top_lr * lr_factor if self._parts.trained else 0.0
+        lr = self._parts.top_lr * lr_factor
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped)
         self._microbatch, self._weight = 0, 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64)
@@ -301,7 +304,11 @@ class Engine:
         batches = list(batches)
         if self._pipeline is not None:
             return self._pipeline.predict(self, batches)
-        return [apply(self.module, cast_inputs(batch, self._parts.device, None)) for batch in batches]
+        outputs = []
+        for i, batch in enumerate(batches):
+            with self._at(batch, i):
+                outputs.append(apply(self.module, cast_inputs(batch, self._parts.device, None)))
+        return outputs
 
     def run(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the model than ``forward`` (by name), or a function of it, as one forward pass.
@@ -311,6 +318,11 @@ class Engine:
         if self._pipeline is not None:
             raise UsageError(
                 "run: with mesh.pp above 1 only forward is cut into stages; use engine.predict(batches)"
+            )
+        if self._parts.groups["tp"].size > 1 and self.config.tensor.sequence_parallel:
+            raise UsageError(
+                "run: under sequence parallelism a pass begins with the model's own forward, which decides whether the "
+                "sequence is cut; set tensor.sequence_parallel: false, or use engine.predict(batches)"
             )
         function = getattr(self.module, method) if isinstance(method, str) else method
         device, dtype = self._parts.device, self.config.precision.compute_dtype
@@ -369,7 +381,7 @@ class Engine:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self._parts.trained[0].optimizer.top_lr * factor(self.config.schedule, self.step_count)
+        return self._parts.top_lr * factor(self.config.schedule, self.step_count)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank, counted on the buffers."""
@@ -476,6 +488,8 @@ class Engine:
         """After an exception inside, the engine stands between two steps again."""
         try:
             yield
+        except CommError:
+            raise  # a collective in flight would wait for the lost rank once more
         except Exception:
             self._discard()
             raise

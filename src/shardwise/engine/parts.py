@@ -57,6 +57,8 @@ class Parts:
     traffic: Traffic
     loss_scale: LossScale | None
     """Only under fp16."""
+    top_lr: float
+    """Learning rate of the first optimizer group, before the schedule."""
     replay: Replay
     """The microbatch that random numbers are drawn for."""
     number: int = 0

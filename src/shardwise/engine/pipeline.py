@@ -28,6 +28,7 @@ from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.action import Action, Kind
+from shardwise.plan.errors import PlanError
 from shardwise.plan.plan import Plan, merged
 from shardwise.plan.timeline import Span, Timeline
 from shardwise.simulate.timeline import simulate
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
 _KINDS = tuple(Kind)
+_REFUSED = "refused: "
+"""Begins a message that holds no output but why there is none. JSON never begins so."""
 
 
 class Pipeline:
@@ -101,21 +104,28 @@ class Pipeline:
         found = self._forward_only(
             engine, batches, lambda root, batch: apply(root, cast_inputs(batch, device, None))
         )
-        last = self._group.size - 1
-        outputs = []
-        for i in range(len(batches)):
-            what = f"output of microbatch {i}"
-            if self._parts.has_last_stage:
-                output = _plain(found[i])
-                text, tensors = pack(output, "the model's output")
-                for index in range(last):
-                    self._peers.send(text, tensors, index, what)
-                outputs.append(output)
-            else:
-                message = self._peers.receive(last, what)
-                outputs.append(unpack(message.text, message.tensors))
+        outputs = [self._told(found.get(i), f"output of microbatch {i}") for i in range(len(batches))]
         self._peers.flush()
         return outputs
+
+    def _told(self, output: Any, what: str) -> Any:
+        """The last stage's ``output`` on every rank: it goes round the ring. What cannot travel is refused on all."""
+        index, last = self._group.index, self._group.size - 1
+        output, text = _plain(output), ""
+        tensors: list[Tensor] = []
+        if index == last:
+            try:
+                text, tensors = pack(output, "the model's output")
+            except PlanError as error:
+                text = f"{_REFUSED}{error}"
+        else:
+            text, tensors = self._peers.receive((index - 1) % self._group.size, what)
+        if (index + 1) % self._group.size != last:
+            self._peers.send(text, tensors, (index + 1) % self._group.size, what)
+        if text.startswith(_REFUSED):
+            self._peers.flush()
+            raise PlanError(text.removeprefix(_REFUSED))
+        return output if index == last else unpack(text, tensors)
 
     def _forward_only(
         self, engine: "Engine", batches: Sequence[Any], call: Callable[[nn.Module, Any], Any]
@@ -157,7 +167,7 @@ class Pipeline:
         self._group.all_reduce(sizes, "the length of timelines", purpose="control").wait()
         most, width = int(sizes.max()), len(Action._fields) + 2
         own = torch.zeros(most, width, dtype=torch.float64)
-        own[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
+        own[: len(rows)] = torch.tensor(rows, dtype=torch.float64).view(len(rows), width)
         every = torch.zeros(self._group.size, most, width, dtype=torch.float64)
         self._group.all_gather(every.view(-1), own.view(-1), "timelines", purpose="control").wait()
         return Timeline.of(

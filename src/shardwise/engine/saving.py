@@ -2,7 +2,7 @@
 
     weight   whole tensors in the compute dtype                     every rank writes the range of its shard index, of
                                                                     those that hold the same elements the first one
-    buffer   rank 0's                                               (batch statistics are per rank by default)
+    buffer   the first rank's of those that hold it                 (batch statistics are per rank by default)
     master   only where it is not the weight itself
     moments  ``exp_avg`` ...; left out for parameters that never got a gradient
 

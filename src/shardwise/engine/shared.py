@@ -106,6 +106,12 @@ class SharedGradients:
             ranks = self._tied_ranks[name]
             if len(ranks) > 1:
                 self._groups[ranks].all_reduce(total, f"the gradient of {name}, tied across stages").wait()
+            used = torch.tensor([any(any(bucket.used) for bucket in buckets)], dtype=torch.float64)
+            used = used.to(total.device)
+            if len(ranks) > 1:
+                self._groups[ranks].all_reduce(used, f"the use of {name}", purpose="control").wait()
+            for bucket in buckets:
+                bucket.used = [bool(used.item())] * len(bucket.used)
             for other in buckets[1:]:
                 other.owned_grad.copy_(total)
 

@@ -26,8 +26,10 @@ def buckets(parts: Parts) -> list[BucketState]:
 
 
 def bytes_by_kind(parts: Parts) -> dict[str, int]:
-    """Bytes of weights, gradients, masters and moments on this rank; shared memory counts once. Gradients as they are at
-    the end of a step's backward pass; between steps they take none."""
+    """Bytes of weights, gradients, masters and moments on this rank; shared memory counts once.
+
+    Gradients as they are at the end of a step's backward pass; between steps they take none.
+    """
     total = {"weight": 0, "grad": 0, "master": 0, "moments": 0}
     for bucket in buckets(parts):
         total["weight"] += bucket.weight.nbytes
@@ -40,11 +42,11 @@ def bytes_by_kind(parts: Parts) -> dict[str, int]:
 
 def gradients(parts: Parts, weight: float, scale: float) -> dict[str, Tensor]:
     """Mean gradients by name."""
+    finish_reductions(parts.trained, parts.shared)
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.used]
     vector = torch.tensor([weight, *votes], dtype=torch.float64, device=parts.device)
     parts.both.all_reduce(vector, "the summed weights", purpose="control").wait()
     total, *used = vector.tolist()
-    finish_reductions(parts.trained, parts.shared)
     found: dict[str, Tensor] = {}
     place = 0
     for bucket, _ in parts.trained:
@@ -89,7 +91,7 @@ def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Paramete
             for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True)
         }
         for name, tensor in _assembled(parts, own, "parameter").items():
-            whole[name] = nn.Parameter(tensor.clone(), requires_grad=False)
+            whole[name] = nn.Parameter(tensor, requires_grad=False)
             versions[name] = whole[name]._version
         for alias, name in parts.whole.canonical.items():
             whole[alias] = whole[name]
@@ -119,8 +121,8 @@ def state_dict(parts: Parts) -> dict[str, Tensor]:
         full = bucket.gathered_copy()
         for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
             whole[slot.name] = view.detach().to("cpu", copy=True)
-    whole = _assembled(parts, whole, "parameter")
-    whole = {alias: whole[name].cpu() for alias, name in parts.whole.canonical.items() if name in whole}
+    whole = _assembled(parts, whole, "parameter", to_cpu=True)
+    whole = {alias: whole[name] for alias, name in parts.whole.canonical.items() if name in whole}
     held = own_buffers(parts)
     pp = parts.groups["pp"]
     for name, (shape, dtype, is_persistent) in parts.whole.buffers.items():
@@ -144,7 +146,7 @@ def own_buffers(parts: Parts) -> dict[str, Tensor]:
 
 
 def _assembled(
-    parts: Parts, own: Mapping[str, Tensor], kind: Literal["parameter", "gradient"]
+    parts: Parts, own: Mapping[str, Tensor], kind: Literal["parameter", "gradient"], to_cpu: bool = False
 ) -> dict[str, Tensor]:
     """Whole tensors on every rank, from pieces that are whole over the data-parallel ranks already."""
     model, tp, pp = (parts.groups[axis] for axis in ("model", "tp", "pp"))
@@ -170,7 +172,7 @@ def _assembled(
         elif is_here:
             full.copy_(own[info.name])
         pp.broadcast(full.view(-1), info.stages[0] % pp.size, info.name).wait()
-        found[info.name] = full
+        found[info.name] = full.cpu() if to_cpu else full
     return found
 
 

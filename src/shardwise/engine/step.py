@@ -79,6 +79,7 @@ def exchange(
     executors: Sequence[Executor],
     local: Sequence[float],
     speaks: bool,
+    device: torch.device,
 ) -> Totals:
     """Sum over the data-parallel ranks, then over those that share a model.
 
@@ -96,7 +97,6 @@ def exchange(
         used += map(float, bucket.used)
     order = float(sum(executor.order_hash for executor in executors) % (1 << 20))
     sequence = float(both.traffic.sequence >> 12)
-    device = trained[0].bucket.weight.device if trained else torch.device("cpu")
     own = torch.tensor(
         [*local, order, order * order, sequence, sequence * sequence, *used], dtype=torch.float64
     )

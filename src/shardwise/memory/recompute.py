@@ -122,6 +122,7 @@ def recomputed(
     function: Callable[..., Any],
     replay: Replay,
     saves: Callable[..., CheckpointPolicy] | None = None,
+    block: nn.Module | None = None,
 ) -> Callable[..., Any]:
     """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps.
 
@@ -135,7 +136,7 @@ def recomputed(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        contexts = partial(_contexts, replay, saves)
+        contexts = partial(_contexts, replay, saves, block)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
@@ -158,11 +159,40 @@ class _Both(AbstractContextManager[None]):
         self._stacks.pop().__exit__(*exception)
 
 
+class _StandingStatistics(AbstractContextManager[None]):
+    """What a batch norm of ``block`` counted in the forward pass is not counted again: its averages move by nothing.
+
+    They must be there, for autograd saves them, and the second run has to save what the first one did.
+    """
+
+    def __init__(self, block: nn.Module | None):
+        modules = () if block is None else block.modules()
+        self._norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self._before: list[list[tuple[float | None, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        counts = [norm.num_batches_tracked for norm in self._norms]
+        self._before.append(
+            [
+                (norm.momentum, None if count is None else count.clone())
+                for norm, count in zip(self._norms, counts, strict=True)
+            ]
+        )
+        for norm in self._norms:
+            norm.momentum = 0.0
+
+    def __exit__(self, *exception: Any) -> None:
+        for norm, (momentum, count) in zip(self._norms, self._before.pop(), strict=True):
+            norm.momentum = momentum
+            if count is not None and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.copy_(count)
+
+
 def _contexts(
-    replay: Replay, saves: Callable[..., CheckpointPolicy] | None
+    replay: Replay, saves: Callable[..., CheckpointPolicy] | None, block: nn.Module | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the forward pass, and around each recomputation."""
-    again = replay.again()
+    again = _Both(replay.again(), _StandingStatistics(block))
     if saves is None:
         return nullcontext(), again
     forward, backward = create_selective_checkpoint_contexts(saves)
@@ -172,7 +202,7 @@ def _contexts(
 def _wrap_forward(
     block: nn.Module, name: str, replay: Replay, saves: Callable[..., CheckpointPolicy] | None
 ) -> None:
-    inner = recomputed(block.forward, replay, saves)
+    inner = recomputed(block.forward, replay, saves, block)
 
     @wraps(block.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:

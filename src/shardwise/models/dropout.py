@@ -38,7 +38,9 @@ class KeyedDropout(nn.Module):
         place = self._replay.place
         call = self._replay.next_call(self.name)
         draw = Draw(self._key, place.step, place.first_sample, place.samples, call)
-        return keyed_dropout(x, self.p, draw, self.cut)
+        # A sequence is cut in passes with gradients alone.
+        is_cut = self.cut is not None and (self.cut.dim != 1 or torch.is_grad_enabled())
+        return keyed_dropout(x, self.p, draw, self.cut if is_cut else None)
 
     def extra_repr(self) -> str:
         return f"p={self.p}" + (f", cut={tuple(self.cut)}" if self.cut else "")

@@ -17,7 +17,7 @@ from shardwise.plan.action import Action, Kind
 
 
 class Span(NamedTuple):
-    """One Action on one rank, in seconds of a clock that all ranks share."""
+    """One Action on one rank, in seconds of a clock that the ranks of one host share."""
 
     rank: int
     action: Action

@@ -9,8 +9,6 @@ only the edge of the graph is kept for the backward pass: the numbers themselves
 autograd saved them. What runs inside a stage (a Unit's gathers and reductions) is the business of the hooks on its
 modules; this loop knows stages alone.
 
-With one stage the list is F(0,0) B(0,0) F(0,1) B(0,1) ..., gradient accumulation, and nothing is exchanged.
-
 Cost: one message per edge between stages, microbatch and direction.
 """
 

@@ -6,7 +6,8 @@ Tensors in tuples, lists and dictionaries with string keys, beside numbers, stri
 parsed as JSON: nothing in a message is ever run or imported. A tensor that occurs twice travels once and is one tensor
 again, so that its gradients are summed where they belong.
 
-A gradient's message is the list of gradients of ``trained(value)``, None for those that had no part in the loss.
+A gradient's message is the list of gradients of the tensors that ask for one, in their order, zeros for those that had
+no part in the loss.
 """
 
 import json

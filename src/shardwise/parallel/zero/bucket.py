@@ -94,7 +94,7 @@ class BucketState:
         self._full: Tensor | None = None if strategy.cuts_weight else self.weight
         self._gathering: Pending = DONE
         self._views: dict[int, list[Tensor]] = {}
-        self._absent = [_nan(slot.shape, dtypes.compute, around.device) for slot in layout.slots]
+        self._absent = [absent(slot.shape, dtypes.compute, around.device) for slot in layout.slots]
         self._is_attached = False
         self._is_lent = False
         self._lent_versions: list[int] = []
@@ -450,7 +450,7 @@ class BucketState:
         _set_versions(self.parameters, self._fresh if self._full is not None else self._stale)
 
 
-def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of that shape in the memory of one element: NaN, or the lowest number of an integer dtype."""
     value = (
         float("nan") if dtype.is_floating_point else (0 if dtype == torch.bool else torch.iinfo(dtype).min)
