@@ -82,11 +82,11 @@ def vector_of(out: Any) -> Tensor:
     """One vector a sample, also of a sequence, in which places count."""
     if not isinstance(out, Sequences):
         return out
-    scaled = out.values * torch.linspace(1, 2, out.values.shape[1], dtype=out.values.dtype)
-    bag = torch.arange(len(out.offsets) - 1).repeat_interleave(out.offsets.diff())
-    return torch.zeros(len(out.offsets) - 1, out.values.shape[1], dtype=scaled.dtype).index_add(
-        0, bag, scaled
-    )
+    values, device = out.values, out.values.device
+    scaled = values * torch.linspace(1, 2, values.shape[1], dtype=values.dtype, device=device)
+    samples = len(out.offsets) - 1
+    bag = torch.arange(samples, device=device).repeat_interleave(out.offsets.diff())
+    return values.new_zeros(samples, values.shape[1]).index_add(0, bag, scaled)
 
 
 def loss_of(vectors: dict[str, Any]) -> Tensor:

@@ -118,13 +118,15 @@ class EmbeddingCollection(nn.Module):
         *,
         batch: int = 1024,
         memory_bytes: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Spread the tables over the ranks of ``group`` and draw their start rows; once, on all ranks alike.
 
         ``keys_group`` carries keys where ``prepare`` runs in a thread of its own; it then needs its own transport
         (``World.group_among(..., lane="keys")``) and ``Traffic``. ``batch``: samples of a rank's microbatch, and
         ``memory_bytes``: memory of a rank for tables (one rank alone: of the host; else left out, without limit), for
-        the choice of placements.
+        the choice of placements. ``device``: of the vectors, and of the rows of static tables; dynamic tables stay on
+        the CPU.
 
         Errors: PlanError where a table fits nowhere.
         """
@@ -137,6 +139,7 @@ class EmbeddingCollection(nn.Module):
         if memory_bytes is None and group.size == 1:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._group, self._keys_group = group, keys_group or group
+        self.device = torch.device("cpu") if device is None else device
         self.choices = plan_tables(self.tables, self.optimizer, group.size, batch, self.dtype, memory_bytes)
         places = {choice.table: choice.place for choice in self.choices}
         if group.size == 1:
@@ -145,7 +148,7 @@ class EmbeddingCollection(nn.Module):
             way = way_of(tables, group, self._keys_group)
             if isinstance(way, Sums):
                 way.dtype = self.dtype
-            self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype)))
+            self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype, self.device)))
 
     @property
     def is_placed(self) -> bool:
@@ -181,7 +184,10 @@ class EmbeddingCollection(nn.Module):
         self._settle()
         assert self._keys_group is not None, "settled above"
         samples = batch_size(features)
-        asked = [part.way.ask(fuse(part.tables, features, self.dtype)) for part in self._parts]
+        asked = []
+        for part in self._parts:
+            names = [feature.name for feature in part.tables.features]
+            asked.append(part.way.ask(fuse(part.tables, _on(part.store.device, features, names), self.dtype)))
         if self._keys_group.size == 1:
             numbers = [each.leaving[None] for each in asked]
         else:
@@ -191,7 +197,7 @@ class EmbeddingCollection(nn.Module):
         for part, each, everyone in zip(self._parts, asked, numbers, strict=True):
             part.way.meet(each, everyone)
         flat = {
-            feature.name: features[feature.name].offsets
+            feature.name: features[feature.name].offsets.to(self.device)
             for part in self._parts
             for feature in part.tables.features
             if feature.pooling == "none"
@@ -251,14 +257,14 @@ class EmbeddingCollection(nn.Module):
         learns = torch.is_grad_enabled() and self.training
         with torch.no_grad():
             fetched = [
-                part.way.fetch(each, part.store, learns)
+                [output.to(self.device) for output in part.way.fetch(each, part.store, learns)]
                 for part, each in zip(self._parts, prepared.asked, strict=True)
             ]
         if not learns:
             return prepared, fetched
         self._open.append(prepared)
         flat = [output for of_part in fetched for output in of_part]
-        anchor = torch.empty(0, dtype=self.dtype, requires_grad=True)
+        anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
         outputs = iter(_Vectors.apply(anchor, self._parts, prepared, *flat))
         return prepared, [[next(outputs) for _ in of_part] for of_part in fetched]
 
@@ -282,7 +288,7 @@ class EmbeddingCollection(nn.Module):
         self.end_backward()
         squares = torch.zeros((), dtype=torch.float64)
         for part in self._parts:
-            squares = squares + part.store.square_sum()
+            squares = squares + part.store.square_sum().cpu()
         return squares
 
     @torch.no_grad()
@@ -296,7 +302,7 @@ class EmbeddingCollection(nn.Module):
         assert self._group is not None, "settled above"
         self.end_backward()
         if max_norm is not None:
-            squares = self.square_sum().reshape(1)
+            squares = self.square_sum().reshape(1).to(self.device)
             self._group.all_reduce(squares, "the gradient norm of the tables", "control").wait()
             norm = float(squares.sqrt()) / divisor
             divisor = divisor / clip_factor(norm, max_norm)
@@ -329,7 +335,7 @@ class EmbeddingCollection(nn.Module):
     @torch.no_grad()
     def load_bag(self, table: str, bag: nn.EmbeddingBag | nn.Embedding) -> None:
         """Take the weights of torch's module for a table."""
-        weight = bag.weight.detach()
+        weight = bag.weight.detach().cpu()
         self.load_rows(table, Rows.of_weights(torch.arange(weight.shape[0]), weight.to(self.dtype)))
 
     def progress(self) -> dict[str, Any]:
@@ -409,8 +415,24 @@ class _Vectors(torch.autograd.Function):
         for part, asked in zip(parts, prepared.asked, strict=True):
             of_part = [next(left) for _ in part.tables.runs]
             if any(grad is not None for grad in of_part):
-                part.way.keep(asked, of_part)
+                device = part.store.device
+                part.way.keep(asked, [None if grad is None else grad.to(device) for grad in of_part])
         return (None,) * (3 + len(grads))
+
+
+def _on(device: torch.device, features: Mapping[str, Ragged], names: Iterable[str]) -> Mapping[str, Ragged]:
+    """The features that are named, with their parts on ``device``."""
+    if all(
+        ragged.values.device == device and ragged.offsets.device == device for ragged in features.values()
+    ):
+        return features
+    moved = dict(features)
+    for name in names:
+        if name in features:
+            values, offsets, weights = features[name]
+            weights = None if weights is None else weights.to(device)
+            moved[name] = Ragged(values.to(device), offsets.to(device), weights)
+    return moved
 
 
 def _by_feature(pooled: Tensor, asked: Asked, features: int, width: int) -> Tensor:

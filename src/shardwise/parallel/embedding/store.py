@@ -40,6 +40,7 @@ from shardwise.parallel.embedding.layout import dynamic_bucket, static_bucket, s
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy
 from shardwise.plan.errors import MismatchError, TableFullError
 
+_CPU = torch.device("cpu")
 _START_ROWS = 1 << 16
 """Start rows drawn at once."""
 _SLACK_ROWS = 1 << 20
@@ -93,7 +94,14 @@ class Rows:
 class Store:
     """Rows of ``tables`` on the rank that ``group`` is seen from."""
 
-    def __init__(self, tables: TableGroup, group: Group, seed: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        tables: TableGroup,
+        group: Group,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ):
         self.tables = tables
         self.dtype = dtype
         self.columns = tables.columns(group.index)
@@ -122,9 +130,17 @@ class Store:
                 base += limit
             self.slab = reserve(base, line, dtype)
         else:
-            self.slab = reserve(tables.slab_rows(group.index), line, dtype)
+            if device.type == "cpu":
+                self.slab = reserve(tables.slab_rows(group.index), line, dtype)
+            else:
+                self.slab = torch.zeros(tables.slab_rows(group.index), line, dtype=dtype, device=device)
             for place in range(len(tables.tables)):
                 self._draw(place, self._static_keys(place))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are. Dynamic tables are on the CPU, where their index is."""
+        return self.slab.device
 
     @property
     def nbytes(self) -> int:
@@ -232,7 +248,7 @@ class Store:
     def _merged(self) -> tuple[Tensor, Tensor]:
         """One gradient for each row, in the order in which the rows first came."""
         if not self._waiting:
-            empty = torch.empty(0, dtype=torch.int64)
+            empty = torch.empty(0, dtype=torch.int64, device=self.device)
             return empty, self.slab.new_empty(0, len(self.columns))
         if not self._is_merged:
             rows = torch.cat([rows for rows, _ in self._waiting])
@@ -339,7 +355,7 @@ class Store:
             buckets = static_bucket(keys)
         order = keys.argsort()
         order = order[buckets[order].argsort(stable=True)]
-        keys, rows = keys[order], rows[order]
+        keys, rows = keys[order], rows[order].to(self.device)
         self._catch_up(rows)
         lines, width = self.slab[rows], len(self.columns)
         state, start = {}, width
@@ -400,7 +416,7 @@ class Store:
                     f"{', '.join(rows.state)}; another optimizer wrote them"
                 )
             start += columns
-        self.slab[places] = lines
+        self.slab[places.to(self.device)] = lines.to(self.device)
 
     def _belongs(self, place: int, keys: Tensor) -> Tensor:
         """Which keys of a table this rank holds."""
@@ -432,7 +448,7 @@ class Store:
         for start in range(0, keys.numel(), _START_ROWS):
             part = keys[start : start + _START_ROWS]
             lines = self._start_lines(key, part, table.start_bound)
-            self.slab[base + start : base + start + part.numel()] = lines
+            self.slab[base + start : base + start + part.numel()].copy_(lines)
 
     def _start_lines(self, key: int, keys: Tensor, bound: float) -> Tensor:
         """Start weights and state: [n, w + state]."""

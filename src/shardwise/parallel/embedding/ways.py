@@ -246,9 +246,9 @@ class Routed(Way):
                 table = torch.arange(self.kinds).repeat_interleave(sizes)
                 leaving = torch.bincount(owners * self.kinds + table, minlength=ranks * self.kinds)
             else:
-                leaving = torch.bincount(owners, minlength=ranks)
+                leaving = torch.bincount(owners, minlength=ranks).cpu()
             place = torch.empty_like(order)
-            place[order] = torch.arange(order.numel())
+            place[order] = torch.arange(order.numel(), device=order.device)
             return Asked(fused, keys[order], place[inverse], leaving.view(ranks, self.kinds))
         leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
         if self.tables.is_dynamic:
@@ -306,9 +306,10 @@ class Sums(Way):
             owners = self._owners(fused.keys)
             order, numbers = grouped(owners, ranks)
             bags = lengths.numel()
-            bag = torch.arange(bags).repeat_interleave(lengths, output_size=fused.keys.numel())
+            bag = torch.arange(bags, device=lengths.device)
+            bag = bag.repeat_interleave(lengths, output_size=fused.keys.numel())
             lengths = torch.bincount(owners * bags + bag, minlength=ranks * bags)
-            leaving[:, 0], leaving[:, 1] = numbers, bags
+            leaving[:, 0], leaving[:, 1] = numbers.cpu(), bags
             weights = None if fused.weights is None else fused.weights[order]
             return Asked(fused, fused.keys[order], order, leaving, lengths, weights)
         start = 0
@@ -329,7 +330,7 @@ class Sums(Way):
         if bool(everyone[:, :, 2].any()):
             own = asked.weights
             if own is None:
-                own = torch.ones(asked.keys.numel(), dtype=self.dtype)
+                own = torch.ones(asked.keys.numel(), dtype=self.dtype, device=asked.keys.device)
             weights = send(own, asked.counts, group, f"weights of {name}", "keys")
         offsets = lengths.new_zeros(lengths.numel() + 1)
         torch.cumsum(lengths, 0, out=offsets[1:])
@@ -373,7 +374,7 @@ class Sums(Way):
 def _or_zeros(asked: Asked, rows: int, width: int, store: Store) -> Tensor:
     """The gradients kept, which are zero where this rank's loss does not depend on the group."""
     if asked.gradient is None:
-        return torch.zeros(rows, width, dtype=store.dtype)
+        return store.slab.new_zeros(rows, width)
     return asked.gradient.to(store.dtype)
 
 
