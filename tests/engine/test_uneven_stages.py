@@ -57,8 +57,10 @@ def run(world: Any, make: Any, mesh: dict[str, int], steps: int = 3, **config: A
     )
     results = [engine.train_step([batch(2 * step), batch(2 * step + 1)]) for step in range(steps)]
     lr, state = engine.lr, engine.state_dict()
+    tied = [bucket.weight.clone() for buckets in engine._parts.shared.tied.values() for bucket in buckets]
     engine.close()
-    return {"losses": [r.loss for r in results], "lrs": [*(r.lr for r in results), lr], "state": state}
+    lrs = [*(r.lr for r in results), lr]
+    return {"losses": [r.loss for r in results], "lrs": lrs, "state": state, "tied": tied}
 
 
 def frozen_front() -> nn.Module:
@@ -89,7 +91,9 @@ def two_heads(world: Any, mesh: dict[str, int]) -> dict[str, Any]:
 
 def test_a_tied_weight_that_one_stage_does_not_use(ranks: Any) -> None:
     (one,) = ranks(1).run(two_heads, {})
-    for two in ranks(2).run(two_heads, {"pp": 2}):
+    first, last = ranks(2).run(two_heads, {"pp": 2})
+    assert torch.equal(first["tied"][0], last["tied"][0])
+    for two in (first, last):
         assert two["losses"] == pytest.approx(one["losses"], rel=1e-12)
         for name, tensor in one["state"].items():
             torch.testing.assert_close(two["state"][name], tensor, rtol=1e-10, atol=1e-12)
