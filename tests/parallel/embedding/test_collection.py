@@ -167,6 +167,27 @@ def test_the_same_vectors_twice() -> None:
         out.backward()
 
 
+def test_a_prepared_batch_learns_once() -> None:
+    collection = one_table()
+    prepared = collection.prepare({"t": ragged()})
+    with torch.no_grad():
+        first = collection(prepared)["t"]
+    assert torch.equal(collection(prepared)["t"], first)
+    with pytest.raises(UsageError, match="second training forward pass"):
+        collection(prepared)
+
+
+def test_rows_may_come_before_the_tables_have_a_place() -> None:
+    bag = nn.EmbeddingBag(50, 4, dtype=torch.float64)
+    collection = one_table()
+    collection.load_bag("t", bag)
+    assert not collection.is_placed
+    with pytest.raises(UsageError, match="no table 'tt'"):
+        collection.load_bag("tt", bag)
+    collection.place()
+    assert torch.equal(collection.rows_here("t").weights, bag.weight.detach())
+
+
 def test_keys_outside() -> None:
     keys = torch.tensor([3, -1, 57])
     with pytest.raises(DataError, match=r"feature 't': key -1 at 1 lies outside .* 0 to 49; 2 of 3"):

@@ -95,6 +95,7 @@ def test_rows_are_ordered_by_bucket() -> None:
 
 def test_rows_of_another_table_are_refused() -> None:
     collection = EmbeddingCollection([TablePolicy(name="t", rows=5, width=4)])
+    collection.place()
     with pytest.raises(MismatchError, match="keys 0 to 5; it has 0 to 4"):
         collection.load_rows("t", Rows.of_weights(torch.arange(6), torch.zeros(6, 4)))
     with pytest.raises(MismatchError, match="columns 0 to 2; here are columns 0 to 3"):

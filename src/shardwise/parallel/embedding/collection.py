@@ -24,7 +24,7 @@ Shapes: B samples, D width, F features.
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +65,9 @@ class Prepared:
     offsets: dict[str, Tensor]
     """Of the features that are not pooled."""
     asked: list[Asked]
-    gradients_came: bool = field(default=False)
+    is_learning: bool = False
+    """A forward pass that waits for gradients, or got them, ran on it."""
+    gradients_came: bool = False
 
 
 class Part(NamedTuple):
@@ -105,6 +107,8 @@ class EmbeddingCollection(nn.Module):
         self._parts: list[Part] = []
         self._group: Group | None = None
         self._keys_group: Group | None = None
+        self._to_load: list[tuple[str, Rows]] = []
+        """Rows that were given before the tables had a place."""
         self._open: list[Prepared] = []
         """Forward passes whose gradients have not been delivered."""
         self._check_names()
@@ -149,6 +153,10 @@ class EmbeddingCollection(nn.Module):
             if isinstance(way, Sums):
                 way.dtype = self.dtype
             self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype, self.device)))
+
+        for name, rows in self._to_load:
+            self.load_rows(name, rows)
+        self._to_load.clear()
 
     @property
     def is_placed(self) -> bool:
@@ -262,6 +270,12 @@ class EmbeddingCollection(nn.Module):
             ]
         if not learns:
             return prepared, fetched
+        if prepared.is_learning:
+            raise UsageError(
+                "embedding: a second training forward pass on one prepared batch; prepare it again, or run it under "
+                "torch.no_grad()"
+            )
+        prepared.is_learning = True
         self._open.append(prepared)
         flat = [output for of_part in fetched for output in of_part]
         anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
@@ -328,7 +342,14 @@ class EmbeddingCollection(nn.Module):
 
     @torch.no_grad()
     def load_rows(self, table: str, rows: Rows) -> None:
-        """Take from ``rows`` what this rank holds of the table; of a dynamic one, keys it has not get a row."""
+        """Take from ``rows`` what this rank holds of the table; of a dynamic one, keys it has not get a row.
+
+        Before the tables have a place the rows wait for it.
+        """
+        if not self.is_placed:
+            self._check_name(table)
+            self._to_load.append((table, rows))
+            return
         part, place = self._find(table)
         part.store.load_rows(place, rows)
 
@@ -354,12 +375,19 @@ class EmbeddingCollection(nn.Module):
             part.store.resume(self.steps, self._lr_factors)
 
     def _find(self, table: str) -> tuple[Part, int]:
-        for part in self.parts:
-            for place, policy in enumerate(part.tables.tables):
-                if policy.name == table:
-                    return part, place
+        self._check_name(table)
+        places = [
+            (part, place)
+            for part in self.parts
+            for place, policy in enumerate(part.tables.tables)
+            if policy.name == table
+        ]
+        return places[0]
+
+    def _check_name(self, table: str) -> None:
         names = [policy.name for policy in self.tables]
-        raise UsageError(f"embedding: there is no table {table!r}{nearest(table, names)}")
+        if table not in names:
+            raise UsageError(f"embedding: there is no table {table!r}{nearest(table, names)}")
 
     def _settle(self) -> None:
         """Tables that nobody placed lie on one rank."""
