@@ -7,7 +7,8 @@ import torch
 
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.policy import TablePolicy
+from shardwise.parallel.embedding.layout import BUCKETS
+from shardwise.parallel.embedding.policy import DynamicPolicy, TablePolicy
 from shardwise.parallel.embedding.store import Rows
 from shardwise.plan.errors import MismatchError
 from tests.parallel.embedding.test_exact import (
@@ -91,6 +92,11 @@ def test_rows_are_ordered_by_bucket() -> None:
     collection = EmbeddingCollection([TablePolicy(name="t", rows=3000, width=1)])
     keys = collection.rows_here("t").keys
     assert keys[:4].tolist() == [0, 1024, 2048, 1]
+    grown = EmbeddingCollection([TablePolicy(name="t", dynamic=DynamicPolicy(), width=1)])
+    grown.load_rows("t", Rows.of_weights(torch.arange(500), torch.zeros(500, 1)))
+    grown.place()
+    buckets = grown.buckets("t", grown.rows_here("t").keys)
+    assert (buckets.diff() >= 0).all() and buckets[0] >= 0 and buckets[-1] < BUCKETS
 
 
 def test_rows_of_another_table_are_refused() -> None:

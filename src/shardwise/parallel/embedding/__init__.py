@@ -12,7 +12,7 @@ What an engine does with each of ``collections_of(model)``; its weights are no p
     backward  end_backward() after each backward pass, or only in the step
     step      square_sum() joins the sum of squares of the dense gradients, summed over the ranks of ``group``; then
               step(lr_factor, divisor), or drop_gradients() where the step is skipped
-    save      progress() once, rows_here(table) of every rank
+    save      progress() once; rows_here(table) of every rank, ordered by buckets(table, keys) and key
     load      load_progress() on every rank, then load_rows(table, rows) with any pieces that cover the table
     threads   prepare(features) may run in one thread of its own, over ``keys_group``
 """

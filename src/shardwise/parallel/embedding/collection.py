@@ -38,7 +38,7 @@ from shardwise.comm.trace import Traffic
 from shardwise.optim.clip import clip_factor
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
-from shardwise.parallel.embedding.layout import Place
+from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bucket
 from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.store import Rows, Store, Tally
@@ -358,6 +358,11 @@ class EmbeddingCollection(nn.Module):
         """Take the weights of torch's module for a table."""
         weight = bag.weight.detach().cpu()
         self.load_rows(table, Rows.of_weights(torch.arange(weight.shape[0]), weight.to(self.dtype)))
+
+    def buckets(self, table: str, keys: Tensor) -> Tensor:
+        """Logical bucket of each key of a table, 0 to ``layout.BUCKETS`` - 1: the same on any number of ranks."""
+        part, _ = self._find(table)
+        return dynamic_bucket(keys) if part.tables.is_dynamic else static_bucket(keys)
 
     def progress(self) -> dict[str, Any]:
         """What is no row and must be saved: the steps done and their factors of the learning rate; alike on all ranks.
