@@ -42,7 +42,7 @@ from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bu
 from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.store import Rows, Store, Tally
-from shardwise.parallel.embedding.ways import Asked, Sums, Way, way_of
+from shardwise.parallel.embedding.ways import Asked, Way, way_of
 from shardwise.plan.errors import PlanError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged
@@ -149,9 +149,7 @@ class EmbeddingCollection(nn.Module):
         if group.size == 1:
             places = dict.fromkeys(places, Place("data_parallel"))
         for tables in group_tables(self.tables, places, self.optimizer, group.size):
-            way = way_of(tables, group, self._keys_group)
-            if isinstance(way, Sums):
-                way.dtype = self.dtype
+            way = way_of(tables, group, self._keys_group, self.dtype)
             self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype, self.device)))
 
         for name, rows in self._to_load:

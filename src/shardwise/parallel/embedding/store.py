@@ -156,8 +156,8 @@ class Store:
             found = {each.name: Tally(len(each.index), each.inserted, each.evicted) for each in self._dynamic}
         else:
             found = {
-                table.name: Tally(len(self._static_keys(place)))
-                for place, table in enumerate(self.tables.tables)
+                table.name: Tally(where.rows_on(table.rows or 0, self._group.index, self._group.size))
+                for table, where in zip(self.tables.tables, self.tables.places, strict=True)
             }
         return found if speaks else dict.fromkeys(found, Tally(0))
 

@@ -83,8 +83,9 @@ class Bags(NamedTuple):
 class Way:
     """One group's way. ``keys_group`` carries keys, ``group`` vectors and gradients: two threads may use them."""
 
-    def __init__(self, tables: TableGroup, group: Group, keys_group: Group):
+    def __init__(self, tables: TableGroup, group: Group, keys_group: Group, dtype: torch.dtype):
         self.tables = tables
+        self.dtype = dtype
         self.group = group
         self.keys_group = keys_group
         self.kinds = len(tables.tables) if tables.is_dynamic else 1
@@ -290,8 +291,8 @@ class Routed(Way):
 class Sums(Way):
     """Placements table and row of static tables, with (partial) sums of bags."""
 
-    def __init__(self, tables: TableGroup, group: Group, keys_group: Group):
-        super().__init__(tables, group, keys_group)
+    def __init__(self, tables: TableGroup, group: Group, keys_group: Group, dtype: torch.dtype):
+        super().__init__(tables, group, keys_group, dtype)
         self.kinds = 3  # keys, bags, whether there are weights
         assert len(tables.runs) == 1 and tables.runs[0].kind == "summed", (
             "sums are of features that are added"
@@ -337,9 +338,6 @@ class Sums(Way):
         distinct, inverse = unique(asked.arrived, self._scratch)
         asked.arrived = distinct
         asked.bags = Bags(bag_counts, offsets, weights, inverse)
-
-    dtype = torch.float32
-    """Of the weights of keys."""
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
         assert asked.arrived is not None and asked.bags is not None, "keys are exchanged before vectors"
@@ -389,9 +387,9 @@ def _stretches(sizes: Tensor) -> list[Stretch]:
     return found
 
 
-def way_of(tables: TableGroup, group: Group, keys_group: Group) -> Way:
+def way_of(tables: TableGroup, group: Group, keys_group: Group, dtype: torch.dtype) -> Way:
     """The way of a group of tables."""
     if group.size == 1 or tables.place.placement in ("data_parallel", "column"):
-        return Everywhere(tables, group, keys_group)
+        return Everywhere(tables, group, keys_group, dtype)
     kind = Sums if tables.place.sends == "sums" else Routed
-    return kind(tables, group, keys_group)
+    return kind(tables, group, keys_group, dtype)
