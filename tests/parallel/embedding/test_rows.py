@@ -9,7 +9,7 @@ from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.layout import BUCKETS
 from shardwise.parallel.embedding.policy import DynamicPolicy, TablePolicy
-from shardwise.parallel.embedding.store import Rows
+from shardwise.parallel.embedding.rows import Rows
 from shardwise.plan.errors import MismatchError
 from tests.parallel.embedding.test_exact import (
     OPTIMIZERS,

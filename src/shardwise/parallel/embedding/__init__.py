@@ -3,7 +3,9 @@
 policy   what the user may set            layout      homes of keys, rows and columns; pure
 cost     bytes and memory; pure           planner     chooses a placement for each table and says why; pure
 group    tables that move together; pure  fuse        their features in a batch, joined
-store    the rows of one rank             ways        how keys travel, and vectors and gradients with them
+store    the rows of one rank             dynamic     the index of a table that grows and shrinks
+rules    the kernels' optimizers          rows        rows outside their store
+ways     how keys travel, and vectors and gradients with them
 collection   the module
 
 What an engine does with each of ``collections_of(model)``; its weights are no parameters, so ZeRO does not see them:

@@ -41,7 +41,8 @@ from shardwise.parallel.embedding.group import TableGroup, group_tables
 from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bucket
 from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.store import Rows, Store, Tally
+from shardwise.parallel.embedding.rows import Rows, Tally
+from shardwise.parallel.embedding.store import Store
 from shardwise.parallel.embedding.ways import Asked, Way, way_of
 from shardwise.plan.errors import PlanError, UsageError
 from shardwise.plan.policy import nearest

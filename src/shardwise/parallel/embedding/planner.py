@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.parallel.embedding.cost import Load, bytes_held, bytes_sent, collectives, rows_touched
+from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import Place
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.store import capacity_of, optimizer_of
+from shardwise.parallel.embedding.rules import optimizer_of
 from shardwise.plan.errors import PlanError
 from shardwise.plan.ragged import Ragged
 

@@ -8,16 +8,13 @@
 
 Gradients wait in the order in which they came, and are merged to one for each row before the step.
 
-A dynamic table, by steps: a key that comes in training gets a row if it is admitted, at once; its score moves once a
-step, however often it came; rows are evicted after the step. None of this depends on the number of ranks: rows of one
-table that lie on several ranks are evicted by their common order of (score, key).
+Rows of one dynamic table that lie on several ranks are evicted by their common order of (score, key), so that the same
+rows go on any number of ranks.
 
 Shapes: U rows of one call, w columns of the table that are here (all, but for placement column).
 """
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,25 +25,21 @@ from shardwise.comm.exchange import gather as gather_rows
 from shardwise.comm.exchange import share
 from shardwise.kernels import philox
 from shardwise.kernels.tables import row_optimizers as rule
-from shardwise.kernels.tables.hash_index import HashIndex
-from shardwise.kernels.tables.keys import mix
 from shardwise.kernels.tables.pooling import gather, merge
 from shardwise.kernels.tables.slab import reserve
 from shardwise.kernels.tables.start_rows import Uniform, start_rows
 from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
+from shardwise.parallel.embedding.dynamic import Dynamic, capacity_of, limit_of
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_bucket, static_keys, static_row
-from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy
+from shardwise.parallel.embedding.rows import Rows, Tally
+from shardwise.parallel.embedding.rules import ONE_A_ROW, history_of, optimizer_of, state_columns
 from shardwise.plan.errors import MismatchError, TableFullError
 
 _CPU = torch.device("cpu")
 _START_ROWS = 1 << 16
 """Start rows drawn at once."""
-_SLACK_ROWS = 1 << 20
-"""Rows beyond its capacity that an evicting table may have until the step is over."""
-_COUNT_BITS = 20
-"""Lower bits of a candidate's score, its count; the step of the last one lies above."""
 
 
 class Stretch(NamedTuple):
@@ -55,40 +48,6 @@ class Stretch(NamedTuple):
     table: int
     start: int
     stop: int
-
-
-class Tally(NamedTuple):
-    """Rows of one table."""
-
-    rows: int
-    """In use."""
-    inserted: int = 0
-    """Since the start of this process."""
-    evicted: int = 0
-    """Since the start of this process."""
-
-
-@dataclass
-class Rows:
-    """Some rows of one table, by key."""
-
-    keys: Tensor
-    """int64 [n]."""
-    weights: Tensor
-    """[n, columns]."""
-    state: dict[str, Tensor] = field(default_factory=dict)
-    """Optimizer state by name: [n, columns], or [n, 1] where a row has one number."""
-    scores: Tensor | None = None
-    """Of dynamic tables: int64 [n]."""
-    first_column: int = 0
-    """Where ``columns`` begin in the table."""
-    candidates: Tensor | None = None
-    """Keys that wait for admission and their counts, as the store has them: int64 [m, 2]."""
-
-    @classmethod
-    def of_weights(cls, keys: Tensor, weights: Tensor) -> "Rows":
-        """Rows whose optimizer state is to start anew."""
-        return cls(keys, weights)
 
 
 class Store:
@@ -109,7 +68,7 @@ class Store:
         self._group = group
         self._alike = group.size == 1 or tables.place.placement in ("data_parallel", "column")
         self._seed = seed
-        self._history = _history_of(self.optimizer)
+        self._history = history_of(self.optimizer)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._is_merged = False
         self._steps = 0
@@ -123,7 +82,7 @@ class Store:
                 assert table.dynamic is not None, "tables of a group are dynamic together"
                 key = philox.key_of(seed, _start_name(table.name))
                 capacity = capacity_of(table.dynamic, full_bytes)
-                limit = _limit(table.dynamic, capacity, line * dtype.itemsize)
+                limit = limit_of(table.dynamic, capacity, line * dtype.itemsize)
                 self._dynamic.append(
                     Dynamic(table.name, table.dynamic, base, limit, capacity, key, group.size == 1)
                 )
@@ -149,7 +108,7 @@ class Store:
         return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.index.nbytes for d in self._dynamic)
 
     @property
-    def tallies(self) -> dict[str, "Tally"]:
+    def tallies(self) -> dict[str, Tally]:
         """Of each table, what this rank speaks for: summed over the ranks, each row counts once."""
         speaks = self._group.index == 0 or not self._alike
         if self._dynamic:
@@ -241,7 +200,7 @@ class Store:
     def resume(self, steps: int, lr_factors: Sequence[float]) -> None:
         """Go on after ``steps`` steps with these factors of the learning rate."""
         self._steps = steps
-        self._history = _history_of(
+        self._history = history_of(
             self.optimizer, [self.tables.optimizer.lr * factor for factor in lr_factors]
         )
 
@@ -284,7 +243,7 @@ class Store:
 
     # Dynamic tables ----------------------------------------------------------------------------------------------
 
-    def _dynamic_rows(self, table: "Dynamic", keys: Tensor, learns: bool) -> Tensor:
+    def _dynamic_rows(self, table: Dynamic, keys: Tensor, learns: bool) -> Tensor:
         """Rows of one table's keys in the group's slab."""
         if not learns:
             rows = table.index.find(keys)
@@ -294,7 +253,7 @@ class Store:
             self._begin(table, table.index.keys_of(new), new + table.base)
         return torch.where(rows < 0, rows, rows + table.base)
 
-    def _begin(self, table: "Dynamic", keys: Tensor, rows: Tensor) -> None:
+    def _begin(self, table: Dynamic, keys: Tensor, rows: Tensor) -> None:
         """Start weights and state of new rows."""
         policy = next(each for each in self.tables.tables if each.name == table.name)
         self.slab[rows] = self._start_lines(table.start_key, keys, policy.start_bound)
@@ -316,7 +275,7 @@ class Store:
             if each.capacity is not None and rows > each.capacity:
                 self._shrink(each, rows, each.capacity)
 
-    def _shrink(self, table: "Dynamic", rows: int, capacity: int) -> None:
+    def _shrink(self, table: Dynamic, rows: int, capacity: int) -> None:
         eviction = table.policy.eviction
         if eviction.type in ("none", "age"):
             raise TableFullError(
@@ -359,7 +318,7 @@ class Store:
         self._catch_up(rows)
         lines, width = self.slab[rows], len(self.columns)
         state, start = {}, width
-        for name, columns in _state_columns(self.optimizer, width):
+        for name, columns in state_columns(self.optimizer, width):
             state[name] = lines[:, start : start + columns].clone()
             start += columns
         return Rows(
@@ -405,10 +364,10 @@ class Store:
         lines = self._start_lines(start_key, keys, 0.0)
         lines[:, :width] = rows.weights[mine, first : first + width]
         start = width
-        for state, columns in _state_columns(self.optimizer, width):
+        for state, columns in state_columns(self.optimizer, width):
             if state in rows.state:
                 given = rows.state[state][mine]
-                held = slice(0, 1) if state in _ONE_A_ROW else slice(first, first + width)
+                held = slice(0, 1) if state in ONE_A_ROW else slice(first, first + width)
                 lines[:, start : start + columns] = given[:, held]
             elif rows.state:
                 raise MismatchError(
@@ -463,179 +422,6 @@ class Store:
         return lines
 
 
-class Dynamic:
-    """The index of one dynamic table on one rank. Its rows begin at ``base`` of the slab."""
-
-    def __init__(
-        self,
-        name: str,
-        policy: DynamicPolicy,
-        base: int,
-        limit: int,
-        capacity: int | None,
-        start_key: int,
-        keys_are_distinct: bool,
-    ):
-        self.name = name
-        self.policy = policy
-        self.base = base
-        self.capacity = capacity
-        self.start_key = start_key
-        self.index = HashIndex(limit, min(policy.initial_rows, limit))
-        self.inserted = 0
-        self.evicted = 0
-        self._candidates = HashIndex() if policy.admission.type == "frequency" else None
-        self._came: list[Tensor] = []
-        """Rows that came in this step, perhaps several times."""
-        self._keys_are_distinct = keys_are_distinct
-        """In each call of ``take``: true where no other rank asks."""
-        self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
-
-    def take(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Rows of keys, -1 for those not admitted, and which rows are new."""
-        if self.policy.admission.type == "always":
-            rows, new = self._insert(keys, step)
-        else:
-            rows = self.index.find(keys)
-            missing = (rows < 0).nonzero()[:, 0]
-            missing = missing[self._admitted(keys[missing], step)]
-            rows[missing], new = self._insert(keys[missing], step)
-        if self.policy.eviction.type != "none":
-            self._came.append(rows[rows >= 0])
-        self.inserted += new.numel()
-        return rows, new
-
-    def _insert(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        try:
-            rows, new = self.index.find_or_insert(keys, 0 if self.policy.eviction.type == "lfu" else step)
-        except TableFullError as error:
-            raise TableFullError(
-                f"table {self.name!r}: {error}. Raise dynamic.capacity (or budget_bytes), admit fewer keys, or set "
-                "dynamic.eviction.type: lru or lfu"
-            ) from error
-        self.pin(self.index.keys_of(new), new)
-        return rows, new
-
-    def pin(self, keys: Tensor, rows: Tensor) -> None:
-        """Keep rows whose keys the policy pins."""
-        if self._pinned.numel() and rows.numel():
-            kept = torch.isin(keys, self._pinned)
-            self.index.pin(rows[kept])
-
-    @property
-    def candidates(self) -> Tensor | None:
-        """Keys that wait for admission, and their scores: int64 [m, 2], by key."""
-        if self._candidates is None:
-            return None
-        keys, rows = self._candidates.items()
-        order = keys.argsort()
-        return torch.stack([keys[order], self._candidates.scores_of(rows[order])], 1)
-
-    def wait(self, candidates: Tensor) -> None:
-        """Let these wait too, where the policy admits by frequency."""
-        if self._candidates is not None:
-            rows, _ = self._candidates.find_or_insert(candidates[:, 0].contiguous())
-            self._candidates.set_scores(rows, candidates[:, 1].contiguous())
-
-    def score(self, step: int) -> None:
-        """Move the scores of the rows that came in the step that ends."""
-        if not self._came:
-            return
-        is_once = len(self._came) == 1 and self._keys_are_distinct
-        rows = self._came[0] if is_once else unique(torch.cat(self._came)).keys
-        self._came.clear()
-        if self.policy.eviction.type == "lfu":
-            self.index.add_scores(rows)
-        else:
-            self.index.set_scores(rows, step)
-
-    def forget_uses(self) -> None:
-        """The step that ends did not count."""
-        self._came.clear()
-
-    def forget(self, rows: Tensor) -> None:
-        """Evict rows."""
-        if rows.numel():
-            self.forget_keys(self.index.keys_of(rows))
-
-    def forget_keys(self, keys: Tensor) -> None:
-        """Evict keys, as far as they are here."""
-        self.evicted += self.index.remove(keys).numel()
-
-    def _admitted(self, keys: Tensor, step: int) -> Tensor:
-        """Which keys without a row get one now."""
-        admission = self.policy.admission
-        if admission.type == "probability":
-            key = self.start_key - (1 << 64) if self.start_key >> 63 else self.start_key
-            draw = (mix(keys ^ key) >> 11) & ((1 << 53) - 1)
-            return draw.double() * 2.0**-53 < admission.probability
-        assert self._candidates is not None, "candidates are counted"
-        distinct = unique(keys)
-        rows, _ = self._candidates.find_or_insert(distinct.keys)
-        scores = self._candidates.scores_of(rows)
-        counts = scores & ((1 << _COUNT_BITS) - 1)
-        counts = counts + (scores >> _COUNT_BITS != step).long()
-        self._candidates.set_scores(rows, (step << _COUNT_BITS) + counts)
-        enough = counts >= admission.count
-        self._candidates.remove(distinct.keys[enough])
-        return enough[distinct.inverse]
-
-
-def optimizer_of(policy: RowOptimizerPolicy) -> rule.RowOptimizer:
-    """The kernels' rule of a policy."""
-    decay = policy.weight_decay
-    if policy.type == "sgd":
-        return rule.Sgd(decay)
-    if policy.type == "momentum":
-        return rule.Momentum(policy.momentum, policy.nesterov, decay)
-    if policy.type == "adagrad":
-        return rule.Adagrad(policy.eps, policy.initial_accumulator, decay)
-    if policy.type == "rowwise_adagrad":
-        return rule.RowwiseAdagrad(policy.eps, policy.initial_accumulator, decay)
-    if policy.type == "adam":
-        return rule.Adam(*policy.betas, policy.eps, decay, policy.exact)
-    return rule.Ftrl(policy.l1, policy.l2, policy.beta, policy.initial_accumulator)
-
-
-_STATE: Mapping[type, tuple[str, ...]] = {
-    rule.Sgd: (),
-    rule.Momentum: ("momentum_buffer",),
-    rule.Adagrad: ("sum",),
-    rule.RowwiseAdagrad: ("row_sum",),
-    rule.Adam: ("exp_avg", "exp_avg_sq", "step"),
-    rule.Ftrl: ("z", "n"),
-}
-_ONE_A_ROW = ("row_sum", "step")
-
-
-def _state_columns(optimizer: rule.RowOptimizer, width: int) -> Iterable[tuple[str, int]]:
-    """Names of the state after the weights, and how many columns each has."""
-    for name in _STATE[type(optimizer)]:
-        if name != "step" or _history_of(optimizer) is not None:
-            yield name, 1 if name in _ONE_A_ROW else width
-
-
-def _history_of(optimizer: rule.RowOptimizer, lrs: Sequence[float] = ()) -> rule.StepHistory | None:
-    """Of an Adam that replays; it has a column for the step at which a row stands."""
-    return rule.StepHistory(optimizer, lrs) if isinstance(optimizer, rule.Adam) and optimizer.exact else None
-
-
 def _start_name(table: str) -> str:
     """What keys the start rows of a table."""
     return f"table {table}"
-
-
-def capacity_of(policy: DynamicPolicy, row_bytes: int) -> int | None:
-    """Rows at most, over all ranks, of ``row_bytes`` each with their optimizer state."""
-    rows = [] if policy.capacity is None else [policy.capacity]
-    if policy.budget_bytes is not None:
-        rows.append(max(policy.budget_bytes // row_bytes, 1))
-    return min(rows, default=None)
-
-
-def _limit(policy: DynamicPolicy, capacity: int | None, line_bytes: int) -> int:
-    """Rows that a rank may have between two steps: those for which address space is taken."""
-    if capacity is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return max(memory // line_bytes, 1)
-    return capacity if policy.eviction.type in ("none", "age") else 2 * capacity + _SLACK_ROWS

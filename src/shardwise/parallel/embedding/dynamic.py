@@ -1,0 +1,158 @@
+"""The index of one dynamic table on one rank: which keys get a row, how long they keep it.
+
+A key that comes in training gets a row at once, if it is admitted; its score moves once a step, however often it came;
+rows go after a step. Nothing here depends on the number of ranks or of microbatches.
+
+Cost:   one lookup of each distinct key a batch, and one of each row that came a step; kernels/tables/hash_index.py.
+Shapes: U keys of one call.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables.hash_index import HashIndex
+from shardwise.kernels.tables.keys import mix
+from shardwise.kernels.tables.unique import unique
+from shardwise.parallel.embedding.policy import DynamicPolicy
+from shardwise.plan.errors import TableFullError
+
+_SLACK_ROWS = 1 << 20
+"""Rows beyond its capacity that an evicting table may have until the step is over."""
+_COUNT_BITS = 20
+"""Lower bits of a candidate's score, its count; the step of the last one lies above."""
+
+
+class Dynamic:
+    """The index of one dynamic table on one rank. Its rows begin at ``base`` of the slab."""
+
+    def __init__(
+        self,
+        name: str,
+        policy: DynamicPolicy,
+        base: int,
+        limit: int,
+        capacity: int | None,
+        start_key: int,
+        keys_are_distinct: bool,
+    ):
+        self.name = name
+        self.policy = policy
+        self.base = base
+        self.capacity = capacity
+        self.start_key = start_key
+        self.index = HashIndex(limit, min(policy.initial_rows, limit))
+        self.inserted = 0
+        self.evicted = 0
+        self._candidates = HashIndex() if policy.admission.type == "frequency" else None
+        self._came: list[Tensor] = []
+        """Rows that came in this step, perhaps several times."""
+        self._keys_are_distinct = keys_are_distinct
+        """In each call of ``take``: true where no other rank asks."""
+        self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
+
+    def take(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Rows of keys, -1 for those not admitted, and which rows are new."""
+        if self.policy.admission.type == "always":
+            rows, new = self._insert(keys, step)
+        else:
+            rows = self.index.find(keys)
+            missing = (rows < 0).nonzero()[:, 0]
+            missing = missing[self._admitted(keys[missing], step)]
+            rows[missing], new = self._insert(keys[missing], step)
+        if self.policy.eviction.type != "none":
+            self._came.append(rows[rows >= 0])
+        self.inserted += new.numel()
+        return rows, new
+
+    def _insert(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        try:
+            rows, new = self.index.find_or_insert(keys, 0 if self.policy.eviction.type == "lfu" else step)
+        except TableFullError as error:
+            raise TableFullError(
+                f"table {self.name!r}: {error}. Raise dynamic.capacity (or budget_bytes), admit fewer keys, or set "
+                "dynamic.eviction.type: lru or lfu"
+            ) from error
+        self.pin(self.index.keys_of(new), new)
+        return rows, new
+
+    def pin(self, keys: Tensor, rows: Tensor) -> None:
+        """Keep rows whose keys the policy pins."""
+        if self._pinned.numel() and rows.numel():
+            kept = torch.isin(keys, self._pinned)
+            self.index.pin(rows[kept])
+
+    @property
+    def candidates(self) -> Tensor | None:
+        """Keys that wait for admission, and their scores: int64 [m, 2], by key."""
+        if self._candidates is None:
+            return None
+        keys, rows = self._candidates.items()
+        order = keys.argsort()
+        return torch.stack([keys[order], self._candidates.scores_of(rows[order])], 1)
+
+    def wait(self, candidates: Tensor) -> None:
+        """Let these wait too, where the policy admits by frequency."""
+        if self._candidates is not None:
+            rows, _ = self._candidates.find_or_insert(candidates[:, 0].contiguous())
+            self._candidates.set_scores(rows, candidates[:, 1].contiguous())
+
+    def score(self, step: int) -> None:
+        """Move the scores of the rows that came in the step that ends."""
+        if not self._came:
+            return
+        is_once = len(self._came) == 1 and self._keys_are_distinct
+        rows = self._came[0] if is_once else unique(torch.cat(self._came)).keys
+        self._came.clear()
+        if self.policy.eviction.type == "lfu":
+            self.index.add_scores(rows)
+        else:
+            self.index.set_scores(rows, step)
+
+    def forget_uses(self) -> None:
+        """The step that ends did not count."""
+        self._came.clear()
+
+    def forget(self, rows: Tensor) -> None:
+        """Evict rows."""
+        if rows.numel():
+            self.forget_keys(self.index.keys_of(rows))
+
+    def forget_keys(self, keys: Tensor) -> None:
+        """Evict keys, as far as they are here."""
+        self.evicted += self.index.remove(keys).numel()
+
+    def _admitted(self, keys: Tensor, step: int) -> Tensor:
+        """Which keys without a row get one now."""
+        admission = self.policy.admission
+        if admission.type == "probability":
+            key = self.start_key - (1 << 64) if self.start_key >> 63 else self.start_key
+            draw = (mix(keys ^ key) >> 11) & ((1 << 53) - 1)
+            return draw.double() * 2.0**-53 < admission.probability
+        assert self._candidates is not None, "candidates are counted"
+        distinct = unique(keys)
+        rows, _ = self._candidates.find_or_insert(distinct.keys)
+        scores = self._candidates.scores_of(rows)
+        counts = scores & ((1 << _COUNT_BITS) - 1)
+        counts = counts + (scores >> _COUNT_BITS != step).long()
+        self._candidates.set_scores(rows, (step << _COUNT_BITS) + counts)
+        enough = counts >= admission.count
+        self._candidates.remove(distinct.keys[enough])
+        return enough[distinct.inverse]
+
+
+def capacity_of(policy: DynamicPolicy, row_bytes: int) -> int | None:
+    """Rows at most, over all ranks, of ``row_bytes`` each with their optimizer state."""
+    rows = [] if policy.capacity is None else [policy.capacity]
+    if policy.budget_bytes is not None:
+        rows.append(max(policy.budget_bytes // row_bytes, 1))
+    return min(rows, default=None)
+
+
+def limit_of(policy: DynamicPolicy, capacity: int | None, line_bytes: int) -> int:
+    """Rows that a rank may have between two steps: those for which address space is taken."""
+    if capacity is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return max(memory // line_bytes, 1)
+    return capacity if policy.eviction.type in ("none", "age") else 2 * capacity + _SLACK_ROWS
