@@ -211,3 +211,44 @@ def test_a_pass_without_gradients_draws_the_masks_of_one_rank(ranks: Any) -> Non
     (one,) = ranks(1).run(masks)
     for two in ranks(2).run(masks):
         assert two == pytest.approx(one, rel=1e-9)
+
+
+class Projected(Language):
+    """A cut pair of matrices in front of the blocks: foreign to the last stage, where they must not sum anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.norm.normalized_shape[0]
+        self.wide, self.narrow = nn.Linear(width, 8), nn.Linear(8, width)
+        blocks, norm, head = self.blocks, self.norm, self.head
+        del self.blocks, self.norm, self.head
+        self.blocks, self.norm, self.head = blocks, norm, head
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.narrow(torch.tanh(self.wide(self.embed(tokens))))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def projected(world: Any, mesh: dict[str, int]) -> list[float]:
+    table = {"embed": "replicate", "wide": "column", "narrow": "row", "blocks.*.norm": "replicate"}
+    table |= {
+        "blocks.*.up": "replicate",
+        "blocks.*.down": "replicate",
+        "norm": "replicate",
+        "head": "replicate",
+    }
+    tensor = {"table": table, "sequence_parallel": False}
+    pipeline = {"partition": ["blocks.1"]}
+    losses: list[float] = run(world, lambda: seeded(Projected), mesh, tensor=tensor, pipeline=pipeline)[
+        "losses"
+    ]
+    return losses
+
+
+def test_cut_matrices_in_front_of_the_blocks(ranks: Any) -> None:
+    (one,) = ranks(1).run(projected, {})
+    for four in ranks(4).run(projected, {"pp": 2, "tp": 2}):
+        assert four == pytest.approx(one, rel=1e-12)

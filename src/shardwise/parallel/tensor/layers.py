@@ -69,6 +69,7 @@ class ColumnLinear(_Cut):
         super().__init__(replaced, name, region, sees_whole)
         self.transposed = transposed
         self.enters = enters
+        self.out_features = self.weight.shape[1 if transposed else 0]
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.mT if self.transposed else self.weight
@@ -93,6 +94,7 @@ class RowLinear(_Cut):
     ) -> None:
         super().__init__(replaced, name, region, sees_whole)
         self.transposed = transposed
+        self.out_features = self.weight.shape[1 if transposed else 0]
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.mT if self.transposed else self.weight
