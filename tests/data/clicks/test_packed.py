@@ -166,3 +166,27 @@ def test_missing_and_zero_are_different(tmp_path: Path) -> None:
     assert found.skipped == 4
     assert found.rows(np.arange(3)).keys[0].values.tolist() == [0, 7]
     assert found.rows(np.arange(3)).keys[0].offsets.tolist() == [0, 1, 1, 2]
+
+
+def test_a_row_read_alone_is_checked_to_its_last_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and their keys lie across blocks: the block that holds only the end is checked too."""
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 256)
+    path = tmp_path / "x.clicks"
+    good = write_packed(path, SCHEMA, [made(30)])
+    content = path.read_bytes()
+    size = good._records.itemsize
+    heap = len(content) - 4 * good._checksums.size - good._heap_bytes.size
+    for i in range(30):
+        first = int(good._records["start"][i, 0])
+        count = int(good._records["lengths"][i].sum())
+        places = [good._start + i * size, good._start + (i + 1) * size - 1]
+        if count:
+            places += [heap + 8 * first, heap + 8 * (first + count) - 1]
+        for at in places:
+            other = tmp_path / "y.clicks"
+            other.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            with pytest.raises(DataError, match="damaged"):
+                PackedClicks(other).rows(np.array([i]))
+            other.unlink()
