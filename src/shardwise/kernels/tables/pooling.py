@@ -30,7 +30,7 @@ Pooling = Literal["sum", "mean", "max"]
 _AHEAD = 8
 """Rows between the request for a row's lines and their use."""
 
-_LINE_BYTES = 64
+LINE_BYTES = 64
 
 
 class Pooled(NamedTuple):
@@ -241,19 +241,25 @@ def _accept(bad: int, source: Tensor, index: Tensor, offsets: Tensor | None) -> 
 
 
 @loop
-def ahead(source: np.ndarray, index: np.ndarray, i: int, width: int) -> None:
-    """Asks for the row that is due a few places after ``i``."""
+def ahead(source: np.ndarray, index: np.ndarray, i: int, width: int, line: int) -> None:
+    """Asks for the row that is due a few places after ``i``; ``line`` elements lie in a line of the cache.
+
+    The caller divides once, and the loop is no range with a step, which divides: that would cost more than the row.
+    """
     if i + _AHEAD < index.size:
         row = index[i + _AHEAD]
-        for column in range(0, width, _LINE_BYTES // source.itemsize):
+        column = 0
+        while column < width:
             prefetch(source, row, column)
+            column += line
         prefetch(source, row, width - 1)
 
 
 @loop
 def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
+    line = LINE_BYTES // source.itemsize
     for i in range(rows.size):
-        ahead(source, rows, i, out.shape[1])
+        ahead(source, rows, i, out.shape[1], line)
         row = rows[i]
         if row < 0 or row >= source.shape[0]:
             return i
@@ -264,6 +270,7 @@ def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
 
 @loop
 def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
+    line = LINE_BYTES // source.itemsize
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -272,7 +279,7 @@ def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: 
         if begin == end:
             out[bag, :] = 0
         for i in range(begin, end):
-            ahead(source, index, i, width)
+            ahead(source, index, i, width, line)
             row = index[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -292,6 +299,7 @@ def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: 
 def _pool_weighted(
     source: np.ndarray, index: np.ndarray, offsets: np.ndarray, weights: np.ndarray, out: np.ndarray
 ) -> int:
+    line = LINE_BYTES // source.itemsize
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -300,7 +308,7 @@ def _pool_weighted(
         if begin == end:
             out[bag, :] = 0
         for i in range(begin, end):
-            ahead(source, index, i, width)
+            ahead(source, index, i, width, line)
             row, weight = index[i], weights[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -317,6 +325,7 @@ def _pool_weighted(
 def _pool_max(
     source: np.ndarray, index: np.ndarray, offsets: np.ndarray, out: np.ndarray, found: np.ndarray
 ) -> int:
+    line = LINE_BYTES // source.itemsize
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -326,7 +335,7 @@ def _pool_max(
             out[bag, :] = 0
             found[bag, :] = -1
         for i in range(begin, end):
-            ahead(source, index, i, width)
+            ahead(source, index, i, width, line)
             row = index[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -339,9 +348,10 @@ def _pool_max(
 
 @loop
 def _merge_rows(grad: np.ndarray, index: np.ndarray, out: np.ndarray) -> int:
+    line = LINE_BYTES // out.itemsize
     width = out.shape[1]
     for i in range(index.size):
-        ahead(out, index, i, width)
+        ahead(out, index, i, width, line)
         row = index[i]
         if row < 0 or row >= out.shape[0]:
             return i
@@ -352,6 +362,7 @@ def _merge_rows(grad: np.ndarray, index: np.ndarray, out: np.ndarray) -> int:
 
 @loop
 def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
+    line = LINE_BYTES // out.itemsize
     width = out.shape[1]
     share = np.empty(width, grad.dtype)
     for bag in range(grad.shape[0]):
@@ -363,7 +374,7 @@ def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: b
             for j in range(width):
                 share[j] = grad[bag, j] / (end - begin)
         for i in range(begin, end):
-            ahead(out, index, i, width)
+            ahead(out, index, i, width, line)
             row = index[i]
             if row < 0 or row >= out.shape[0]:
                 return bag
@@ -380,13 +391,14 @@ def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: b
 def _merge_weighted(
     grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, weights: np.ndarray, out: np.ndarray
 ) -> int:
+    line = LINE_BYTES // out.itemsize
     width = out.shape[1]
     for bag in range(grad.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
         if begin < 0 or end < begin or end > index.size:
             return bag
         for i in range(begin, end):
-            ahead(out, index, i, width)
+            ahead(out, index, i, width, line)
             row, weight = index[i], weights[i]
             if row < 0 or row >= out.shape[0]:
                 return bag
