@@ -42,6 +42,8 @@ def both_ways(world: World, transport: str) -> list[bool]:
             expected = [row_of(source, me, counts[source][me], width, dtype) for source in ranks]
             report.append(torch.equal(arrived, torch.cat(expected)))
             report.append(torch.equal(back(arrived, counts, group, "a test"), rows))
+            none = torch.empty(4, dtype=dtype).as_strided((0,), (0,))  # as numpy's empty arrays come
+            report.append(send(none, [[0] * world.size] * world.size, group, "a test").numel() == 0)
             parts = [counts[rank][0] for rank in ranks]
             mine = row_of(me, 0, parts[me], width, dtype)
             full = torch.cat([row_of(rank, 0, parts[rank], width, dtype) for rank in ranks])

@@ -251,8 +251,8 @@ class SharedMemoryTransport:
         width = sent.itemsize
         own, theirs, at = self._slots(torch.uint8, size - 1)
         step = self._step(torch.uint8, size - 1)
-        to = sent.view(torch.uint8).split([n * width for n in leave])
-        source = output.view(torch.uint8).split([n * width for n in arrive])
+        to = _bytes(sent).split([n * width for n in leave])
+        source = _bytes(output).split([n * width for n in arrive])
         _copy(source[me], to[me])
         leaving = [(place, _split(to[peer], step)) for place, peer in enumerate(self._peers)]
         arriving = [(peer, _split(source[peer], step)) for peer in self._peers]
@@ -472,6 +472,11 @@ def _copy(to: Tensor, source: Tensor) -> None:
         ctypes.memmove(to.data_ptr(), source.data_ptr(), count)
     else:
         to[: count // to.itemsize].copy_(source[: count // source.itemsize])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a flat tensor. One of no or one element may have any stride, which a view as bytes refuses."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _split(tensor: Tensor, step: int) -> Sequence[Tensor]:
