@@ -126,6 +126,11 @@ def test_the_synthetic_log(tmp_path: Path) -> None:
     assert [feature.name for feature in corpus.schema.features] == ["C1", "C2", "C3"]
     source = corpus.train.source
     assert corpus.validation.source is source and corpus.skipped == 0
+    bar = corpus.best_on_validation()
+    assert bar is not None and bar.samples == 200 and corpus.best is not None
+    assert abs(bar.auc - corpus.best.auc) < 0.15
+    labels = corpus.validation.batch(np.arange(200))["labels"]
+    assert bar.click_rate == pytest.approx(float(labels.mean()))
     listed = SyntheticPolicy(rows=[5, 7])
     assert listed.table_rows == (5, 7)
     assert not list(tmp_path.iterdir())

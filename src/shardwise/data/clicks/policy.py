@@ -1,6 +1,6 @@
 """Where clicks come from: the keys of ``data:`` for click-through models.
 
-data: {source: synthetic, synthetic: {samples: 2_000_000, tables: 8, rows: 200}}
+data: {source: synthetic, synthetic: {samples: 2_000_000, tables: 8, rows: 100}}
 data: {source: [day_0.gz, day_1.gz], validation: day_2.gz, malformed_limit: 100}      # or a folder, *.parquet, *.clicks
 """
 
@@ -24,7 +24,7 @@ class SyntheticPolicy(Policy):
     """Rows held out."""
     tables: Count = 8
     """Features, where ``rows`` is one number."""
-    rows: Count | Annotated[list[Count], Field(min_length=1)] = 200
+    rows: Count | Annotated[list[Count], Field(min_length=1)] = 100
     """Distinct keys of every feature, or of each."""
     dense: Annotated[int, Field(ge=0)] = 13
     """Numbers of a row."""
