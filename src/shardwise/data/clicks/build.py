@@ -52,8 +52,8 @@ class ClickCorpus:
         return source.best if isinstance(source, SyntheticClicks) else None
 
     def best_on_validation(self) -> ClickScore | None:
-        """What the teacher scores on the very rows held out: their labels are drawn, which moves every model's AUC alike
-        (by 0.001 at 200,000 rows). None where there is no teacher."""
+        """What the teacher scores on the very rows held out: their labels are drawn, which moves every model's AUC
+        alike (by 0.001 at 200,000 rows). None where there is no teacher."""
         source = self.validation.source
         if not isinstance(source, SyntheticClicks):
             return None

@@ -18,8 +18,8 @@ drawn labels, which leaves a standard error of about 0.0003 at a million samples
     AUC* = sum over pairs p_i > p_j of p_i (1 - p_j)  /  sum over pairs i != j of p_i (1 - p_j)
 
 A learner of P parameters that has seen n samples is about P / 2n nats above the best log loss; with 4 parameters a
-key, 8 features of 100 rows and 2 million samples that is 0.0008 nats. Measured: a factorisation machine of width 3 after
-one pass (Adam, batches of 1,024, learning rate falling from 0.05) 0.0018 nats and 0.0022 of AUC.
+key, 8 features of 100 rows and 2 million samples that is 0.0008 nats. Measured: a factorisation machine of width 3
+after one pass (Adam, batches of 1,024, learning rate falling from 0.05) 0.0018 nats and 0.0022 of AUC.
 
 Cost: about 50 ns per key.   Shapes: F features, D numbers, b samples asked for.
 """
