@@ -32,6 +32,8 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
+_LINE_BYTES = 64
+
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -62,7 +64,11 @@ class Loop:
 
 
 class _Prefetch(Loop):
-    """Asks for the cache line of ``array[row, column]``; as Python it does nothing."""
+    """Asks for the lines of ``array[row, :width]``; as Python it does nothing.
+
+    An intrinsic, because a compiled function that is handed an array counts its references, atomically, and that
+    costs more than the row.
+    """
 
     @functools.cached_property
     def compiled(self) -> Callable[..., Any]:
@@ -70,22 +76,28 @@ class _Prefetch(Loop):
         from numba.core import cgutils, types
         from numba.extending import intrinsic
 
-        def prefetch(typing_context: Any, array: Any, row: Any, column: Any) -> Any:
+        def prefetch(typing_context: Any, array: Any, row: Any, width: Any) -> Any:
             def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-                kind = signature.args[0]
-                place = [
-                    context.cast(builder, argument, given, types.intp)
-                    for argument, given in zip(arguments[1:], signature.args[1:], strict=True)
-                ]
+                kind, row_kind, width_kind = signature.args
+                at = context.cast(builder, arguments[1], row_kind, types.intp)
+                stop = context.cast(builder, arguments[2], width_kind, types.intp)
                 held = context.make_array(kind)(context, builder, arguments[0])
-                item = cgutils.get_item_pointer(context, builder, kind, held, place)
                 pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
                 shape = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
                 call = builder.module.declare_intrinsic("llvm.prefetch", [pointer], shape)
-                builder.call(call, [builder.bitcast(item, pointer), word(0), word(3), word(1)])
+
+                def ask(column: Any) -> None:
+                    item = cgutils.get_item_pointer(context, builder, kind, held, [at, column])
+                    builder.call(call, [builder.bitcast(item, pointer), word(0), word(3), word(1)])
+
+                line = _LINE_BYTES // context.get_abi_sizeof(context.get_data_type(kind.dtype))
+                count = stop.type
+                with cgutils.for_range_slice(builder, count(0), stop, count(line), count) as (column, _):
+                    ask(column)
+                ask(builder.sub(stop, count(1)))
                 return context.get_dummy_value()
 
-            return types.void(array, row, column), build
+            return types.void(array, row, width), build
 
         return intrinsic(prefetch)
 
@@ -95,7 +107,7 @@ def loop(function: Callable[..., Any]) -> Loop:
     return Loop(function)
 
 
-prefetch = _Prefetch(lambda array, row, column: None)
+prefetch = _Prefetch(lambda array, row, width: None)
 
 
 def array(tensor: Tensor) -> np.ndarray:

@@ -290,7 +290,7 @@ def _find(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 0)
+            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 2)
         slot = mixed(keys[i]) & mask
         while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
             slot = (slot + _ONE) & mask
@@ -302,7 +302,7 @@ def _insert(pairs: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 0)
+            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 2)
         slot = mixed(keys[i]) & mask
         while pairs[slot, 1] >= 0:
             slot = (slot + _ONE) & mask
@@ -315,7 +315,7 @@ def _refill(pairs: np.ndarray, before: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(before.shape[0]):
         if i + _AHEAD < before.shape[0]:
-            prefetch(pairs, mixed(before[i + _AHEAD, 0]) & mask, 0)
+            prefetch(pairs, mixed(before[i + _AHEAD, 0]) & mask, 2)
         if before[i, 1] >= 0:
             slot = mixed(before[i, 0]) & mask
             while pairs[slot, 1] >= 0:
@@ -329,7 +329,7 @@ def _remove(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 0)
+            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 2)
         slot = mixed(keys[i]) & mask
         while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
             slot = (slot + _ONE) & mask

@@ -27,10 +27,8 @@ from shardwise.kernels.tables.compiled import array, loop, prefetch, runs_compil
 
 Pooling = Literal["sum", "mean", "max"]
 
-_AHEAD = 8
+AHEAD = 8
 """Rows between the request for a row's lines and their use."""
-
-LINE_BYTES = 64
 
 
 class Pooled(NamedTuple):
@@ -241,25 +239,10 @@ def _accept(bad: int, source: Tensor, index: Tensor, offsets: Tensor | None) -> 
 
 
 @loop
-def ahead(source: np.ndarray, index: np.ndarray, i: int, width: int, line: int) -> None:
-    """Asks for the row that is due a few places after ``i``; ``line`` elements lie in a line of the cache.
-
-    The caller divides once, and the loop is no range with a step, which divides: that would cost more than the row.
-    """
-    if i + _AHEAD < index.size:
-        row = index[i + _AHEAD]
-        column = 0
-        while column < width:
-            prefetch(source, row, column)
-            column += line
-        prefetch(source, row, width - 1)
-
-
-@loop
 def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
-    line = LINE_BYTES // source.itemsize
     for i in range(rows.size):
-        ahead(source, rows, i, out.shape[1], line)
+        if i + AHEAD < rows.size:
+            prefetch(source, rows[i + AHEAD], out.shape[1])
         row = rows[i]
         if row < 0 or row >= source.shape[0]:
             return i
@@ -270,7 +253,6 @@ def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
 
 @loop
 def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
-    line = LINE_BYTES // source.itemsize
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -279,7 +261,8 @@ def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: 
         if begin == end:
             out[bag, :] = 0
         for i in range(begin, end):
-            ahead(source, index, i, width, line)
+            if i + AHEAD < index.size:
+                prefetch(source, index[i + AHEAD], width)
             row = index[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -299,7 +282,6 @@ def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: 
 def _pool_weighted(
     source: np.ndarray, index: np.ndarray, offsets: np.ndarray, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    line = LINE_BYTES // source.itemsize
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -308,7 +290,8 @@ def _pool_weighted(
         if begin == end:
             out[bag, :] = 0
         for i in range(begin, end):
-            ahead(source, index, i, width, line)
+            if i + AHEAD < index.size:
+                prefetch(source, index[i + AHEAD], width)
             row, weight = index[i], weights[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -325,7 +308,6 @@ def _pool_weighted(
 def _pool_max(
     source: np.ndarray, index: np.ndarray, offsets: np.ndarray, out: np.ndarray, found: np.ndarray
 ) -> int:
-    line = LINE_BYTES // source.itemsize
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -335,7 +317,8 @@ def _pool_max(
             out[bag, :] = 0
             found[bag, :] = -1
         for i in range(begin, end):
-            ahead(source, index, i, width, line)
+            if i + AHEAD < index.size:
+                prefetch(source, index[i + AHEAD], width)
             row = index[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -348,10 +331,10 @@ def _pool_max(
 
 @loop
 def _merge_rows(grad: np.ndarray, index: np.ndarray, out: np.ndarray) -> int:
-    line = LINE_BYTES // out.itemsize
     width = out.shape[1]
     for i in range(index.size):
-        ahead(out, index, i, width, line)
+        if i + AHEAD < index.size:
+            prefetch(out, index[i + AHEAD], width)
         row = index[i]
         if row < 0 or row >= out.shape[0]:
             return i
@@ -362,7 +345,6 @@ def _merge_rows(grad: np.ndarray, index: np.ndarray, out: np.ndarray) -> int:
 
 @loop
 def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
-    line = LINE_BYTES // out.itemsize
     width = out.shape[1]
     share = np.empty(width, grad.dtype)
     for bag in range(grad.shape[0]):
@@ -374,7 +356,8 @@ def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: b
             for j in range(width):
                 share[j] = grad[bag, j] / (end - begin)
         for i in range(begin, end):
-            ahead(out, index, i, width, line)
+            if i + AHEAD < index.size:
+                prefetch(out, index[i + AHEAD], width)
             row = index[i]
             if row < 0 or row >= out.shape[0]:
                 return bag
@@ -391,14 +374,14 @@ def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: b
 def _merge_weighted(
     grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    line = LINE_BYTES // out.itemsize
     width = out.shape[1]
     for bag in range(grad.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
         if begin < 0 or end < begin or end > index.size:
             return bag
         for i in range(begin, end):
-            ahead(out, index, i, width, line)
+            if i + AHEAD < index.size:
+                prefetch(out, index[i + AHEAD], width)
             row, weight = index[i], weights[i]
             if row < 0 or row >= out.shape[0]:
                 return bag

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import Loop, array, loop, runs_compiled
-from shardwise.kernels.tables.pooling import LINE_BYTES, ahead
+from shardwise.kernels.tables.compiled import Loop, array, loop, prefetch, runs_compiled
+from shardwise.kernels.tables.pooling import AHEAD
 
 
 class Sgd(NamedTuple):
@@ -393,9 +393,9 @@ def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[Loop, tuple
 
 @loop
 def _sgd(slab: np.ndarray, rows: np.ndarray, grads: np.ndarray, scale: Any, lr: Any, decay: Any) -> None:
-    line = LINE_BYTES // slab.itemsize
     for i in range(rows.size):
-        ahead(slab, rows, i, slab.shape[1], line)
+        if i + AHEAD < rows.size:
+            prefetch(slab, rows[i + AHEAD], slab.shape[1])
         row = rows[i]
         for j in range(grads.shape[1]):
             g = grads[i, j] * scale + slab[row, j] * decay
@@ -413,10 +413,10 @@ def _momentum(
     nesterov: bool,
     decay: Any,
 ) -> None:
-    line = LINE_BYTES // slab.itemsize
     width = grads.shape[1]
     for i in range(rows.size):
-        ahead(slab, rows, i, slab.shape[1], line)
+        if i + AHEAD < rows.size:
+            prefetch(slab, rows[i + AHEAD], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g = grads[i, j] * scale + slab[row, j] * decay
@@ -429,10 +429,10 @@ def _momentum(
 def _adagrad(
     slab: np.ndarray, rows: np.ndarray, grads: np.ndarray, scale: Any, lr: Any, eps: Any, decay: Any
 ) -> None:
-    line = LINE_BYTES // slab.itemsize
     width = grads.shape[1]
     for i in range(rows.size):
-        ahead(slab, rows, i, slab.shape[1], line)
+        if i + AHEAD < rows.size:
+            prefetch(slab, rows[i + AHEAD], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g = grads[i, j] * scale + slab[row, j] * decay
@@ -453,12 +453,12 @@ def _rowwise_adagrad(
     decay: Any,
     elements: Any,
 ) -> None:
-    line = LINE_BYTES // slab.itemsize
     width = grads.shape[1]
     even = width - width % 4
     g = np.empty(width, grads.dtype)
     for i in range(rows.size):
-        ahead(slab, rows, i, slab.shape[1], line)
+        if i + AHEAD < rows.size:
+            prefetch(slab, rows[i + AHEAD], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g[j] = grads[i, j] * scale + slab[row, j] * decay
@@ -494,10 +494,10 @@ def _adam(
     eps: Any,
     step: Any,
 ) -> None:
-    line = LINE_BYTES // slab.itemsize
     width = grads.shape[1]
     for i in range(rows.size):
-        ahead(slab, rows, i, slab.shape[1], line)
+        if i + AHEAD < rows.size:
+            prefetch(slab, rows[i + AHEAD], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g = grads[i, j] * scale
@@ -514,10 +514,10 @@ def _adam(
 def _ftrl(
     slab: np.ndarray, rows: np.ndarray, grads: np.ndarray, scale: Any, lr: Any, l1: Any, l2: Any, beta: Any
 ) -> None:
-    line = LINE_BYTES // slab.itemsize
     width = grads.shape[1]
     for i in range(rows.size):
-        ahead(slab, rows, i, slab.shape[1], line)
+        if i + AHEAD < rows.size:
+            prefetch(slab, rows[i + AHEAD], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g = grads[i, j] * scale
@@ -546,11 +546,11 @@ def _catch_up(
     beta2: float,
     eps: float,
 ) -> None:
-    line = LINE_BYTES // slab.itemsize
     last = sizes.size - 1
     held = np.empty((3, width))
     for i in range(rows.size):
-        ahead(slab, rows, i, slab.shape[1], line)
+        if i + AHEAD < rows.size:
+            prefetch(slab, rows[i + AHEAD], slab.shape[1])
         row = rows[i]
         first = int(slab[row, 3 * width])
         if first >= last:
