@@ -291,3 +291,14 @@ def test_ranks_without_samples_or_gradients_join() -> None:
         torch.testing.assert_close(found[order], expected.weights[order])
     on_ranks(3, uneven, "row", "rows")
     on_ranks(3, uneven, "row", "sums")
+
+
+def test_weights_of_one_key_a_sample() -> None:
+    """Where samples stand one after another, weights do too."""
+    collection = one_table(features=("a", "b"))
+    keys = torch.arange(6).view(2, 3)
+    weights = torch.arange(1.0, 7.0, dtype=torch.float64).view(2, 3)
+    given = {n: Ragged.of_ones(keys[i])._replace(weights=weights[i]) for i, n in enumerate("ab")}
+    found, rows = collection(given), collection.rows_here("t").weights
+    for i, name in enumerate("ab"):
+        torch.testing.assert_close(found[name], rows[keys[i]] * weights[i][:, None])
