@@ -20,6 +20,7 @@ from shardwise.memory.recompute import RecomputePolicy
 from shardwise.models.policy import ModelPolicy
 from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
+from shardwise.parallel.embedding.policy import TablesPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -72,6 +73,8 @@ class RunConfig(Policy):
     """How matrices are cut along "tp"."""
     pipeline: PipelinePolicy = Field(default_factory=PipelinePolicy)
     """How layers are cut along "pp", and in which order the stages run."""
+    tables: TablesPolicy = Field(default_factory=TablesPolicy)
+    """Embedding tables."""
     recompute: RecomputePolicy = Field(default_factory=RecomputePolicy)
     """What is computed again in the backward pass instead of being kept."""
     batch: BatchPolicy = Field(default_factory=BatchPolicy)

@@ -11,6 +11,7 @@ everywhere.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from shardwise.engine.parts import Parts, Stage
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
+from shardwise.engine.tables import register_tables, take_over
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
@@ -117,6 +119,8 @@ def initialize(
     )
     strategy = strategy_of(settings.zero, mesh)
     registry = register(whole, strategy, settings.precision, moments)
+    tables = take_over(model, settings, world, mesh, groups["dp"], clock)
+    register_tables(registry, tables)
     if fill is not None:
         fill = _of_pieces(fill, registry, groups["tp"])
     stages: list[Stage] = []
@@ -133,7 +137,8 @@ def initialize(
             _compile_blocks(states, settings.compile.backend)
         recompute_blocks(module, to_recompute, settings.recompute, replay)
         executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
-        stages.append(Stage(index, module, drawn.plan, executor, run))
+        plan = replace(drawn.plan, notes=(*drawn.plan.notes, *tables.choices))
+        stages.append(Stage(index, module, plan, executor, run))
         for bucket in (bucket for state in states for bucket in state.buckets):
             if bucket.master is not None:
                 owned.append((index, bucket))
@@ -165,6 +170,7 @@ def initialize(
         strategy=strategy,
         trained=trained,
         shared=shared,
+        tables=tables,
         groups=groups,
         clock=clock,
         traffic=traffic,

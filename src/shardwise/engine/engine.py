@@ -32,6 +32,8 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
 from shardwise.memory.replay import Place
 from shardwise.optim.schedule import factor
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.zero.executor import Executor
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
@@ -175,6 +177,7 @@ class Engine:
         totals = exchange(
             parts.trained,
             parts.shared,
+            parts.tables,
             parts.both,
             parts.groups["model"],
             parts.executors,
@@ -191,7 +194,9 @@ class Engine:
         lr_factor = factor(self.config.schedule, self.step_count)
         if finite and totals.weight:
             divisor = totals.weight * scale
-            update(parts.trained, totals, divisor, norm, self.config.clip, lr_factor)
+            update(parts.trained, parts.tables, totals, divisor, norm, self.config.clip, lr_factor)
+        else:
+            parts.tables.drop()
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
         if totals.orders_agree:
@@ -387,6 +392,15 @@ class Engine:
         """Bytes of model state on this rank, counted on the buffers."""
         return state.bytes_by_kind(self._parts)
 
+    @property
+    def tables(self) -> dict[str, EmbeddingCollection]:
+        """The model's embedding collections, by their names in it."""
+        return dict(self._parts.tables.collections)
+
+    def table_tallies(self) -> dict[str, Tally]:
+        """Rows in use, inserted and evicted of each embedding table, over all ranks. Collective."""
+        return self._parts.tables.tallies()
+
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients by name after the last backward of a step and before ``step()``: means, as the optimizer
         sees them before clipping. Collective; parameters that no rank used are left out."""
@@ -499,5 +513,6 @@ class Engine:
         for executor in self._parts.executors:
             executor.abandon()
         self._parts.shared.reset()
+        self._parts.tables.drop()
         self._microbatch, self._weight = 0, 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64)

@@ -15,6 +15,7 @@ from shardwise.compose.cut import RunStage
 from shardwise.compose.whole import Whole
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
+from shardwise.engine.tables import Tables
 from shardwise.memory.replay import Replay
 from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import Strategy
@@ -51,6 +52,8 @@ class Parts:
     trained: list[Trained]
     """Trained buckets in order of Units."""
     shared: SharedGradients
+    tables: Tables
+    """Embedding tables, beside the parameters."""
     groups: Mapping[str, Group]
     """By axis: "dp", "dp_shard", "dp_replicate", "tp", "pp", "model" and "world"."""
     clock: Clock

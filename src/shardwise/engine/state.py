@@ -26,11 +26,13 @@ def buckets(parts: Parts) -> list[BucketState]:
 
 
 def bytes_by_kind(parts: Parts) -> dict[str, int]:
-    """Bytes of weights, gradients, masters and moments on this rank; shared memory counts once.
+    """Bytes of weights, gradients, masters, moments and embedding tables on this rank; shared memory counts once.
 
     Gradients as they are at the end of a step's backward pass; between steps they take none.
     """
     total = {"weight": 0, "grad": 0, "master": 0, "moments": 0}
+    if parts.tables:
+        total["tables"] = parts.tables.nbytes
     for bucket in buckets(parts):
         total["weight"] += bucket.weight.nbytes
         total["grad"] += bucket.grad_elements * bucket.dtypes.grad.itemsize

@@ -6,7 +6,7 @@
        hash of the collectives so far                                         (ranks that differ in it stop here);
        a second one over the ranks that share a model
     3  all ranks decide alike: scale, clip, or skip
-    4  STEP, Unit by Unit: update masters and moments, round into the weights
+    4  STEP, Unit by Unit: update masters and moments, round into the weights; then the rows of tables
     5  UNSHARD what is kept whole but updated in pieces                       (stages 1 and 2)
 
 Gradients are sums over ranks and microbatches; they are scaled once, by the global weight of the batch:
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.engine.shared import SharedGradients
+from shardwise.engine.tables import Tables
 from shardwise.optim.clip import clip_factor, share, square_sum
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.zero.bucket import BucketState
@@ -74,6 +75,7 @@ def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> No
 def exchange(
     trained: Sequence[Trained],
     shared: SharedGradients,
+    tables: Tables,
     both: Group,
     model: Group,
     executors: Sequence[Executor],
@@ -86,7 +88,7 @@ def exchange(
     ``local``: (weight, weighted loss, flags) of this rank. ``speaks``: whether it knows the loss and brings it.
     """
     finish_reductions(trained, shared)
-    squares = torch.zeros((), dtype=torch.float64)
+    squares = tables.square_sum()
     used: list[float] = []
     for bucket, _ in trained:
         index, count = bucket.owned_range
@@ -150,13 +152,14 @@ def gradient_norm(totals: Totals, scale: float) -> float:
 
 def update(
     trained: Sequence[Trained],
+    tables: Tables,
     totals: Totals,
     divisor: float,
     norm: float,
     max_norm: float | None,
     lr_factor: float,
 ) -> None:
-    """STEP for every bucket, then the gathers of updated weights."""
+    """STEP for every bucket and every table, then the gathers of updated weights."""
     divisor = divisor / clip_factor(norm, max_norm)
     place = 0
     gathers = []
@@ -166,6 +169,7 @@ def update(
         optimizer.step(bucket.owned_grad, divisor, lr_factor, unused_ranges(bucket, used))
         bucket.publish()
         gathers.append(bucket.gather_update())
+    tables.step(lr_factor, divisor)
     for gather in gathers:
         gather.wait()
 

@@ -124,6 +124,8 @@ class EmbeddingCollection(nn.Module):
         batch: int = 1024,
         memory_bytes: int | None = None,
         device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         """Spread the tables over the ranks of ``group`` and draw their start rows; once, on all ranks alike.
 
@@ -131,7 +133,8 @@ class EmbeddingCollection(nn.Module):
         (``World.group_among(..., lane="keys")``) and ``Traffic``. ``batch``: samples of a rank's microbatch, and
         ``memory_bytes``: memory of a rank for tables (one rank alone: of the host; else left out, without limit), for
         the choice of placements. ``device``: of the vectors, and of the rows of static tables; dynamic tables stay on
-        the CPU.
+        the CPU. ``dtype``: of the rows, instead of the constructor's; ``compute_dtype``: of the vectors, where it is
+        another.
 
         Errors: PlanError where a table fits nowhere.
         """
@@ -145,6 +148,8 @@ class EmbeddingCollection(nn.Module):
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._group, self._keys_group = group, keys_group or group
         self.device = torch.device("cpu") if device is None else device
+        self.dtype = dtype or self.dtype
+        self._compute_dtype = compute_dtype or self.dtype
         self.choices = plan_tables(self.tables, self.optimizer, group.size, batch, self.dtype, memory_bytes)
         places = {choice.table: choice.place for choice in self.choices}
         if group.size == 1:
@@ -268,7 +273,7 @@ class EmbeddingCollection(nn.Module):
                 for part, each in zip(self._parts, prepared.asked, strict=True)
             ]
         if not learns:
-            return prepared, fetched
+            return prepared, [[output.to(self._compute_dtype) for output in of_part] for of_part in fetched]
         if prepared.is_learning:
             raise UsageError(
                 "embedding: a second training forward pass on one prepared batch; prepare it again, or run it under "
@@ -279,7 +284,7 @@ class EmbeddingCollection(nn.Module):
         flat = [output for of_part in fetched for output in of_part]
         anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
         outputs = iter(_Vectors.apply(anchor, self._parts, prepared, *flat))
-        return prepared, [[next(outputs) for _ in of_part] for of_part in fetched]
+        return prepared, [[next(outputs).to(self._compute_dtype) for _ in of_part] for of_part in fetched]
 
     # The step ----------------------------------------------------------------------------------------------------
 

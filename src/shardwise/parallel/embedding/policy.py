@@ -186,5 +186,7 @@ class TablesPolicy(Policy):
     """The tables."""
     optimizer: RowOptimizerPolicy = RowOptimizerPolicy()
     """Of tables without their own."""
+    placement: Mapping[str, PlacementName] = {}
+    """Placements by patterns of table names, before what the tables' own entries say."""
     memory_bytes: PositiveInt | None = None
     """Memory of a rank that tables may take; left out, what the host has, shared by its ranks."""

@@ -1,0 +1,189 @@
+"""The embedding tables of a model beside its parameters.
+
+Rows are no parameters: ZeRO does not cut them, and no gradient of a whole table exists. So the engine takes the
+collections of a model over one by one and calls them where a step needs them:
+
+    build       place           rows go to the data-parallel ranks, each table by its own placement
+    step        square_sum      joins Σ g² of the dense gradients: one norm, one clip factor, one decision to skip
+                step or drop    with the schedule's factor and the divisor that makes means of sums
+
+Cost: parallel/embedding/cost.py.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World
+from shardwise.config.run import RunConfig
+from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
+from shardwise.parallel.embedding.policy import TablePolicy
+from shardwise.parallel.embedding.rows import Tally
+from shardwise.parallel.zero.layout import AXES
+from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import ByHash, Placement, Replicate, Shard
+from shardwise.plan.policy import nearest
+from shardwise.plan.registry import Registry, TensorInfo
+
+_PLACEMENTS: Mapping[str, Placement] = {
+    "data_parallel": Replicate(),
+    "table": Replicate(),
+    "row": ByHash(),
+    "column": Shard(1),
+}
+
+
+class Tables:
+    """The placed collections of one model; none of them is no special case."""
+
+    def __init__(self, collections: Mapping[str, EmbeddingCollection], group: Group):
+        self.collections = dict(collections)
+        """By the module's name in the model."""
+        self._group = group
+
+    def __bool__(self) -> bool:
+        return bool(self.collections)
+
+    def each(self) -> Iterator[tuple[str, EmbeddingCollection, TablePolicy]]:
+        """(full name, collection, table) of every table."""
+        for prefix, collection in self.collections.items():
+            for table in collection.tables:
+                yield full_name(prefix, table.name), collection, table
+
+    @property
+    def nbytes(self) -> int:
+        """Weights and optimizer state on this rank."""
+        return sum(collection.bytes_here for collection in self.collections.values())
+
+    def square_sum(self) -> Tensor:
+        """Σ g² over the rows whose gradients this rank owns: fp64. Collective."""
+        total = torch.zeros((), dtype=torch.float64)
+        for collection in self.collections.values():
+            total = total + collection.square_sum()
+        return total
+
+    def step(self, lr_factor: float, divisor: float) -> None:
+        """Update the rows that got gradients. Collective."""
+        for collection in self.collections.values():
+            collection.step(lr_factor, divisor)
+
+    def drop(self) -> None:
+        """Forget the gradients of this step."""
+        for collection in self.collections.values():
+            collection.drop_gradients()
+
+    @property
+    def choices(self) -> list[str]:
+        """A line for each table: where it lies and why."""
+        return [str(choice) for each in self.collections.values() for choice in each.choices]
+
+    def tallies(self) -> dict[str, Tally]:
+        """Rows in use, inserted and evicted of each table, over all ranks. Collective."""
+        here = [collection.tallies[table.name] for _, collection, table in self.each()]
+        counts = torch.tensor(here, dtype=torch.float64).reshape(len(here), len(Tally._fields))
+        if self._group.size > 1 and here:
+            device = next(iter(self.collections.values())).device
+            counts = counts.to(device)
+            self._group.all_reduce(counts.view(-1), "rows of tables", "control").wait()
+        names = [name for name, _, _ in self.each()]
+        return {name: Tally(*map(int, row)) for name, row in zip(names, counts.tolist(), strict=True)}
+
+
+def full_name(prefix: str, table: str) -> str:
+    """A table's name in the model: that of its collection before its own."""
+    return f"{prefix}.{table}" if prefix else table
+
+
+def take_over(
+    model: nn.Module, settings: RunConfig, world: World, mesh: Mesh, group: Group, clock: Clock
+) -> Tables:
+    """Place every collection of ``model`` over the data-parallel ranks. Collective.
+
+    Errors: ConfigError where the configuration does not fit the model's tables, PlanError for a table that fits
+    nowhere.
+    """
+    collections = collections_of(model)
+    tables = Tables(collections, group)
+    _check(tables, settings, mesh)
+    if not collections:
+        return tables
+    # Keys may travel in a thread of their own: over a transport of their own, and untold in the order of collectives.
+    keys_group = world.group_among(group.ranks, "keys", settings.comm, clock, Traffic(), lane="keys")
+    for collection in collections.values():
+        if collection.is_placed:
+            raise UsageError(
+                "tables: a collection of the model has been used or placed already; give the model to initialize() "
+                "before its first batch"
+            )
+        _set_up(collection, settings)
+        collection.place(
+            group,
+            keys_group,
+            batch=settings.batch.micro_size or 1024,
+            memory_bytes=settings.tables.memory_bytes or _memory_of_a_rank(world),
+            device=world.device,
+            dtype=settings.precision.dtypes("", collection.dtype).master,
+            compute_dtype=settings.precision.compute_dtype,
+        )
+    return tables
+
+
+def register_tables(registry: Registry, tables: Tables) -> None:
+    """Every table with its place on the data-parallel axes."""
+    for name, collection, table in tables.each():
+        choice = next(choice for choice in collection.choices if choice.table == table.name)
+        where = dict.fromkeys(AXES, _PLACEMENTS[choice.place.placement])
+        shape = (table.rows or 0, table.width)  # a dynamic table begins without rows
+        registry.add(TensorInfo(name, shape, collection.dtype, "table", where))
+
+
+def _check(tables: Tables, settings: RunConfig, mesh: Mesh) -> None:
+    policy = settings.tables
+    names = [table.name for _, _, table in tables.each()]
+    if not names:
+        if "tables" in settings.model_fields_set:
+            raise ConfigError(
+                "tables: the model has no EmbeddingCollection, so these keys would do nothing; use one in the model, "
+                "or remove them"
+            )
+        return
+    cut = [f"{axis}={mesh.size(axis)}" for axis in ("tp", "pp") if mesh.size(axis) > 1]
+    if cut:
+        raise ConfigError(
+            f"mesh {', '.join(cut)}: embedding tables are spread over data-parallel ranks, and this mesh cuts the "
+            f"dense model too; leave {' and '.join(each[:2] for each in cut)} at 1"
+        )
+    for pattern in policy.placement:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"tables.placement: no table is called {pattern!r}{nearest(pattern, names)}; there are "
+                f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+            )
+
+
+def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
+    """What the configuration says of tables goes before what the model's code says."""
+    policy = settings.tables
+    if "optimizer" in policy.model_fields_set:
+        collection.optimizer = policy.optimizer
+    tables = []
+    for table in collection.tables:
+        for pattern, placement in policy.placement.items():
+            if fnmatchcase(table.name, pattern):
+                given = table.model_dump(exclude_unset=True) | {"placement": placement}
+                table = TablePolicy.model_validate(given)  # checked anew: sends may not suit the placement
+        tables.append(table)
+    collection.tables = tuple(tables)
+
+
+def _memory_of_a_rank(world: World) -> int:
+    """The host's memory, shared by its ranks; of an accelerator its own."""
+    if world.device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(world.device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
