@@ -6,7 +6,7 @@ group    tables that move together; pure  fuse        their features in a batch,
 store    the rows of one rank             dynamic     the index of a table that grows and shrinks
 rules    the kernels' optimizers          rows        rows outside their store
 ways     how keys travel, and vectors and gradients with them
-collection   the module
+collection   the module                           ahead      batches prepared before the model asks for them
 
 What an engine does with each of ``collections_of(model)``; its weights are no parameters, so ZeRO does not see them:
 
@@ -16,5 +16,6 @@ What an engine does with each of ``collections_of(model)``; its weights are no p
               step(lr_factor, divisor), or drop_gradients() where the step is skipped
     save      progress() once; rows_here(table) of every rank, ordered by buckets(table, keys) and key
     load      load_progress() on every rank, then load_rows(table, rows) with any pieces that cover the table
-    threads   prepare(features) may run in one thread of its own, over ``keys_group``
+    threads   prepare(features) may run in one thread of its own, over ``keys_group``; prepare_ahead(batch, ...) does it
+              for a whole batch
 """

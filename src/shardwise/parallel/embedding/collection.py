@@ -35,7 +35,9 @@ from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.duals import uncompiled
 from shardwise.comm.exchange import share
 from shardwise.comm.trace import Traffic
+from shardwise.kernels.tables.unique import Scratch
 from shardwise.optim.clip import clip_factor
+from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
 from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bucket
@@ -43,10 +45,13 @@ from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.store import Store
-from shardwise.parallel.embedding.ways import Asked, Way, way_of
-from shardwise.plan.errors import PlanError, UsageError
+from shardwise.parallel.embedding.ways import Asked, Lane, Way, way_of
+from shardwise.plan.errors import DataError, PlanError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged
+
+_REFUSED = -1
+"""Number of keys of a rank that cannot say it."""
 
 
 class Sequences(NamedTuple):
@@ -107,7 +112,8 @@ class EmbeddingCollection(nn.Module):
         self._lr_factors: list[float] = []
         self._parts: list[Part] = []
         self._group: Group | None = None
-        self._keys_group: Group | None = None
+        self._here: Lane | None = None
+        self._ahead: Lane | None = None
         self._to_load: list[tuple[str, Rows]] = []
         """Rows that were given before the tables had a place."""
         self._open: list[Prepared] = []
@@ -146,7 +152,8 @@ class EmbeddingCollection(nn.Module):
         group = Group("tables", (0,), 0, None, Clock(300.0), Traffic()) if group is None else group
         if memory_bytes is None and group.size == 1:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._group, self._keys_group = group, keys_group or group
+        self._group = group
+        self._here, self._ahead = Lane(group, Scratch()), Lane(keys_group or group, Scratch())
         self.device = torch.device("cpu") if device is None else device
         self.dtype = dtype or self.dtype
         self._compute_dtype = compute_dtype or self.dtype
@@ -155,7 +162,7 @@ class EmbeddingCollection(nn.Module):
         if group.size == 1:
             places = dict.fromkeys(places, Place("data_parallel"))
         for tables in group_tables(self.tables, places, self.optimizer, group.size):
-            way = way_of(tables, group, self._keys_group, self.dtype)
+            way = way_of(tables, group, self.dtype)
             self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype, self.device)))
 
         for name, rows in self._to_load:
@@ -190,24 +197,40 @@ class EmbeddingCollection(nn.Module):
 
     # A batch -----------------------------------------------------------------------------------------------------
 
+    @property
+    def keys_group(self) -> Group:
+        """The ranks among which ``prepare`` sends keys."""
+        self._settle()
+        assert self._ahead is not None, "settled above"
+        return self._ahead.group
+
     @uncompiled
     def prepare(self, features: Mapping[str, Ragged]) -> Prepared:
-        """Find the distinct keys of a batch and send them where they are needed; reads no weights."""
+        """Find the distinct keys of a batch and send them where they are needed; reads no weights, inserts no key.
+
+        For batches to come: goes over ``keys_group``, and may run in one thread of its own. A forward pass on features
+        that are not prepared does the same for itself, over ``group``.
+        Errors: DataError on every rank where the batch of any is refused.
+        """
         self._settle()
-        assert self._keys_group is not None, "settled above"
-        samples = batch_size(features)
-        asked = []
-        for part in self._parts:
-            names = [feature.name for feature in part.tables.features]
-            asked.append(part.way.ask(fuse(part.tables, _on(part.store.device, features, names), self.dtype)))
-        if self._keys_group.size == 1:
-            numbers = [each.leaving[None] for each in asked]
-        else:
-            leaving = torch.cat([each.leaving for each in asked], 1)
-            everyone = share(leaving, self._keys_group, "numbers of keys")
-            numbers = list(everyone.split([part.way.kinds for part in self._parts], 2))
+        assert self._ahead is not None, "settled above"
+        return self._prepare(features, self._ahead)
+
+    def _prepare(self, features: Mapping[str, Ragged], lane: Lane) -> Prepared:
+        try:
+            samples = batch_size(features)
+            asked = []
+            for part in self._parts:
+                names = [feature.name for feature in part.tables.features]
+                fused = fuse(part.tables, _on(part.store.device, features, names), self.dtype)
+                asked.append(part.way.ask(fused, lane))
+        except Exception:
+            # The others are told in the exchange that they come to next, and end there too.
+            self._numbers([], lane)
+            raise
+        numbers = self._numbers(asked, lane)
         for part, each, everyone in zip(self._parts, asked, numbers, strict=True):
-            part.way.meet(each, everyone)
+            part.way.meet(each, everyone, lane)
         flat = {
             feature.name: features[feature.name].offsets.to(self.device)
             for part in self._parts
@@ -215,6 +238,24 @@ class EmbeddingCollection(nn.Module):
             if feature.pooling == "none"
         }
         return Prepared(samples, flat, asked)
+
+    def _numbers(self, asked: Sequence[Asked], lane: Lane) -> list[Tensor]:
+        """Of each part what leaves every rank for every rank: int64 [N, N, K]. ``asked`` is empty where this rank
+        cannot say it."""
+        group = lane.group
+        if group.size == 1:
+            return [each.leaving[None] for each in asked]
+        kinds = [part.way.kinds for part in self._parts]
+        refused = torch.full((group.size, sum(kinds)), _REFUSED)
+        leaving = torch.cat([each.leaving for each in asked], 1) if asked else refused
+        everyone = share(leaving, group, "numbers of keys")
+        out = [group.ranks[index] for index in (everyone[:, 0, 0] == _REFUSED).nonzero()[:, 0].tolist()]
+        if out and asked:
+            raise DataError(
+                f"embedding: rank(s) {out} could not take their part of this batch, and say why; the batch was given "
+                f"up here, on rank {group.ranks[group.index]}, too"
+            )
+        return list(everyone.split(kinds, 2))
 
     @uncompiled
     def forward(self, features: "Mapping[str, Ragged] | Prepared") -> dict[str, Any]:
@@ -265,7 +306,13 @@ class EmbeddingCollection(nn.Module):
         return [feature.name for part in self.parts for feature in part.tables.features]
 
     def _fetch(self, features: "Mapping[str, Ragged] | Prepared") -> tuple[Prepared, list[list[Tensor]]]:
-        prepared = features if isinstance(features, Prepared) else self.prepare(features)
+        self._settle()
+        assert self._here is not None, "settled above"
+        if isinstance(features, Prepared):
+            prepared = features
+        else:
+            before = features.of(self) if isinstance(features, PreparedFeatures) else None
+            prepared = before or self._prepare(features, self._here)
         learns = torch.is_grad_enabled() and self.training
         with torch.no_grad():
             fetched = [

@@ -80,23 +80,29 @@ class Bags(NamedTuple):
     """Place of each arrived key among the distinct ones."""
 
 
-class Way:
-    """One group's way. ``keys_group`` carries keys, ``group`` vectors and gradients: two threads may use them."""
+class Lane(NamedTuple):
+    """What one thread prepares batches with: two threads have nothing of it in common."""
 
-    def __init__(self, tables: TableGroup, group: Group, keys_group: Group, dtype: torch.dtype):
+    group: Group
+    """Carries keys."""
+    scratch: Scratch
+
+
+class Way:
+    """One group's way. ``group`` carries vectors and gradients, a ``Lane`` keys."""
+
+    def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
         self.tables = tables
         self.dtype = dtype
         self.group = group
-        self.keys_group = keys_group
         self.kinds = len(tables.tables) if tables.is_dynamic else 1
-        self._scratch = Scratch()
         self._name = f"embedding {tables}"
 
-    def ask(self, fused: Fused) -> Asked:
+    def ask(self, fused: Fused, lane: Lane) -> Asked:
         """The distinct keys of a batch, and how many go where."""
         raise NotImplementedError
 
-    def meet(self, asked: Asked, everyone: Tensor) -> None:
+    def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
         """Exchange keys; ``everyone``: what leaves each rank for each, int64 [N, N, K]."""
         raise NotImplementedError
 
@@ -112,17 +118,17 @@ class Way:
         """Hand the gradients to the owners of the rows."""
         raise NotImplementedError
 
-    def _distinct(self, fused: Fused) -> tuple[Tensor, Tensor, Tensor]:
+    def _distinct(self, fused: Fused, lane: Lane) -> tuple[Tensor, Tensor, Tensor]:
         """Distinct keys in the order of their tables, places of all keys among them, how many each table has."""
         if not self.tables.is_dynamic:
-            keys, inverse = unique(fused.keys, self._scratch)
+            keys, inverse = unique(fused.keys, lane.scratch)
             return keys, inverse, torch.tensor([keys.numel()])
         found, inverses, sizes = [], [], []
         start = 0
         for table in range(len(self.tables.tables)):
             of_table = [place for place, feature in enumerate(self.tables.features) if feature.table == table]
             stretch = fused.keys[fused.starts[of_table[0]] : fused.starts[of_table[-1] + 1]]
-            keys, inverse = unique(stretch, self._scratch)
+            keys, inverse = unique(stretch, lane.scratch)
             found.append(keys)
             inverses.append(inverse + start if start else inverse)
             sizes.append(keys.numel())
@@ -178,15 +184,15 @@ class Way:
 class Everywhere(Way):
     """Placements data_parallel and column."""
 
-    def ask(self, fused: Fused) -> Asked:
-        keys, inverse, sizes = self._distinct(fused)
+    def ask(self, fused: Fused, lane: Lane) -> Asked:
+        keys, inverse, sizes = self._distinct(fused, lane)
         return Asked(fused, keys, inverse, sizes.repeat(self.group.size, 1))
 
-    def meet(self, asked: Asked, everyone: Tensor) -> None:
+    def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
         sizes = everyone[:, 0]  # [N, K]
         parts = sizes.sum(1).tolist()
         asked.counts = [[part] for part in parts]
-        asked.arrived = gather(asked.keys, parts, self.keys_group, f"keys of {self._name}", "keys")
+        asked.arrived = gather(asked.keys, parts, lane.group, f"keys of {self._name}", "keys")
         if self.tables.is_dynamic:
             asked.stretches = _stretches(sizes)
 
@@ -237,8 +243,8 @@ class Everywhere(Way):
 class Routed(Way):
     """Placements table and row, with vectors of distinct rows."""
 
-    def ask(self, fused: Fused) -> Asked:
-        keys, inverse, sizes = self._distinct(fused)
+    def ask(self, fused: Fused, lane: Lane) -> Asked:
+        keys, inverse, sizes = self._distinct(fused, lane)
         ranks = self.group.size
         if self.tables.place.placement == "row":
             owners = self._owners(keys)
@@ -266,9 +272,9 @@ class Routed(Way):
             before = after
         return Asked(fused, keys, inverse, leaving)
 
-    def meet(self, asked: Asked, everyone: Tensor) -> None:
+    def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
         asked.counts = everyone.sum(2).tolist()
-        asked.arrived = send(asked.keys, asked.counts, self.keys_group, f"keys of {self._name}", "keys")
+        asked.arrived = send(asked.keys, asked.counts, lane.group, f"keys of {self._name}", "keys")
         if self.tables.is_dynamic:
             asked.stretches = _stretches(everyone[:, self.group.index])
 
@@ -291,14 +297,14 @@ class Routed(Way):
 class Sums(Way):
     """Placements table and row of static tables, with (partial) sums of bags."""
 
-    def __init__(self, tables: TableGroup, group: Group, keys_group: Group, dtype: torch.dtype):
-        super().__init__(tables, group, keys_group, dtype)
+    def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
+        super().__init__(tables, group, dtype)
         self.kinds = 3  # keys, bags, whether there are weights
         assert len(tables.runs) == 1 and tables.runs[0].kind == "summed", (
             "sums are of features that are added"
         )
 
-    def ask(self, fused: Fused) -> Asked:
+    def ask(self, fused: Fused, lane: Lane) -> Asked:
         ranks = self.group.size
         lengths = fused.offsets.diff()
         leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
@@ -320,9 +326,9 @@ class Sums(Way):
             start = end
         return Asked(fused, fused.keys, fused.keys, leaving, lengths, fused.weights)
 
-    def meet(self, asked: Asked, everyone: Tensor) -> None:
+    def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
         assert asked.lengths is not None, "bags travel with their keys"
-        group, name = self.keys_group, self._name
+        group, name = lane.group, self._name
         asked.counts = everyone[:, :, 0].tolist()
         bag_counts = everyone[:, :, 1].tolist()
         asked.arrived = send(asked.keys, asked.counts, group, f"keys of {name}", "keys")
@@ -335,7 +341,7 @@ class Sums(Way):
             weights = send(own, asked.counts, group, f"weights of {name}", "keys")
         offsets = lengths.new_zeros(lengths.numel() + 1)
         torch.cumsum(lengths, 0, out=offsets[1:])
-        distinct, inverse = unique(asked.arrived, self._scratch)
+        distinct, inverse = unique(asked.arrived, lane.scratch)
         asked.arrived = distinct
         asked.bags = Bags(bag_counts, offsets, weights, inverse)
 
@@ -387,9 +393,9 @@ def _stretches(sizes: Tensor) -> list[Stretch]:
     return found
 
 
-def way_of(tables: TableGroup, group: Group, keys_group: Group, dtype: torch.dtype) -> Way:
+def way_of(tables: TableGroup, group: Group, dtype: torch.dtype) -> Way:
     """The way of a group of tables."""
     if group.size == 1 or tables.place.placement in ("data_parallel", "column"):
-        return Everywhere(tables, group, keys_group, dtype)
+        return Everywhere(tables, group, dtype)
     kind = Sums if tables.place.sends == "sums" else Routed
-    return kind(tables, group, keys_group, dtype)
+    return kind(tables, group, dtype)
