@@ -188,15 +188,24 @@ class Checkpoints:
 
     # -- loading
 
-    def load(self, items: Choose, *, path: Path | str | None = None, partial: bool = False) -> Loaded | None:
+    def load(
+        self,
+        items: Choose,
+        *,
+        path: Path | str | None = None,
+        partial: bool = False,
+        is_checked: bool = False,
+    ) -> Loaded | None:
         """Fill ``items`` from the newest whole step, or from the step at ``path`` and no other.
 
         ``items`` may be a function of the manifest, for callers whose wishes depend on what a step holds. ``partial``
-        allows the step to hold more tensors of a kind than are asked for. None where the folder has no step.
+        allows the step to hold more tensors of a kind than are asked for. ``is_checked``: every block was checked a
+        moment ago, in an earlier load of parts of the same step; what is read now is checked as it is read. None where
+        the folder has no step.
         """
         talk = self._open("load")
         self.wait()
-        load = Load(self._folder, self._files, talk, self._warn, partial)
+        load = Load(self._folder, self._files, talk, self._warn, partial, is_checked)
         return load.newest(items) if path is None else load.exactly(Path(path), items)
 
     def steps(self) -> list[Found]:

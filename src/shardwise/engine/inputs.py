@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.errors import UsageError
 
 
@@ -46,6 +47,8 @@ def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> 
         return type(value)(cast_inputs(inner, device, dtype) for inner in value)
     if isinstance(value, dict):
         return {key: cast_inputs(inner, device, dtype) for key, inner in value.items()}
+    if isinstance(value, PreparedFeatures):
+        return value.changed(lambda inner: cast_inputs(inner, device, dtype))
     return value
 
 

@@ -5,6 +5,7 @@
     buffer   the first rank's of those that hold it                 (batch statistics are per rank by default)
     master   only where it is not the weight itself
     moments  ``exp_avg`` ...; left out for parameters that never got a gradient
+    table    rows of embedding tables: saved_tables.py
 
 On loading each rank asks for the elements it owns. Weights are rounded from the masters again, so nothing is read twice
 and a change of precision needs no conversion: a step without masters gives its weights, one with masters gives those.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, Solo
+from shardwise.engine import saved_tables
 from shardwise.engine.parts import Parts
 from shardwise.engine.state import buckets, own_buffers
 from shardwise.plan.errors import CheckpointError, MismatchError
@@ -55,10 +57,13 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
         "optimizer": {"common": common[0], "exceptions": common[1]},
         "layout": {"mesh": str(parts.mesh), "zero_stage": engine.config.zero.stage},
     }
+    of_tables: list[Item] = []
+    if parts.tables:
+        of_tables, state["tables"] = saved_tables.items_to_save(parts.tables)
     aliases = {e.name: list(e.aliases) for e in parts.whole.parameters.values() if e.aliases}
     checkpoints_in(engine, parts, folder).save(
         engine.step_count,
-        _items_to_save(parts, labels, stateless),
+        _items_to_save(parts, labels, stateless) + of_tables,
         {"engine": state, "user": trainer},
         aliases=aliases,
         **options,
@@ -71,6 +76,7 @@ def load(engine: "Engine", parts: Parts, folder: Path, weights_only: bool) -> di
     moments: dict[int, dict[str, Tensor]] = {}
 
     def choose(manifest: Manifest) -> list[Item]:
+        saved_tables.check(parts.tables, manifest, weights_only)
         moments.clear()
         moments.update({} if weights_only else _empty_moments(parts, manifest))
         return _items_to_load(parts, manifest, moments)
@@ -82,6 +88,9 @@ def load(engine: "Engine", parts: Parts, folder: Path, weights_only: bool) -> di
     for bucket in buckets(parts):
         bucket.publish()
         bucket.gather_update().wait()
+    if parts.tables:
+        told = loaded.trainer["engine"]["tables"]
+        saved_tables.load(parts.tables, checkpoints, loaded.path, loaded.manifest, told, weights_only)
     if not weights_only:
         _restore(engine, parts, loaded.trainer.get("engine", {}), loaded.manifest, moments)
     return dict(loaded.trainer.get("user", {}))
@@ -259,7 +268,8 @@ def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
 
 def _empty_moments(parts: Parts, manifest: Manifest) -> dict[int, dict[str, Tensor]]:
     """Flat buffers for the moments in the step, by bucket. Errors: MismatchError where another optimizer made them."""
-    labels = sorted({tensor.kind for tensor in manifest.tensors} - set(_OURS))
+    kinds = {tensor.kind for tensor in manifest.tensors if not saved_tables.is_of_tables(tensor.kind)}
+    labels = sorted(kinds - set(_OURS))
     expected = sorted({info.label for info in parts.registry.of_kind("moment")})
     if labels and expected and labels != expected:
         raise MismatchError(

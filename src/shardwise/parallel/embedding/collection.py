@@ -44,6 +44,7 @@ from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bu
 from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Rows, Tally
+from shardwise.parallel.embedding.saved import Stretch, stretch_to_write
 from shardwise.parallel.embedding.store import Store
 from shardwise.parallel.embedding.ways import Asked, Lane, Way, way_of
 from shardwise.plan.errors import DataError, PlanError, UsageError
@@ -403,6 +404,50 @@ class EmbeddingCollection(nn.Module):
             return
         part, place = self._find(table)
         part.store.load_rows(place, rows)
+
+    @torch.no_grad()
+    def rows_to_write(self, table: str) -> tuple[Stretch, Stretch | None]:
+        """What this rank writes of a table into a checkpoint, and of its keys that wait for admission. Collective."""
+        assert self._group is not None, "asked of placed tables"
+        part, place = self._find(table)
+        rows, where = part.store.rows_here(place), part.tables.places[place]
+        width, what = part.tables.width, f"table {table}"
+        stretch = stretch_to_write(rows, self.buckets(table, rows.keys), where, width, self._group, what)
+        if rows.candidates is None:
+            return stretch, None
+        keys, scores = rows.candidates.unbind(1)
+        buckets = self.buckets(table, keys)
+        order = buckets.argsort(stable=True)  # they come by key
+        waiting = Rows(keys[order], self._no_weights(order), scores=scores[order])
+        if where.placement == "column":
+            where = Place("data_parallel")  # of keys each rank knows all
+        return stretch, stretch_to_write(waiting, buckets[order], where, 0, self._group, what)
+
+    def _no_weights(self, keys: Tensor) -> Tensor:
+        return torch.empty(keys.numel(), 0, dtype=self.dtype)
+
+    def place_of(self, table: str) -> tuple[Place, Group]:
+        """Where a table lies, and over which ranks."""
+        assert self._group is not None, "asked of placed tables"
+        part, place = self._find(table)
+        return part.tables.places[place], self._group
+
+    def state_names(self, table: str) -> list[str]:
+        """Optimizer state that a row of a table has beside its weights."""
+        return self._find(table)[0].store.state_names()
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Forget the keys of dynamic tables, and gradients that wait: before other rows are loaded."""
+        self._open.clear()
+        for part in self.parts:
+            part.store.clear()
+
+    @torch.no_grad()
+    def load_candidates(self, table: str, candidates: Tensor) -> None:
+        """Keys that wait for admission, and their scores: int64 [m, 2]."""
+        part, place = self._find(table)
+        part.store.load_candidates(place, candidates)
 
     @torch.no_grad()
     def load_bag(self, table: str, bag: nn.EmbeddingBag | nn.Embedding) -> None:

@@ -42,15 +42,20 @@ class Dynamic:
         self.base = base
         self.capacity = capacity
         self.start_key = start_key
-        self.index = HashIndex(limit, min(policy.initial_rows, limit))
+        self._limit = limit
+        self.clear()
         self.inserted = 0
         self.evicted = 0
-        self._candidates = HashIndex() if policy.admission.type == "frequency" else None
-        self._came: list[Tensor] = []
-        """Rows that came in this step, perhaps several times."""
         self._keys_are_distinct = keys_are_distinct
         """In each call of ``take``: true where no other rank asks."""
         self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
+
+    def clear(self) -> None:
+        """Begin anew without a key."""
+        self.index = HashIndex(self._limit, min(self.policy.initial_rows, self._limit))
+        self._candidates = HashIndex() if self.policy.admission.type == "frequency" else None
+        self._came: list[Tensor] = []
+        """Rows that came in this step, perhaps several times."""
 
     def take(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Rows of keys, -1 for those not admitted, and which rows are new."""

@@ -330,6 +330,20 @@ class Store:
             candidates,
         )
 
+    def state_names(self) -> list[str]:
+        """Optimizer state that a row has beside its weights."""
+        return [name for name, _ in state_columns(self.optimizer, len(self.columns))]
+
+    def clear(self) -> None:
+        """Dynamic tables begin anew without a key; gradients that wait are forgotten."""
+        self.drop()
+        for each in self._dynamic:
+            each.clear()
+
+    def load_candidates(self, place: int, candidates: Tensor) -> None:
+        """Of keys that wait for admission and their scores, int64 [m, 2], take those that belong here."""
+        self._dynamic[place].wait(candidates[self._belongs(place, candidates[:, 0])])
+
     def load_rows(self, place: int, rows: Rows) -> None:
         """Take the rows that belong here, of whole rows or of columns that cover those that are here."""
         name = self.tables.tables[place].name

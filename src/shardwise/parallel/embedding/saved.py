@@ -1,0 +1,162 @@
+"""A table as a checkpoint has it: whole rows in the order of (bucket, key), whatever the number of ranks and placement.
+
+    rows     | bucket 0 | bucket 1 | ... | bucket 1023 |        within a bucket by key
+    writers  | rank 0          | rank 1 ...            |        neighbouring buckets, so that a writer has one stretch
+
+    data_parallel   each rank writes its stretch of the copy
+    table           the owner writes all
+    row             rows go to the writers of their buckets
+    column          columns go to the writers of their buckets, which put them together to rows
+
+A rank that reads takes the stretches of the buckets that it is to hold; of a static table keys follow from places, so
+that they are not stored.
+
+Cost:   once the bytes of the rank's rows over the link for row and column, none for the others.
+Shapes: n rows here, M rows of the table over all ranks, N ranks.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Group
+from shardwise.comm.exchange import Counts, gather, send, share
+from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of, columns_of
+from shardwise.parallel.embedding.rows import Rows
+from shardwise.parallel.embedding.rules import ONE_A_ROW
+
+Range = tuple[int, int]
+"""Rows [start, stop) in the order of (bucket, key)."""
+
+
+class Stretch(NamedTuple):
+    """What one rank writes of a table."""
+
+    rows: Rows
+    first: int
+    """Place of its first row among all."""
+    counts: Tensor
+    """Rows of each bucket over all ranks: int64 [BUCKETS]."""
+
+    @property
+    def total(self) -> int:
+        """M."""
+        return int(self.counts.sum())
+
+
+def stretch_to_write(
+    rows: Rows, buckets: Tensor, place: Place, width: int, group: Group, what: str
+) -> Stretch:
+    """From what each rank holds, ordered by (bucket, key), to what it writes. ``buckets``: of the rows. Collective."""
+    n = group.size
+    writers = torch.div(buckets * n, BUCKETS, rounding_mode="floor")
+    leaving = torch.bincount(writers, minlength=n)
+    if n > 1 and place.placement == "data_parallel":
+        start = int(leaving[: group.index].sum())
+        mine = slice(start, start + int(leaving[group.index]))
+        rows, buckets = _some(rows, mine), buckets[mine]
+    elif n > 1 and place.placement in ("row", "column"):
+        counts: Counts = share(leaving[:, None], group, f"rows of {what}")[:, :, 0].tolist()
+        if place.placement == "row":
+            rows = _rows_together(rows, counts, group, what)
+            buckets = send(buckets, counts, group, what, "control")
+            order = rows.keys.argsort()
+            order = order[buckets[order].argsort(stable=True)]
+            rows, buckets = _some(rows, order), buckets[order]
+        else:
+            rows, mine = _columns_together(rows, counts, width, group, what)
+            buckets = buckets[mine]
+    counted = torch.bincount(buckets, minlength=BUCKETS)
+    everyone = gather(counted[None], [1] * n, group, f"buckets of {what}", "control").sum(0)
+    first = int(everyone[: int(buckets[0])].sum()) if buckets.numel() else 0
+    return Stretch(rows, first, everyone)
+
+
+def ranges_to_read(counts: Tensor, place: Place, index: int, ranks: int, within: Range) -> list[Range]:
+    """The rows that rank ``index`` is to hold, of those ``within``."""
+    low, high = within
+    if not place.holds(index):
+        return []
+    if place.placement != "row" or ranks == 1:
+        return [within] if low < high else []
+    ends = counts.cumsum(0).tolist()
+    found: list[Range] = []
+    for bucket in buckets_of(index, ranks):
+        start, stop = max(ends[bucket - 1] if bucket else 0, low), min(ends[bucket], high)
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
+def static_counts(rows: int) -> Tensor:
+    """Rows of each bucket of a static table: int64 [BUCKETS]."""
+    counts = torch.full((BUCKETS,), rows // BUCKETS)
+    counts[: rows % BUCKETS] += 1
+    return counts
+
+
+def static_keys_at(counts: Tensor, ranges: list[Range]) -> Tensor:
+    """The keys that stand in ``ranges`` of a static table."""
+    starts = counts.cumsum(0) - counts
+    places = torch.cat([torch.arange(*each) for each in ranges] or [torch.empty(0, dtype=torch.int64)])
+    buckets = torch.searchsorted(starts + counts, places, right=True)
+    return (places - starts[buckets]) * BUCKETS + buckets
+
+
+def chunks(counts: Tensor, rows: int) -> Iterator[Range]:
+    """Whole buckets of about ``rows`` rows, one after another: what is read at once."""
+    start = end = 0
+    for count in counts.tolist():
+        if end > start and end + count - start > rows:
+            yield start, end
+            start = end
+        end += count
+    if end > start:
+        yield start, end
+
+
+def _some(rows: Rows, which: slice | Tensor) -> Rows:
+    """Some of the rows."""
+    return Rows(
+        rows.keys[which],
+        rows.weights[which],
+        {name: tensor[which] for name, tensor in rows.state.items()},
+        None if rows.scores is None else rows.scores[which],
+        rows.first_column,
+    )
+
+
+def _rows_together(rows: Rows, counts: Counts, group: Group, what: str) -> Rows:
+    """Whole rows at the writers of their buckets, in the order of the ranks they came from."""
+
+    def sent(tensor: Tensor) -> Tensor:
+        return send(tensor, counts, group, what, "control")
+
+    return Rows(
+        sent(rows.keys),
+        sent(rows.weights),
+        {name: sent(tensor) for name, tensor in rows.state.items()},
+        None if rows.scores is None else sent(rows.scores),
+    )
+
+
+def _columns_together(rows: Rows, counts: Counts, width: int, group: Group, what: str) -> tuple[Rows, slice]:
+    """Whole rows at their writers, and which of the rows here these are: every rank has the same keys."""
+    widths = [len(columns_of(width, index, group.size)) for index in range(group.size)]
+    leaving = counts[group.index]
+    start = sum(leaving[: group.index])
+    mine = slice(start, start + leaving[group.index])
+
+    def joined(tensor: Tensor) -> Tensor:
+        padded = tensor.new_zeros(len(tensor), max(widths))  # a message has one width
+        padded[:, : tensor.shape[1]] = tensor
+        arrived = send(padded, counts, group, what, "control").view(group.size, -1, max(widths))
+        return torch.cat([part[:, :columns] for part, columns in zip(arrived, widths, strict=True)], 1)
+
+    state = {
+        name: tensor[mine] if name in ONE_A_ROW else joined(tensor) for name, tensor in rows.state.items()
+    }
+    scores = None if rows.scores is None else rows.scores[mine]
+    return Rows(rows.keys[mine], joined(rows.weights), state, scores), mine
