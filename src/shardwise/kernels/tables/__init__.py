@@ -1,6 +1,7 @@
 """What an embedding table does to its rows, each piece as a compiled loop beside a plain-torch reference.
 
     keys.py            a 64-bit mix of keys, and the logical bucket that owns a key
+    one_each.py        keys of features that have one in every sample, joined
     unique.py          distinct keys in the order of their first occurrence; stable grouping by owner
     hash_index.py      keys to rows: find, insert, remove, scores, the rows to evict
     slab.py            memory of a table that grows without moving

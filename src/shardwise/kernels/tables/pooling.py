@@ -23,12 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import array, loop, prefetch, runs_compiled
+from shardwise.kernels.tables.compiled import ahead, array, loop, prefetch, runs_compiled
 
 Pooling = Literal["sum", "mean", "max"]
-
-AHEAD = 8
-"""Rows between the request for a row's lines and their use."""
 
 
 class Pooled(NamedTuple):
@@ -43,14 +40,21 @@ class Pooled(NamedTuple):
 def pool(
     source: Tensor,
     index: Tensor,
-    offsets: Tensor,
+    offsets: Tensor | None,
     pooling: Pooling = "sum",
     weights: Tensor | None = None,
     width: int | None = None,
 ) -> Pooled:
-    """Pools the first ``width`` columns of rows of ``source``: [R, >= D], int64 [N], int64 [B + 1] -> [B, D]."""
+    """Pools the first ``width`` columns of rows of ``source``: [R, >= D], int64 [N], int64 [B + 1] -> [B, D].
+
+    Without ``offsets`` bag i is place i.
+    """
     width = _width(source, width)
     _check(pooling, weights, index)
+    if offsets is None:
+        if weights is None and pooling != "max":
+            return Pooled(gather(source, index, width), None)
+        offsets = torch.arange(len(index) + 1, device=index.device)
     tensors = [source, index, offsets] + ([] if weights is None else [weights])
     if not runs_compiled(*tensors):
         return plain_pool(source, index, offsets, pooling, weights, width)
@@ -240,9 +244,10 @@ def _accept(bad: int, source: Tensor, index: Tensor, offsets: Tensor | None) -> 
 
 @loop
 def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
+    far = ahead(out.shape[1] * out.itemsize)
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(source, rows[i + AHEAD], out.shape[1])
+        if i + far < rows.size:
+            prefetch(source, rows[i + far], out.shape[1])
         row = rows[i]
         if row < 0 or row >= source.shape[0]:
             return i
@@ -253,6 +258,7 @@ def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
 
 @loop
 def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
+    far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -261,8 +267,8 @@ def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: 
         if begin == end:
             out[bag, :] = 0
         for i in range(begin, end):
-            if i + AHEAD < index.size:
-                prefetch(source, index[i + AHEAD], width)
+            if i + far < index.size:
+                prefetch(source, index[i + far], width)
             row = index[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -282,6 +288,7 @@ def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: 
 def _pool_weighted(
     source: np.ndarray, index: np.ndarray, offsets: np.ndarray, weights: np.ndarray, out: np.ndarray
 ) -> int:
+    far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -290,8 +297,8 @@ def _pool_weighted(
         if begin == end:
             out[bag, :] = 0
         for i in range(begin, end):
-            if i + AHEAD < index.size:
-                prefetch(source, index[i + AHEAD], width)
+            if i + far < index.size:
+                prefetch(source, index[i + far], width)
             row, weight = index[i], weights[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -308,6 +315,7 @@ def _pool_weighted(
 def _pool_max(
     source: np.ndarray, index: np.ndarray, offsets: np.ndarray, out: np.ndarray, found: np.ndarray
 ) -> int:
+    far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
@@ -317,8 +325,8 @@ def _pool_max(
             out[bag, :] = 0
             found[bag, :] = -1
         for i in range(begin, end):
-            if i + AHEAD < index.size:
-                prefetch(source, index[i + AHEAD], width)
+            if i + far < index.size:
+                prefetch(source, index[i + far], width)
             row = index[i]
             if row < 0 or row >= source.shape[0]:
                 return bag
@@ -331,10 +339,11 @@ def _pool_max(
 
 @loop
 def _merge_rows(grad: np.ndarray, index: np.ndarray, out: np.ndarray) -> int:
+    far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
     for i in range(index.size):
-        if i + AHEAD < index.size:
-            prefetch(out, index[i + AHEAD], width)
+        if i + far < index.size:
+            prefetch(out, index[i + far], width)
         row = index[i]
         if row < 0 or row >= out.shape[0]:
             return i
@@ -345,6 +354,7 @@ def _merge_rows(grad: np.ndarray, index: np.ndarray, out: np.ndarray) -> int:
 
 @loop
 def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
+    far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
     share = np.empty(width, grad.dtype)
     for bag in range(grad.shape[0]):
@@ -356,8 +366,8 @@ def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: b
             for j in range(width):
                 share[j] = grad[bag, j] / (end - begin)
         for i in range(begin, end):
-            if i + AHEAD < index.size:
-                prefetch(out, index[i + AHEAD], width)
+            if i + far < index.size:
+                prefetch(out, index[i + far], width)
             row = index[i]
             if row < 0 or row >= out.shape[0]:
                 return bag
@@ -374,14 +384,15 @@ def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: b
 def _merge_weighted(
     grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, weights: np.ndarray, out: np.ndarray
 ) -> int:
+    far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
     for bag in range(grad.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
         if begin < 0 or end < begin or end > index.size:
             return bag
         for i in range(begin, end):
-            if i + AHEAD < index.size:
-                prefetch(out, index[i + AHEAD], width)
+            if i + far < index.size:
+                prefetch(out, index[i + far], width)
             row, weight = index[i], weights[i]
             if row < 0 or row >= out.shape[0]:
                 return bag

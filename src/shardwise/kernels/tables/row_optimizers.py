@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import Loop, array, loop, prefetch, runs_compiled
-from shardwise.kernels.tables.pooling import AHEAD
+from shardwise.kernels.tables.compiled import Loop, ahead, array, loop, prefetch, runs_compiled
 
 
 class Sgd(NamedTuple):
@@ -393,9 +392,10 @@ def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[Loop, tuple
 
 @loop
 def _sgd(slab: np.ndarray, rows: np.ndarray, grads: np.ndarray, scale: Any, lr: Any, decay: Any) -> None:
+    far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(slab, rows[i + AHEAD], slab.shape[1])
+        if i + far < rows.size:
+            prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
         for j in range(grads.shape[1]):
             g = grads[i, j] * scale + slab[row, j] * decay
@@ -414,9 +414,10 @@ def _momentum(
     decay: Any,
 ) -> None:
     width = grads.shape[1]
+    far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(slab, rows[i + AHEAD], slab.shape[1])
+        if i + far < rows.size:
+            prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g = grads[i, j] * scale + slab[row, j] * decay
@@ -430,9 +431,10 @@ def _adagrad(
     slab: np.ndarray, rows: np.ndarray, grads: np.ndarray, scale: Any, lr: Any, eps: Any, decay: Any
 ) -> None:
     width = grads.shape[1]
+    far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(slab, rows[i + AHEAD], slab.shape[1])
+        if i + far < rows.size:
+            prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g = grads[i, j] * scale + slab[row, j] * decay
@@ -456,9 +458,10 @@ def _rowwise_adagrad(
     width = grads.shape[1]
     even = width - width % 4
     g = np.empty(width, grads.dtype)
+    far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(slab, rows[i + AHEAD], slab.shape[1])
+        if i + far < rows.size:
+            prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g[j] = grads[i, j] * scale + slab[row, j] * decay
@@ -495,9 +498,10 @@ def _adam(
     step: Any,
 ) -> None:
     width = grads.shape[1]
+    far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(slab, rows[i + AHEAD], slab.shape[1])
+        if i + far < rows.size:
+            prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g = grads[i, j] * scale
@@ -515,9 +519,10 @@ def _ftrl(
     slab: np.ndarray, rows: np.ndarray, grads: np.ndarray, scale: Any, lr: Any, l1: Any, l2: Any, beta: Any
 ) -> None:
     width = grads.shape[1]
+    far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(slab, rows[i + AHEAD], slab.shape[1])
+        if i + far < rows.size:
+            prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
         for j in range(width):
             g = grads[i, j] * scale
@@ -548,9 +553,10 @@ def _catch_up(
 ) -> None:
     last = sizes.size - 1
     held = np.empty((3, width))
+    far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(slab, rows[i + AHEAD], slab.shape[1])
+        if i + far < rows.size:
+            prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
         first = int(slab[row, 3 * width])
         if first >= last:

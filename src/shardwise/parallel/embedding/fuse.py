@@ -3,7 +3,7 @@
     keys      [ f0: s0 s1 ... | f1: s0 s1 ... ]      of the group, or of their own dynamic tables
     offsets   one bag for each feature and sample, F·B in all
 
-    or, of one key for each: [ s0: f0 f1 ... | s1: f0 f1 ... ]
+    or, of one key for each: [ s0: f0 f1 ... | s1: f0 f1 ... ], and no offsets
 
 Means are sums with weights 1/n, so that features that are added and averaged go through one kernel together.
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.kernels.tables.one_each import one_each
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.plan.errors import DataError
 from shardwise.plan.policy import nearest
@@ -27,16 +28,18 @@ class Fused(NamedTuple):
 
     keys: Tensor
     """int64 [N]."""
-    offsets: Tensor
-    """int64 [F·B + 1]."""
+    offsets: Tensor | None
+    """int64 [F·B + 1]; None where every bag has one key."""
     weights: Tensor | None
     """[N]; None where all are 1."""
     starts: list[int]
     """Where each feature's keys begin, and the end: [F + 1]."""
     samples: int
     by_sample: bool = False
-    """True where keys and bags stand sample after sample, so that their vectors are [B, F, D] in memory: where the
-    group allows it and every sample has one key of each feature. ``starts`` then says nothing of places."""
+    """True where bags stand sample after sample, so that their vectors are [B, F, D] in memory: where the group allows
+    it and every sample has one key of each feature. ``starts`` then says nothing of bags."""
+    keys_by_sample: bool = False
+    """True where the keys stand so too; else a key's place among the distinct ones is brought into that order."""
 
 
 def batch_size(features: Mapping[str, Ragged]) -> int:
@@ -62,6 +65,20 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
             )
         given.append(features[feature.name])
     samples = given[0].samples
+    if group.may_go_by_sample and all(
+        ragged.weights is None and ragged.values.shape == (samples,) and ragged.values.dtype == torch.int64
+        for ragged in given
+    ):
+        keys = one_each(
+            torch.stack([ragged.values for ragged in given]),
+            torch.stack([ragged.offsets for ragged in given]),
+            group.feature_bases.to(given[0].values.device),
+            group.feature_rows.to(given[0].values.device),
+            group.keys_may_go_by_sample,
+        )
+        if keys is not None:
+            places = [place * samples for place in range(len(given) + 1)]
+            return Fused(keys, None, None, places, samples, True, group.keys_may_go_by_sample)
     starts = [0]
     for ragged in given:
         starts.append(starts[-1] + ragged.values.numel())
@@ -81,12 +98,17 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
     weights = _weights(group, given, lengths, dtype)
     _check_concat(group, lengths)
     if group.may_go_by_sample and keys.numel() == lengths.numel() and bool((lengths == 1).all()):
-        keys = keys.view(len(given), samples).t().reshape(-1)
+        if group.keys_may_go_by_sample:
+            keys = by_sample(keys, samples)
         if weights is not None:
-            weights = weights.view(len(given), samples).t().reshape(-1)
-        joined = torch.arange(keys.numel() + 1, device=keys.device)
-        return Fused(keys, joined, weights, starts, samples, by_sample=True)
+            weights = by_sample(weights, samples)
+        return Fused(keys, None, weights, starts, samples, True, group.keys_may_go_by_sample)
     return Fused(keys, joined, weights, starts, samples)
+
+
+def by_sample(places: Tensor, samples: int) -> Tensor:
+    """From feature after feature to sample after sample: [F·B] -> [B·F]."""
+    return places.view(-1, samples).t().reshape(-1) if samples else places
 
 
 def _numbered(group: TableGroup, keys: Tensor, sizes: Tensor, starts: list[int]) -> Tensor:

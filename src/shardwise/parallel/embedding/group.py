@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of
 from shardwise.parallel.embedding.policy import Pooling, RowOptimizerPolicy, TablePolicy
 
@@ -100,9 +103,23 @@ class TableGroup:
 
     @cached_property
     def may_go_by_sample(self) -> bool:
-        """True where nothing depends on keys of a feature being neighbours: not owners, indices, other poolings."""
-        by_owner = self.place.placement == "table" or self.place.sends == "sums"
-        return not self.is_dynamic and not by_owner and [run.kind for run in self.runs] == ["summed"]
+        """True where vectors may stand sample after sample: they are made here, all in one way."""
+        return self.place.sends != "sums" and [run.kind for run in self.runs] == ["summed"]
+
+    @cached_property
+    def keys_may_go_by_sample(self) -> bool:
+        """True where also nothing depends on the keys of a feature being neighbours: neither owner nor index."""
+        return self.may_go_by_sample and not self.is_dynamic and self.place.placement != "table"
+
+    @cached_property
+    def feature_bases(self) -> Tensor:
+        """Key of the group with which each feature's table begins: int64 [F]; 0 for dynamic ones."""
+        return torch.tensor([0 if self.is_dynamic else self.bases[each.table] for each in self.features])
+
+    @cached_property
+    def feature_rows(self) -> Tensor:
+        """Rows of each feature's table: int64 [F]; -1 for dynamic ones."""
+        return torch.tensor([self.tables[each.table].rows or -1 for each in self.features])
 
     @cached_property
     def bases(self) -> tuple[int, ...]:

@@ -210,8 +210,10 @@ class Store:
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             return empty, self.slab.new_empty(0, len(self.columns))
         if not self._is_merged:
-            rows = torch.cat([rows for rows, _ in self._waiting])
-            grads = torch.cat([grads for _, grads in self._waiting])
+            rows, grads = self._waiting[0]
+            if len(self._waiting) > 1:
+                rows = torch.cat([rows for rows, _ in self._waiting])
+                grads = torch.cat([grads for _, grads in self._waiting])
             if self._dynamic:
                 present = rows >= 0
                 if not bool(present.all()):

@@ -33,7 +33,7 @@ from shardwise.comm.exchange import Counts, back, gather, send
 from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.unique import Scratch, grouped, unique
-from shardwise.parallel.embedding.fuse import Fused
+from shardwise.parallel.embedding.fuse import Fused, by_sample
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_bucket
 from shardwise.parallel.embedding.store import Store, Stretch
@@ -151,7 +151,9 @@ class Way:
                 outputs.append(gather_vectors(vectors, stretch, width))
                 asked.found.append(None)
                 continue
-            offsets = fused.offsets[start * fused.samples : stop * fused.samples + 1]
+            offsets = fused.offsets
+            if offsets is not None:
+                offsets = offsets[start * fused.samples : stop * fused.samples + 1]
             if kind == "max":
                 pooled = pool(vectors, index, offsets, "max", width=width)
             else:
@@ -171,7 +173,9 @@ class Way:
                 inverse = asked.inverse[fused.starts[start] : fused.starts[stop]]
                 part = merge(grad, inverse, None, distinct)
             else:
-                offsets = fused.offsets[start * fused.samples : stop * fused.samples + 1]
+                offsets = fused.offsets
+                if offsets is not None:
+                    offsets = offsets[start * fused.samples : stop * fused.samples + 1]
                 if kind == "max":
                     part = merge(grad, asked.inverse, offsets, distinct, "max", places=found)
                 else:
@@ -256,12 +260,14 @@ class Routed(Way):
                 leaving = torch.bincount(owners, minlength=ranks).cpu()
             place = torch.empty_like(order)
             place[order] = torch.arange(order.numel(), device=order.device)
-            return Asked(fused, keys[order], place[inverse], leaving.view(ranks, self.kinds))
+            return Asked(
+                fused, keys[order], _by_vector(fused, place[inverse]), leaving.view(ranks, self.kinds)
+            )
         leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
         if self.tables.is_dynamic:
             for number, place_of in enumerate(self.tables.places):
                 leaving[place_of.owner, number] = sizes[number]
-            return Asked(fused, keys, inverse, leaving)
+            return Asked(fused, keys, _by_vector(fused, inverse), leaving)
         # Places count up in the order of first occurrence, and so in the order of owners.
         before = 0
         for rank, end in enumerate(self.tables.owner_ends()):
@@ -270,7 +276,7 @@ class Routed(Way):
             after = max(before, int(stretch.max()) + 1) if stretch.numel() else before
             leaving[rank, 0] = after - before
             before = after
-        return Asked(fused, keys, inverse, leaving)
+        return Asked(fused, keys, _by_vector(fused, inverse), leaving)
 
     def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
         asked.counts = everyone.sum(2).tolist()
@@ -306,6 +312,7 @@ class Sums(Way):
 
     def ask(self, fused: Fused, lane: Lane) -> Asked:
         ranks = self.group.size
+        assert fused.offsets is not None, "bags of sums stand by feature"
         lengths = fused.offsets.diff()
         leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
         leaving[:, 2] = fused.weights is not None
@@ -373,6 +380,11 @@ class Sums(Way):
         else:
             arrived = send(gradient, counts, self.group, what, "gradients")
         store.add(asked.rows, merge(arrived, inverse, offsets, asked.rows.numel(), "sum", weights))
+
+
+def _by_vector(fused: Fused, inverse: Tensor) -> Tensor:
+    """Places of the keys in the order of the vectors that they make."""
+    return by_sample(inverse, fused.samples) if fused.by_sample and not fused.keys_by_sample else inverse
 
 
 def _or_zeros(asked: Asked, rows: int, width: int, store: Store) -> Tensor:
