@@ -105,11 +105,20 @@ class Loader:
             self._samples += (step - self._step) * self.share.global_batch
             self._step = step
             self.close()
-        fetched = self._fetch()
-        self._count(fetched)
+        fetched = self.fetch()
+        self.count(fetched)
         return fetched.batches
 
-    def _fetch(self) -> Fetched:
+    @property
+    def reads_apart(self) -> bool:
+        """Whether threads read the data anyway, so that any thread may ask for the next step."""
+        return self._reads_ahead or isinstance(self._feed, BatchedFeed)
+
+    def fetch(self) -> Fetched:
+        """The next step, for one who takes several before the first is used: each counts when ``count`` is told.
+
+        ``close`` forgets those that were not counted: they are read again.
+        """
         if self._open is None:
             steps = self._feed.steps(self._cursor)
             self._open = _read_ahead(steps) if self._reads_ahead else steps
@@ -119,7 +128,8 @@ class Loader:
             self.close()  # a later call starts anew at the same position
             raise
 
-    def _count(self, fetched: Fetched) -> None:
+    def count(self, fetched: Fetched) -> None:
+        """This step, the oldest that was not counted, is handed out."""
         self._step += 1
         self._samples += self.share.global_batch
         self._cursor = fetched.after
@@ -130,13 +140,13 @@ class Loader:
         Without end, or with ``epochs`` as many on every rank: the last of them may be empty.
         """
         while self.steps_left != 0:
-            fetched = self._fetch()
+            fetched = self.fetch()
             try:
                 yield from fetched.batches[:-1]
             except GeneratorExit:
                 self.close()  # left in the middle of a step: it is read again
                 raise
-            self._count(fetched)
+            self.count(fetched)
             yield fetched.batches[-1]
 
     def state(self) -> dict[str, Any]:

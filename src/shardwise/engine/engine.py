@@ -25,12 +25,15 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.compose.draft import full_step
 from shardwise.config.run import RunConfig
+from shardwise.data.loader import Loader
 from shardwise.engine import saving, state
+from shardwise.engine.ahead import Ahead, JobThread
 from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss, tensors_in
 from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
 from shardwise.memory.replay import Place
+from shardwise.observe.lanes_picture import Lanes
 from shardwise.optim.schedule import factor
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
@@ -76,6 +79,7 @@ class Engine:
         self.weight_reference = 0.0
         """Power of two near the weight of the first global batch, by which all weights are divided."""
         self._pending: Any = None
+        self._key_thread = JobThread("shardwise-keys")
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -227,6 +231,20 @@ class Engine:
             result = self.step()
         assert result is not None, "the last microbatch ends the step"
         return result
+
+    def ahead(
+        self, steps: Iterable[Any] | Loader, depth: int | None = None, lanes: Lanes | None = None
+    ) -> Ahead:
+        """The same steps, each a list of microbatches, with the keys of embedding tables found and exchanged
+        ``depth`` steps (default: ``tables.prepare_ahead``) before they are computed, in a thread of its own.
+
+        Results do not change by a bit. Every rank brings the same number of steps. A ``Loader`` is asked for its next
+        steps, and its position is that of the step handed out last. Other iterables may yield any structure of
+        batches, so also those of an evaluation. ``lanes`` records what ran when.
+        """
+        return Ahead(
+            self, steps, self.config.tables.prepare_ahead if depth is None else depth, self._key_thread, lanes
+        )
 
     def _relative_weight(self, weight: float | None) -> float:
         """The weight as a factor of the loss: divided by a power of two near the weight of a whole global batch.

@@ -21,8 +21,8 @@ from shardwise.plan.timeline import Span, Timeline
 _SHADE = {Kind.F: 0.55, Kind.I: 0.1, Kind.B: 0.0, Kind.W: -0.35}
 """Towards white (1) or black (-1)."""
 _HEIGHT = 0.84
-_IDLE, _INK = "#ededed", "#333333"
-_PALETTE = ("#3b6ea5", "#d1622b", "#4b8f6b", "#8a5fa3", "#b8883b", "#3c8f9c", "#b0506a", "#6b7280")
+IDLE, INK = "#ededed", "#333333"
+PALETTE = ("#3b6ea5", "#d1622b", "#4b8f6b", "#8a5fa3", "#b8883b", "#3c8f9c", "#b0506a", "#6b7280")
 """Of the stages, and as many of them as the key has room for."""
 
 
@@ -83,14 +83,12 @@ def draw_picture(
         axes.set_yticks(range(len(timeline.spans)), [f"{row} {rank}" for rank in timeline.spans])
         axes.set_ylim(max(1, len(timeline.spans)) - 0.5, -0.5)
         axes.set_xlim(0, longest_s * factor)
-        axes.tick_params(length=0, labelsize=8, colors=_INK)
+        axes.tick_params(length=0, labelsize=8, colors=INK)
         axes.spines[:].set_visible(False)
         length = f"{timeline.makespan_s * factor:.3g} {unit}"
-        axes.set_title(
-            f"{name}: {length}, idle {timeline.idle_share:.1%}", loc="left", fontsize=9, color=_INK
-        )
+        axes.set_title(f"{name}: {length}, idle {timeline.idle_share:.1%}", loc="left", fontsize=9, color=INK)
     if len(panels):
-        panels[-1].set_xlabel(unit, fontsize=8, color=_INK)
+        panels[-1].set_xlabel(unit, fontsize=8, color=INK)
         _add_key(panels[0], timelines, stages)
     figure.suptitle(title, fontsize=11, x=0.006, ha="left")
     path = Path(path)
@@ -103,7 +101,7 @@ def _draw_rows(axes: Any, timeline: Timeline, stages: int, factor: float, longes
     """A bar per pass over a grey one for the whole time, so that what is grey is idle."""
     with_stage = _has_several_stages(timeline)
     for place, rank in enumerate(timeline.spans):
-        axes.barh(place, timeline.makespan_s * factor, height=_HEIGHT, color=_IDLE)
+        axes.barh(place, timeline.makespan_s * factor, height=_HEIGHT, color=IDLE)
         for span in timeline.passes(rank):
             length = span.stop_s - span.start_s
             start = (span.start_s - timeline.start_s) * factor
@@ -131,17 +129,17 @@ def _add_key(axes: Any, timelines: Mapping[str, Timeline], stages: int) -> None:
     from matplotlib.patches import Patch
 
     kinds = {s.action.kind for t in timelines.values() for rank in t.spans for s in t.passes(rank)}
-    if not kinds or stages > len(_PALETTE):
+    if not kinds or stages > len(PALETTE):
         return
     dark = Kind.B if Kind.B in kinds else Kind.F
     patches = [Patch(color=_colour(stage, stages, dark), label=f"stage {stage}") for stage in range(stages)]
     grey = {Kind.F: "0.78", Kind.I: "0.62", Kind.B: "0.45", Kind.W: "0.25"}
     names = {Kind.F: "forward", Kind.I: "input gradient", Kind.B: "backward", Kind.W: "weight gradient"}
     patches += [Patch(color=grey[kind], label=names[kind]) for kind in names if kind in kinds]
-    patches.append(Patch(color=_IDLE, label="idle"))
+    patches.append(Patch(color=IDLE, label="idle"))
     axes.legend(
         handles=patches, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(patches), frameon=False, fontsize=8,
-        labelcolor=_INK, handlelength=1.0, handleheight=1.0, handletextpad=0.4, columnspacing=1.2, borderaxespad=0.2,
+        labelcolor=INK, handlelength=1.0, handleheight=1.0, handletextpad=0.4, columnspacing=1.2, borderaxespad=0.2,
     )  # fmt: skip
 
 
@@ -160,8 +158,8 @@ def _label(span: Span, with_stage: bool) -> str:
 
 def _colour(stage: int, stages: int, kind: Kind) -> tuple[float, float, float]:
     """The stage's hue; the shade says what is computed."""
-    if stages <= len(_PALETTE):
-        parts = [int(_PALETTE[stage][place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    if stages <= len(PALETTE):
+        parts = [int(PALETTE[stage][place : place + 2], 16) / 255 for place in (1, 3, 5)]
     else:  # evenly round the circle
         parts = list(colorsys.hsv_to_rgb((0.58 + stage / stages) % 1, 0.62, 0.72))
     shade = _SHADE[kind]

@@ -34,7 +34,8 @@ class PreparedFeatures(Mapping[str, Ragged]):
     ):
         self._features = features
         self._dtypes = _weight_dtypes(seen)
-        self._prepared = prepared
+        self.prepared = prepared
+        """By collection."""
 
     def __getitem__(self, name: str) -> Ragged:
         return self._features[name]
@@ -47,14 +48,14 @@ class PreparedFeatures(Mapping[str, Ragged]):
 
     def of(self, collection: "EmbeddingCollection") -> "Prepared | None":
         """What ``collection`` prepared, if it can still be used for these features."""
-        prepared = self._prepared.get(collection)
+        prepared = self.prepared.get(collection)
         if prepared is None or prepared.is_learning or _weight_dtypes(self) != self._dtypes:
             return None
         return prepared
 
     def changed(self, change: Callable[[Any], Any]) -> "PreparedFeatures":
         """The same keys after ``change`` of each feature: another device, or another dtype of the weights."""
-        fresh = PreparedFeatures({name: change(each) for name, each in self.items()}, {}, self._prepared)
+        fresh = PreparedFeatures({name: change(each) for name, each in self.items()}, {}, self.prepared)
         fresh._dtypes = self._dtypes
         return fresh
 

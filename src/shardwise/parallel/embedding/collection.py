@@ -22,6 +22,7 @@ plain tensors of the stores, each rank holding what its placement gives it.
 Shapes: B samples, D width, F features.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.saved import Stretch, stretch_to_write
 from shardwise.parallel.embedding.store import Store
 from shardwise.parallel.embedding.ways import Asked, Lane, Way, way_of
-from shardwise.plan.errors import DataError, PlanError, UsageError
+from shardwise.plan.errors import CommError, DataError, PlanError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged
 
@@ -227,7 +228,8 @@ class EmbeddingCollection(nn.Module):
                 asked.append(part.way.ask(fused, lane))
         except Exception:
             # The others are told in the exchange that they come to next, and end there too.
-            self._numbers([], lane)
+            with contextlib.suppress(CommError):
+                self._numbers([], lane)
             raise
         numbers = self._numbers(asked, lane)
         for part, each, everyone in zip(self._parts, asked, numbers, strict=True):

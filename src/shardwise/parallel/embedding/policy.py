@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from shardwise.plan.policy import Policy
 
@@ -188,5 +188,8 @@ class TablesPolicy(Policy):
     """Of tables without their own."""
     placement: Mapping[str, PlacementName] = {}
     """Placements by patterns of table names, before what the tables' own entries say."""
+    prepare_ahead: NonNegativeInt = 1
+    """Steps whose keys ``engine.ahead`` finds and exchanges in a thread of its own before they are computed; 0: none.
+    Changes no number."""
     memory_bytes: PositiveInt | None = None
     """Memory of a rank that tables may take; left out, what the host has, shared by its ranks."""

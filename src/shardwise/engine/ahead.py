@@ -1,0 +1,320 @@
+"""Steps prepared before they are computed: the middle stage of three.
+
+    read       threads of the loader        steps t+2, t+3 ...
+    keys       one thread                   step t+1: to the device, distinct keys, sent where they are needed
+    compute    the caller's thread          step t
+
+    for batches in engine.ahead(loader):
+        engine.train_step(batches)
+
+Only keys go ahead. Whatever depends on weights or changes a table (vectors, new keys' rows, evictions) waits for the
+step before, so that every result has the bits of a run that prepares nothing ahead, at any depth and any speed of the
+three.
+
+[Note: the order of keys] Ranks must send keys in one order. So the caller's thread gives the jobs, at points that
+follow from its own steps alone: handing out step t, it asks for all up to t + depth. One thread runs them in that
+order, those of an evaluation between two steps included. None is withdrawn, for where one rank leaves early another may
+be in the middle of the same job; a rank that has left says that it has no step. Keys travel over a transport of their
+own; a forward pass that finds nothing prepared uses that of the vectors, and so cannot come between.
+
+[Note: ranks that fail] Before each step all ranks say whether they have it. Where one has not, because its reader
+failed or its data ended early, all stop there; a batch that one rank's tables refuse ends the step on all
+(embedding/collection.py). What a rank does not live to say, the transport's deadline says.
+
+Cost: one exchange of a number a rank and step, beside the keys. Memory: ``depth`` steps with their keys.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.exchange import share
+from shardwise.data.feed import Fetched
+from shardwise.data.loader import Loader
+from shardwise.engine.inputs import cast_inputs
+from shardwise.observe.lanes_picture import Lanes
+from shardwise.parallel.embedding.ahead import Features, PreparedFeatures, prepare_ahead
+from shardwise.plan.errors import CommError, DataError, UsageError
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+    from shardwise.engine.step import StepResult
+
+_LINGER_S = 0.5
+"""A thread without work waits that long for more."""
+_PATIENCE_S = 10.0
+"""For work in hand, at the end; it is longer only where another rank does not answer."""
+_HAS_STEP, _HAS_NONE, _FAILED = 0, 1, 2
+
+
+class JobThread:
+    """Runs jobs one after another, in the order in which they were given; begins with the first, ends when idle.
+
+    A daemon: a job that waits for a lost rank does not keep the process alive.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Run ``job`` after those before it."""
+        future: Future[Any] = Future()
+        with self._changed:
+            self._jobs.append((future, job))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs and not self._changed.wait_for(lambda: bool(self._jobs), _LINGER_S):
+                    self._thread = None
+                    return
+                future, job = self._jobs.popleft()
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+            del future, job  # the last step must not live as long as this thread waits for another
+
+
+class _Step(NamedTuple):
+    """A step on its way to the caller."""
+
+    batches: Any
+    number: int
+    fetched: Fetched | None
+    """Where a ``Loader`` counts it."""
+
+
+class Ahead(Iterator[Any]):
+    """Iterator over steps, each with its keys exchanged; see the module's docstring. Made by ``engine.ahead``.
+
+    ``close`` (or the end of a ``with`` block) ends it early. A ``Loader``'s position is then that of the step handed
+    out last, as it is all along; until then nobody else may ask the loader for steps.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        steps: Iterable[Any] | Loader,
+        depth: int,
+        thread: JobThread,
+        lanes: Lanes | None = None,
+    ):
+        if depth < 0:
+            raise UsageError(
+                f"ahead: depth is {depth}; give the number of steps to prepare ahead, 0 for none"
+            )
+        self.depth = depth
+        self._engine = engine
+        self._thread = thread
+        self._lanes = lanes
+        self._loader = steps if isinstance(steps, Loader) else None
+        self._left = None if self._loader is None else self._loader.steps_left
+        self._steps: Iterator[Any] | None = None if isinstance(steps, Loader) else iter(steps)
+        self._asked = 0
+        self._first = engine.step_count + 1
+        self._waiting: deque[Future[_Step | None]] = deque()
+        self._has_ended = False
+        """Set by whoever reads; nothing is read after it."""
+        self._is_closed = False
+        self._computing: tuple[int, float] | None = None
+        self._stream: torch.Stream | None = None
+        """Of the thread, on an accelerator."""
+        if depth and engine.world.device.type != "cpu":
+            self._stream = torch.Stream(engine.world.device)
+        if lanes is not None:
+            engine.on_step.insert(0, self._computed)
+
+    # The caller's side -----------------------------------------------------------------------------------------
+
+    def __next__(self) -> Any:
+        if self._is_closed:
+            raise StopIteration
+        self._computed()
+        try:
+            while len(self._waiting) <= self.depth:
+                self._waiting.append(self._ask())
+            step = self._waiting.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        if step is None:
+            self.close()
+            raise StopIteration
+        if self._loader is not None and step.fetched is not None:
+            self._loader.count(step.fetched)
+        if self._lanes is not None:
+            self._computing = (step.number, time.perf_counter())
+        if self._stream is not None:
+            here = torch.accelerator.current_stream(self._engine.world.device)
+            for tensor in _tensors_in(step.batches):
+                tensor.record_stream(
+                    here
+                )  # made on the thread's stream, whose next step may not take its memory
+        return step.batches
+
+    def close(self) -> None:
+        """End it; what was asked for is done first. See [Note: the order of keys]."""
+        if self._is_closed:
+            return
+        self._is_closed = self._has_ended = True
+        end = time.monotonic() + _PATIENCE_S
+        for future in self._waiting:
+            with contextlib.suppress(Exception):
+                future.result(max(0.0, end - time.monotonic()))
+        is_done = all(future.done() for future in self._waiting)
+        self._waiting.clear()
+        if self._lanes is not None:
+            self._computed()
+            self._engine.on_step.remove(self._computed)
+        if self._loader is not None and is_done:
+            self._loader.close()
+
+    def __enter__(self) -> "Ahead":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _computed(self, engine: "Engine | None" = None, result: "StepResult | None" = None) -> None:
+        """The step handed out last is over: called after an optimizer step, else when the next one is asked for."""
+        if self._computing is not None and self._lanes is not None:
+            number, started = self._computing
+            self._computing = None
+            self._lanes.record("compute", number, started, time.perf_counter())
+
+    def _ask(self) -> "Future[_Step | None]":
+        """Give the job for the next step."""
+        number = self._first + self._asked
+        self._asked += 1
+        reads_apart = self._loader is not None and self._loader.reads_apart
+        if self.depth == 0 or not reads_apart:
+            # What a user's data draws and holds open belongs to the caller's thread.
+            read: Future[_Step | None] = Future()
+            try:
+                read.set_result(self._read(number))
+            except Exception as error:
+                read.set_exception(error)
+            if self.depth == 0:
+                return read
+            return self._thread.submit(lambda: self._prepared(read.result))
+        return self._thread.submit(lambda: self._prepared(lambda: self._read(number)))
+
+    # The thread's side -----------------------------------------------------------------------------------------
+
+    def _read(self, number: int) -> _Step | None:
+        """The next step, None behind the last."""
+        if self._has_ended:
+            return None
+        started = time.perf_counter()
+        try:
+            step = self._next_step(number)
+        except Exception:
+            self._has_ended = True
+            raise
+        if step is None:
+            self._has_ended = True
+        elif self._lanes is not None and (self._loader is None or not self._loader.reads_apart):
+            self._lanes.record("read", step.number, started, time.perf_counter())
+        return step
+
+    def _next_step(self, number: int) -> _Step | None:
+        if self._steps is not None:
+            return next((_Step(batches, number, None) for batches in self._steps), None)
+        assert self._loader is not None, "either a loader or steps"
+        if self._left is not None:
+            if self._left == 0:
+                return None
+            self._left -= 1
+        fetched = self._loader.fetch()
+        # By position, as readers know the step.
+        position = fetched.after.get("position")
+        if position is not None:
+            number = position // self._loader.share.global_batch
+        return _Step(fetched.batches, number, fetched)
+
+    @torch.no_grad()
+    def _prepared(self, read: Callable[[], _Step | None]) -> _Step | None:
+        """The step with its keys exchanged. Collective: once for every job, whatever happens."""
+        try:
+            step = read()
+        except Exception:
+            with contextlib.suppress(CommError):
+                self._agree(_FAILED)
+            raise
+        without = self._agree(_HAS_NONE if step is None else _HAS_STEP)
+        if step is None or without:
+            self._has_ended = True
+            if without:
+                raise DataError(without)
+            return None
+        started = time.perf_counter()
+        try:
+            with contextlib.nullcontext() if self._stream is None else self._stream:
+                batches = self._with_keys(step.batches)
+            if self._stream is not None:
+                self._stream.synchronize()
+        except BaseException:
+            self._has_ended = True
+            raise
+        if self._lanes is not None:
+            self._lanes.record("keys", step.number, started, time.perf_counter())
+        return step._replace(batches=batches)
+
+    def _with_keys(self, batches: Any) -> Any:
+        device, dtype = self._engine.world.device, self._engine.config.precision.compute_dtype
+
+        def cast(features: Features) -> Features:
+            found: Features = cast_inputs(features, device, dtype)
+            return found
+
+        return prepare_ahead(cast_inputs(batches, device, None), list(self._engine.tables.values()), cast)
+
+    def _agree(self, state: int) -> str:
+        """What is wrong where not all ranks bring a step, or all have come to their end; "" where nothing is."""
+        collection = next(iter(self._engine.tables.values()), None)
+        if collection is None or collection.keys_group.size == 1:
+            return ""
+        group = collection.keys_group
+        told = share(torch.full((group.size, 1), state), group, "whether there is a step")[:, 0, 0].tolist()
+        failed = [rank for rank, each in zip(group.ranks, told, strict=True) if each == _FAILED]
+        if failed:
+            return f"ahead: rank(s) {failed} could not read their part of a step, and say why; all ranks stop at it"
+        ended = [rank for rank, each in zip(group.ranks, told, strict=True) if each == _HAS_NONE]
+        if ended and len(ended) < group.size:
+            return (
+                f"ahead: rank(s) {ended} have no further step, while the others have; every rank must bring the same "
+                "number of steps, where data runs out with empty batches"
+            )
+        return ""
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a step, those of its keys included."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+        if isinstance(value, PreparedFeatures):
+            yield from _tensors_in(list(value.prepared.values()))
+    elif is_dataclass(value):
+        yield from _tensors_in(list(vars(value).values()))

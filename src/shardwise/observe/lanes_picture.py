@@ -1,0 +1,206 @@
+"""What the three lanes of a run with embedding tables did, and when: reading, keys, compute.
+
+    read       reader threads       a batch from its file              several steps ahead
+    keys       one thread           to the device, distinct keys,      one step ahead
+                                    their exchange
+    compute    the main thread      vectors, forward, backward, step
+
+    Loader(..., watch=lanes.watch)         engine.ahead(loader, lanes=lanes)
+    draw_picture({"rank 0": lanes.window()}, "lanes.png")
+
+A ring keeps the last steps, so that recording costs a microsecond a span and no memory that grows. A picture shows one
+stretch of time: whatever a lane did in it, for whichever step. Times are those of ``time.perf_counter``.
+"""
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal, NamedTuple, get_args
+
+from shardwise.observe.schedule_picture import IDLE, INK, PALETTE
+
+LaneName = Literal["read", "keys", "compute"]
+LANES: tuple[LaneName, ...] = get_args(LaneName)
+_KEPT_STEPS = 64
+_KEPT_READS = 32 * _KEPT_STEPS
+"""A step is read in as many pieces as it has microbatches."""
+_STEPS = 6
+"""In a picture."""
+_HEIGHT = 0.84
+
+
+class LaneSpan(NamedTuple):
+    """One lane at work for one step, in seconds of one clock."""
+
+    lane: LaneName
+    step: int
+    start_s: float
+    stop_s: float
+
+
+class Lanes:
+    """Records spans from any thread; the last ones stay.
+
+    global_batch    samples of a step: readers count positions in samples
+    """
+
+    def __init__(self, global_batch: int = 1):
+        self._global_batch = global_batch
+        self._kept: dict[LaneName, deque[LaneSpan]] = {
+            lane: deque(maxlen=_KEPT_READS if lane == "read" else _KEPT_STEPS) for lane in LANES
+        }
+
+    def record(self, lane: LaneName, step: int, start_s: float, stop_s: float) -> None:
+        """Keep one span."""
+        self._kept[lane].append(LaneSpan(lane, step, start_s, stop_s))
+
+    def watch(self, position: int, start_s: float, stop_s: float) -> None:
+        """The same from a reader of a ``Loader``: ``position`` is that of the step's first sample."""
+        self.record("read", position // self._global_batch + 1, start_s, stop_s)
+
+    def window(self, steps: int = _STEPS) -> list[LaneSpan]:
+        """All spans in the time that ``steps`` steps in a row computed: of those that are kept, steps of middle length.
+
+        Fewer steps where the run had no more.
+        """
+        compute = list(self._kept["compute"])
+        steps = min(steps, len(compute))
+        if not steps:
+            return []
+        starts = range(len(compute) - steps + 1)
+        by_length = sorted(starts, key=lambda at: compute[at + steps - 1].stop_s - compute[at].start_s)
+        at = by_length[len(by_length) // 2]
+        first, last = compute[at].start_s, compute[at + steps - 1].stop_s
+        found = [span for kept in self._kept.values() for span in list(kept)]
+        return sorted((s for s in found if s.start_s < last and s.stop_s > first), key=lambda s: s.start_s)
+
+
+def draw_text(spans: Sequence[LaneSpan]) -> str:
+    """A row for each step that computed: how long each lane worked for it, how long before its compute its keys were
+    there, and how long compute had waited. Milliseconds.
+
+    With depth 0 keys belong to compute.
+    """
+    compute = [span for span in spans if span.lane == "compute"]
+    if not compute:
+        return ""
+    rows = []
+    before: LaneSpan | None = None
+    for span in compute:
+        read, keys = ([s for s in spans if s.lane == lane and s.step == span.step] for lane in LANES[:2])
+        rows.append(
+            [
+                _sum_ms(read),
+                _sum_ms(keys),
+                _sum_ms([span]),
+                (span.start_s - max(s.stop_s for s in keys)) * 1e3 if keys else None,
+                None if before is None else (span.start_s - before.stop_s) * 1e3,
+            ]
+        )
+        before = span
+    columns = ["step", "read ms", "keys ms", "compute ms", "keys ahead ms", "waited ms"]
+    body = [[str(span.step), *map(_number, row)] for span, row in zip(compute, rows, strict=True)]
+    means = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
+    body.append(["mean", *(_number(mean(each) if each else None) for each in means)])
+    widths = [max(map(len, column)) for column in zip(columns, *body, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [columns, *body]
+    )
+
+
+def draw_picture(
+    panels: Mapping[str, Sequence[LaneSpan]], path: str | os.PathLike[str], title: str = ""
+) -> None:
+    """Draw lanes above one another into a PNG file, a panel for each name, all on one scale; a colour for each step."""
+    # Imported here: half a second that only this needs. No pyplot: it keeps global state and looks for a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ranges = [_range_of(spans) for spans in panels.values()]
+    longest_s = max((stop - start for start, stop in ranges), default=0.0) or 1.0
+    figure = Figure(figsize=(12, 0.9 + 1.75 * max(1, len(panels))), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes_of = figure.subplots(max(1, len(panels)), 1, squeeze=False, sharex=True)[:, 0]
+    for axes, (name, spans), (start_s, stop_s) in zip(axes_of, panels.items(), ranges, strict=False):
+        _draw_lanes(axes, spans, start_s, stop_s, longest_s)
+        axes.set_yticks(range(len(LANES)), LANES)
+        axes.set_ylim(len(LANES) - 0.5, -0.5)
+        axes.set_xlim(0, longest_s * 1e3)
+        axes.tick_params(length=0, labelsize=9, colors=INK)
+        axes.spines[:].set_visible(False)
+        axes.set_title(_headline(name, spans), loc="left", fontsize=9, color=INK)
+    axes_of[-1].set_xlabel("ms; a colour and a number for each step", fontsize=8, color=INK)
+    figure.suptitle(title, fontsize=11, x=0.006, ha="left")
+    path = Path(path)
+    fresh = path.with_name("." + path.name)
+    figure.savefig(fresh, format="png")
+    fresh.replace(path)
+
+
+def _draw_lanes(
+    axes: Any, spans: Sequence[LaneSpan], start_s: float, stop_s: float, longest_s: float
+) -> None:
+    """Bars over grey, so that what is grey is idle; readers that work at the same time share the height."""
+    for place, lane in enumerate(LANES):
+        axes.barh(place, (stop_s - start_s) * 1e3, height=_HEIGHT, color=IDLE)
+        rows = _side_by_side([span for span in spans if span.lane == lane])
+        height = _HEIGHT / max(1, len(rows))
+        for number, row in enumerate(rows):
+            middle = place - _HEIGHT / 2 + (number + 0.5) * height
+            for span in row:
+                left, right = max(span.start_s, start_s), min(span.stop_s, stop_s)
+                axes.barh(
+                    middle,
+                    (right - left) * 1e3,
+                    left=(left - start_s) * 1e3,
+                    height=height,
+                    color=PALETTE[span.step % len(PALETTE)],
+                    edgecolor="white",
+                    linewidth=0.6,
+                )
+                label = str(span.step)
+                size = min(9.0, (right - left) / longest_s * 1050 / len(label), 30 * height)
+                if size >= 4:
+                    axes.text(
+                        ((left + right) / 2 - start_s) * 1e3, middle, label, ha="center", va="center_baseline",
+                        fontsize=size, color="white",
+                    )  # fmt: skip
+
+
+def _side_by_side(spans: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
+    """As few rows as keep spans apart."""
+    rows: list[list[LaneSpan]] = []
+    for span in sorted(spans, key=lambda s: s.start_s):
+        free = next((row for row in rows if row[-1].stop_s <= span.start_s), None)
+        if free is None:
+            rows.append([span])
+        else:
+            free.append(span)
+    return rows
+
+
+def _range_of(spans: Sequence[LaneSpan]) -> tuple[float, float]:
+    """From the first start of compute to its last stop."""
+    compute = [span for span in spans if span.lane == "compute"]
+    return min((s.start_s for s in compute), default=0.0), max((s.stop_s for s in compute), default=0.0)
+
+
+def _headline(name: str, spans: Sequence[LaneSpan]) -> str:
+    start_s, stop_s = _range_of(spans)
+    compute = [span for span in spans if span.lane == "compute"]
+    if not compute:
+        return f"{name}: nothing was recorded"
+    busy = sum(span.stop_s - span.start_s for span in compute) / (stop_s - start_s)
+    steps = f"steps {compute[0].step} to {compute[-1].step}"
+    return f"{name}: {steps}, {(stop_s - start_s) / len(compute) * 1e3:.3g} ms a step, computing {busy:.0%} of the time"
+
+
+def _sum_ms(spans: Sequence[LaneSpan]) -> float | None:
+    return sum(span.stop_s - span.start_s for span in spans) * 1e3 if spans else None
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
