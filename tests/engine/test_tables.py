@@ -1,0 +1,417 @@
+"""Tables under the engine: 50 steps on 1, 2 and 4 ranks give the same losses, norms and rows, wherever tables lie.
+
+One model holds a static and a dynamic table for each row optimizer, so that each layout is held to one process in all
+of them at a time, beside a dense network under ZeRO.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.comm.world import World, join
+from shardwise.engine.tables import Tables
+from shardwise.parallel.embedding import store, ways
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.dynamic import Dynamic
+from shardwise.parallel.embedding.policy import (
+    DynamicPolicy,
+    EvictionPolicy,
+    RowOptimizerPolicy,
+    TablePolicy,
+)
+from shardwise.plan.errors import ConfigError, DataError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.plan.ragged import Ragged
+
+STEPS, SAMPLES, ROWS = 50, 16, 1500
+OPTIMIZERS = {
+    "sgd": RowOptimizerPolicy(type="sgd", lr=0.1, weight_decay=0.01),
+    "momentum": RowOptimizerPolicy(type="momentum", lr=0.02, nesterov=True),
+    "adagrad": RowOptimizerPolicy(type="adagrad", lr=0.05, initial_accumulator=0.01),
+    "rowwise_adagrad": RowOptimizerPolicy(type="rowwise_adagrad", lr=0.05, weight_decay=0.01),
+    "adam": RowOptimizerPolicy(type="adam", lr=0.01),
+    "exact_adam": RowOptimizerPolicy(type="adam", lr=0.01, exact=True, weight_decay=0.1),
+    "ftrl": RowOptimizerPolicy(type="ftrl", lr=0.1, l1=1e-4, l2=0.01),
+}
+PLACEMENTS = ("data_parallel", "table", "row", "column")
+
+
+class Layout(NamedTuple):
+    """One way to run the model."""
+
+    ranks: int
+    placement: str
+    """Of all tables, or ``mixed``: each of another."""
+    sends: str = "auto"
+    stage: int = 0
+    microbatches: int = 1
+    shares: tuple[int, ...] = ()
+    """Samples of each rank; left out, equal ones."""
+    precision: str = "fp64"
+
+    def __str__(self) -> str:
+        parts = [f"{self.ranks}", self.placement, self.sends, f"z{self.stage}", f"m{self.microbatches}"]
+        return "-".join([*parts, *map(str, self.shares), self.precision])
+
+
+LAYOUTS = [
+    *(
+        Layout(ranks, placement, sends)
+        for ranks in (2, 4)
+        for placement, sends in (
+            ("data_parallel", "auto"),
+            ("column", "auto"),
+            ("table", "rows"),
+            ("table", "sums"),
+            ("row", "rows"),
+            ("row", "sums"),
+            ("mixed", "auto"),
+        )
+    ),
+    Layout(2, "row", stage=1, microbatches=2),
+    Layout(4, "mixed", stage=2, microbatches=2),
+    Layout(2, "mixed", stage=3),
+    Layout(1, "auto", microbatches=4),
+    Layout(4, "mixed", shares=(7, 0, 8, 1)),
+    Layout(2, "row", shares=(16, 0), microbatches=2),
+    Layout(2, "mixed", precision="fp32"),
+    Layout(4, "mixed", precision="fp32", microbatches=2),
+    Layout(4, "row", precision="fp32"),
+    Layout(2, "column", precision="fp32"),
+]
+
+
+class Net(nn.Module):
+    """A static and a dynamic table for each optimizer; three features read the static ones, two the others."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        tables = []
+        for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
+            placement = PLACEMENTS[number % 4] if layout.placement == "mixed" else layout.placement
+            given: dict[str, Any] = {"optimizer": optimizer, "width": 4, "placement": placement}
+            tables.append(TablePolicy(name=name, rows=ROWS, sends=layout.sends, bound=0.3, **given))
+            evicts = EvictionPolicy(type="lru", fraction=0.2)
+            grows = DynamicPolicy(capacity=60, eviction=evicts, initial_rows=2)
+            sends = layout.sends if layout.sends != "sums" else "auto"
+            tables.append(TablePolicy(name=f"{name}*", dynamic=grows, sends=sends, bound=0.3, **given))
+        self.tables = EmbeddingCollection(tables, seed=5)
+        generator = torch.Generator().manual_seed(1)
+        self.hidden = nn.Linear(4 * len(tables), 8)
+        self.out = nn.Linear(8, 1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+
+    def forward(self, sparse: Mapping[str, Ragged], labels: Tensor) -> Tensor:
+        found = self.tables(sparse)
+        joined = torch.cat([found[table.name] for table in self.tables.tables], 1)
+        logits = self.out(torch.tanh(self.hidden(joined)))[:, 0]
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            logits, labels.to(logits.dtype), reduction="sum"
+        )
+        return loss / max(len(labels), 1)
+
+
+def batch(step: int, names: list[str], start: int, stop: int) -> dict[str, Any]:
+    """Samples [start, stop) of a step's global batch: some without a key, a few keys that come often."""
+    generator = torch.Generator().manual_seed(step)
+    sparse = {}
+    for name in names:
+        lengths = torch.randint(0, 3, (SAMPLES,), generator=generator)
+        keys = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+        keys[::2] = keys[::2] % 11
+        ends = [0, *lengths.cumsum(0).tolist()]
+        lists = [keys[first:last].tolist() for first, last in zip(ends, ends[1:], strict=False)]
+        sparse[name] = Ragged.of_lists(lists[start:stop])
+    labels = torch.rand(SAMPLES, generator=generator).round()
+    return {"sparse": sparse, "labels": labels[start:stop]}
+
+
+class Found(NamedTuple):
+    """What a run did."""
+
+    losses: list[float]
+    norms: list[float]
+    rows: dict[str, Tensor]
+    """What this rank would write of each table: key, weights, optimizer state, score."""
+    evicted: int
+
+
+def run(world: World, layout: Layout, steps: int = STEPS) -> Found:
+    """Train one layout."""
+    model = Net(layout)
+    config = {
+        "precision": layout.precision,
+        "zero": {"stage": layout.stage},
+        "batch": {"accumulation": layout.microbatches},
+        "optimizer": {"type": "adamw", "lr": 1e-2},
+        "schedule": {"type": "cosine", "warmup_steps": 5, "total_steps": 60},
+        "clip": 0.1,
+        "comm": {"deadline_s": 60},
+    }
+    engine = shardwise.initialize(model, config, world=world)
+    names = [table.name for table in model.tables.tables]
+    shares = layout.shares or (SAMPLES // world.size,) * world.size
+    first, mine = sum(shares[: world.rank]), shares[world.rank]
+    cuts = [first + mine * i // layout.microbatches for i in range(layout.microbatches + 1)]
+    spans = list(zip(cuts, cuts[1:], strict=False))
+    losses, norms = [], []
+    for step in range(steps):
+        batches = [batch(step, names, *span) for span in spans]
+        result = engine.train_step(batches, [float(stop - start) for start, stop in spans])
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    rows = {name: whole_rows(model.tables, name) for name in names}
+    evicted = sum(tally.evicted for tally in engine.table_tallies().values())
+    engine.close()
+    return Found(losses, norms, rows, evicted)
+
+
+def whole_rows(collection: EmbeddingCollection, table: str) -> Tensor:
+    """Rows that this rank writes: [n, 1 + width + state + 1]."""
+    rows = collection.rows_to_write(table)[0].rows
+    scores = rows.keys * 0 if rows.scores is None else rows.scores
+    columns = [rows.weights, *(rows.state[name] for name in sorted(rows.state))]
+    return torch.cat([rows.keys[:, None], *columns, scores[:, None]], 1).double()
+
+
+def by_key(rows: Tensor) -> Tensor:
+    """Ordered by the first column."""
+    return rows[rows[:, 0].argsort()]
+
+
+@cache
+def alone(precision: str) -> Found:
+    """The single process."""
+    return run(join(), Layout(1, "auto", precision=precision))
+
+
+def assert_close(found: list[Found], wanted: Found, bound: float) -> None:
+    """Losses, norms and rows within ``bound``, relative."""
+    assert wanted.evicted > 0
+    for each in found:
+        assert torch.tensor(each.losses) == pytest.approx(torch.tensor(wanted.losses), rel=bound)
+        assert each.evicted == wanted.evicted
+        # The norm near the end is a small difference of large addends: it is held to the largest.
+        largest = max(wanted.norms)
+        assert each.norms == pytest.approx(wanted.norms, rel=30 * bound, abs=30 * bound * largest)
+    for name, rows in wanted.rows.items():
+        together = by_key(torch.cat([each.rows[name] for each in found]))
+        torch.testing.assert_close(together, by_key(rows), rtol=1e3 * bound, atol=1e3 * bound, msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_fifty_steps_equal_one_process(ranks: Any, layout: Layout) -> None:
+    found = [run(join(), layout)] if layout.ranks == 1 else ranks(layout.ranks).run(run, layout)
+    assert_close(found, alone(layout.precision), 1e-12 if layout.precision == "fp64" else 1e-6)
+
+
+# Bugs, planted on purpose ------------------------------------------------------------------------------------------
+
+
+def _norm_without_tables(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tables, "square_sum", lambda self: torch.zeros((), dtype=torch.float64))
+
+
+def _clip_ignored(patch: pytest.MonkeyPatch) -> None:
+    step = Tables.step
+    patch.setattr(Tables, "step", lambda self, lr_factor, divisor: step(self, lr_factor, 1.0))
+
+
+def _schedule_ignored(patch: pytest.MonkeyPatch) -> None:
+    step = Tables.step
+    patch.setattr(Tables, "step", lambda self, lr_factor, divisor: step(self, 1.0, divisor))
+
+
+def _copies_counted_by_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store.Store, "square_sum", lambda self: (self._merged()[1] ** 2).sum())
+
+
+def _means_over_own_columns(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store.Store, "_mean_squares", lambda self, rows, grads, scale: None)
+
+
+def _start_rows_of_each_rank(patch: pytest.MonkeyPatch) -> None:
+    begin = store.Store.__init__
+
+    def init(self: Any, tables: Any, group: Any, seed: int, *rest: Any) -> None:
+        begin(self, tables, group, seed + group.index, *rest)
+
+    patch.setattr(store.Store, "__init__", init)
+
+
+def _last_microbatch_alone(patch: pytest.MonkeyPatch) -> None:
+    add = store.Store.add
+
+    def last(self: Any, rows: Tensor, grads: Tensor) -> None:
+        self._waiting.clear()
+        add(self, rows, grads)
+
+    patch.setattr(store.Store, "add", last)
+
+
+def _each_rank_evicts_alone(patch: pytest.MonkeyPatch) -> None:
+    shrink = store.Store._shrink
+
+    def alone(self: Any, *args: Any) -> None:
+        self._alike = True
+        shrink(self, *args)
+        self._alike = False
+
+    patch.setattr(store.Store, "_shrink", alone)
+
+
+def _no_replay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store.Store, "_catch_up", lambda self, rows: None)
+
+
+def _gradients_stay_at_home(patch: pytest.MonkeyPatch) -> None:
+    deliver = ways.Everywhere.deliver
+
+    def part(self: Any, asked: Any, into: Any) -> None:
+        add = into.add
+        own = sum(row[0] for row in asked.counts[: self.group.index])
+        mine = slice(own, own + asked.counts[self.group.index][0])
+
+        def add_own(rows: Tensor, grads: Tensor) -> None:
+            kept = torch.zeros_like(grads)
+            kept[mine] = grads[mine]
+            add(rows, kept)
+
+        into.add = add_own
+        deliver(self, asked, into)
+        del into.add
+
+    patch.setattr(ways.Everywhere, "deliver", part)
+
+
+def _scores_of_the_last_call(patch: pytest.MonkeyPatch) -> None:
+    score = Dynamic.score
+
+    def last(self: Any, step: int) -> None:
+        del self._came[:-1]
+        score(self, step)
+
+    patch.setattr(Dynamic, "score", last)
+
+
+BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Layout]] = {
+    "the norm leaves tables out": (_norm_without_tables, Layout(2, "row")),
+    "clipping passes tables by": (_clip_ignored, Layout(2, "row")),
+    "the schedule passes tables by": (_schedule_ignored, Layout(2, "row")),
+    "each copy counts in the norm": (_copies_counted_by_all, Layout(2, "data_parallel")),
+    "row sums of some columns": (_means_over_own_columns, Layout(2, "column")),
+    "start rows depend on the rank": (_start_rows_of_each_rank, Layout(2, "row")),
+    "the last microbatch alone": (_last_microbatch_alone, Layout(2, "row", microbatches=2)),
+    "each rank evicts alone": (_each_rank_evicts_alone, Layout(2, "row")),
+    "skipped steps are not replayed": (_no_replay, Layout(2, "table")),
+    "gradients of other ranks are lost": (_gradients_stay_at_home, Layout(2, "data_parallel")),
+    "scores of the last microbatch": (_scores_of_the_last_call, Layout(2, "row", microbatches=2)),
+}
+FEW = 12
+"""Steps in which each bug shows."""
+
+
+def run_with(world: World, name: str) -> Found:
+    plant, layout = BUGS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        return run(world, layout, FEW)
+
+
+@cache
+def few_alone() -> Found:
+    return run(join(), Layout(1, "auto"), FEW)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_seen(ranks: Any, name: str) -> None:
+    found = ranks(2).run(run_with, name)
+    with pytest.raises(AssertionError):
+        assert_close(found, few_alone(), 1e-12)
+
+
+def test_without_a_bug_nothing_is_seen(ranks: Any) -> None:
+    for layout in dict.fromkeys(layout for _, layout in BUGS.values()):
+        assert_close(ranks(2).run(run, layout, FEW), few_alone(), 1e-12)
+
+
+# What is refused ---------------------------------------------------------------------------------------------------
+
+
+def small(rows: int = 10, **config: Any) -> Any:
+    """An engine of one table and one number."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = EmbeddingCollection([TablePolicy(name="user", rows=rows, width=4)])
+            self.out = nn.Linear(4, 1)
+
+        def forward(self, sparse: Mapping[str, Ragged]) -> Tensor:
+            return self.out(self.tables(sparse)["user"]).square().mean()
+
+    return shardwise.initialize(Small(), config)
+
+
+def test_keys_of_tables_need_tables() -> None:
+    with pytest.raises(ConfigError, match="no EmbeddingCollection"):
+        shardwise.initialize(nn.Linear(2, 2), {"tables": {"memory_bytes": 100}})
+
+
+def test_a_placement_names_a_table() -> None:
+    with pytest.raises(ConfigError, match=r"no table is called 'usr'; did you mean 'user'"):
+        small(tables={"placement": {"usr": "row"}})
+
+
+def test_a_table_without_memory() -> None:
+    with pytest.raises(ShardwiseError, match=r"table 'user' .* fits nowhere"):
+        small(rows=100_000, tables={"memory_bytes": 1000})
+
+
+def test_a_used_collection_is_refused() -> None:
+    tables = EmbeddingCollection([TablePolicy(name="user", rows=10, width=4)])
+    tables({"user": Ragged.of_lists([[1]])})
+    with pytest.raises(UsageError, match="before its first batch"):
+        shardwise.initialize(nn.ModuleList([nn.Linear(1, 1), tables]), {})
+
+
+def test_a_key_outside_and_wrong_offsets() -> None:
+    engine = small()
+    with pytest.raises(DataError, match=r"feature 'user'.*key 10"):
+        engine({"sparse": {"user": Ragged.of_lists([[3], [10]])}})
+    wrong = Ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 2]))
+    with pytest.raises(DataError, match="offsets go from 0 to 2, but there are 3 values"):
+        engine({"sparse": {"user": wrong}})
+    engine.train_step([{"sparse": {"user": Ragged.of_lists([[3], [9]])}}])
+
+
+def test_not_a_number_stops_the_step_and_leaves_rows_alone() -> None:
+    engine = small()
+    before = engine.tables["tables"].rows_here("user").weights
+    with torch.no_grad(), engine.full_parameters(write=True) as parameters:
+        parameters["out.bias"].fill_(float("nan"))
+    with pytest.raises(NonFiniteError):
+        engine.train_step([{"sparse": {"user": Ragged.of_lists([[3], [9]])}}])
+    assert torch.equal(engine.tables["tables"].rows_here("user").weights, before)
+
+
+def test_plan_says_where_tables_lie_and_why() -> None:
+    engine = small(tables={"placement": {"us*": "row"}})
+    assert "user (10 x 4, rowwise_adagrad" in str(engine.plan)
+    (info,) = engine.plan.registry.of_kind("table")
+    assert (info.name, info.shape, str(info.on("dp_shard"))) == ("tables.user", (10, 4), "H")
+    assert engine.state_bytes()["tables"] == 10 * (4 + 1) * 4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_learn(precision: str) -> None:
+    engine = small(precision=precision, optimizer={"lr": 1e-2})
+    losses = [engine.train_step([{"sparse": {"user": Ragged.of_lists([[3], [9]])}}]).loss for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert engine.tables["tables"].rows_here("user").weights.dtype == torch.float32
