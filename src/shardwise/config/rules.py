@@ -7,6 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardwise.config.run import RunConfig
+from shardwise.data.clicks.policy import ClickPolicy
+from shardwise.data.policy import DataPolicy
+from shardwise.models.gpt import GptPolicy
+from shardwise.models.policy import reads_clicks
+from shardwise.parallel.embedding.policy import TableOptions
 from shardwise.plan.errors import ConfigError
 
 
@@ -47,6 +52,26 @@ RULES = (
         lambda c: (
             "batch_norm: synchronized adds up statistics over dp within a forward pass, which stages at different "
             "microbatches would do in different order; set batch_norm: per_rank or mesh.pp: 1"
+        ),
+    ),
+    Rule(
+        "clicks",
+        lambda c: isinstance(c.data, ClickPolicy) or not reads_clicks(c.model),
+        lambda c: "data: a click-through model reads clicks; remove kind and target, or set kind: clicks",
+    ),
+    Rule(
+        "text",
+        lambda c: isinstance(c.data, DataPolicy) or not isinstance(c.model, GptPolicy),
+        lambda c: (
+            "data: the model is a gpt, which reads text; remove kind: clicks, or choose a click-through model"
+        ),
+    ),
+    Rule(
+        "tables of features",
+        lambda c: (c.tables.defaults == TableOptions() and not c.tables.named) or reads_clicks(c.model),
+        lambda c: (
+            "tables: defaults and named are for the built-in click-through models, whose tables follow from the data; "
+            "a model of your own says in its code what its tables are"
         ),
     ),
     Rule(

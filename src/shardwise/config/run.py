@@ -15,9 +15,9 @@ from pydantic import Field, PositiveFloat, ValidationError, model_validator
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
 from shardwise.config.batch import BatchPolicy, TrainPolicy
-from shardwise.data.policy import DataPolicy
+from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.recompute import RecomputePolicy
-from shardwise.models.policy import ModelPolicy
+from shardwise.models.policy import ModelPolicy, reads_clicks
 from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
 from shardwise.parallel.embedding.policy import TablesPolicy
@@ -61,8 +61,8 @@ class RunConfig(Policy):
     """The model: ``{name: gpt, layers: 6, ...}`` or ``{target: "module:function", ...}``."""
     init_from: str | None = None
     """Start weights: a safetensors file or a Hugging Face folder, read by slices."""
-    data: DataPolicy = Field(default_factory=DataPolicy)
-    """Training and validation data."""
+    data: AnyDataPolicy = Field(default_factory=DataPolicy)
+    """Training and validation data: text, or clicks (``kind: clicks``), which a click-through model reads anyway."""
     loss: LossPolicy | None = None
     """The user's loss; left out, the model returns it."""
     mesh: MeshPolicy = Field(default_factory=MeshPolicy)
@@ -101,6 +101,13 @@ class RunConfig(Policy):
     """Where numbers go."""
     out: str = "runs/run"
     """Folder of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_decides_data(cls, given: Any) -> Any:
+        if isinstance(given, dict) and reads_clicks(given.get("model")):
+            return {**given, "data": with_kind(given.get("data"), "clicks")}
+        return given
 
     def to_yaml(self) -> str:
         """The whole configuration as YAML, defaults included."""
@@ -205,7 +212,7 @@ def _explained(error: ValidationError, where: str) -> str:
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
         steps = [str(part) for part in detail["loc"]]
-        if steps[:1] == ["model"] and len(steps) > 1:
+        if steps[:1] in (["model"], ["data"]) and len(steps) > 1:
             del steps[1]  # the tag of the union, which is no key of the user's
         path = ".".join(steps) or "(top level)"
         message = detail["msg"].removeprefix("Value error, ")

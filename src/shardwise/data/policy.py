@@ -1,14 +1,16 @@
 """Where training text or samples come from: the keys of ``data:``.
 
 data: {source: stdlib, tokenizer: bytes}                       # text; a file, a folder, a token file, a list of them
+data: {kind: clicks, source: [day_0.gz, day_1.gz]}             # a click log, see clicks/policy.py
 data: {target: "my_package.data:build", arguments: {size: 3}}  # the user's Dataset, IterableDataset or DataLoader
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
+from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.plan.policy import Policy
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -17,6 +19,8 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 class DataPolicy(Policy):
     """Where training data comes from and in which order it is read."""
 
+    kind: Literal["text"] = "text"
+    """Text, or what ``target`` makes; ``clicks`` has other keys."""
     source: str | list[str] = "stdlib"
     """Text to learn: ``stdlib`` (the source code of Python's standard library), a file, a folder, a token file made
     by ``shardwise convert``, or a list of these. A folder called stdlib is written ``./stdlib``."""
@@ -58,3 +62,19 @@ class DataPolicy(Policy):
         if isinstance(self.source, list) and not self.source:
             raise ValueError("source is an empty list; give stdlib, a file, a folder or a token file")
         return self
+
+
+def with_kind(given: Any, kind: str) -> Any:
+    """What stands under ``data:``, unchecked, as data of ``kind`` where it says none."""
+    return {"kind": kind, **(given or {})} if given is None or isinstance(given, dict) else given
+
+
+def _kind(given: Any) -> str:
+    kind = given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)
+    return "clicks" if kind == "clicks" else "text"
+
+
+AnyDataPolicy = Annotated[
+    Annotated[DataPolicy, Tag("text")] | Annotated[ClickPolicy, Tag("clicks")], Discriminator(_kind)
+]
+"""The type of ``data:`` in a configuration."""

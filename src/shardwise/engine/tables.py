@@ -22,7 +22,7 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
-from shardwise.parallel.embedding.policy import TablePolicy
+from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.zero.layout import AXES
 from shardwise.plan.errors import ConfigError, UsageError
@@ -147,7 +147,7 @@ def _check(tables: Tables, settings: RunConfig, mesh: Mesh) -> None:
     policy = settings.tables
     names = [table.name for _, _, table in tables.each()]
     if not names:
-        if "tables" in settings.model_fields_set:
+        if settings.tables != TablesPolicy():
             raise ConfigError(
                 "tables: the model has no EmbeddingCollection, so these keys would do nothing; use one in the model, "
                 "or remove them"
@@ -170,7 +170,7 @@ def _check(tables: Tables, settings: RunConfig, mesh: Mesh) -> None:
 def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
     """What the configuration says of tables goes before what the model's code says."""
     policy = settings.tables
-    if "optimizer" in policy.model_fields_set:
+    if policy.optimizer is not None:
         collection.optimizer = policy.optimizer
     tables = []
     for table in collection.tables:

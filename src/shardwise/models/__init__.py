@@ -1,6 +1,7 @@
 """Models that come with the package, where their weights start, come from and go to.
 
 build(policy)          the model of a configuration, really or under ``torch.device("meta")``
+build_ctr(policy, ...) the same of a click-through model, which needs the columns of its data
 open_weights(path)     weights to start from, read by slices
 write_huggingface(...) a folder that transformers opens
 generate(...)          text from a trained model
@@ -8,6 +9,9 @@ generate(...)          text from a trained model
 
 from torch import nn
 
+from shardwise.models.ctr.build import build_ctr
+from shardwise.models.ctr.model import ClickModel
+from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.export import write_huggingface
 from shardwise.models.gpt import Gpt, GptPolicy, flops_per_token
 from shardwise.models.policy import ModelPolicy, TargetPolicy
@@ -16,12 +20,15 @@ from shardwise.plan.errors import ConfigError
 from shardwise.plan.target import call_target
 
 __all__ = [
+    "ClickModel",
+    "CtrPolicy",
     "Gpt",
     "GptPolicy",
     "ModelPolicy",
     "TargetPolicy",
     "WeightSource",
     "build",
+    "build_ctr",
     "flops_per_token",
     "gpt_policy_from_huggingface",
     "open_weights",

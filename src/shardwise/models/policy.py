@@ -1,16 +1,25 @@
 """Which model: the key ``model:`` of a configuration.
 
 model: {name: gpt, layers: 6, width: 384, heads: 6, context: 256}
+model: {name: dlrm, width: 16, bottom: [64], top: [128, 64]}       # or logistic_regression, wide_deep, deepfm, dcn
 model: {target: "my_package.models:build", depth: 12}              # calls build(depth=12)
 """
 
 import re
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Discriminator, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Tag, model_validator
 
+from shardwise.models.ctr.policy import (
+    CTR_POLICIES,
+    DcnPolicy,
+    DeepFmPolicy,
+    DlrmPolicy,
+    LogisticRegressionPolicy,
+    WideDeepPolicy,
+)
 from shardwise.models.gpt import GptPolicy
-from shardwise.plan.policy import Policy
+from shardwise.plan.policy import Policy, nearest
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -46,12 +55,34 @@ class TargetPolicy(Policy):
         return {**self.arguments, **(self.model_extra or {})}
 
 
+def reads_clicks(given: Any) -> bool:
+    """True of what stands for one of our click-through models under ``model:``, checked or not."""
+    return _kind(given) in CTR_POLICIES
+
+
 def _kind(given: Any) -> str:
-    target = "target" in given if isinstance(given, dict) else isinstance(given, TargetPolicy)
-    return "target" if target else "gpt"
+    is_target = "target" in given if isinstance(given, dict) else isinstance(given, TargetPolicy)
+    if is_target:
+        return "target"
+    name = given.get("name", "gpt") if isinstance(given, dict) else getattr(given, "name", "gpt")
+    return str(name)
+
+
+def _is_known(given: Any) -> Any:
+    if (kind := _kind(given)) not in ("gpt", "target", *CTR_POLICIES):
+        raise ValueError(f"there is no model {kind!r}{nearest(kind, ('gpt', *CTR_POLICIES))}")
+    return given
 
 
 ModelPolicy = Annotated[
-    Annotated[GptPolicy, Tag("gpt")] | Annotated[TargetPolicy, Tag("target")], Discriminator(_kind)
+    Annotated[GptPolicy, Tag("gpt")]
+    | Annotated[LogisticRegressionPolicy, Tag("logistic_regression")]
+    | Annotated[WideDeepPolicy, Tag("wide_deep")]
+    | Annotated[DeepFmPolicy, Tag("deepfm")]
+    | Annotated[DcnPolicy, Tag("dcn")]
+    | Annotated[DlrmPolicy, Tag("dlrm")]
+    | Annotated[TargetPolicy, Tag("target")],
+    Discriminator(_kind),
+    BeforeValidator(_is_known),
 ]
 """The type of ``model:`` in a configuration."""

@@ -140,7 +140,6 @@ def test_the_synthetic_log(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"dense": ["a"]}, "give both lists, or neither"),
-        ({"source": "x", "synthetic": {}}, "keep one of them"),
         ({"synthetic": {"rows": [1, 2], "tables": 3}}, "rows lists 2 tables, but tables is 3"),
         ({"synthetic": {"fresh": 0.1}}, "set keys: hashed"),
         ({"source": []}, "at least 1"),

@@ -46,6 +46,14 @@ class ClickCorpus:
         return self.train.schema
 
     @property
+    def table_rows(self) -> dict[str, int]:
+        """Rows of the features whose keys are known to lie below a number; none where keys are hashed or from files."""
+        source = self.train.source
+        if not isinstance(source, SyntheticClicks) or source.keys == "hashed":
+            return {}
+        return dict(zip((feature.name for feature in self.schema.features), source.table_rows, strict=True))
+
+    @property
     def best(self) -> Best | None:
         """The best score that any model can have; None where nobody knows it."""
         source = self.train.source

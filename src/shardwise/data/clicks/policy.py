@@ -1,7 +1,10 @@
 """Where clicks come from: the keys of ``data:`` for click-through models.
 
-data: {source: synthetic, synthetic: {samples: 2_000_000, tables: 8, rows: 100}}
-data: {source: [day_0.gz, day_1.gz], validation: day_2.gz, malformed_limit: 100}      # or a folder, *.parquet, *.clicks
+data: {kind: clicks, synthetic: {samples: 2_000_000, tables: 8, rows: 100}}
+data: {kind: clicks, source: criteo_folder}                    # or files: Criteo text (.gz), Parquet, *.clicks
+data: {kind: clicks, source: [day_0.gz, day_1.gz], validation: day_2.gz, malformed_limit: 100}
+
+The built-in click-through models read clicks, so beside them ``kind`` may be left out.
 """
 
 from typing import Annotated, Literal
@@ -63,6 +66,8 @@ class SyntheticPolicy(Policy):
 class ClickPolicy(Policy):
     """Where a click log comes from, in which order it is read, and how a row becomes a sample."""
 
+    kind: Literal["clicks"] = "clicks"
+    """Tells a click log from text."""
     source: str | Annotated[list[str], Field(min_length=1)] = SYNTHETIC
     """``synthetic``, or files and folders of Criteo text (also .gz), Parquet, or packed clicks made by
     ``shardwise convert``. A folder called synthetic is written ``./synthetic``."""
@@ -93,12 +98,10 @@ class ClickPolicy(Policy):
     cache: str | None = None
     """Folder that keeps what text and Parquet were converted to; left out: ``cache`` inside the run folder."""
     synthetic: SyntheticPolicy = SyntheticPolicy()
-    """What ``source: synthetic`` is."""
+    """What ``source: synthetic`` is; another source has no use for it, so that ``--set data.source=FILE`` is enough."""
 
     @model_validator(mode="after")
     def _check(self) -> "ClickPolicy":
         if (self.dense is None) != (self.sparse is None):
             raise ValueError("dense and sparse name the columns together; give both lists, or neither")
-        if self.source != SYNTHETIC and "synthetic" in self.model_fields_set:
-            raise ValueError("synthetic describes a computed log, but source names files; keep one of them")
         return self

@@ -1,7 +1,7 @@
 """TablePolicy: one embedding table. RowOptimizerPolicy: what updates its rows. DynamicPolicy: how it grows, shrinks."""
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -49,7 +49,7 @@ class RowOptimizerPolicy(Policy):
             raise ValueError(
                 f"exact is for adam alone; {self.type!r} does nothing in steps without a gradient"
             )
-        if self.model_fields_set & {"l1", "l2", "beta"} and self.type != "ftrl":
+        if (self.l1 or self.l2 or self.beta != 1.0) and self.type != "ftrl":
             raise ValueError(f"l1, l2 and beta are FTRL's; {self.type!r} takes weight_decay")
         if self.type == "ftrl" and self.weight_decay:
             raise ValueError("weight_decay is not FTRL's; it takes l2")
@@ -111,7 +111,7 @@ class DynamicPolicy(Policy):
 
 
 class TablePolicy(Policy):
-    """One entry of ``tables.tables:``; give ``rows``, or ``dynamic``."""
+    """One table; give ``rows``, or ``dynamic``."""
 
     name: str
     """Its start weights depend on it."""
@@ -179,13 +179,52 @@ class TablePolicy(Policy):
         return 0.01 if self.rows is None else float(self.rows) ** -0.5
 
 
+class TableOptions(Policy):
+    """What may be said of a table that follows from a feature: keys under ``tables.defaults:`` and ``tables.named:``.
+
+    A key that is left out is the default's, then that of ``TablePolicy``; ``rows`` takes the place of a default's
+    ``dynamic``, and the other way round.
+    """
+
+    rows: PositiveInt | None = None
+    """A static table: keys are 0 to rows - 1."""
+    dynamic: DynamicPolicy | None = None
+    """Keys are any numbers of 64 bits."""
+    pooling: Literal["sum", "mean", "max"] | None = None
+    """How the vectors of a sample's keys become one."""
+    optimizer: RowOptimizerPolicy | None = None
+    """What updates its rows."""
+    placement: Literal["auto"] | PlacementName | None = None
+    """A copy on every rank, whole on one, rows over all, columns over all; ``auto``: what costs least."""
+    sends: Literal["auto", "rows", "sums"] | None = None
+    """What travels: the distinct rows of a batch, or the samples' (partial) sums."""
+    keys_per_sample: PositiveFloat | None = None
+    """Mean number of keys in a sample, for the choice of placement."""
+    distinct: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Distinct keys of a batch over all its keys, for the choice of placement."""
+    outside: Literal["error", "clamp", "modulo"] | None = None
+    """A key that a static table has not: refused, or taken for the nearest, or for its remainder."""
+    bound: NonNegativeFloat | None = None
+    """Start weights are uniform in ± this."""
+
+    @model_validator(mode="after")
+    def _is_not_both(self) -> Self:
+        if self.rows is not None and self.dynamic is not None:
+            raise ValueError(
+                "both of rows and dynamic are given; a table has a fixed number of rows, or grows"
+            )
+        return self
+
+
 class TablesPolicy(Policy):
     """Keys under ``tables:``."""
 
-    tables: tuple[TablePolicy, ...] = ()
-    """The tables."""
-    optimizer: RowOptimizerPolicy = RowOptimizerPolicy()
-    """Of tables without their own."""
+    defaults: TableOptions = TableOptions()
+    """Of every table of a built-in click-through model, which has one for each feature of its data."""
+    named: Mapping[str, TableOptions] = {}
+    """Of single tables of such a model, by the feature's name."""
+    optimizer: RowOptimizerPolicy | None = None
+    """Of tables without their own; left out, what the model's code says, or row-wise Adagrad."""
     placement: Mapping[str, PlacementName] = {}
     """Placements by patterns of table names, before what the tables' own entries say."""
     prepare_ahead: NonNegativeInt = 1

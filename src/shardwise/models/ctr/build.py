@@ -1,0 +1,48 @@
+"""From a policy and the columns of the data to the model."""
+
+from collections.abc import Mapping
+
+from shardwise.data.clicks.rows import Schema
+from shardwise.models.ctr.dcn import Dcn
+from shardwise.models.ctr.deepfm import DeepFm
+from shardwise.models.ctr.dlrm import Dlrm
+from shardwise.models.ctr.logistic_regression import LogisticRegression
+from shardwise.models.ctr.model import ClickModel
+from shardwise.models.ctr.policy import (
+    CtrPolicy,
+    DcnPolicy,
+    DeepFmPolicy,
+    LogisticRegressionPolicy,
+    WideDeepPolicy,
+)
+from shardwise.models.ctr.tables import tables_for
+from shardwise.models.ctr.wide_deep import WideDeep
+from shardwise.parallel.embedding.policy import TablesPolicy
+
+
+def build_ctr(
+    policy: CtrPolicy,
+    schema: Schema,
+    tables: TablesPolicy | None = None,
+    rows: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> ClickModel:
+    """The model that ``policy`` describes, for data of ``schema``; ``rows``: those of features with keys below them."""
+    tables = tables or TablesPolicy()
+    given = (len(schema.dense), tables_for(schema, row_width(policy), tables, rows), tables.optimizer, seed)
+    if isinstance(policy, LogisticRegressionPolicy):
+        return LogisticRegression(policy, *given)
+    if isinstance(policy, WideDeepPolicy):
+        return WideDeep(policy, *given)
+    if isinstance(policy, DeepFmPolicy):
+        return DeepFm(policy, *given)
+    if isinstance(policy, DcnPolicy):
+        return Dcn(policy, *given)
+    return Dlrm(policy, *given)
+
+
+def row_width(policy: CtrPolicy) -> int:
+    """Numbers of a table's row."""
+    if isinstance(policy, LogisticRegressionPolicy):
+        return 1
+    return policy.width + isinstance(policy, WideDeepPolicy | DeepFmPolicy)

@@ -1,0 +1,50 @@
+"""DLRM: the dense features become one more vector; all pairs of vectors meet in dot products.
+
+    u     = bottom(dense)                                    [B, D]
+    dots  = <z_i, z_j> of all pairs of z = (u, v_1, ..., v_F)
+    logit = top([u, dots])
+
+Paper:  Naumov et al. 2019, arXiv:1906.00091.
+Cost:   B·(F + 1)²·D multiplications of the interaction, forward and backward each (interaction.py).
+Shapes: B samples, F features, N dense features, D width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.models.ctr.interaction import pairwise_dots
+from shardwise.models.ctr.model import ClickModel, mlp
+from shardwise.models.ctr.policy import DlrmPolicy
+from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+
+
+class Dlrm(ClickModel):
+    """The model. Without dense features there is no bottom part."""
+
+    def __init__(
+        self,
+        policy: DlrmPolicy,
+        dense: int,
+        tables: Sequence[TablePolicy],
+        optimizer: RowOptimizerPolicy | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tables, optimizer, seed)
+        self.policy = policy
+        width, vectors = policy.width, len(self._features) + bool(dense)
+        self.bottom = mlp(dense, [*policy.bottom, width], ends_linear=False) if dense else None
+        inputs = vectors * (vectors - 1) // 2 + (width if dense else 0)
+        self.top = mlp(inputs, [*policy.top, 1], ends_linear=True)
+        self.start(seed)
+
+    def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
+        """From dense features [B, N] and rows [B, F, D]: [B]."""
+        if self.bottom is None:
+            x = pairwise_dots(vectors)
+        else:
+            u = self.bottom(dense)  # [B, D]
+            x = torch.cat([u, pairwise_dots(torch.cat([u[:, None], vectors], 1))], 1)
+        logits: Tensor = self.top(x).squeeze(1)
+        return logits
