@@ -110,7 +110,7 @@ def _unique(keys: np.ndarray, slots: np.ndarray, found: np.ndarray, inverse: np.
     for i in range(keys.size):
         key = keys[i]
         slot = mixed(key) & mask
-        place = np.int64(slots[slot])
+        place = int(slots[slot])
         # Whether a key is new cannot be foreseen, so nothing branches on it: a free slot takes the next place, a taken
         # one is given the place that it has. Only a slot that belongs to another key, which is rare, leaves the line.
         is_new = place < 0
@@ -119,12 +119,12 @@ def _unique(keys: np.ndarray, slots: np.ndarray, found: np.ndarray, inverse: np.
         slots[slot] = place
         while found[place] != key:
             slot = (slot + _ONE) & mask
-            place = np.int64(slots[slot])
+            place = int(slots[slot])
             if place < 0:
                 is_new = True
                 slots[slot] = place = count
         inverse[i] = place
-        count += np.int64(is_new)
+        count += int(is_new)
     return count
 
 
