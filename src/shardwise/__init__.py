@@ -15,15 +15,35 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "initialize": "shardwise.engine.build",
+    "DynamicPolicy": "shardwise.parallel.embedding.policy",
+    "EmbeddingCollection": "shardwise.parallel.embedding.collection",
     "Engine": "shardwise.engine.engine",
     "LayerSpec": "shardwise.parallel.pipeline.layers",
     "Layers": "shardwise.parallel.pipeline.layers",
+    "Ragged": "shardwise.plan.ragged",
+    "RowOptimizerPolicy": "shardwise.parallel.embedding.policy",
     "RunConfig": "shardwise.config.run",
     "ShardwiseError": "shardwise.plan.errors",
+    "TablePolicy": "shardwise.parallel.embedding.policy",
     "TiedSpec": "shardwise.parallel.pipeline.layers",
+    "Vectors": "shardwise.models.vectors",
+    "initialize": "shardwise.engine.build",
 }
-__all__ = ["Engine", "LayerSpec", "Layers", "RunConfig", "ShardwiseError", "TiedSpec", "initialize"]
+__all__ = [
+    "DynamicPolicy",
+    "EmbeddingCollection",
+    "Engine",
+    "LayerSpec",
+    "Layers",
+    "Ragged",
+    "RowOptimizerPolicy",
+    "RunConfig",
+    "ShardwiseError",
+    "TablePolicy",
+    "TiedSpec",
+    "Vectors",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,8 @@
 
 text (a file, a folder, stdlib)      a token file that training maps into memory
 click logs, into a .clicks file      packed clicks: Criteo text (also .gz), Parquet, folders of them
-a run, its checkpoints or one step   a folder that Hugging Face's from_pretrained opens
+a run, its checkpoints or one step   a folder that Hugging Face's from_pretrained opens; of a model with embedding
+                                     tables the tables' (key, vector) pairs, for serving
 a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
 """
 
@@ -31,7 +32,7 @@ def command(
     out: Annotated[
         Path,
         typer.Argument(
-            help="The token file, .clicks file, Hugging Face folder or safetensors file to write."
+            help="The token file, .clicks file, Hugging Face folder, folder of vectors or safetensors file to write."
         ),
     ],
     tokenizer: Annotated[
@@ -45,7 +46,8 @@ def command(
         int, typer.Option("--malformed-limit", min=0, help="For click logs: rows that may be skipped.")
     ] = 0,
 ) -> None:
-    """Turn text into tokens, click logs into packed clicks, a checkpoint into Hugging Face's, a .pt into tensors."""
+    """Turn text into tokens, click logs into packed clicks, a checkpoint into Hugging Face's or vectors, a .pt into
+    tensors."""
     path = Path(source)
     if path.suffix in _PICKLES and path.is_file():
         _weights(path, out)
@@ -115,9 +117,13 @@ def _pack(source: str, out: Path, pattern: str, label: str, malformed_limit: int
 def _export(source: Path, out: Path) -> None:
     from shardwise.checkpoint import verify
     from shardwise.cli.trained import gpt_of, newest_step
+    from shardwise.data import DataPolicy
     from shardwise.models import open_weights, write_huggingface
 
     step = newest_step(source)
+    if any(row.kind == "table" for row in step.tensors):
+        _export_tables(step.path, out)
+        return
     policy, config = gpt_of(step)
     if damage := verify(step.path):
         raise DamagedError(f"{step.path}: {damage[0]}; nothing was exported")
@@ -127,10 +133,25 @@ def _export(source: Path, out: Path) -> None:
         for name in weights.names()
     )
     write_huggingface(out, policy, tensors)
+    assert isinstance(config.data, DataPolicy), "a language model's data is text"
     if config.data.tokenizer != "bytes":
         given = Path(config.data.tokenizer).expanduser()
         shutil.copyfile(given / "tokenizer.json" if given.is_dir() else given, out / "tokenizer.json")
     typer.echo(f"{out}: step {step.step} of {source}, for transformers' from_pretrained")
+
+
+def _export_tables(step: Path, out: Path) -> None:
+    from shardwise.checkpoint import verify
+    from shardwise.engine.saved_tables import tables_in
+    from shardwise.models.vectors import write_vectors
+    from shardwise.observe.progress import count_text
+
+    if damage := verify(step):
+        raise DamagedError(f"{step}: {damage[0]}; nothing was exported")
+    number, tables = tables_in(step)
+    write_vectors(out, tables, number)
+    rows = count_text(sum(table.rows for table in tables))
+    typer.echo(f"{out}: step {number}, {len(tables)} tables, {rows} rows, for shardwise.Vectors")
 
 
 def _weights(source: Path, out: Path) -> None:

@@ -12,7 +12,8 @@ for each collection its steps.
 Loading goes table by table in chunks, so that beside the tables themselves no more than one chunk is held.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.load import Reader
+from shardwise.checkpoint.manifest import TRAINER
+from shardwise.checkpoint.steps import open_step
 from shardwise.engine.tables import Tables
+from shardwise.models.vectors import StoredTable
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.embedding.rows import Rows
@@ -227,6 +233,39 @@ class _Waiting(_Wish):
 
     def take(self) -> None:
         self._collection.load_candidates(self._table, self._read[_WAITING])
+
+
+# Without an engine -------------------------------------------------------------------------------------------------
+
+
+def tables_in(step: Path) -> tuple[int, list[StoredTable]]:
+    """(step, tables) of a checkpoint, read in chunks: what is exported for serving."""
+    manifest = open_step(step, Files())
+    trainer = json.loads(Reader(step, manifest, Files()).text(TRAINER))
+    notes = trainer.get("engine", {}).get("tables", {"tables": {}})["tables"]
+    return manifest.step, [_stored(step, manifest, name, note) for name, note in notes.items()]
+
+
+def _stored(step: Path, manifest: Manifest, name: str, note: Mapping[str, Any]) -> StoredTable:
+    stored = manifest.find(KIND, name)
+    assert stored is not None, "a table that is noted is stored"
+    rows, width = stored.shape
+    is_dynamic = "buckets" in note
+    counts = torch.tensor(note["buckets"]) if is_dynamic else static_counts(rows)
+
+    def parts() -> Iterator[tuple[int, Tensor, Tensor]]:
+        checkpoints = Checkpoints(step.parent)
+        for start, stop in chunks(counts, max(_CHUNK_BYTES // (width * stored.torch_dtype.itemsize), 1)):
+            vectors = torch.empty((stop - start) * width, dtype=stored.torch_dtype)
+            pieces = [Piece(start * width, stop * width, vectors)]
+            items = [Item(KIND, name, (rows, width), stored.torch_dtype, pieces)]
+            keys = static_keys_at(counts, [(start, stop)])
+            if is_dynamic:
+                items.append(Item(_KEY, name, (rows,), torch.int64, [Piece(start, stop, keys)]))
+            checkpoints.load(items, path=step, partial=True, is_checked=True)
+            yield start, keys, vectors.view(-1, width)
+
+    return StoredTable(name, rows, width, is_dynamic, parts)
 
 
 def _read(wishes: list[_Wish], checkpoints: Checkpoints, step: Path) -> None:

@@ -10,7 +10,7 @@ Reading goes through a memory map: only the pages of the slice are touched. Noth
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -105,23 +105,33 @@ def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> Iterat
 
 
 class Writer:
-    """Writes tensors one at a time, in any order, at places fixed beforehand: memory of one tensor.
+    """Writes tensors one at a time or part by part, in any order, at places fixed beforehand: memory of one of them.
 
-    The file appears under its name when the last tensor is in and the writer is left without an exception.
+    ``dtype`` is that of all tensors, or of each by name. The file appears under its name when the last tensor is in and
+    the writer is left without an exception.
     """
 
-    def __init__(self, file: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        if dtype not in _CODES:
-            raise CheckpointError(f"{file}: safetensors has no {dtype}")
-        self._file, self._dtype = file, dtype
+    def __init__(
+        self,
+        file: Path,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype | Mapping[str, torch.dtype],
+    ) -> None:
+        self._file = file
+        self._dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dict(dtype)
+        without = [each for each in self._dtypes.values() if each not in _CODES]
+        if without:
+            raise CheckpointError(f"{file}: safetensors has no {without[0]}")
         self._temporary = file.with_name(file.name + ".part")
-        self._missing = dict(shapes)
+        self._shapes = dict(shapes)
+        self._missing = {name: math.prod(shape) for name, shape in shapes.items()}
         self._offsets: dict[str, int] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            begin, end = end, end + math.prod(shape) * self._dtypes[name].itemsize
+            code = _CODES[self._dtypes[name]]
+            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
             self._offsets[name] = begin
         text = json.dumps(header).encode()
         self._head = text + b" " * (-len(text) % 8)  # The data starts at a multiple of 8.
@@ -134,22 +144,28 @@ class Writer:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put one whole tensor in its place."""
-        assert self._stream is not None, "Writer is a context manager"
-        expected = self._missing.pop(name, None)
-        if expected is None:
+        expected = self._shapes.get(name)
+        if expected is None or (self._missing[name] == 0 and math.prod(expected)):
             raise MismatchError(f"{self._file}: {name} came twice, or is not among the announced tensors")
         if tuple(tensor.shape) != expected:
             raise MismatchError(f"{self._file}: {name} has shape {list(tensor.shape)}, not {list(expected)}")
-        bits = tensor.detach().to("cpu", self._dtype).contiguous().reshape(-1).view(torch.uint8)
-        self._stream.seek(8 + len(self._head) + self._offsets[name])
+        self.write_part(name, 0, tensor)
+
+    def write_part(self, name: str, start: int, part: Tensor) -> None:
+        """Put elements [start, start + n) of a tensor in their place; parts do not overlap."""
+        assert self._stream is not None, "Writer is a context manager"
+        dtype = self._dtypes[name]
+        bits = part.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)
+        self._stream.seek(8 + len(self._head) + self._offsets[name] + start * dtype.itemsize)
         self._stream.write(bits.numpy().data)
+        self._missing[name] -= part.numel()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._stream is not None, "Writer is a context manager"
         try:
-            if kind is None and self._missing:
-                first = ", ".join(list(self._missing)[:3])
-                raise MismatchError(f"{self._file}: {len(self._missing)} tensors never came: {first}")
+            missing = [name for name, elements in self._missing.items() if elements]
+            if kind is None and missing:
+                raise MismatchError(f"{self._file}: {len(missing)} tensors never came: {', '.join(missing[:3])}")
             if kind is None:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
