@@ -161,3 +161,17 @@ def test_candidates_and_scores_are_kept() -> None:
     assert keys_of(after) == [1]
     train_on(after, [2, 3])
     assert keys_of(after) == [1, 2] and after.steps == 4
+
+
+def test_who_waits_too_long_is_forgotten() -> None:
+    admission = AdmissionPolicy(type="frequency", count=3, forget_steps=4)
+    collection = collection_of(DynamicPolicy(admission=admission))
+    waiting = []
+    for step in range(1, 10):
+        train_on(collection, [7] if step in (1, 8) else [100 + step])
+        candidates = collection.rows_here("t").candidates
+        assert candidates is not None
+        waiting.append(candidates[:, 0].tolist())
+    assert [7 in keys for keys in waiting] == [True] * 4 + [False] * 3 + [True] * 2
+    assert waiting[-1] == [7, 106, 107, 109]
+    assert keys_of(collection) == []

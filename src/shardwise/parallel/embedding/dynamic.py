@@ -24,6 +24,10 @@ _COUNT_BITS = 20
 """Lower bits of a candidate's score, its count; the step of the last one lies above."""
 
 
+_SWEEPS = 8
+"""Times that those who wait are looked through in ``forget_steps``."""
+
+
 class Dynamic:
     """The index of one dynamic table on one rank. Its rows begin at ``base`` of the slab."""
 
@@ -102,6 +106,14 @@ class Dynamic:
         if self._candidates is not None:
             rows, _ = self._candidates.find_or_insert(candidates[:, 0].contiguous())
             self._candidates.set_scores(rows, candidates[:, 1].contiguous())
+
+    def forget_candidates(self, step: int) -> None:
+        """Let go of keys that wait and have not come for long; now and then, since it looks at all of them."""
+        forget = self.policy.admission.forget_steps
+        if self._candidates is None or step % max(forget // _SWEEPS, 1) or step < forget:
+            return
+        rows = self._candidates.below((step - forget + 1) << _COUNT_BITS)
+        self._candidates.remove(self._candidates.keys_of(rows))
 
     def score(self, step: int) -> None:
         """Move the scores of the rows that came in the step that ends."""

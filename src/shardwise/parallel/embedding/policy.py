@@ -64,7 +64,10 @@ class AdmissionPolicy(Policy):
     probability: PositiveFloat = Field(default=1.0, le=1.0)
     """Share of the keys."""
     count: PositiveInt = 1
-    """Batches in which a key has come before it is admitted."""
+    """Steps in which a key has come before it is admitted."""
+    forget_steps: PositiveInt = 10_000
+    """A key that waits is forgotten when it has not come for about so many steps, so that those that come once take
+    memory for a while alone."""
 
 
 class EvictionPolicy(Policy):

@@ -189,6 +189,7 @@ class Store:
         self._steps = step
         for each in self._dynamic:
             each.score(step)
+            each.forget_candidates(step)
         self._evict(step)
 
     def drop(self) -> None:
