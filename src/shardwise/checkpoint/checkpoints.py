@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,11 @@ class Checkpoints:
         write_aliases: bool = False,
         texts: Mapping[str, str] | None = None,
         asynchronous: bool | None = None,
+        copies: Sequence[Item] = (),
     ) -> None:
         """Save ``items`` as step ``step``; ``asynchronous`` overrides the policy.
+
+        ``copies`` are items more, of tensors that nobody else will touch: they are written as they are.
 
         ``aliases`` maps the name of a tied tensor to its other names; they are noted, and with ``write_aliases``
         written as tensors of their own. ``texts`` are small files to go along, such as ``model/config.json``.
@@ -121,14 +125,12 @@ class Checkpoints:
         talk = self._open(f"save of step {step}")  # before anything may raise: ranks count alike
         self.wait()
         behind = self.policy.asynchronous if asynchronous is None else asynchronous
-        contents = Contents(step, items, dict(trainer), aliases or {}, write_aliases, texts or {})
+        contents = Contents(step, [*items, *copies], dict(trainer), aliases or {}, write_aliases, texts or {})
         if not 0 <= step < 10**15:
             raise CheckpointError(f"step {step}: expected a number from 0 to 10^15 - 1")
         if behind:
             try:
-                contents = Contents(
-                    step, self._buffer.copy(items), dict(trainer), aliases or {}, write_aliases, texts or {}
-                )
+                contents = replace(contents, items=[*self._buffer.copy(items), *copies])
             except Exception as error:
                 self._tell(talk, error)
             self._thread = threading.Thread(target=self._behind, args=(talk, contents), name="shardwise-save")

@@ -63,9 +63,10 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
     aliases = {e.name: list(e.aliases) for e in parts.whole.parameters.values() if e.aliases}
     checkpoints_in(engine, parts, folder).save(
         engine.step_count,
-        _items_to_save(parts, labels, stateless) + of_tables,
+        _items_to_save(parts, labels, stateless),
         {"engine": state, "user": trainer},
         aliases=aliases,
+        copies=of_tables,
         **options,
     )
 
