@@ -10,7 +10,7 @@ import torch
 from tests.ranks import RankPool
 
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.trainer import Trainer, tokens_in
+from shardwise.cli.text_trainer import TextTrainer, tokens_in
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
@@ -50,9 +50,9 @@ def config_of(
     )
 
 
-def trainer_of(world: World, config: RunConfig) -> Trainer:
+def trainer_of(world: World, config: RunConfig) -> TextTrainer:
     resolved = resolve(config, world.size, world.device.type)
-    return Trainer(world, resolved, RunFolder(Path(config.out)))
+    return TextTrainer(world, resolved, RunFolder(Path(config.out)))
 
 
 def trained(
@@ -156,7 +156,7 @@ def test_a_cut_model_trains_writes_and_goes_on_as_a_whole_one(
 
 def test_ranks_that_read_different_texts_are_stopped(folder: str, ranks: Ranks) -> None:
     for error in ranks(2).run(read_other_texts, folder):
-        assert "ranks [1] read other text than rank 0" in error
+        assert "ranks [1] read other data than rank 0" in error
 
 
 def test_only_targets_that_count_are_counted() -> None:

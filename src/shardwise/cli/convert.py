@@ -116,7 +116,7 @@ def _pack(source: str, out: Path, pattern: str, label: str, malformed_limit: int
 
 def _export(source: Path, out: Path) -> None:
     from shardwise.checkpoint import verify
-    from shardwise.cli.trained import gpt_of, newest_step
+    from shardwise.cli.trained import gpt_of, newest_step, tokenizer_of
     from shardwise.data import DataPolicy
     from shardwise.models import open_weights, write_huggingface
 
@@ -134,8 +134,8 @@ def _export(source: Path, out: Path) -> None:
     )
     write_huggingface(out, policy, tensors)
     assert isinstance(config.data, DataPolicy), "a language model's data is text"
-    if config.data.tokenizer != "bytes":
-        given = Path(config.data.tokenizer).expanduser()
+    if (tokenizer := tokenizer_of(config)) != "bytes":
+        given = Path(tokenizer).expanduser()
         shutil.copyfile(given / "tokenizer.json" if given.is_dir() else given, out / "tokenizer.json")
     typer.echo(f"{out}: step {step.step} of {source}, for transformers' from_pretrained")
 

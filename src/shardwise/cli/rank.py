@@ -1,6 +1,5 @@
 """One rank of ``shardwise train``, from start to end. Every rank runs this; rank 0 alone prints and writes metrics."""
 
-import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -8,13 +7,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.cli.click_trainer import ClickTrainer
 from shardwise.cli.request import Request
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.stop import StopFlag
-from shardwise.cli.trained import printable
+from shardwise.cli.text_trainer import TextTrainer
 from shardwise.cli.trainer import Trainer
 from shardwise.comm.world import join
 from shardwise.config.auto import resolve
+from shardwise.data.clicks import ClickPolicy
 from shardwise.launch.environment import is_in_job
 from shardwise.observe.log import rank_log
 from shardwise.observe.progress import ConsoleHandler, open_progress
@@ -37,7 +38,8 @@ def train(request: Request) -> int:
         if world.rank == 0:
             for choice in resolved.choices:
                 log.info("%s", choice)
-        trainer = Trainer(world, resolved, folder, request.profile_steps)
+        kind = ClickTrainer if isinstance(resolved.config.data, ClickPolicy) else TextTrainer
+        trainer: Trainer = kind(world, resolved, folder, request.profile_steps)
         log.info("%s", trainer.description())
         if start is not None:
             trainer.go_on_from(start)
@@ -54,7 +56,15 @@ def _open_sinks(trainer: Trainer, console: Console) -> Sinks:
     if trainer.world.rank != 0:
         return Sinks([], [])
     config, first = trainer.config, trainer.engine.step_count
-    sinks = open_sinks(trainer.folder.root, config.monitor, first, config.model_dump(mode="json"))
+    best = trainer.best if isinstance(trainer, ClickTrainer) else None
+    sinks = open_sinks(
+        trainer.folder.root,
+        config.monitor,
+        first,
+        config.model_dump(mode="json"),
+        trainer.record_kind,
+        None if best is None else best.auc,
+    )
     sinks.add(open_progress(console, config.train.steps, first))
     return sinks
 
@@ -96,28 +106,16 @@ def _show_schedule(trainer: Trainer, console: Console) -> None:
 
 
 def _last_words(trainer: Trainer, console: Console) -> None:
-    """Validation loss, sample, run folder."""
-    if trainer.val_loss is None:
-        trainer.evaluate()  # a run that was resumed at its end
-    sample = trainer.sample()
+    """What came of it, and the run folder."""
+    said = trainer.close()
     if trainer.world.rank != 0:
         return
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    loss, tokenizer = trainer.val_loss, trainer.corpus.tokenizer
-    if loss is not None:
-        bits = f", {loss / math.log(2):.4f} bits per byte" if tokenizer and tokenizer.name == "bytes" else ""
-        say(f"validation loss {loss:.4f}{bits}")
-    if sample is not None:
-        trainer.folder.sample.write_text(sample, encoding="utf-8")
-        say(f"sample:\n{printable(sample)}\n")
     if trainer.engine.config.compile.scope != "none":
         breaks = trainer.engine.graph_breaks
         why = "".join(f"; {reason}" for reason in breaks)
-        say(f"compiled blocks: {sum(breaks.values())} graph breaks{why}")
-    say(f"run folder: {trainer.folder.root}")
+        said.append(f"compiled blocks: {sum(breaks.values())} graph breaks{why}")
+    for text in (*said, f"run folder: {trainer.folder.root}"):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str]) -> int:

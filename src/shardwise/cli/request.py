@@ -40,8 +40,8 @@ class Request:
         config = load(self.config, self.overrides)
         if config.model is None:
             raise ConfigError(
-                f"{self.config}: model is missing; give {{name: gpt, layers: 6, width: 384, heads: 6, context: 256}} "
-                f"or {{target: 'module:function'}}"
+                f"{self.config}: model is missing; give {{name: gpt, layers: 6, width: 384, heads: 6, context: 256}}, "
+                f"{{name: dlrm, width: 16}} or {{target: 'module:function'}}"
             )
         if config.batch.global_size is None and config.batch.micro_size is None:
             raise ConfigError(

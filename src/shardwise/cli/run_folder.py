@@ -3,12 +3,13 @@
 config.yaml        the resolved configuration of the last start
 metrics.csv        one row per optimizer step
 loss.png           its picture
+auc.png            of a click-through model: its AUC
 schedule.png       the last step of a pipeline, predicted and measured
 tensorboard/       the same as TensorBoard events
 checkpoints/       step_00000200/ and so on
 logs/              rank_00000.log and so on
 profile/           torch traces, with --profile
-cache/             tokenised text
+cache/             tokenised text, packed clicks
 sample.txt         what the model writes at the end
 """
 
@@ -49,7 +50,7 @@ class RunFolder:
 
     @property
     def cache(self) -> Path:
-        """Tokenised text."""
+        """Tokenised text, packed clicks."""
         return self.root / "cache"
 
     @property

@@ -8,8 +8,9 @@ import torch
 from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, StepSummary, describe
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
-from shardwise.data import Tokenizer, load_tokenizer
+from shardwise.data import DataPolicy, Tokenizer, load_tokenizer
 from shardwise.models import Gpt, GptPolicy
+from shardwise.models.policy import reads_clicks
 from shardwise.plan.errors import CheckpointError, UsageError
 
 
@@ -43,10 +44,20 @@ def gpt_of(step: StepSummary) -> tuple[GptPolicy, RunConfig]:
     config = RunConfig.parse(user["config"], str(step.path / "trainer.json"))
     if not isinstance(config.model, GptPolicy):
         raise UsageError(
-            f"{step.path} holds a model of your own (model.target), of which only you know the use; "
+            f"{step.path} holds {_described(config.model)}, which writes no text that we know of; "
             f"its weights are plain safetensors in {step.path / 'model'}"
         )
     return config.model, config
+
+
+def tokenizer_of(config: RunConfig) -> str:
+    """``data.tokenizer`` of a language model's run."""
+    assert isinstance(config.data, DataPolicy), "a rule of the configuration: a gpt reads text"
+    return config.data.tokenizer
+
+
+def _described(model: Any) -> str:
+    return f"a {model.name}" if reads_clicks(model) else "a model of your own (model.target)"
 
 
 def open_trained(path: Path, device: torch.device) -> Trained:
@@ -59,7 +70,7 @@ def open_trained(path: Path, device: torch.device) -> Trained:
     dtype = torch.float32 if device.type == "cpu" else config.precision.compute_dtype or torch.float32
     model = model.to(dtype).to_empty(device=device).eval()
     _fill(model, step.path)
-    return Trained(model, load_tokenizer(config.data.tokenizer), step.step)
+    return Trained(model, load_tokenizer(tokenizer_of(config)), step.step)
 
 
 def _fill(model: Gpt, step: Path) -> None:

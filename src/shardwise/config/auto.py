@@ -5,6 +5,7 @@ from typing import NamedTuple
 from shardwise.config.batch import BatchPolicy
 from shardwise.config.rules import check
 from shardwise.config.run import RunConfig
+from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import Mesh
 
@@ -33,9 +34,10 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     schedule = config.schedule
     if schedule.total_steps is None and "steps" in config.train.model_fields_set:
         schedule = schedule.model_copy(update={"total_steps": config.train.steps})
-    if schedule.total_steps is None and schedule.type != "constant":
+    has_epochs = isinstance(config.data, ClickPolicy) and config.data.epochs is not None
+    if schedule.total_steps is None and schedule.type != "constant" and not has_epochs:
         raise ConfigError(
-            f"schedule: {schedule.type} ends somewhere; give schedule.total_steps or train.steps"
+            f"schedule: {schedule.type} ends somewhere; give schedule.total_steps, train.steps or data.epochs"
         )
     resolved = config.model_copy(
         update={

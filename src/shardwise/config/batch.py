@@ -7,6 +7,7 @@ The user's number is the global one; the others follow and are printed.
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from shardwise.observe.early_stop import EarlyStopPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import Policy
 
@@ -57,6 +58,8 @@ class TrainPolicy(Policy):
     """Optimizer steps of the run."""
     eval_every: NonNegativeInt = 100
     """Steps between two evaluations on the held-out data; 0: at the end alone."""
+    early_stop: EarlyStopPolicy | None = None
+    """End the run when its evaluations no longer get better; left out: after all steps."""
     seed: NonNegativeInt = 0
     """Start weights, order of the data and samples follow from it, on any number of ranks."""
     sample_tokens: NonNegativeInt = 200

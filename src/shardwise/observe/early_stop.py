@@ -12,6 +12,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import NonNegativeFloat, PositiveInt
+
+from shardwise.plan.policy import Policy
+
+
+class EarlyStopPolicy(Policy):
+    """Keys under ``train.early_stop:``: the AUC of a click-through model, the validation loss of any other."""
+
+    patience: PositiveInt = 3
+    """Evaluations in a row that may be no better than the best before them."""
+    least_gain: NonNegativeFloat = 0.0
+    """What counts as better: by more than this."""
+
 
 @dataclass
 class EarlyStop:
@@ -35,6 +48,11 @@ class EarlyStop:
             self.best, self.best_step, self.waited = value, step, 0
         else:
             self.waited += 1
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """True where the run is to end."""
         return self.waited >= self.patience
 
     def state(self) -> dict[str, Any]:

@@ -7,6 +7,8 @@ A run that was killed at step 130 and resumes from the checkpoint of step 100 co
 opening the file for step 100 cuts the later rows off first. A last line without its newline is a write that the
 kill cut short; it is dropped, because ``12`` may be the beginning of ``123``.
 
+A run of a language model writes ``StepRecord``s, one of a click-through model ``ClickRecord``s: the header says which.
+
 Cost: one small write and one flush per step, on rank 0 alone.
 """
 
@@ -45,52 +47,99 @@ class StepRecord(NamedTuple):
     mfu: float | None = None
     """Model FLOP/s utilisation: ``flops / step_s`` over the devices' peak; empty where the peak is not known."""
 
+    @property
+    def validation(self) -> float | None:
+        """The loss over held-out data, on the steps that evaluate."""
+        return self.val_loss
+
+
+class ClickRecord(NamedTuple):
+    """What one optimizer step of a click-through model did. The columns of its ``metrics.csv``, in this order."""
+
+    step: int
+    """Optimizer step, counted from 1."""
+    loss: float
+    """Training log loss of this step: mean over all samples of the global batch."""
+    log_loss: float | None = None
+    """Mean log loss over the validation data after this step, on the steps that evaluate."""
+    auc: float | None = None
+    """Exact area under the ROC curve over the same data."""
+    grad_norm: float | None = None
+    """L2 norm of all gradients before clipping, those of table rows included."""
+    lr: float | None = None
+    """Learning rate of the dense part that this step used (of the first parameter group)."""
+    samples: int | None = None
+    """Samples in this step's global batch."""
+    samples_per_s: float | None = None
+    """Samples of this step over ``step_s``, all ranks together."""
+    step_s: float | None = None
+    """Wall time of this step in seconds, without evaluation and checkpoints."""
+    memory: int | None = None
+    """Bytes on rank 0: the accelerator's peak so far, else the process's resident memory now."""
+    rows: int | None = None
+    """Rows in use, over all tables and ranks, on the steps that evaluate."""
+    inserted: int | None = None
+    """Rows that came since step 0."""
+    evicted: int | None = None
+    """Rows that went since step 0."""
+
+    @property
+    def validation(self) -> float | None:
+        """The loss over held-out data, on the steps that evaluate."""
+        return self.log_loss
+
+
+Record = StepRecord | ClickRecord
+
 
 class Sink(Protocol):
     """A place that takes every step's record."""
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Take one step."""
 
     def close(self) -> None:
         """Write what is still held back. Called once, also after an error."""
 
 
-_COLUMNS = StepRecord._fields
-_INTEGERS = frozenset({"step", "tokens", "memory"})
+_KINDS: tuple[type[StepRecord] | type[ClickRecord], ...] = (StepRecord, ClickRecord)
+_INTEGERS = frozenset({"step", "tokens", "samples", "memory", "rows", "inserted", "evicted"})
 _ALWAYS = frozenset({"step", "loss"})
-_HEADER = ",".join(_COLUMNS)
 
 
-def _row(record: StepRecord) -> str:
+def _header(kind: type[Record]) -> str:
+    return ",".join(kind._fields)
+
+
+def _row(record: Record) -> str:
     # int() and float() first: the repr of a NumPy scalar names its type.
     cells = (
         "" if value is None else repr(int(value) if name in _INTEGERS else float(value))
-        for name, value in zip(_COLUMNS, record, strict=True)
+        for name, value in zip(record._fields, record, strict=True)
     )
     return ",".join(cells) + "\n"
 
 
-def _parse(path: Path, number: int, line: str) -> StepRecord:
+def _parse(path: Path, number: int, line: str, kind: type[Record]) -> Record:
     cells = line.rstrip("\n").split(",")
     try:
-        if len(cells) != len(_COLUMNS):
+        if len(cells) != len(kind._fields):
             raise ValueError(f"it has {len(cells)} cells")
         values: list[int | float | None] = []
-        for name, cell in zip(_COLUMNS, cells, strict=True):
+        for name, cell in zip(kind._fields, cells, strict=True):
             if cell == "" and name not in _ALWAYS:
                 values.append(None)
             else:
                 values.append(int(cell) if name in _INTEGERS else float(cell))
     except ValueError as error:
         raise DataError(
-            f"{path}, line {number}: {line.rstrip()!r} is not a row of {len(_COLUMNS)} numbers ({error}); "
+            f"{path}, line {number}: {line.rstrip()!r} is not a row of {len(kind._fields)} numbers ({error}); "
             f"repair or remove the line"
         ) from None
-    return StepRecord(*values)  # type: ignore[arg-type]
+    return kind(*values)  # type: ignore[arg-type]
 
 
-def read(path: str | os.PathLike[str]) -> list[StepRecord]:
+def read(path: str | os.PathLike[str]) -> list[Record]:
     """All whole rows of a metrics file; a last line that a kill cut short is left out."""
     path = Path(path)
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -99,32 +148,41 @@ def read(path: str | os.PathLike[str]) -> list[StepRecord]:
     if not lines:
         return []
     header = lines[0].rstrip("\n")
-    if header != _HEADER:
+    kind = next((kind for kind in _KINDS if _header(kind) == header), None)
+    if kind is None:
+        expected = " or ".join(repr(_header(kind)) for kind in _KINDS)
         raise DataError(
-            f"{path}: the header is {header!r}, expected {_HEADER!r}; "
+            f"{path}: the header is {header!r}, expected {expected}; "
             f"this is not a metrics file of this version, move it away"
         )
-    return [_parse(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+    return [_parse(path, number, line, kind) for number, line in enumerate(lines[1:], start=2)]
 
 
 class MetricsFile:
-    """Sink that keeps ``metrics.csv``; ``resume_step`` 0 starts it anew."""
+    """Sink that keeps ``metrics.csv``, of records of one kind; ``resume_step`` 0 starts it anew."""
 
-    def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], resume_step: int = 0, kind: type[Record] = StepRecord
+    ) -> None:
         self.path = Path(path)
         kept = [r for r in read(self.path) if r.step <= resume_step] if self.path.exists() else []
+        if any(not isinstance(record, kind) for record in kept):
+            raise DataError(
+                f"{self.path}: it holds the columns {_header(type(kept[0]))}, and this run writes {_header(kind)}; "
+                "choose another folder with out, or move the file away"
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Beside and renamed: a kill at this moment leaves the old file or the new one, never half of either.
         fresh = self.path.with_name(self.path.name + ".new")
         with fresh.open("w", encoding="utf-8", newline="") as file:
-            file.write(_HEADER + "\n")
+            file.write(_header(kind) + "\n")
             file.writelines(map(_row, kept))
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8", newline="")
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Append one row and hand it to the operating system at once."""
         self._file.write(_row(record))
         self._file.flush()

@@ -1,14 +1,15 @@
-"""loss.png: the curve of a run, drawn from its records."""
+"""loss.png and auc.png: the curves of a run, drawn from its records."""
 
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.observe.metrics import StepRecord
+from shardwise.observe.metrics import ClickRecord, Record
 
 _TRAIN, _VALIDATION = "#3b6ea5", "#d1622b"
 
@@ -38,8 +39,52 @@ def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
         return np.where(determinant > 1e-9, (s2 * t0 - s1 * t1) / determinant, t0 / s0)
 
 
-def draw_loss(records: Sequence[StepRecord], path: str | os.PathLike[str], title: str = "") -> None:
+def draw_loss(records: Sequence[Record], path: str | os.PathLike[str], title: str = "") -> None:
     """Draw training and validation loss over optimizer steps into a PNG file."""
+    axes = _axes(title)
+    steps, losses = [r.step for r in records], [r.loss for r in records]
+    lone_point = "o" if len(records) == 1 else None
+    axes.plot(steps, losses, color=_TRAIN, alpha=0.3, linewidth=0.8)
+    axes.plot(
+        steps, smoothed(losses), color=_TRAIN, linewidth=1.8, marker=lone_point, label="training, smoothed"
+    )
+    is_clicks = any(isinstance(record, ClickRecord) for record in records)
+    evaluated = [(r.step, r.validation) for r in records if r.validation is not None]
+    if evaluated:
+        digits = 4 if is_clicks else 3
+        axes.plot(
+            *zip(*evaluated, strict=True),
+            color=_VALIDATION, marker="o", markersize=5, linewidth=1.2,
+            label=f"validation, last {evaluated[-1][1]:.{digits}f}",
+        )  # fmt: skip
+    axes.set_ylabel("log loss (nats per sample)" if is_clicks else "loss (nats per token)")
+    if records:
+        axes.legend(frameon=False, loc="upper right")
+    _write(axes, path)
+
+
+def draw_auc(
+    records: Sequence[Record], path: str | os.PathLike[str], title: str = "", best: float | None = None
+) -> None:
+    """Draw the AUC of every evaluation into a PNG file, beside the ``best`` that any model can have, where known."""
+    axes = _axes(title)
+    evaluated = [(r.step, r.auc) for r in records if isinstance(r, ClickRecord) and r.auc is not None]
+    if evaluated:
+        axes.plot(
+            *zip(*evaluated, strict=True),
+            color=_VALIDATION, marker="o", markersize=5, linewidth=1.2,
+            label=f"validation, last {evaluated[-1][1]:.4f}",
+        )  # fmt: skip
+    if best is not None:
+        axes.axhline(best, color=_TRAIN, linewidth=1.2, linestyle="--", label=f"best possible, {best:.4f}")
+    axes.set_ylabel("area under the ROC curve")
+    if evaluated:
+        axes.legend(frameon=False, loc="lower right")
+    _write(axes, path)
+
+
+def _axes(title: str) -> Any:
+    """An empty drawing over optimizer steps."""
     # Imported here: half a second that only this needs. No pyplot: it keeps global state and looks for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -48,32 +93,21 @@ def draw_loss(records: Sequence[StepRecord], path: str | os.PathLike[str], title
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps, losses = [r.step for r in records], [r.loss for r in records]
-    lone_point = "o" if len(records) == 1 else None
-    axes.plot(steps, losses, color=_TRAIN, alpha=0.3, linewidth=0.8)
-    axes.plot(
-        steps, smoothed(losses), color=_TRAIN, linewidth=1.8, marker=lone_point, label="training, smoothed"
-    )
-    evaluated = [(r.step, r.val_loss) for r in records if r.val_loss is not None]
-    if evaluated:
-        last = evaluated[-1]
-        axes.plot(
-            *zip(*evaluated, strict=True),
-            color=_VALIDATION, marker="o", markersize=5, linewidth=1.2, label=f"validation, last {last[1]:.3f}",
-        )  # fmt: skip
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, loc="left", fontsize=11)
-    if records:
-        axes.legend(frameon=False, loc="upper right")
+    return axes
+
+
+def _write(axes: Any, path: str | os.PathLike[str]) -> None:
+    """Beside and renamed: who looks at the picture sees the old one or the new one."""
     path = Path(path)
     fresh = path.with_name("." + path.name)
-    figure.savefig(fresh, format="png")
+    axes.figure.savefig(fresh, format="png")
     fresh.replace(path)
 
 
@@ -84,7 +118,7 @@ class LossPicture:
         self,
         path: str | os.PathLike[str],
         title: str = "",
-        earlier: Sequence[StepRecord] = (),
+        earlier: Sequence[Record] = (),
         every_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,17 +126,34 @@ class LossPicture:
         self._records = list(earlier)
         self._drawn_at = clock()
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Keep the step; draw where it is time."""
         self._records.append(record)
-        if record.val_loss is not None and self._clock() - self._drawn_at >= self._every_s:
+        if record.validation is not None and self._clock() - self._drawn_at >= self._every_s:
             self._draw()
+            self._drawn_at = self._clock()
 
     def _draw(self) -> None:
         draw_loss(self._records, self._path, self._title)
-        self._drawn_at = self._clock()
 
     def close(self) -> None:
         """Draw the whole run."""
         if self._records:
             self._draw()
+
+
+class AucPicture(LossPicture):
+    """Sink that redraws ``auc.png`` as often."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        title: str = "",
+        earlier: Sequence[Record] = (),
+        best: float | None = None,
+    ) -> None:
+        super().__init__(path, title, earlier)
+        self._best = best
+
+    def _draw(self) -> None:
+        draw_auc(self._records, self._path, self._title, self._best)

@@ -6,13 +6,13 @@ time between recent steps, evaluation and checkpoints included, times the steps 
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from shardwise.observe.metrics import Sink, StepRecord
+from shardwise.observe.metrics import Record, Sink
 
 _PACE_MEMORY = 0.95
 """Weight of the past in the mean time per step: the last 20 steps or so."""
@@ -50,19 +50,29 @@ def step_time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
-def words(record: StepRecord, left_s: float | None) -> dict[str, str]:
+_SAID: Mapping[str, Callable[[float], str]] = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "val_loss": lambda value: f"val {value:.4f}",
+    "log_loss": lambda value: f"log loss {value:.4f}",
+    "auc": lambda value: f"AUC {value:.4f}",
+    "tokens_per_s": lambda value: f"{count_text(value)} tokens/s",
+    "samples_per_s": lambda value: f"{count_text(value)} samples/s",
+    "step_s": lambda value: f"{step_time_text(value)}/step",
+    "memory": bytes_text,
+    "mfu": lambda value: f"MFU {100 * value:.1f}%",
+}
+"""What a column says, in the order in which it is said."""
+
+_OF_EVALUATIONS = ("val_loss", "log_loss", "auc")
+_NEEDED_LEAST_FIRST = (
+    "memory", "step_s", "mfu", "val_loss", "log_loss", "tokens_per_s", "samples_per_s", "auc", "left",
+)  # fmt: skip
+
+
+def words(record: Record, left_s: float | None) -> dict[str, str]:
     """What is said of one step, in order; what is not known is left out."""
-    said = {"loss": f"loss {record.loss:.4f}"}
-    if record.val_loss is not None:
-        said["val_loss"] = f"val {record.val_loss:.4f}"
-    if record.tokens_per_s is not None:
-        said["tokens_per_s"] = f"{count_text(record.tokens_per_s)} tokens/s"
-    if record.step_s is not None:
-        said["step_s"] = f"{step_time_text(record.step_s)}/step"
-    if record.memory is not None:
-        said["memory"] = bytes_text(record.memory)
-    if record.mfu is not None:
-        said["mfu"] = f"MFU {100 * record.mfu:.1f}%"
+    known = record._asdict()
+    said = {name: text(known[name]) for name, text in _SAID.items() if known.get(name) is not None}
     if left_s is not None:
         said["left"] = f"{duration_text(left_s)} left"
     return said
@@ -71,7 +81,7 @@ def words(record: StepRecord, left_s: float | None) -> dict[str, str]:
 def fitting(said: dict[str, str], width: int) -> str:
     """As much of ``said`` as fits into ``width`` characters; the least needed goes first."""
     said = dict(said)
-    for name in ("memory", "step_s", "mfu", "val_loss", "tokens_per_s", "left"):
+    for name in _NEEDED_LEAST_FIRST:
         if len("  ".join(said.values())) <= width:
             break
         said.pop(name, None)
@@ -124,12 +134,12 @@ class Lines:
         self._printed_at: float | None = None
         self._held_back: str | None = None
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Print the step, or hold it back in case it is the last."""
         said = words(record, self._pace.left_s(record.step))
         line = f"step {record.step}/{self._total_steps}  " + "  ".join(said.values())
         due = self._printed_at is None or self._clock() - self._printed_at >= self._every_s
-        if due or record.val_loss is not None or record.step == self._total_steps:
+        if due or record.validation is not None or record.step == self._total_steps:
             self._print(line)
         else:
             self._held_back = line
@@ -156,7 +166,7 @@ class Bar:
     ) -> None:
         self._pace = Pace(total_steps, clock)
         self._total_steps = total_steps
-        self._val_loss: float | None = None
+        self._evaluated: dict[str, float] = {}
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=_LEAST_BAR - 1)),
@@ -168,11 +178,11 @@ class Bar:
         self._task: TaskID = self._progress.add_task("starting", total=total_steps, completed=first_step)
         self._progress.start()
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Move the bar."""
-        if record.val_loss is not None:
-            self._val_loss = record.val_loss
-        said = words(record._replace(val_loss=self._val_loss), self._pace.left_s(record.step))
+        known = record._asdict()
+        self._evaluated |= {name: known[name] for name in _OF_EVALUATIONS if known.get(name) is not None}
+        said = words(record._replace(**self._evaluated), self._pace.left_s(record.step))  # type: ignore[arg-type]
         taken = len(f"step {record.step}/{self._total_steps} ") + _LEAST_BAR
         text = fitting(said, self._progress.console.width - taken)
         self._progress.update(self._task, completed=record.step, description=text)

@@ -1,4 +1,4 @@
-"""Where the records of a run go: ``metrics.csv`` always, TensorBoard events, ``loss.png``, Weights & Biases.
+"""Where the records of a run go: ``metrics.csv`` always, TensorBoard events, pictures, Weights & Biases.
 
 A sink that fails must not end the training that it watches: one whose ``write`` raises is reported once and left out
 from then on. The exception is ``metrics.csv``, the run's own record.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.observe.metrics import MetricsFile, Sink, StepRecord, read
-from shardwise.observe.picture import LossPicture
+from shardwise.observe.metrics import ClickRecord, MetricsFile, Record, Sink, StepRecord, read
+from shardwise.observe.picture import AucPicture, LossPicture
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import Policy
 
@@ -26,15 +26,23 @@ class MonitorPolicy(Policy):
     tensorboard: bool = True
     """Write TensorBoard events into ``tensorboard/`` of the run folder."""
     picture: bool = True
-    """Draw ``loss.png`` into the run folder."""
+    """Draw ``loss.png`` into the run folder, and for a click-through model ``auc.png``."""
     wandb: str | None = None
     """Project at Weights & Biases to send to; needs the extra ``shardwise[wandb]`` and an account that is logged in."""
 
 
-_TAGS = {"loss": "loss/train", "val_loss": "loss/validation"}
+_TAGS = {
+    "loss": "loss/train",
+    "val_loss": "loss/validation",
+    "log_loss": "loss/validation",
+    "auc": "auc/validation",
+    "rows": "tables/rows",
+    "inserted": "tables/inserted",
+    "evicted": "tables/evicted",
+}
 
 
-def _scalars(record: StepRecord) -> dict[str, float]:
+def _scalars(record: Record) -> dict[str, float]:
     """Everything known of a step except its number, under the names that monitors group by."""
     known = record._asdict()
     del known["step"]
@@ -56,7 +64,7 @@ class TensorBoardEvents:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Queue one step."""
         values = [self._summary.Value(tag=t, simple_value=v) for t, v in _scalars(record).items()]
         summary = self._summary(value=values)
@@ -85,7 +93,7 @@ class WandbRun:
         )
         note.write_text(f"{self._run.id}\n", encoding="utf-8")
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Send one step."""
         self._run.log(_scalars(record), step=record.step)
 
@@ -104,7 +112,7 @@ class Sinks:
         """Join an optional sink."""
         self._optional.append(sink)
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Hand one step to every sink; an optional one that fails is reported and left out from now on."""
         for sink in self._certain:
             sink.write(record)
@@ -131,14 +139,22 @@ def open_sinks(
     policy: MonitorPolicy,
     resume_step: int = 0,
     settings: dict[str, Any] | None = None,
+    kind: type[Record] = StepRecord,
+    best_auc: float | None = None,
 ) -> Sinks:
-    """The sinks of a run folder, continued from ``resume_step``; ``settings`` is the resolved configuration."""
+    """The sinks of a run folder for records of one kind, continued from ``resume_step``.
+
+    ``settings``: the resolved configuration; ``best_auc``: that of the best possible model, where it is known.
+    """
     folder = Path(folder)
-    metrics = MetricsFile(folder / "metrics.csv", resume_step)
+    metrics = MetricsFile(folder / "metrics.csv", resume_step, kind)
     sinks = Sinks([metrics], [])
     try:
         if policy.picture:
-            sinks.add(LossPicture(folder / "loss.png", folder.name, read(metrics.path)))
+            earlier = read(metrics.path)
+            sinks.add(LossPicture(folder / "loss.png", folder.name, earlier))
+            if kind is ClickRecord:
+                sinks.add(AucPicture(folder / "auc.png", folder.name, earlier, best_auc))
         if policy.tensorboard:
             sinks.add(TensorBoardEvents(folder / "tensorboard", resume_step))
         if policy.wandb is not None:

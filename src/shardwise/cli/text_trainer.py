@@ -1,0 +1,192 @@
+"""Runs over text, and over whatever data and model of the user's own.
+
+A microbatch of a language model counts by its tokens; where a batch has none that we know of, all count alike.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.trained import printable
+from shardwise.cli.trainer import Opened, Reading, Trainer
+from shardwise.comm.world import World
+from shardwise.config.auto import Resolved
+from shardwise.config.run import RunConfig
+from shardwise.data import Corpus, DataPolicy, build
+from shardwise.engine.step import StepResult
+from shardwise.models import Gpt, GptPolicy, TargetPolicy, flops_per_token
+from shardwise.models import build as build_model
+from shardwise.models.generate import generate
+from shardwise.observe.flops import mfu, peak_of, pf_days
+from shardwise.observe.memory import available_bytes, in_use_bytes
+from shardwise.observe.metrics import StepRecord
+from shardwise.plan.errors import ConfigError
+
+_IGNORED = -100
+"""Target that no loss counts."""
+_TEMPERATURE, _TOP_K = 0.8, 50
+"""How the sample at the end is drawn."""
+
+
+class TextTrainer(Trainer):
+    """One rank's run over text, or with a model and data of the user's own."""
+
+    record_kind = StepRecord
+
+    def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
+        super().__init__(world, resolved, folder, profile_steps)
+        self.flops = 0.0
+        self.val_loss: float | None = None
+        dtype = self.config.precision.compute_dtype
+        peak = None if dtype is None else peak_of(world.device, dtype)
+        self.peaks = None if peak is None else peak * world.size
+        model = self.config.model
+        # As if not causal: so the literature counts, and so figures compare.
+        self.flops_per_token = flops_per_token(model, causal=False) if isinstance(model, GptPolicy) else None
+
+    def open_data(self, config: RunConfig) -> Opened:
+        """The corpus, and with its vocabulary the model's shape, so that a checkpoint can say what it holds."""
+        assert isinstance(config.data, DataPolicy), "clicks have a trainer of their own"
+        reading = Reading("tokenising") if self.world.rank == 0 else None
+        corpus: Corpus = build(config.data, _context_of(config, config.data), self.folder.cache, reading)
+        self.tokenizer = corpus.tokenizer
+        if isinstance(config.model, GptPolicy):
+            config = config.model_copy(update={"model": config.model.resolved(corpus.vocab_size)})
+        return Opened(config, corpus.train, corpus.validation, corpus.fingerprint())
+
+    def make_model(self) -> nn.Module:
+        """Ours without weights, the user's as it comes."""
+        model = self.config.model
+        if isinstance(model, GptPolicy):
+            with torch.device("meta"):
+                return build_model(model)
+        assert isinstance(model, TargetPolicy), "a click-through model reads clicks"
+        return build_model(model, seed=self.config.train.seed)
+
+    def weights(self, batches: Sequence[Any]) -> list[float] | None:
+        """Tokens."""
+        tokens = [tokens_in(batch) for batch in batches]
+        return None if any(count is None for count in tokens) else [float(count or 0) for count in tokens]
+
+    def record(self, result: StepResult, step_s: float, is_weighted: bool) -> StepRecord:
+        """The row of metrics.csv."""
+        tokens = int(result.weight) if is_weighted else None
+        flops = None
+        if tokens is not None and self.flops_per_token is not None:
+            flops = float(tokens * self.flops_per_token)
+            self.flops += flops
+        return StepRecord(
+            step=result.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens=tokens,
+            tokens_per_s=None if tokens is None else tokens / step_s,
+            step_s=step_s,
+            memory=in_use_bytes(self.world.device),
+            flops=flops,
+            pf_days=None if flops is None else pf_days(self.flops),
+            mfu=None if flops is None else mfu(flops, step_s, self.peaks),
+        )
+
+    def evaluate(self) -> float:
+        """Mean loss over the held-out data, into ``val_loss``."""
+        self.val_loss = self.engine.evaluate(self._weighted_validation())
+        return self.val_loss
+
+    def with_evaluation(self, record: Any) -> StepRecord:
+        """With the validation loss."""
+        found: StepRecord = record._replace(val_loss=self.val_loss)
+        return found
+
+    def _weighted_validation(self) -> Iterator[tuple[Any, float]]:
+        for batch, samples in self.validation_batches():
+            tokens = tokens_in(batch)
+            yield batch, float(samples if tokens is None or samples == 0 else tokens)
+
+    def state(self) -> dict[str, Any]:
+        """Compute so far."""
+        return {"flops": self.flops}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.flops = float(state["flops"])
+
+    def last_words(self) -> list[str]:
+        """The loss, and what the model writes."""
+        said = []
+        if self.val_loss is not None:
+            is_bytes = self.tokenizer is not None and self.tokenizer.name == "bytes"
+            bits = f", {self.val_loss / math.log(2):.4f} bits per byte" if is_bytes else ""
+            said.append(f"validation loss {self.val_loss:.4f}{bits}")
+        sample = self.sample()
+        if sample is not None:
+            if self.world.rank == 0:
+                self.folder.sample.write_text(sample, encoding="utf-8")
+            said.append(f"sample:\n{printable(sample)}\n")
+        return said
+
+    def sample(self) -> str | None:
+        """What the model writes after the prompt; None where it writes no text. The same on every rank."""
+        train, tokenizer = self.config.train, self.tokenizer
+        if not isinstance(self.engine.module, Gpt) or tokenizer is None or train.sample_tokens == 0:
+            return None
+        prompt = torch.tensor([tokenizer.encode(train.sample_prompt) or [0]], device=self.world.device)
+        context = self.engine.module.policy.context
+        with self._callable_model() as model:
+            tokens = generate(
+                model, prompt, train.sample_tokens, _TEMPERATURE, _TOP_K, train.seed, context=context
+            )
+        return tokenizer.decode(tokens[0].tolist())
+
+    @contextlib.contextmanager
+    def _callable_model(self) -> Iterator[Callable[..., Tensor]]:
+        """The model to generate with: gathered once where that fits, else Unit by Unit for every token."""
+        fits = not self.engine.agree(not self.gathered_model_fits())
+        self.engine.eval()
+        try:
+            with self.engine.gathered() if fits else contextlib.nullcontext():
+                yield self._call
+        finally:
+            self.engine.train()
+
+    def _call(self, tokens: Tensor, **given: Any) -> Tensor:
+        """The model on every mesh: a pipeline's ranks all get what its last stage computes."""
+        (logits,) = self.engine.predict([{"tokens": tokens, **given}])
+        return logits
+
+    def gathered_model_fits(self) -> bool:
+        """The weights that this rank computes with fit beside what is held now, with as much again to spare."""
+        dtype = self.config.precision.compute_dtype or torch.float32
+        sharers = self.world.local_size if self.world.device.type == "cpu" else 1
+        elements = sum(unit.elements for unit in self.engine.plan.units)
+        available = available_bytes(self.world.device)
+        return available is None or 2 * sharers * elements * dtype.itemsize <= available
+
+
+def _context_of(config: RunConfig, data: DataPolicy) -> int:
+    """Tokens per sample; only text asks for it."""
+    if isinstance(config.model, GptPolicy):
+        return config.model.context
+    given = config.model.keywords().get("context") if isinstance(config.model, TargetPolicy) else None
+    if isinstance(given, int):
+        return given
+    if data.target is not None:
+        return 0
+    raise ConfigError(
+        "model: text is cut into samples of model.context tokens, and this model does not say it; "
+        "set model.context, which is handed to the target too, or bring a dataset with data.target"
+    )
+
+
+def tokens_in(batch: Any) -> int | None:
+    """Targets that count in a language model's batch; None where the batch is of another kind."""
+    targets = batch.get("targets") if isinstance(batch, dict) else None
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    return int((targets != _IGNORED).sum())
