@@ -53,22 +53,23 @@ def averaged_over_tp() -> Patch:
     def wrong(self: SharedGradients) -> None:
         ended = self._is_summed
         right(self)
-        for ranks, ranges in () if ended else self._ranges.items():
-            for bucket, (start, stop) in ranges:
-                bucket.owned_grad[start:stop] /= len(ranks)
+        for ranks, held in () if ended else self._held.items():
+            for bucket in held:
+                for start, stop in held[bucket]:
+                    bucket.owned_grad[start:stop] /= len(ranks)
 
     return patch.object(SharedGradients, "sum", wrong)
 
 
 def replicas_not_reduced() -> Patch:
     """Neighbours that hold the same key and value head each keep their own addend."""
-    right = SharedGradients._add
+    right = SharedGradients.__init__
 
-    def wrong(self: SharedGradients, ranks: tuple[int, ...], *rest: Any) -> None:
-        if len(ranks) == 4:
-            right(self, ranks, *rest)
+    def wrong(self: SharedGradients, *args: Any) -> None:
+        right(self, *args)
+        self._held = {ranks: held for ranks, held in self._held.items() if len(ranks) == 4}
 
-    return patch.object(SharedGradients, "_add", wrong)
+    return patch.object(SharedGradients, "__init__", wrong)
 
 
 def all_counted_in_the_norm() -> Patch:

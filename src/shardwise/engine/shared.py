@@ -36,10 +36,11 @@ class SharedGradients:
         rank: int,
         group_of: Callable[[tuple[int, ...]], Group],
     ):
-        self._ranges: dict[tuple[int, ...], list[tuple[BucketState, Range]]] = {}
+        self._held: dict[tuple[int, ...], dict[BucketState, list[Range]]] = {}
+        """By the ranks that hold the same elements."""
         self._ties: dict[str, list[BucketState]] = {}
         self._tied_ranks: dict[str, tuple[int, ...]] = {}
-        self._counted: dict[int, list[Range]] = {}
+        self._counted: dict[BucketState, list[Range]] = {}
         self._is_summed = False
         tp, here, size = mesh.ranks("tp", rank), mesh.index("tp", rank), mesh.size("tp")
         pp = mesh.ranks("pp", rank)
@@ -55,7 +56,8 @@ class SharedGradients:
                     found = (first, first + run.elements)
                     neighbours = here // run.replicas * run.replicas
                     if run.replicas > 1 and (not whole or isinstance(gradient, Partial)):
-                        self._add(tp[neighbours : neighbours + run.replicas], bucket, found)
+                        held = self._held.setdefault(tp[neighbours : neighbours + run.replicas], {})
+                        _extend(held.setdefault(bucket, []), found)
                     if here == neighbours and stage == info.stages[0]:
                         _extend(counted, found)
                     else:
@@ -66,21 +68,14 @@ class SharedGradients:
                 self._ties.setdefault(name, []).append(bucket)
                 self._tied_ranks[name] = tuple(sorted({pp[other % len(pp)] for other in stages}))
             # One range where there is nothing to leave out: the padding between parameters is zero.
-            self._counted[id(bucket)] = [(0, bucket.owned_elements)] if counts_all else counted
+            self._counted[bucket] = [(0, bucket.owned_elements)] if counts_all else counted
         # Every rank asks for its groups in the order of their ranks, so that no two wait for one another.
-        wanted = sorted({*self._ranges, *(ranks for ranks in self._tied_ranks.values())})
+        wanted = sorted({*self._held, *self._tied_ranks.values()})
         self._groups = {ranks: group_of(ranks) for ranks in wanted if len(ranks) > 1}
-
-    def _add(self, ranks: tuple[int, ...], bucket: BucketState, found: Range) -> None:
-        ranges = self._ranges.setdefault(ranks, [])
-        if ranges and ranges[-1][0] is bucket and ranges[-1][1][1] == found[0]:
-            ranges[-1] = (bucket, (ranges[-1][1][0], found[1]))
-        else:
-            ranges.append((bucket, found))
 
     def counted(self, bucket: BucketState) -> list[Range]:
         """The ranges whose squares this rank brings to the gradient norm, for all ranks that hold them."""
-        return self._counted[id(bucket)]
+        return self._counted[bucket]
 
     @property
     def tied(self) -> dict[str, list[BucketState]]:
@@ -92,13 +87,12 @@ class SharedGradients:
         if self._is_summed:
             return
         self._is_summed = True
-        for ranks, ranges in sorted(self._ranges.items(), key=lambda item: item[0]):
-            flat = torch.cat([bucket.owned_grad[start:stop] for bucket, (start, stop) in ranges])
+        for ranks, held in sorted(self._held.items(), key=lambda item: item[0]):
+            addends = [bucket.owned_grad[start:stop] for bucket in held for start, stop in held[bucket]]
+            flat = torch.cat(addends)
             self._groups[ranks].all_reduce(flat, "gradients that the ranks share").wait()
-            place = 0
-            for bucket, (start, stop) in ranges:
-                bucket.owned_grad[start:stop] = flat[place : place + stop - start]
-                place += stop - start
+            for addend, total in zip(addends, flat.split([len(each) for each in addends]), strict=True):
+                addend.copy_(total)
         for name, buckets in self.tied.items():
             total = buckets[0].owned_grad
             for other in buckets[1:]:
@@ -121,6 +115,7 @@ class SharedGradients:
 
 
 def _extend(ranges: list[Range], found: Range) -> None:
+    """One more range, or the last one longer where ``found`` goes on from there."""
     if ranges and ranges[-1][1] == found[0]:
         ranges[-1] = (ranges[-1][0], found[1])
     else:
