@@ -17,7 +17,6 @@ Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.
 Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
@@ -35,6 +34,7 @@ from torch.utils.checkpoint import (
 
 from shardwise.memory.replay import Replay
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.names import chosen_by
 from shardwise.plan.policy import Policy
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -85,7 +85,7 @@ def chosen(names: Sequence[str], policy: RecomputePolicy) -> list[str]:
         )
     blocks = policy.blocks
     if isinstance(blocks, list):
-        return _matching(names, blocks)
+        return chosen_by(blocks, names, "recompute.blocks", "block")
     if isinstance(blocks, int):
         return list(names[::blocks])
     share = 1.0 if blocks == "all" else blocks
@@ -295,17 +295,3 @@ def _keep_expensive(
     # The name of a variant that writes into given memory has a suffix: what it wrote may be overwritten.
     is_kept = operation.name().removeprefix("aten::") in _EXPENSIVE
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    found: set[str] = set()
-    for pattern in patterns:
-        expression = re.compile("[^.]*".join(re.escape(part) for part in pattern.split("*")))
-        hits = [name for name in names if expression.fullmatch(name)]
-        if not hits:
-            raise ConfigError(
-                f"recompute.blocks: pattern {pattern!r} matches no block; the model's are {', '.join(names[:12])}"
-                f"{' ...' if len(names) > 12 else ''} (* stands for one part of a name)"
-            )
-        found.update(hits)
-    return [name for name in names if name in found]

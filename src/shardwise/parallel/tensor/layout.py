@@ -38,6 +38,7 @@ from torch import nn
 
 from shardwise.kernels.dropout import Cut
 from shardwise.plan.errors import PlanError
+from shardwise.plan.names import matching
 from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
 from shardwise.plan.policy import nearest
 
@@ -119,8 +120,7 @@ def styles(model: nn.Module, table: Table) -> dict[str, Style]:
     found: dict[str, Style] = {}
     for pattern, words in table.rows.items():
         style = parse(pattern, words)
-        expression = re.compile("[^.]*".join(re.escape(part) for part in pattern.split("*")))
-        names = [name for name in modules if expression.fullmatch(name)]
+        names = matching(modules, pattern)
         if not names:
             known = [re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules if name]
             raise PlanError(

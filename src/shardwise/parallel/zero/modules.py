@@ -8,13 +8,13 @@ A parameter that several modules hold (tied weights) is one slot with several na
 that contains all its holders, so that its window covers every use.
 """
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from shardwise.plan.errors import ConfigError, PlanError
+from shardwise.plan.errors import PlanError
+from shardwise.plan.names import chosen_by
 
 
 class Holding(NamedTuple):
@@ -38,7 +38,10 @@ def unit_names(model: nn.Module, units: Sequence[str] | str) -> list[str]:
 
     Errors: ConfigError where a pattern matches nothing.
     """
-    return repeated_blocks(model) if isinstance(units, str) else _matching(model, units)
+    if isinstance(units, str):
+        return repeated_blocks(model)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    return chosen_by(units, names, "zero.units", "module")
 
 
 def find_units(model: nn.Module, named: Sequence[str]) -> list[Found]:
@@ -97,21 +100,6 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    matched: list[str] = []
-    for pattern in patterns:
-        expression = re.compile("[^.]*".join(re.escape(part) for part in pattern.split("*")))
-        hits = [name for name in names if expression.fullmatch(name)]
-        if not hits:
-            raise ConfigError(
-                f"zero.units: pattern {pattern!r} matches no module; the model's are {', '.join(names[:12])}"
-                f"{' ...' if len(names) > 12 else ''} (* stands for one part of a name)"
-            )
-        matched += hits
-    return matched
 
 
 def _distinct(names: Sequence[str], modules: dict[str, nn.Module]) -> list[str]:
