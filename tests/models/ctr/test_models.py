@@ -30,8 +30,8 @@ MODELS: list[dict[str, Any]] = [
     {"name": "dlrm", "width": 4, "bottom": [8], "top": [8]},
 ]
 LR_ROWS, LR, START = 0.05, 1e-3, 0.1
-"""Of Adagrad on rows, of Adam on the dense part; sums of squares start above 0: else the first gradient of a row makes a
-full step however small it is, and one that is rounding alone would separate any two computations."""
+"""Of Adagrad on rows, of Adam on the dense part; sums of squares start above 0: else the first gradient of a row makes
+a full step however small it is, and one that is rounding alone would separate any two computations."""
 
 
 def config_of(model: dict[str, Any], **changes: Any) -> RunConfig:
