@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.kernels.dropout import Cut
 from shardwise.memory.replay import Place, Replay
-from shardwise.models.dropout import KeyedDropout, replace_dropout, torch_draws, unkeyed_dropout
+from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.plan.errors import UsageError
 
@@ -70,7 +70,7 @@ def test_evaluation_is_the_identity_and_needs_no_place() -> None:
 
 
 class Shared(nn.Module):
-    """One dropout in two places, one in a subclass, and draws that no name shows."""
+    """One dropout in two places, and shares of others that are not ``nn.Dropout``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,9 +78,6 @@ class Shared(nn.Module):
         self.channels = nn.Dropout2d(0.5)
         self.attend = nn.MultiheadAttention(4, 2, dropout=0.1)
         self.attention_dropout = 0.2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, self.attention_dropout, self.training)
 
 
 def test_one_module_in_two_places_becomes_two() -> None:
@@ -98,12 +95,3 @@ def test_what_cannot_be_replaced_is_named() -> None:
         "channels (p=0.5)",
         "attend (dropout=0.1)",
     ]
-
-
-def test_draws_of_torch_are_seen() -> None:
-    model = Shared()
-    for training in (True, False):
-        model.train(training)
-        with torch_draws(torch.device("cpu")) as draws:
-            model(torch.ones(3))
-        assert draws.seen is training

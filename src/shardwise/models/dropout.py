@@ -3,13 +3,12 @@
 ``replace_dropout`` swaps every ``nn.Dropout`` of a model for a ``KeyedDropout`` keyed by (seed, its name); the place
 in the run comes from the engine's ``Replay``. What draws from torch's generator all the same (``F.dropout`` inside a
 forward, fused attention with dropout, ``nn.Dropout2d``) cannot be swapped by name: ``unkeyed_dropout`` lists what can
-be seen from outside, ``torch_draws`` finds the rest by looking at the generator.
+be seen from outside.
 
 Cost: see ``kernels.dropout``.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -80,25 +79,3 @@ def unkeyed_dropout(model: nn.Module) -> list[str]:
         used = [key for key, value in shares.items() if isinstance(value, float) and value > 0]
         found += [f"{name or type(module).__name__} ({key}={shares[key]})" for key in used]
     return found
-
-
-class Draws:
-    """Whether a piece of code drew random numbers of torch's."""
-
-    seen = False
-
-
-@contextmanager
-def torch_draws(device: torch.device) -> Iterator[Draws]:
-    """``seen`` is true afterwards where torch's generator of ``device`` was used inside."""
-
-    def state() -> Tensor:
-        return (
-            torch.get_rng_state()
-            if device.type == "cpu"
-            else torch.get_device_module(device).get_rng_state(device)
-        )
-
-    draws, before = Draws(), state()
-    yield draws
-    draws.seen = not torch.equal(before, state())

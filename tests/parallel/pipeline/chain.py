@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.parallel.pipeline.cut import StageModule, cut
-from shardwise.parallel.pipeline.messages import pack, trained, unpack
+from shardwise.parallel.pipeline.messages import pack, unpack
 
 
 def forward_backward(stages: dict[int, StageModule], call: Callable[[nn.Module], Tensor]) -> Tensor:
@@ -28,20 +28,23 @@ def forward_backward(stages: dict[int, StageModule], call: Callable[[nn.Module],
     return loss.detach()
 
 
-def gradients_of(stages: dict[int, StageModule]) -> dict[str, Tensor]:
-    """By canonical name: those of tied parameters are summed over their stages."""
-    canonical = {
-        name: tie.name
-        for stage in stages.values()
-        for tie in stage.ties
-        for n in tie.names.values()
-        for name in n
+def trained(value: Any) -> list[Tensor]:
+    """The tensors of ``value`` through which gradients flow back, in the order of both ends of a message."""
+    return [tensor for tensor in pack(value).tensors if tensor.requires_grad]
+
+
+def gradients_of(stages: dict[int, StageModule], model: nn.Module) -> dict[str, Tensor]:
+    """By the first name in the whole ``model``: those of tied parameters are summed over their stages."""
+    first: dict[int, str] = {}
+    names = {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     found: dict[str, Tensor] = {}
     for stage in stages.values():
         for name, parameter in stage.module.named_parameters():
             if parameter.grad is not None:
-                key = canonical.get(name, name)
+                key = names[name]
                 found[key] = found[key] + parameter.grad if key in found else parameter.grad.clone()
                 parameter.grad = None
     return found
@@ -56,7 +59,7 @@ def error_of_cut(model: nn.Module, call: Callable[[nn.Module], Tensor], starts: 
     model.zero_grad()
     stages = cut(model, starts, range(len(starts) + 1))
     got_loss = forward_backward(stages, call)
-    got = gradients_of(stages)
+    got = gradients_of(stages, model)
     if set(got) != set(wanted):
         return float("inf")
     scale = max(float(g.norm()) for g in wanted.values())

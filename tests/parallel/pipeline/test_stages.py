@@ -13,11 +13,11 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.pipeline.cut import check_cut, cut, find_blocks, weigh
-from shardwise.parallel.pipeline.messages import pack, trained, unpack
+from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
-from tests.parallel.pipeline.chain import error_of_cut, gradients_of
+from tests.parallel.pipeline.chain import error_of_cut, gradients_of, trained
 
 TOKENS = torch.randint(0, 29, (3, 6), generator=torch.Generator().manual_seed(0))
 SMALL = {
@@ -117,7 +117,7 @@ def on_ranks(world: World, microbatches: int) -> Any:
         if here:
             peers.send(*pack([t.grad for t in trained(received)]), here - 1, f"gradient {i}", "gradients")
     peers.flush()
-    found = gradients_of({here: stage})
+    found = gradients_of({here: stage}, model)
     return {name: g.tolist() for name, g in found.items()}, [float(loss.detach()) for loss in losses]
 
 

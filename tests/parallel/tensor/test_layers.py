@@ -135,7 +135,6 @@ def kept(world: World) -> None:
     region = Region(group, True)
     make_parallel(model, table_of(model, ROWS), group, True, region)
     given = torch.arange(16).view(2, 8) % 11
-    assert region.first_token(4) == 4 * group.index
     with torch.no_grad():
         model(given, given)
         assert region.cut

@@ -12,7 +12,7 @@ So the model needs no rewriting, its masks and positions are made on every stage
 are those of the whole model. What travels is the output of one block. A model that passes more than that from block to
 block is found by ``check_cut`` and has to come as a list of layers (layers.py).
 
-Tied parameters whose names lie on several stages are a Parameter on each; ``TieSet`` says so.
+Tied parameters whose names lie on several stages are a Parameter on each.
 
 Cost: a stand-in for a block costs a call; NaN fillers in front of the first block one elementwise pass at most.
 """
@@ -20,7 +20,7 @@ Cost: a stand-in for a block costs a call; NaN fillers in front of the first blo
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,28 +45,16 @@ _ROWS = (nn.ModuleList, nn.Sequential, Layers)
 _LIST = "or give the model as a list of layers (shardwise.parallel.pipeline.layers.Layers)"
 
 
-class TieSet(NamedTuple):
-    """One parameter that has names on several stages."""
-
-    name: str
-    """Its first name in the whole model."""
-    stages: tuple[int, ...]
-    names: dict[int, tuple[str, ...]]
-    """By stage: its names there."""
-
-
 class StageModule:
     """One stage: ``module`` is the skeleton, an ordinary module with the parameters of this stage alone.
 
     Hooks on ``module`` see an ordinary pass whose output is what the stage passes on.
     """
 
-    def __init__(self, module: nn.Module, stage: int, stages: int, ties: tuple[TieSet, ...], relay: Relay):
+    def __init__(self, module: nn.Module, stage: int, stages: int, relay: Relay):
         self.module = module
         self.stage = stage
         self.stages = stages
-        self.ties = ties
-        """Those with a name on this stage."""
         self._relay = relay
 
     @property
@@ -158,22 +146,6 @@ def weigh(model: nn.Module, blocks: Sequence[str]) -> tuple[list[int], int, int]
     return weights[1:-1], weights[0], weights[-1]
 
 
-def find_ties(model: nn.Module, starts: Sequence[str]) -> tuple[TieSet, ...]:
-    """Parameters with names on more than one stage."""
-    stage_of = owners(model, starts)
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    ties = []
-    for group in names.values():
-        by_stage: dict[int, tuple[str, ...]] = {}
-        for name in group:
-            by_stage[stage_of[name]] = (*by_stage.get(stage_of[name], ()), name)
-        if len(by_stage) > 1:
-            ties.append(TieSet(group[0], tuple(sorted(by_stage)), by_stage))
-    return tuple(ties)
-
-
 def cut(model: nn.Module, starts: Sequence[str], stages_here: Iterable[int]) -> dict[int, StageModule]:
     """The stages ``stages_here`` of ``model``; ``starts`` names the block that begins each stage but the first.
 
@@ -182,13 +154,11 @@ def cut(model: nn.Module, starts: Sequence[str], stages_here: Iterable[int]) -> 
     """
     stages = len(starts) + 1
     stage_of = _stages_of_modules(model, starts)
-    ties = find_ties(model, starts)
     taken: set[int] = set()
     result = {}
     for stage in sorted(stages_here):
         skeleton = _Skeleton(model, starts, stage, stage_of, taken)
-        here = tuple(tie for tie in ties if stage in tie.stages)
-        result[stage] = StageModule(skeleton.root, stage, stages, here, skeleton.relay)
+        result[stage] = StageModule(skeleton.root, stage, stages, skeleton.relay)
     return result
 
 

@@ -74,14 +74,3 @@ def unpack(text: str, tensors: list[Tensor]) -> Any:
         return {key: read(each) for key, each in part[_DICT].items()}
 
     return read(json.loads(text))
-
-
-def trained(value: Any) -> list[Tensor]:
-    """The tensors of ``value`` through which gradients flow back, in the order of both ends of a message."""
-    return [tensor for tensor in pack(value).tensors if tensor.requires_grad]
-
-
-def local(value: Any) -> Any:
-    """What ``unpack`` would give at the other end, for two stages of one rank: same memory, cut from the graph."""
-    text, tensors = pack(value)
-    return unpack(text, [tensor.detach() for tensor in tensors])

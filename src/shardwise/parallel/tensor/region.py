@@ -32,10 +32,6 @@ class Region:
         self.logits_cut = False
         """True while the head's output goes to a loss that takes this rank's part of the vocabulary."""
 
-    def first_token(self, tokens: int) -> int:
-        """Place in the sequence of the first of this rank's ``tokens``."""
-        return self.group.index * tokens if self.cut else 0
-
     def watch(self, model: nn.Module, takes_cut_logits: bool) -> None:
         """Decide at the start of each pass of ``model``, the root; ``takes_cut_logits`` where labels are given."""
         signature = inspect.signature(model.forward)
