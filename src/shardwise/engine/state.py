@@ -63,11 +63,7 @@ def gradients(parts: Parts, weight: float, scale: float) -> dict[str, Tensor]:
 @contextmanager
 def lent_parameters(parts: Parts) -> Iterator[None]:
     """See ``Engine.gathered``."""
-    lent = []
-    for bucket in buckets(parts):
-        full = bucket.gathered_copy()
-        bucket.lend(full)
-        lent.append((bucket, full))
+    lent = _lend(parts)
     try:
         yield
     finally:
@@ -78,11 +74,7 @@ def lent_parameters(parts: Parts) -> Iterator[None]:
 @contextmanager
 def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Parameter]]:
     """See ``Engine.full_parameters``."""
-    lent = []
-    for bucket in buckets(parts):
-        full = bucket.gathered_copy()
-        bucket.lend(full)
-        lent.append((bucket, full))
+    lent = _lend(parts)
     is_cut = parts.groups["model"].size > 1
     whole: dict[str, nn.Parameter] = {}
     versions: dict[str, int] = {}
@@ -114,6 +106,17 @@ def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Paramete
             f"full_parameters: {', '.join(edited[:5])} was edited in a context for reading, in which some ranks "
             "and stages lose the edit; use full_parameters(write=True)"
         )
+
+
+def _lend(parts: Parts) -> list[tuple[BucketState, Tensor]]:
+    """Every bucket and the copy, whole over the data-parallel ranks, that its parameters point into until
+    ``reclaim``."""
+    lent = []
+    for bucket in buckets(parts):
+        full = bucket.gathered_copy()
+        bucket.lend(full)
+        lent.append((bucket, full))
+    return lent
 
 
 def state_dict(parts: Parts) -> dict[str, Tensor]:
