@@ -12,11 +12,11 @@ from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
-from shardwise.simulate.timeline import simulate
+from shardwise.simulate.timeline import timeline_of
 
 
 def said(folder: Path, rank: int, has_pipeline: bool = True) -> str:
-    timeline = simulate(schedule("1f1b", 2, 3), lambda action: 1.0 if action.kind is Kind.F else 2.0)
+    timeline = timeline_of(schedule("1f1b", 2, 3), lambda action: 1.0 if action.kind is Kind.F else 2.0)
     trainer: Any = SimpleNamespace(
         timelines=(timeline, timeline) if has_pipeline else None,
         world=SimpleNamespace(rank=rank),

@@ -31,7 +31,7 @@ from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import PlanError
 from shardwise.plan.plan import Plan, merged
 from shardwise.plan.timeline import Span, Timeline
-from shardwise.simulate.timeline import simulate
+from shardwise.simulate.timeline import timeline_of
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -148,7 +148,7 @@ class Pipeline:
             self._holds,
         )
         plan = merged([stage.plan for stage in self._parts.stages])
-        table = draw_text(simulate(self._step_lists(self._accumulation), nominal_s))
+        table = draw_text(timeline_of(self._step_lists(self._accumulation), nominal_s))
         drawn = f"{self._policy.schedule}, a backward drawn as two forwards:\n" + indent(table, "    ")
         return replace(
             plan,
@@ -187,7 +187,7 @@ class Pipeline:
                     )
         typical = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
         lists = self._step_lists(self._accumulation)
-        return simulate(lists, lambda action: typical.get((action.kind, action.stage), 0.0))
+        return timeline_of(lists, lambda action: typical.get((action.kind, action.stage), 0.0))
 
 
 class _Training:

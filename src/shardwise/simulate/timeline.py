@@ -14,7 +14,7 @@ from shardwise.plan.action import Action
 from shardwise.plan.timeline import Timeline
 
 
-def simulate(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], float]) -> Timeline:
+def timeline_of(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], float]) -> Timeline:
     """Run ``lists`` (by rank); ``seconds`` says for how long an Action occupies its rank.
 
     Errors: PlanError where ranks wait for each other, or for an Action that is in no list.

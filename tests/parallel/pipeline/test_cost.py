@@ -6,7 +6,7 @@ from shardwise.parallel.pipeline import cost
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
-from shardwise.simulate.timeline import simulate
+from shardwise.simulate.timeline import timeline_of
 from tests.parallel.pipeline.shapes import SHAPES, WIDE
 
 
@@ -14,7 +14,7 @@ from tests.parallel.pipeline.shapes import SHAPES, WIDE
 def test_bubble(forward_s: int, backward_s: int) -> None:
     for shape in SHAPES + WIDE:
         _, ranks, microbatches, interleave = shape
-        timeline = simulate(
+        timeline = timeline_of(
             schedule(*shape), lambda action: forward_s if action.kind is Kind.F else backward_s
         )
         assert timeline.makespan_s == cost.makespan_s(
@@ -33,7 +33,7 @@ def test_bubble_of_the_papers() -> None:
 def test_peak_live_activations() -> None:
     for shape in SHAPES + WIDE:
         name, ranks, microbatches, interleave = shape
-        timeline = simulate(schedule(*shape), nominal_s)
+        timeline = timeline_of(schedule(*shape), nominal_s)
         for rank in range(ranks):
             expected = cost.peak_live(name, rank, ranks, microbatches, interleave)
             assert timeline.peak_live(rank) == expected, (shape, rank)

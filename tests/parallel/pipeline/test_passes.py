@@ -10,7 +10,7 @@ from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.pipeline.validate import validate
 from shardwise.plan.action import Action, B, F, Kind
 from shardwise.plan.errors import PlanError
-from shardwise.simulate.timeline import simulate
+from shardwise.simulate.timeline import timeline_of
 from tests.parallel.pipeline.shapes import SHAPES, WIDE
 
 
@@ -36,7 +36,9 @@ def test_messages_add_no_time_where_they_take_none() -> None:
     for shape in SHAPES + WIDE:
         bare = schedule(*shape)
         with_messages = add_communication(bare, shape.ranks)
-        assert simulate(with_messages, nominal_s).makespan_s == simulate(bare, nominal_s).makespan_s, shape
+        assert timeline_of(with_messages, nominal_s).makespan_s == timeline_of(bare, nominal_s).makespan_s, (
+            shape
+        )
 
 
 def test_a_message_is_received_just_before_its_use_unless_another_message_is_next() -> None:

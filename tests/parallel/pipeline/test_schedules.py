@@ -9,7 +9,7 @@ from shardwise.parallel.pipeline.schedules import forward_only, microbatch_group
 from shardwise.parallel.pipeline.validate import validate
 from shardwise.plan.action import Kind
 from shardwise.plan.errors import PlanError
-from shardwise.simulate.timeline import simulate
+from shardwise.simulate.timeline import timeline_of
 from tests.parallel.pipeline.shapes import SHAPES, WIDE, Shape
 
 
@@ -54,7 +54,7 @@ def test_groups_are_even_and_fill_the_ranks(ranks: int, microbatches: int) -> No
     ids=lambda shape: shape.name,
 )
 def test_the_tables_in_the_docstring_are_what_the_schedules_give(shape: Shape) -> None:
-    drawn = draw_text(simulate(schedule(*shape), nominal_s))
+    drawn = draw_text(timeline_of(schedule(*shape), nominal_s))
     documented = [line[24:] for line in (schedules.__doc__ or "").splitlines()]
     rows = drawn.splitlines()
     assert any(documented[i : i + len(rows)] == rows for i in range(len(documented))), drawn
