@@ -17,12 +17,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor
+from zipf import zipf
 
 from shardwise.kernels import philox
 from shardwise.kernels.tables import pooling, row_optimizers, unique
@@ -40,7 +41,7 @@ from shardwise.kernels.tables.slab import reserve
 from shardwise.kernels.tables.start_rows import Normal, Uniform, start_rows
 
 FEATURES, SAMPLES = 26, 4096
-VOCABULARY, EXPONENT = 10_000_000, 1.05
+VOCABULARY = 10_000_000
 WARM_UP = 2
 
 Work = Callable[[], object]
@@ -55,14 +56,6 @@ class Row(NamedTuple):
     reference: Work | None = None
 
 
-def zipf(count: int, vocabulary: int = VOCABULARY, exponent: float = EXPONENT) -> Tensor:
-    """Ids of a power law, by the inverse of its continuous form, spread over the vocabulary: int64 [count]."""
-    share = 1 - exponent
-    u = torch.rand(count, dtype=torch.float64)
-    rank = ((vocabulary**share - 1) * u + 1) ** (1 / share)
-    return (rank.long() - 1).clamp_(0, vocabulary - 1) * 2_654_435_761 % vocabulary
-
-
 def slab_of(optimizer: RowOptimizer, rows: int, width: int) -> Tensor:
     slab = reserve(rows, width + optimizer.columns(width))
     slab.fill_(0.1)
@@ -70,7 +63,7 @@ def slab_of(optimizer: RowOptimizer, rows: int, width: int) -> Tensor:
 
 
 def batch_rows() -> Iterator[Row]:
-    ids = zipf(FEATURES * SAMPLES)
+    ids = zipf(FEATURES * SAMPLES, VOCABULARY, 0)
     scratch = unique.Scratch()
     yield Row(
         "unique + inverse", len(ids), lambda: unique.unique(ids, scratch), lambda: unique.plain_unique(ids)
@@ -85,7 +78,7 @@ def batch_rows() -> Iterator[Row]:
 
 
 def table_rows(width: int, rows: int) -> Iterator[Row]:
-    ids = zipf(FEATURES * SAMPLES) % rows
+    ids = zipf(FEATURES * SAMPLES, VOCABULARY, 0) % rows
     keys, inverse = unique.unique(ids)
     count, bags = len(keys), len(ids)
     offsets = torch.arange(bags + 1)
@@ -177,7 +170,8 @@ def start_row_rows() -> Iterator[Row]:
     )
 
 
-def measure(row: Row, rounds: int, references: bool) -> str:
+def measure(row: Row, rounds: int, references: bool) -> dict[str, Any]:
+    """What one line of the table says."""
     works = [row.loop] + ([row.reference] if references and row.reference is not None else [])
     times: list[list[float]] = [[] for _ in works]
     for turn in range(WARM_UP + rounds):
@@ -187,8 +181,39 @@ def measure(row: Row, rounds: int, references: bool) -> str:
             if turn >= WARM_UP:
                 taken.append(1e3 * (time.perf_counter() - began))
     ours = statistics.median(times[0])
-    text = f"{row.name:<58} {ours:9.3f} {min(times[0]):9.3f} {row.items / ours / 1e3:9.1f}"
-    return text + (f" {statistics.median(times[1]):11.3f}" if len(works) > 1 else "")
+    return {
+        "part": "kernels",
+        "case": "",
+        "name": row.name,
+        "median_ms": ours,
+        "best_ms": min(times[0]),
+        "rate": row.items / ours / 1e3,
+        "reference_ms": statistics.median(times[1]) if len(works) > 1 else None,
+    }
+
+
+def rows_of(tiny: bool) -> list[dict[str, Any]]:
+    """All lines, for run.py."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows, keys, rounds = (5000, 5000, 3) if tiny else (2_000_000, 10_000_000, 15)
+    found = []
+    for group in (
+        batch_rows(),
+        table_rows(16, rows),
+        table_rows(64, rows),
+        index_rows(keys),
+        start_row_rows(),
+    ):
+        found += [measure(row, rounds, row.items < 500_000) for row in group]
+    return found
+
+
+def line(found: dict[str, Any]) -> str:
+    """The same as text."""
+    reference = found["reference_ms"]
+    text = f"{found['name']:<58} {found['median_ms']:9.3f} {found['best_ms']:9.3f} {found['rate']:9.1f}"
+    return text + ("" if reference is None else f" {reference:11.3f}")
 
 
 def main() -> None:
@@ -213,7 +238,7 @@ def main() -> None:
         start_row_rows(),
     ):
         for row in rows:
-            print(measure(row, arguments.rounds, not arguments.loops_only), flush=True)
+            print(line(measure(row, arguments.rounds, not arguments.loops_only)), flush=True)
 
 
 if __name__ == "__main__":
