@@ -46,7 +46,7 @@ def round_the_ring(world: World, transport: str) -> Any:
     here, size = peers.group.index, world.size
     after, before = (here + 1) % size, (here - 1) % size
     for number in range(3):
-        peers.send(f"text {number}", message(10 * here + number), after, f"message {number}")
+        peers.send(f"text {number}", message(10 * here + number), after, f"message {number}", "activations")
     peers.send("é" * 4000, message(here)[3:4], before, "back", "gradients")
     report = []
     if size == 2:  # one channel: the order is that of sending
@@ -83,7 +83,7 @@ def both_at_once(world: World, transport: str, copies: int) -> bool:
     elements = RING.slots * RING.slot_bytes // 8
     for number in range(copies):
         mine = torch.arange(elements, dtype=torch.float64) + number + 0.5 * peers.group.index
-        peers.send("", [mine], other, f"large {number}")
+        peers.send("", [mine], other, f"large {number}", "activations")
     good = True
     for number in range(copies):
         (got,) = peers.receive(other, f"large {number}").tensors
@@ -100,7 +100,7 @@ def test_two_ranks_may_send_more_than_there_is_room_for_at_the_same_time(ranks: 
 def out_of_order(world: World, transport: str) -> str:
     peers = peers_of(world, transport)
     if world.rank == 0:
-        peers.send("", [torch.ones(2)], 1, "activation of stage 1, microbatch 4")
+        peers.send("", [torch.ones(2)], 1, "activation of stage 1, microbatch 4", "activations")
         return ""
     try:
         peers.receive(0, "activation of stage 1, microbatch 3")
@@ -148,7 +148,7 @@ def to_itself(world: World) -> list[str]:
     peers, texts = peers_of(world, "auto"), []
     for index in (world.rank, 9):
         try:
-            peers.send("", [], index, "x")
+            peers.send("", [], index, "x", "activations")
         except UsageError as error:
             texts.append(str(error))
     return texts

@@ -83,9 +83,7 @@ class Peers:
         self._device = device
         self._sending: deque[Pending] = deque()
 
-    def send(
-        self, text: str, tensors: Sequence[Tensor], to: int, what: str, purpose: Purpose = "activations"
-    ) -> Pending:
+    def send(self, text: str, tensors: Sequence[Tensor], to: int, what: str, purpose: Purpose) -> Pending:
         """Begin to send; returns without waiting for the receiver. The tensors must not change until the end.
 
         ``flush`` ends all sends of this rank, so the Pending may be dropped.

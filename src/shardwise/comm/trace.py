@@ -18,6 +18,8 @@ Operation = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "send", "all_to_all"
 ]
 Purpose = Literal["weights", "gradients", "activations", "keys", "control"]
+"""A collective between layers that are cut is for "activations" in both directions: their cost is known for a forward
+and a backward pass together. Messages between stages are for one or the other."""
 
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 

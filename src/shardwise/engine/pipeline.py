@@ -121,7 +121,7 @@ class Pipeline:
         else:
             text, tensors = self._peers.receive((index - 1) % self._group.size, what)
         if (index + 1) % self._group.size != last:
-            self._peers.send(text, tensors, (index + 1) % self._group.size, what)
+            self._peers.send(text, tensors, (index + 1) % self._group.size, what, "activations")
         if text.startswith(_REFUSED):
             self._peers.flush()
             raise PlanError(text.removeprefix(_REFUSED))

@@ -107,7 +107,7 @@ def on_ranks(world: World, microbatches: int) -> Any:
         if stage.is_last:
             losses.append(output)
         else:
-            peers.send(*pack(output), here + 1, f"activation {i}")
+            peers.send(*pack(output), here + 1, f"activation {i}", "activations")
         kept.append((received, output))
     for i, (received, output) in enumerate(kept):
         if stage.is_last:

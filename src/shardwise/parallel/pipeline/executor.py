@@ -100,9 +100,9 @@ class ScheduleExecutor:
         what = _name(action)
         to = action.other % self._peers.group.size
         if action.carries_gradient:
-            self._peers.send("", value, to, what)
+            self._peers.send("", value, to, what, "gradients")
             return
-        self._peers.send(value.text, value.tensors, to, what)
+        self._peers.send(value.text, value.tensors, to, what, "activations")
 
     def _receive(self, action: Action) -> None:
         key = (action.stage, action.microbatch)

@@ -1,0 +1,61 @@
+"""The walk over one rank's list, with stages that are one multiplication each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Clock
+from shardwise.comm.policy import CommPolicy
+from shardwise.comm.trace import Count, Traffic
+from shardwise.comm.world import World
+from shardwise.parallel.pipeline.cost import messages
+from shardwise.parallel.pipeline.executor import ScheduleExecutor
+from shardwise.parallel.pipeline.passes import add_communication
+from shardwise.parallel.pipeline.schedules import schedule
+from shardwise.plan.mesh import Mesh
+
+MICROBATCHES, ELEMENTS = 5, 3
+
+
+class Product:
+    """Multiplies by the stage's number + 2; the loss is the sum."""
+
+    def __init__(self, stages: int):
+        self.stages = stages
+        self.weights = {stage: torch.tensor(stage + 2.0, requires_grad=True) for stage in range(stages)}
+
+    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
+        x = torch.full((ELEMENTS,), float(microbatch)) if stage == 0 else received
+        y = self.weights[stage] * x
+        return y.sum() if stage == self.stages - 1 else y
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+        run(torch.ones(()) if stage == self.stages - 1 else None)
+
+
+def walked(world: World) -> tuple[dict[int, float], dict[int, float], dict[Any, Count]]:
+    traffic, policy = Traffic(), CommPolicy(deadline_s=30)
+    group = world.group(Mesh(pp=world.size), "pp", policy, Clock(30.0), traffic)
+    lists = add_communication(schedule("interleaved_1f1b", world.size, MICROBATCHES, 2), world.size)
+    runner = Product(2 * world.size)
+    losses = ScheduleExecutor(world.peers(group, policy), 2 * world.size).run(lists[world.rank], runner)
+    gradients = {s: float(w.grad) for s, w in runner.weights.items() if w.grad is not None}
+    return {i: float(loss) for i, loss in losses.items()}, gradients, dict(traffic.counts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_losses_gradients_and_messages(ranks: Any, size: int) -> None:
+    """As many messages as the closed form says, one half of them activations, the other gradients."""
+    results = ranks(size).run(walked)
+    product = float(torch.arange(2, 2 * size + 2).prod())
+    assert results[-1][0] == {i: product * i * ELEMENTS for i in range(MICROBATCHES)}
+    found = {stage: gradient for _, gradients, _ in results for stage, gradient in gradients.items()}
+    total = product * sum(range(MICROBATCHES)) * ELEMENTS
+    assert found == pytest.approx({stage: total / (stage + 2) for stage in range(2 * size)})
+    for purpose in ("activations", "gradients"):
+        sent = [counts.get(("send", purpose), Count()) for _, _, counts in results]
+        assert sum(count.calls for count in sent) == messages(size, MICROBATCHES, 2) / 2
+        assert sum(count.elements for count in sent) == messages(size, MICROBATCHES, 2) / 2 * ELEMENTS
