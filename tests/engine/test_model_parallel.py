@@ -143,7 +143,7 @@ def measure(world: Any, layout: Layout) -> Figures:
     engine_step = engine.step
 
     def with_gradients() -> Any:
-        if engine._microbatch == layout.microbatches:
+        if engine._parts.accumulation.is_complete:
             found.clear()
             found.update(engine.gradients())
         return engine_step()

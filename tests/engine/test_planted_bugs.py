@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.peers import Peers
+from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipeline import _Training
 from shardwise.engine.shared import SharedGradients
@@ -178,8 +179,8 @@ def tied_gradient_lost() -> Patch:
 
 def weights_of_microbatches_ignored() -> Patch:
     """A microbatch of few targets counts like one of many."""
-    right = Engine._scale_of
-    return patch.object(Engine, "_scale_of", lambda self, weight: right(self, min(weight, 1.0) and 24.0))
+    right = Accumulation.scale_of
+    return patch.object(Accumulation, "scale_of", lambda self, weight: right(self, min(weight, 1.0) and 24.0))
 
 
 def norm_of_one_stage() -> Patch:

@@ -26,6 +26,7 @@ from shardwise.compose.draft import Draft, draft, names_of_units
 from shardwise.compose.whole import Whole, describe, register
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
+from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine, Loss, OnStep
 from shardwise.engine.inputs import call_model, cast_inputs
 from shardwise.engine.parts import Parts, Stage
@@ -159,6 +160,7 @@ def initialize(
         entry.trained and settings.precision.dtypes(entry.name, entry.dtype).compute == torch.float16
         for entry in whole.parameters.values()
     )
+    loss_scale = LossScale(settings.precision.loss_scale) if half else None
     parts = Parts(
         model=stages[0].module if mesh.pp == 1 else model,
         world=world,
@@ -174,16 +176,16 @@ def initialize(
         groups=groups,
         clock=clock,
         traffic=traffic,
-        loss_scale=LossScale(settings.precision.loss_scale) if half else None,
+        loss_scale=loss_scale,
+        accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
         top_lr=settings.optimizer.lr if optimizer is None else float(optimizer.param_groups[0]["lr"]),
         replay=replay,
         number=world.next_engine(),
     )
     pipeline = None
     if mesh.pp > 1:
-        accumulation = settings.batch.accumulation or 1
         peers = world.peers(groups["pp"], settings.comm)
-        pipeline = Pipeline(parts, settings.pipeline, accumulation, peers, settings.zero.regather == "step")
+        pipeline = Pipeline(parts, settings.pipeline, loss, peers, settings.zero.regather == "step")
     traffic.clear()
     return Engine(parts, settings, loss, on_step, pipeline)
 

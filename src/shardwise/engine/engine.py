@@ -28,16 +28,14 @@ from shardwise.config.run import RunConfig
 from shardwise.data.loader import Loader
 from shardwise.engine import saving, state
 from shardwise.engine.ahead import Ahead, JobThread
-from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss, tensors_in
+from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
-from shardwise.memory.replay import Place
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.optim.schedule import factor
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
-from shardwise.parallel.zero.executor import Executor
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
@@ -72,12 +70,7 @@ class Engine:
         self._parts = parts
         self._loss = loss
         self._pipeline = pipeline
-        self._accumulation = config.batch.accumulation or 1
-        self._microbatch = 0
-        self._weight = 0.0
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
-        self.weight_reference = 0.0
-        """Power of two near the weight of the first global batch, by which all weights are divided."""
+        self._accumulation = parts.accumulation
         self._pending: Any = None
         self._key_thread = JobThread("shardwise-keys")
 
@@ -93,25 +86,19 @@ class Engine:
                 "engine(batch): with mesh.pp above 1 the stages work on different microbatches at a time; call "
                 "engine.train_step(batches), engine.evaluate(...) or engine.predict(batches)"
             )
-        if self._microbatch >= self._accumulation and torch.is_grad_enabled():
+        if self._accumulation.is_complete and torch.is_grad_enabled():
             raise UsageError(
-                f"engine(batch): {self._accumulation} microbatches have run; call engine.step() after each backward"
+                f"engine(batch): {self._accumulation.microbatches} microbatches have run; call engine.step() after "
+                "each backward"
             )
         self._pending = (args, kwargs)
-        with self._at((args, kwargs), self._microbatch):
-            return self._call(self.module, args, kwargs)
+        with self._at((args, kwargs), self._accumulation.done):
+            if len(args) == 1 and not kwargs:
+                return call_model(self.module, self._loss, args[0], self._parts.device)
+            return self.module(*args, **kwargs)
 
     def _at(self, batch: Any, microbatch: int) -> AbstractContextManager[None]:
-        """Where the samples of ``batch`` stand in the global batch: what random numbers are drawn by."""
-        rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
-        both = self._parts.both
-        first = (microbatch * both.size + both.index) * rows
-        return self._parts.replay.at(Place(self.step_count + 1, first, rows or None))
-
-    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs:
-            return call_model(module, self._loss, args[0], self._parts.device)
-        return module(*args, **kwargs)
+        return self._parts.at(self.step_count + 1, microbatch, batch)
 
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
         """Accumulate the gradients of one microbatch.
@@ -123,61 +110,31 @@ class Engine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"backward: expected a loss of one number, given {shape}; take its mean or sum")
-        if self._microbatch >= self._accumulation:
+        if self._accumulation.is_complete:
             raise UsageError("backward: the step's microbatches are complete; call engine.step() first")
-        if self._microbatch == 0 and self._weight == 0.0:
+        if self._accumulation.done == 0:
             self._parts.clock.step = self.step_count + 1
-        scale = self._scale_of(weight)
-        last = self._microbatch == self._accumulation - 1
-
-        def run() -> None:
-            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
-
-        self._run_backward(self._parts.executors[0], last, run)
-        self._count(loss, weight)
-
-    def _scale_of(self, weight: float | None) -> float:
-        """What the loss of a microbatch is multiplied by."""
-        return self._relative_weight(weight) * (
-            self._parts.loss_scale.scale if self._parts.loss_scale else 1.0
-        )
-
-    def _run_backward(self, executor: Executor, last: bool, run: Callable[[], None]) -> None:
-        executor.begin_backward(last)
-        try:
-            run()
-            executor.end_backward()
-        except CommError:
-            raise
-        except Exception as error:
-            self._discard()  # half of the gradients have landed; the next step may not start from them
-            if "modified by an inplace operation" in str(error) and self._parts.strategy.cuts_weight:
-                raise UsageError(
-                    "backward: a weight was needed after its Unit had been released, or was changed in place between "
-                    "forward and backward. Call the module's forward (not its inner functions) so that its hooks run, "
-                    f"or name one Unit around what belongs together in zero.units. ({error})"
-                ) from error
-            raise
-
-    def _count(self, loss: Tensor | None, weight: float | None) -> None:
-        """A microbatch is done. Its loss is known on the last stage."""
-        counted = 1.0 if weight is None else float(weight)
-        self._weight += counted
-        if counted and loss is not None:
-            self._loss_sum = self._loss_sum + loss.detach().double().cpu() * counted
-        self._microbatch += 1
+        scale = self._accumulation.scale_of(weight)
+        executor = self._parts.executors[0]
+        executor.begin_backward(last=self._accumulation.done == self._accumulation.microbatches - 1)
+        # After an error half of the gradients may have landed; the next step may not start from them.
+        with self.discard_on_error():
+            executor.run_backward(
+                lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+            )
+        self._accumulation.count(loss, weight)
 
     def step(self) -> StepResult | None:
         """At the accumulation boundary: update the weights; before it, do nothing and return None."""
-        if self._microbatch < self._accumulation:
-            if self._microbatch == 0:
+        if not self._accumulation.is_complete:
+            if self._accumulation.done == 0:
                 raise UsageError(
                     "step: there was no backward since the last step; call engine.backward(loss) first"
                 )
             return None
         parts = self._parts
         flags = float(self._stop_wanted)
-        local = (self._weight, float(self._loss_sum), flags)
+        local = (self._accumulation.weight, float(self._accumulation.loss), flags)
         totals = exchange(
             parts.trained,
             parts.shared,
@@ -189,8 +146,7 @@ class Engine:
             parts.speaks,
             parts.device,
         )
-        reference = self.weight_reference or 1.0
-        scale = (parts.loss_scale.scale if parts.loss_scale else 1.0) / reference
+        scale = self._accumulation.scale
         norm = gradient_norm(totals, scale)
         finite = math.isfinite(norm)
         if not finite:
@@ -214,11 +170,11 @@ class Engine:
 
         Errors: UsageError where the number of batches is not the accumulation.
         """
-        batches = list(batches)
-        if len(batches) != self._accumulation:
+        batches, wanted = list(batches), self._accumulation.microbatches
+        if len(batches) != wanted:
             raise UsageError(
-                f"train_step: given {len(batches)} microbatches; the configuration makes {self._accumulation} of them "
-                "one optimizer step (batch.global_size / (micro_size × data-parallel ranks))"
+                f"train_step: given {len(batches)} microbatches; the configuration makes {wanted} of them one "
+                "optimizer step (batch.global_size / (micro_size × data-parallel ranks))"
             )
         if weights is not None and len(weights) != len(batches):
             raise UsageError(f"train_step: given {len(batches)} microbatches but {len(weights)} weights")
@@ -246,24 +202,6 @@ class Engine:
             self, steps, self.config.tables.prepare_ahead if depth is None else depth, self._key_thread, lanes
         )
 
-    def _relative_weight(self, weight: float | None) -> float:
-        """The weight as a factor of the loss: divided by a power of two near the weight of a whole global batch.
-
-        Gradient sums are then means already, but for a factor near 1: weights of 10^5 tokens times a loss scale of 2^16
-        do not overflow fp16, and with plain losses on 2^k microbatches nothing is left to divide in the step. A power
-        of two changes no digit.
-        """
-        if not self.weight_reference:
-            average = 1.0
-            if weight is not None:
-                sums = torch.tensor([float(weight), 1.0], dtype=torch.float64, device=self._parts.device)
-                self._parts.both.all_reduce(sums, "the first weights", purpose="control").wait()
-                average = float(sums[0] / sums[1]) or 1.0
-            self.weight_reference = 2.0 ** round(
-                math.log2(average * self._parts.both.size * self._accumulation)
-            )
-        return (1.0 if weight is None else float(weight)) / self.weight_reference
-
     def _close_step(self, totals: Totals, norm: float, lr_factor: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
             bucket.forget_gradients()
@@ -272,8 +210,7 @@ class Engine:
         loss = totals.loss / totals.weight if totals.weight else 0.0
         lr = self._parts.top_lr * lr_factor
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped)
-        self._microbatch, self._weight = 0, 0.0
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._accumulation.clear()
         self._parts.clock.steps_done += 1
         for callback in self.on_step:
             callback(self, result)
@@ -350,7 +287,7 @@ class Engine:
         function = getattr(self.module, method) if isinstance(method, str) else method
         device, dtype = self._parts.device, self.config.precision.compute_dtype
         args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
-        with self._at((args, kwargs), self._microbatch):
+        with self._at((args, kwargs), self._accumulation.done):
             return self._parts.executors[0].run_as_forward(function, args, kwargs)
 
     # Looking at the state --------------------------------------------------------------------------------------
@@ -363,7 +300,11 @@ class Engine:
             return self._pipeline.plan()
         plan, executor = parts.stages[0].plan, parts.executors[0]
         actions = full_step(
-            plan.units, parts.strategy, self._accumulation, executor.brackets, executor.prefetch_units
+            plan.units,
+            parts.strategy,
+            self._accumulation.microbatches,
+            executor.brackets,
+            executor.prefetch_units,
         )
         return replace(plan, actions={"all": actions})
 
@@ -406,6 +347,11 @@ class Engine:
         """Learning rate of the next step."""
         return self._parts.top_lr * factor(self.config.schedule, self.step_count)
 
+    @property
+    def weight_reference(self) -> float:
+        """Power of two near the weight of the first global batch, by which all weights are divided."""
+        return self._accumulation.reference
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank, counted on the buffers."""
         return state.bytes_by_kind(self._parts)
@@ -422,15 +368,13 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients by name after the last backward of a step and before ``step()``: means, as the optimizer
         sees them before clipping. Collective; parameters that no rank used are left out."""
-        if self._microbatch < self._accumulation:
+        step = self._accumulation
+        if not step.is_complete:
             raise UsageError(
-                f"gradients: {self._microbatch} of {self._accumulation} microbatches have run; call it after the last "
-                "backward and before step()"
+                f"gradients: {step.done} of {step.microbatches} microbatches have run; call it after the last backward "
+                "and before step()"
             )
-        scale = (self._parts.loss_scale.scale if self._parts.loss_scale else 1.0) / (
-            self.weight_reference or 1.0
-        )
-        return state.gradients(self._parts, self._weight, scale)
+        return state.gradients(self._parts, step.weight, step.scale)
 
     def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """A context in which every parameter is whole; with ``write`` it may be edited, alike on all ranks."""
@@ -532,5 +476,4 @@ class Engine:
             executor.abandon()
         self._parts.shared.reset()
         self._parts.tables.drop()
-        self._microbatch, self._weight = 0, 0.0
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._accumulation.clear()

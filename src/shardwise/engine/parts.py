@@ -1,8 +1,10 @@
 """Parts: what ``build`` made and the engine runs."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +15,12 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.compose.cut import RunStage
 from shardwise.compose.whole import Whole
+from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.inputs import tensors_in
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
 from shardwise.engine.tables import Tables
-from shardwise.memory.replay import Replay
+from shardwise.memory.replay import Place, Replay
 from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import Strategy
 from shardwise.plan.mesh import Mesh
@@ -60,6 +64,8 @@ class Parts:
     traffic: Traffic
     loss_scale: LossScale | None
     """Only under fp16."""
+    accumulation: Accumulation
+    """The microbatches of the running step."""
     top_lr: float
     """Learning rate of the first optimizer group, before the schedule."""
     replay: Replay
@@ -90,3 +96,9 @@ class Parts:
     def speaks(self) -> bool:
         """Whether this rank, of those that share a model, brings the loss."""
         return self.has_last_stage and self.groups["tp"].index == 0
+
+    def at(self, step: int, microbatch: int, batch: Any) -> AbstractContextManager[None]:
+        """Where the samples of ``batch`` stand in the global batch of ``step``: what random numbers are drawn by."""
+        rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
+        first = (microbatch * self.both.size + self.both.index) * rows
+        return self.replay.at(Place(step, first, rows or None))

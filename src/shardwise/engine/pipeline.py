@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.peers import Peers
 from shardwise.compose.schedule import forward_lists, step_lists, with_units
-from shardwise.engine.inputs import apply, cast_inputs, find_loss
+from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult
 from shardwise.observe.schedule_picture import draw_text
@@ -34,7 +34,7 @@ from shardwise.plan.timeline import Span, Timeline
 from shardwise.simulate.timeline import timeline_of
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+    from shardwise.engine.engine import Engine, Loss
 
 _KINDS = tuple(Kind)
 _REFUSED = "refused: "
@@ -44,11 +44,12 @@ _REFUSED = "refused: "
 class Pipeline:
     """Runs the stages of one engine's rank. ``holds``: weights stay gathered through a step."""
 
-    def __init__(self, parts: Parts, policy: PipelinePolicy, accumulation: int, peers: Peers, holds: bool):
+    def __init__(self, parts: Parts, policy: PipelinePolicy, loss: "Loss | None", peers: Peers, holds: bool):
         self._parts = parts
         self._policy = policy
+        self._loss = loss
         self._peers = peers
-        self._accumulation = accumulation
+        self._microbatches = parts.accumulation.microbatches
         self._holds = holds and parts.strategy.cuts_weight
         self._group = parts.groups["pp"]
         self.stages = self._group.size * policy.interleave
@@ -62,10 +63,11 @@ class Pipeline:
         self, engine: "Engine", batches: Sequence[Any], weights: Sequence[float] | None
     ) -> StepResult:
         """See ``Engine.train_step``."""
-        self._parts.clock.step = engine.step_count + 1
+        step = self._parts.clock.step = engine.step_count + 1
         each = [None] * len(batches) if weights is None else list(weights)
         actions = self._step_lists(len(batches))[self._group.index]
-        runner = _Training(self, engine, batches, [engine._scale_of(weight) for weight in each], actions)
+        scales = [self._parts.accumulation.scale_of(weight) for weight in each]
+        runner = _Training(self._parts, step, batches, self._loss_of, scales, actions, self.stages - 1)
         with engine.discard_on_error():
             if self._holds:
                 for executor in self._parts.executors:
@@ -75,7 +77,7 @@ class Pipeline:
                 for executor in self._parts.executors:
                     executor.let_go()
         for i, weight in enumerate(each):
-            engine._count(results.get(i), weight)
+            self._parts.accumulation.count(results.get(i), weight)
         result = engine.step()
         assert result is not None, "the last microbatch ends the step"
         return result
@@ -88,11 +90,7 @@ class Pipeline:
         """The loss of each batch where this rank knows it; several are under way at a time."""
         pairs = iter(batches)
         while chunk := list(islice(pairs, 2 * self._group.size)):
-            found = self._forward_only(
-                engine,
-                [batch for batch, _ in chunk],
-                lambda root, batch: find_loss(engine._call(root, (batch,), {})),
-            )
+            found = self._forward_only(engine, [batch for batch, _ in chunk], self._loss_of)
             for i, (_, weight) in enumerate(chunk):
                 yield found.get(i), weight
 
@@ -107,6 +105,9 @@ class Pipeline:
         outputs = [self._told(found.get(i), f"output of microbatch {i}") for i in range(len(batches))]
         self._peers.flush()
         return outputs
+
+    def _loss_of(self, root: nn.Module, batch: Any) -> Tensor:
+        return find_loss(call_model(root, self._loss, batch, self._parts.device))
 
     def _told(self, output: Any, what: str) -> Any:
         """The last stage's ``output`` on every rank: it goes round the ring. What cannot travel is refused on all."""
@@ -131,7 +132,7 @@ class Pipeline:
         self, engine: "Engine", batches: Sequence[Any], call: Callable[[nn.Module, Any], Any]
     ) -> dict[int, Any]:
         lists = forward_lists(self._group.size, len(batches), self._policy)
-        runner = _Evaluating(self, engine, batches, call)
+        runner = _Forward(self._parts, engine.step_count + 1, batches, call)
         with torch.no_grad(), engine.discard_on_error():
             return self._executor.run(lists[self._group.index], runner, trains=False)
 
@@ -141,14 +142,14 @@ class Pipeline:
         """The Plan of this rank's stages; the ranks of other stages know what their Units do inside each pass."""
         here = self._group.index
         lists = with_units(
-            self._step_lists(self._accumulation),
+            self._step_lists(self._microbatches),
             here,
             {index: (stage.plan, stage.executor) for index, stage in self._stages.items()},
             self._parts.strategy,
             self._holds,
         )
         plan = merged([stage.plan for stage in self._parts.stages])
-        table = draw_text(timeline_of(self._step_lists(self._accumulation), nominal_s))
+        table = draw_text(timeline_of(self._step_lists(self._microbatches), nominal_s))
         drawn = f"{self._policy.schedule}, a backward drawn as two forwards:\n" + indent(table, "    ")
         return replace(
             plan,
@@ -186,78 +187,69 @@ class Pipeline:
                         span.stop_s - span.start_s
                     )
         typical = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
-        lists = self._step_lists(self._accumulation)
+        lists = self._step_lists(self._microbatches)
         return timeline_of(lists, lambda action: typical.get((action.kind, action.stage), 0.0))
 
 
-class _Training:
-    """Computes the stages of a step."""
+class _Forward:
+    """Computes stages: ``call`` is what a user would call on the whole model with one batch."""
+
+    def __init__(
+        self, parts: Parts, step: int, batches: Sequence[Any], call: Callable[[nn.Module, Any], Any]
+    ):
+        self._parts = parts
+        self._step = step
+        self._batches = batches
+        self._call = call
+        self._stages = {stage.index: stage for stage in parts.stages}
+
+    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """See ``Runner``."""
+        here, batch = self._stages[stage], self._batches[microbatch]
+        here.executor.microbatch = microbatch
+        assert here.run is not None, "a stage of a pipeline knows how to run"
+        with self._parts.at(self._step, microbatch, batch):
+            return here.run(lambda root: self._call(root, batch), received)
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+        """Never called: a list without gradients has no B."""
+        raise NotImplementedError
+
+
+class _Training(_Forward):
+    """Computes stages in both directions: ``call`` returns the loss, which is multiplied by its microbatch's scale."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
-        engine: "Engine",
+        parts: Parts,
+        step: int,
         batches: Sequence[Any],
+        call: Callable[[nn.Module, Any], Tensor],
         scales: Sequence[float],
         actions: Sequence[Action],
+        last_stage: int,
     ):
-        self._pipeline = pipeline
-        self._engine = engine
-        self._batches = batches
+        super().__init__(parts, step, batches, call)
         self._scales = scales
-        self._last = {a.stage: a.microbatch for a in actions if a.kind is Kind.B}
+        self._last_microbatch = {a.stage: a.microbatch for a in actions if a.kind is Kind.B}
+        self._last_stage = last_stage
         self._losses: dict[int, Tensor] = {}
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
         """See ``Runner``."""
-        here = self._pipeline._stages[stage]
-        here.executor.microbatch = microbatch
-        batch = self._batches[microbatch]
-        assert here.run is not None, "a stage of a pipeline knows how to run"
-        with self._engine._at(batch, microbatch):
-            output = here.run(lambda root: self._engine._call(root, (batch,), {}), received)
-        if stage < self._pipeline.stages - 1:
-            return output
-        loss = find_loss(output)
-        self._losses[microbatch] = loss
-        return loss
+        output = super().forward(stage, microbatch, received)
+        if stage == self._last_stage:
+            self._losses[microbatch] = output
+        return output
 
     def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
         """See ``Runner``."""
-        executor = self._pipeline._stages[stage].executor
+        executor = self._stages[stage].executor
         executor.microbatch = microbatch
-        loss = self._losses.pop(microbatch) if stage == self._pipeline.stages - 1 else None
+        loss = self._losses.pop(microbatch) if stage == self._last_stage else None
         first = None if loss is None else torch.full_like(loss, self._scales[microbatch])
-        self._engine._run_backward(executor, microbatch == self._last[stage], lambda: run(first))
-
-
-class _Evaluating:
-    """Computes the stages without gradients."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        engine: "Engine",
-        batches: Sequence[Any],
-        call: Callable[[nn.Module, Any], Any],
-    ):
-        self._pipeline = pipeline
-        self._engine = engine
-        self._batches = batches
-        self._call = call
-
-    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """See ``Runner``."""
-        here = self._pipeline._stages[stage]
-        here.executor.microbatch = microbatch
-        batch = self._batches[microbatch]
-        assert here.run is not None, "a stage of a pipeline knows how to run"
-        with self._engine._at(batch, microbatch):
-            return here.run(lambda root: self._call(root, batch), received)
-
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
-        """Never called: the list has no B."""
-        raise NotImplementedError
+        executor.begin_backward(last=microbatch == self._last_microbatch[stage])
+        executor.run_backward(lambda: run(first))
 
 
 def _plain(output: Any) -> Any:

@@ -52,7 +52,7 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
     common, stateless, labels = _agree_on_scalars(engine, parts)
     state = {
         "step": engine.step_count,
-        "reference": engine.weight_reference,
+        "reference": parts.accumulation.reference,
         "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
         "optimizer": {"common": common[0], "exceptions": common[1]},
         "layout": {"mesh": str(parts.mesh), "zero_stage": engine.config.zero.stage},
@@ -292,7 +292,7 @@ def _restore(
     moments: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     engine.step_count = int(state.get("step", manifest.step))
-    engine.weight_reference = float(state.get("reference", 0.0))
+    parts.accumulation.reference = float(state.get("reference", 0.0))
     if parts.loss_scale is not None and state.get("loss_scale"):
         parts.loss_scale.load_state(state["loss_scale"])
     told = state.get("optimizer", {"common": {}, "exceptions": {}})

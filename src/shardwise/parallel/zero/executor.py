@@ -336,6 +336,20 @@ class Executor:
             for bucket in state.buckets:
                 bucket.reduces_alone = last and not self._adds_up
 
+    def run_backward(self, run: Callable[[], None]) -> None:
+        """``run``, which is autograd's part, and what is left to do after it."""
+        try:
+            run()
+            self.end_backward()
+        except Exception as error:
+            if "modified by an inplace operation" in str(error) and self.strategy.cuts_weight:
+                raise UsageError(
+                    "backward: a weight was needed after its Unit had been released, or was changed in place between "
+                    "forward and backward. Call the module's forward (not its inner functions) so that its hooks run, "
+                    f"or name one Unit around what belongs together in zero.units. ({error})"
+                ) from error
+            raise
+
     def _order_of_passes(self) -> tuple[Bracket, ...]:
         passes = self._passes.get(self.microbatch, [])
         return tuple(bracket for brackets in passes for bracket in brackets) or self.brackets
