@@ -24,6 +24,7 @@ failed or its data ended early, all stop there; a batch that one rank's tables r
 Cost: one exchange of a number a rank and step, beside the keys. Memory: ``depth`` steps with their keys.
 """
 
+import atexit
 import contextlib
 import threading
 import time
@@ -52,13 +53,16 @@ _LINGER_S = 0.5
 """A thread without work waits that long for more."""
 _PATIENCE_S = 10.0
 """For work in hand, at the end; it is longer only where another rank does not answer."""
+_EXIT_PATIENCE_S = 2.0
+"""The same where the process ends."""
 _HAS_STEP, _HAS_NONE, _FAILED = 0, 1, 2
 
 
 class JobThread:
     """Runs jobs one after another, in the order in which they were given; begins with the first, ends when idle.
 
-    A daemon: a job that waits for a lost rank does not keep the process alive.
+    A daemon: a job that waits for a lost rank does not keep the process alive. But a process that ends waits a moment
+    for the job in hand: the interpreter does not end well beneath a thread in a collective.
     """
 
     def __init__(self, name: str):
@@ -66,6 +70,7 @@ class JobThread:
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._lingers = True
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Run ``job`` after those before it."""
@@ -75,14 +80,26 @@ class JobThread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
+                atexit.register(self._finish)
             self._changed.notify()
         return future
+
+    def _finish(self) -> None:
+        """The process ends."""
+        with self._changed:
+            self._lingers = False
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_EXIT_PATIENCE_S)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._jobs and not self._changed.wait_for(lambda: bool(self._jobs), _LINGER_S):
+                self._changed.wait_for(lambda: self._jobs or not self._lingers, _LINGER_S)
+                if not self._jobs:
                     self._thread = None
+                    atexit.unregister(self._finish)
                     return
                 future, job = self._jobs.popleft()
             try:
@@ -151,8 +168,11 @@ class Ahead(Iterator[Any]):
             while len(self._waiting) <= self.depth:
                 self._waiting.append(self._ask())
             step = self._waiting.popleft().result()
-        except BaseException:
+        except Exception:
             self.close()
+            raise
+        except BaseException:  # Ctrl-C: other ranks may have stopped elsewhere, and no job here may ever end
+            self._close(0.0)
             raise
         if step is None:
             self.close()
@@ -171,10 +191,13 @@ class Ahead(Iterator[Any]):
 
     def close(self) -> None:
         """End it; what was asked for is done first. See [Note: the order of keys]."""
+        self._close(_PATIENCE_S)
+
+    def _close(self, patience_s: float) -> None:
         if self._is_closed:
             return
         self._is_closed = self._has_ended = True
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + patience_s
         for future in self._waiting:
             with contextlib.suppress(Exception):
                 future.result(max(0.0, end - time.monotonic()))
@@ -189,8 +212,8 @@ class Ahead(Iterator[Any]):
     def __enter__(self) -> "Ahead":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._close(_PATIENCE_S if kind is None or issubclass(kind, Exception) else 0.0)
 
     def _computed(self, engine: "Engine | None" = None, result: "StepResult | None" = None) -> None:
         """The step handed out last is over: called after an optimizer step, else when the next one is asked for."""

@@ -150,24 +150,51 @@ def _draw_lanes(
         height = _HEIGHT / max(1, len(rows))
         for number, row in enumerate(rows):
             middle = place - _HEIGHT / 2 + (number + 0.5) * height
-            for span in row:
+            for span, following in zip(row, [*row[1:], None], strict=True):
                 left, right = max(span.start_s, start_s), min(span.stop_s, stop_s)
+                colour = PALETTE[span.step % len(PALETTE)]
                 axes.barh(
                     middle,
                     (right - left) * 1e3,
                     left=(left - start_s) * 1e3,
                     height=height,
-                    color=PALETTE[span.step % len(PALETTE)],
+                    color=colour,
                     edgecolor="white",
-                    linewidth=0.6,
+                    linewidth=0.6 if (right - left) / longest_s > 0.004 else 0,
                 )
-                label = str(span.step)
-                size = min(9.0, (right - left) / longest_s * 1050 / len(label), 30 * height)
-                if size >= 4:
-                    axes.text(
-                        ((left + right) / 2 - start_s) * 1e3, middle, label, ha="center", va="center_baseline",
-                        fontsize=size, color="white",
-                    )  # fmt: skip
+                room = (stop_s if following is None else following.start_s) - right
+                _write_step(
+                    axes, span.step, (left - start_s, right - start_s), room, middle, height, longest_s
+                )
+        if lane == "keys" and not rows and spans:
+            axes.text(
+                (stop_s - start_s) * 500, place, "found and exchanged inside compute", ha="center",
+                va="center_baseline", fontsize=8, color="#888888",
+            )  # fmt: skip
+
+
+def _write_step(
+    axes: Any,
+    step: int,
+    bar: tuple[float, float],
+    room_s: float,
+    middle: float,
+    height: float,
+    longest_s: float,
+) -> None:
+    """The number in its bar, or beside a narrow one where there is room."""
+    label = str(step)
+    needed_s = len(label) * longest_s / 125
+    size = min(9.0, 18 * height)
+    if size < 4:
+        return
+    if bar[1] - bar[0] > needed_s:
+        at, side, colour = (bar[0] + bar[1]) / 2, "center", "white"
+    elif room_s > 1.5 * needed_s:
+        at, side, colour = bar[1] + longest_s / 400, "left", PALETTE[step % len(PALETTE)]
+    else:
+        return
+    axes.text(at * 1e3, middle, label, ha=side, va="center_baseline", fontsize=size, color=colour)
 
 
 def _side_by_side(spans: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
@@ -195,7 +222,8 @@ def _headline(name: str, spans: Sequence[LaneSpan]) -> str:
         return f"{name}: nothing was recorded"
     busy = sum(span.stop_s - span.start_s for span in compute) / (stop_s - start_s)
     steps = f"steps {compute[0].step} to {compute[-1].step}"
-    return f"{name}: {steps}, {(stop_s - start_s) / len(compute) * 1e3:.3g} ms a step, computing {busy:.0%} of the time"
+    each_ms = (stop_s - start_s) / len(compute) * 1e3
+    return f"{name}: {steps}, {each_ms:.3g} ms a step, {busy:.0%} of the time in compute"
 
 
 def _sum_ms(spans: Sequence[LaneSpan]) -> float | None:

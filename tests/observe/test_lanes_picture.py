@@ -1,0 +1,64 @@
+"""Lanes: what is kept, which stretch of time is shown, and what table and picture say of it."""
+
+from pathlib import Path
+
+from shardwise.observe.lanes_picture import Lanes, LaneSpan, draw_picture, draw_text
+
+
+def a_run(steps: int = 10, ahead: int = 1) -> Lanes:
+    """Steps of 10 s: 8 s of compute, keys 3 s one step ahead, reading 1 s three steps ahead in two pieces."""
+    lanes = Lanes(global_batch=100)
+    for step in range(1, steps + 1):
+        start = 10.0 * step
+        lanes.watch((step - 1) * 100, start - 30, start - 29.5)
+        lanes.watch((step - 1) * 100, start - 29.8, start - 29.3)
+        if ahead:
+            lanes.record("keys", step, start - 8, start - 5)
+        lanes.record("compute", step, start, start + 8)
+    return lanes
+
+
+def test_a_window_shows_what_every_lane_did_in_one_stretch_of_time() -> None:
+    spans = a_run().window(steps=3)
+    first, *_, last = [span for span in spans if span.lane == "compute"]
+    assert last.step - first.step == 2
+    assert all(span.start_s < last.stop_s and span.stop_s > first.start_s for span in spans)
+    assert [span.step for span in spans if span.lane == "keys"] == [first.step + 1, last.step, last.step + 1]
+    assert {span.step for span in spans if span.lane == "read"} <= set(range(first.step + 3, last.step + 4))
+    assert spans == sorted(spans, key=lambda span: span.start_s)
+
+
+def test_the_steps_shown_are_of_middle_length() -> None:
+    lanes = Lanes()
+    start = 0.0
+    for step, length in enumerate([9.0, 1.0, 1.0, 2.0, 2.0, 8.0], 1):
+        lanes.record("compute", step, start, start + length)
+        start += length
+    assert [span.step for span in lanes.window(steps=2)] == [4, 5], "of 2, 3, 4, 10 and 10 s"
+    assert len(lanes.window(steps=50)) == 6
+    assert Lanes().window() == []
+
+
+def test_a_ring_keeps_the_last_steps() -> None:
+    steps = [span.step for span in a_run(1000).window(steps=1000) if span.lane == "compute"]
+    assert steps == list(range(1000 - len(steps) + 1, 1001)) and len(steps) < 200
+
+
+def test_the_table() -> None:
+    lines = draw_text(a_run().window(steps=10)).splitlines()
+    assert lines[0].split("  ")[0].strip() == "step"
+    assert lines[2].split() == ["2", "3000.00", "8000.00", "5000.00", "2000.00"]
+    assert lines[5].split() == ["5", "1000.00", "3000.00", "8000.00", "5000.00", "2000.00"]
+    assert lines[-1].split()[0] == "mean" and len(lines) == 12
+    off = draw_text(a_run(ahead=0).window()).splitlines()
+    assert off[1].split()[1:] in (["8000.00"], ["1000.00", "8000.00"]), "keys belong to compute"
+    assert draw_text([]) == ""
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "lanes.png"
+    draw_picture({"rank 0": a_run().window(), "off": a_run(ahead=0).window(), "none": []}, path, "a run")
+    assert path.read_bytes()[:4] == b"\x89PNG" and list(tmp_path.iterdir()) == [path]
+    twins = [LaneSpan("read", step, 0.0, 1.0) for step in range(40)]
+    draw_picture({"side by side": [*twins, LaneSpan("compute", 1, 0.0, 1.0)]}, path)
+    draw_picture({}, path)
