@@ -17,6 +17,7 @@ PROMISES = {
     "06_pipeline_of_layers": "after 7 8 9 comes",
     "07_recompute": "selective",
     "08_change_the_mesh": "model state on this rank",
+    "09_tables_of_keys": "tables.user: ",
 }
 
 
@@ -77,10 +78,11 @@ def losses(text: str) -> list[float]:
     [
         ("05_cut_matrices", 2, (), "blocks.0.up.weight: [64, 32] on this rank, [128, 32] in all"),
         ("06_pipeline_of_layers", 2, (), "pp 1   "),
+        ("09_tables_of_keys", 2, (), "tables.item: 200 rows in use"),
         ("08_change_the_mesh", 4, ("--mesh", "pp=2,tp=2"), "step (pp 0 ranks)"),
     ],
 )
-def test_a_cut_model_loses_what_one_process_does(
+def test_more_ranks_lose_what_one_process_does(
     name: str, ranks: int, arguments: tuple[str, ...], promise: str, tmp_path: Path
 ) -> None:
     alone = subprocess.run(
