@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.kernels.tables.keys import bucket, mix, plain_mix
+from shardwise.kernels.tables.keys import bucket, in_turn, mix, plain_in_turn, plain_mix
 
 EDGES = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 7, 1 << 32])
 
@@ -48,3 +48,14 @@ def test_buckets_do_not_move() -> None:
 def test_a_number_of_buckets_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="expected 1 to 2147483648"):
         bucket(EDGES, 0)
+
+
+@pytest.mark.parametrize("buckets", [6, 8, 1024])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_rows_in_turn_are_dense_on_their_owners(buckets: int, ranks: int) -> None:
+    keys = torch.arange(7 * buckets)
+    ours, plain = in_turn(keys, buckets, ranks), plain_in_turn(keys, buckets, ranks)
+    assert torch.equal(ours.owners, plain.owners) and torch.equal(ours.rows, plain.rows)
+    for rank in range(ranks):
+        rows = ours.rows[ours.owners == rank]
+        assert rows.sort().values.tolist() == list(range(len(rows)))

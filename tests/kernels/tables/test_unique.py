@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from shardwise.kernels.tables.unique import Scratch, grouped, plain_grouped, plain_unique, unique
+from shardwise.kernels.tables.unique import (
+    Distinct,
+    Scratch,
+    dealt,
+    grouped,
+    plain_dealt,
+    plain_grouped,
+    plain_unique,
+    unique,
+)
 
 
 @pytest.mark.parametrize("form", [unique, plain_unique])
@@ -65,3 +74,14 @@ def test_groups_of_many() -> None:
 def test_a_label_outside(form, bad: int) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(IndexError, match=f"label {bad} at 1; expected 0 to 2"):
         form(torch.tensor([0, bad, 2]), 3)
+
+
+@pytest.mark.parametrize("form", [dealt, plain_dealt])
+def test_distinct_keys_by_owner(form) -> None:  # type: ignore[no-untyped-def]
+    distinct = Distinct(torch.tensor([7, 3, 9, 4]), torch.tensor([0, 1, 0, 2, 3]))
+    keys, inverse, counts = form(distinct, torch.tensor([1, 0, 1, 0]), 3)
+    assert keys.tolist() == [3, 4, 7, 9]
+    assert keys[inverse].tolist() == [7, 3, 7, 9, 4]
+    assert counts.tolist() == [2, 2, 0]
+    with pytest.raises(IndexError, match="3 at 1; expected 0 to 2"):
+        form(distinct, torch.tensor([1, 3, 1, 0]), 3)

@@ -2,6 +2,8 @@
 
     mix(key)              the finalizer of MurmurHash3: a bijection whose every output bit depends on every input bit
     bucket(key, buckets)  (mix(key) >> 33) · buckets >> 31
+    in_turn               of a static table: the key q·buckets + b lies on rank b mod N, there in row q·n + b div N,
+                          n: buckets of that rank
 
 A table's buckets are dealt to ranks and to a checkpoint's files; a key's bucket depends on nothing else. Buckets read
 the upper bits of the mix and a hash index the lower ones, so the keys of one rank spread over all slots of its index.
@@ -9,6 +11,8 @@ the upper bits of the mix and a hash index the lower ones, so the keys of one ra
 Cost:  2 multiplications and 3 shifts a key.
 Shapes: N keys.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +52,31 @@ def bucket(keys: Tensor, buckets: int) -> Tensor:
     return _logical_shift(mix(keys)) * buckets >> 31
 
 
+class InTurn(NamedTuple):
+    """Where rows of a static table are that is dealt out by buckets in turn."""
+
+    owners: Tensor
+    """int64 [N]."""
+    rows: Tensor
+    """Of the owner: int64 [N]."""
+
+
+def in_turn(keys: Tensor, buckets: int, ranks: int) -> InTurn:
+    """Owner and row of keys from 0 on: int64 [N]."""
+    if not runs_compiled(keys):
+        return plain_in_turn(keys, buckets, ranks)
+    found = InTurn(torch.empty(keys.shape, dtype=torch.int64), torch.empty(keys.shape, dtype=torch.int64))
+    _in_turn(array(keys), buckets, ranks, found.owners.numpy(), found.rows.numpy())
+    return found
+
+
+def plain_in_turn(keys: Tensor, buckets: int, ranks: int) -> InTurn:
+    """The same in torch operations, on any device."""
+    place = keys % buckets
+    owners = place % ranks
+    return InTurn(owners, keys // buckets * ((buckets - 1 - owners) // ranks + 1) + place // ranks)
+
+
 def _logical_shift(x: Tensor) -> Tensor:
     return (x >> _SHIFT) & ((1 << 64 - _SHIFT) - 1)
 
@@ -65,3 +94,27 @@ def mixed(key: int) -> np.uint64:
 def _mix_all(keys: np.ndarray, out: np.ndarray) -> None:
     for i in range(keys.size):
         out[i] = np.int64(mixed(keys[i]))
+
+
+@loop
+def _in_turn(keys: np.ndarray, buckets: int, ranks: int, owners: np.ndarray, rows: np.ndarray) -> None:
+    # Divisions by numbers that the compiler does not know cost more than all else: one of them a bucket, not a key.
+    owner_of, row_of, held = (
+        np.empty(buckets, np.int64),
+        np.empty(buckets, np.int64),
+        np.empty(buckets, np.int64),
+    )
+    for place in range(buckets):
+        owner_of[place], row_of[place] = place % ranks, place // ranks
+        held[place] = (buckets - 1 - place % ranks) // ranks + 1
+    is_power = buckets & (buckets - 1) == 0
+    shift = 0
+    while (1 << shift) < buckets:
+        shift += 1
+    for i in range(keys.size):
+        if is_power:
+            turn, place = keys[i] >> shift, keys[i] & (buckets - 1)
+        else:
+            turn, place = keys[i] // buckets, keys[i] % buckets
+        owners[i] = owner_of[place]
+        rows[i] = turn * held[place] + row_of[place]

@@ -41,6 +41,17 @@ class Grouped(NamedTuple):
     """int64 [G]."""
 
 
+class Dealt(NamedTuple):
+    """Distinct keys in the order of their owners."""
+
+    keys: Tensor
+    """int64 [U]."""
+    inverse: Tensor
+    """Where each key of the batch is among them now: int64 [N]."""
+    counts: Tensor
+    """How many each owner has: int64 [G]."""
+
+
 class Scratch:
     """Memory that calls of ``unique`` use again: fresh pages from the system cost more than the work on them."""
 
@@ -102,6 +113,28 @@ def plain_grouped(labels: Tensor, groups: int) -> Grouped:
     return Grouped(torch.argsort(labels, stable=True), torch.bincount(labels, minlength=groups))
 
 
+def dealt(distinct: Distinct, owners: Tensor, groups: int) -> Dealt:
+    """Distinct keys by owner, stable within one: int64 [U] owners -> [U], [N], [G]."""
+    keys, inverse = distinct
+    if not runs_compiled(keys, inverse, owners):
+        return plain_dealt(distinct, owners, groups)
+    ordered, moved = torch.empty_like(keys), torch.empty_like(inverse)
+    counts, place = torch.zeros(groups, dtype=torch.int64), np.empty(keys.numel(), np.int64)
+    given = (array(keys), array(inverse), array(owners))
+    bad = _dealt(*given, ordered.numpy(), moved.numpy(), counts.numpy(), place, np.empty(groups, np.int64))
+    if bad >= 0:
+        raise IndexError(f"owner {int(owners[bad])} at {bad}; expected 0 to {groups - 1}")
+    return Dealt(ordered, moved, counts)
+
+
+def plain_dealt(distinct: Distinct, owners: Tensor, groups: int) -> Dealt:
+    """The same by a stable sort, on any device."""
+    order, counts = plain_grouped(owners, groups)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    return Dealt(distinct.keys[order], place[distinct.inverse], counts)
+
+
 @loop
 def _unique(keys: np.ndarray, slots: np.ndarray, found: np.ndarray, inverse: np.ndarray) -> int:
     mask = np.uint64(slots.size - 1)
@@ -142,4 +175,33 @@ def _grouped(labels: np.ndarray, order: np.ndarray, counts: np.ndarray, starts: 
         group = labels[i]
         order[starts[group]] = i
         starts[group] += 1
+    return -1
+
+
+@loop
+def _dealt(
+    keys: np.ndarray,
+    inverse: np.ndarray,
+    owners: np.ndarray,
+    ordered: np.ndarray,
+    moved: np.ndarray,
+    counts: np.ndarray,
+    place: np.ndarray,
+    starts: np.ndarray,
+) -> int:
+    for i in range(owners.size):
+        if owners[i] < 0 or owners[i] >= counts.size:
+            return i
+        counts[owners[i]] += 1
+    total = 0
+    for owner in range(counts.size):
+        starts[owner] = total
+        total += counts[owner]
+    for i in range(keys.size):
+        owner = owners[i]
+        place[i] = starts[owner]
+        starts[owner] += 1
+        ordered[place[i]] = keys[i]
+    for i in range(inverse.size):
+        moved[i] = place[inverse[i]]
     return -1

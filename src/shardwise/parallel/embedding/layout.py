@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.keys import bucket
+from shardwise.kernels.tables.keys import bucket, in_turn
 from shardwise.parallel.embedding.policy import PlacementName
 
 BUCKETS = 1024
@@ -47,9 +47,12 @@ def static_row(keys: Tensor, ranks: int) -> Tensor:
     """Row in which its owner holds each key of a static table cut by row."""
     if ranks == 1:
         return keys
-    bucket = keys % BUCKETS
-    buckets = (BUCKETS - 1 - bucket % ranks) // ranks + 1
-    return keys // BUCKETS * buckets + bucket // ranks
+    return in_turn(keys, BUCKETS, ranks).rows
+
+
+def static_owner(keys: Tensor, ranks: int) -> Tensor:
+    """Rank that holds each key of a static table cut by row."""
+    return in_turn(keys, BUCKETS, ranks).owners
 
 
 def static_keys(rows: int, index: int, ranks: int) -> Tensor:

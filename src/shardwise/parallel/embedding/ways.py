@@ -32,10 +32,10 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, back, gather, send
 from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
-from shardwise.kernels.tables.unique import Scratch, grouped, unique
+from shardwise.kernels.tables.unique import Distinct, Scratch, dealt, grouped, unique
 from shardwise.parallel.embedding.fuse import Fused, by_sample
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.parallel.embedding.layout import dynamic_bucket, static_bucket
+from shardwise.parallel.embedding.layout import dynamic_bucket, static_owner
 from shardwise.parallel.embedding.store import Store, Stretch
 
 
@@ -137,8 +137,9 @@ class Way:
 
     def _owners(self, keys: Tensor) -> Tensor:
         """Of placement ``row``: the rank that has each key."""
-        buckets = dynamic_bucket(keys) if self.tables.is_dynamic else static_bucket(keys)
-        return buckets % self.group.size
+        if self.tables.is_dynamic:
+            return dynamic_bucket(keys) % self.group.size
+        return static_owner(keys, self.group.size)
 
     def _pooled(self, asked: Asked, vectors: Tensor, index: Tensor | None = None) -> list[Tensor]:
         """What each run makes of ``vectors``: those of distinct keys, or lines that ``index`` names for each key."""
@@ -252,17 +253,12 @@ class Routed(Way):
         ranks = self.group.size
         if self.tables.place.placement == "row":
             owners = self._owners(keys)
-            order, _ = grouped(owners, ranks)
+            ordered, moved, counts = dealt(Distinct(keys, inverse), owners, ranks)
+            leaving = counts.cpu()
             if self.tables.is_dynamic:
                 table = torch.arange(self.kinds).repeat_interleave(sizes)
                 leaving = torch.bincount(owners * self.kinds + table, minlength=ranks * self.kinds)
-            else:
-                leaving = torch.bincount(owners, minlength=ranks).cpu()
-            place = torch.empty_like(order)
-            place[order] = torch.arange(order.numel(), device=order.device)
-            return Asked(
-                fused, keys[order], _by_vector(fused, place[inverse]), leaving.view(ranks, self.kinds)
-            )
+            return Asked(fused, ordered, _by_vector(fused, moved), leaving.view(ranks, self.kinds))
         leaving = torch.zeros(ranks, self.kinds, dtype=torch.int64)
         if self.tables.is_dynamic:
             for number, place_of in enumerate(self.tables.places):
