@@ -109,21 +109,43 @@ def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.Captur
     last = rows[-1]
     assert last.rows and last.inserted and last.evicted, "keys came, and tables of 48 rows were full"
     assert last.rows == last.inserted - last.evicted <= 3 * 48
-    for name in ("loss.png", "auc.png", "config.yaml", "logs/rank_00000.log"):
+    for name in ("loss.png", "auc.png", "lanes.png", "config.yaml", "logs/rank_00000.log"):
         assert (run / name).exists(), name
     out = capsys.readouterr().out
     assert f"AUC {last.auc:.4f}, log loss {last.log_loss:.4f} over 150 samples held out" in out
     assert "best possible on them: AUC 0." in out
     assert f"tables: {last.rows} rows in use, {last.inserted} inserted, {last.evicted} evicted" in out
     assert "256 samples in" in out and "samples/s" in out
+    assert "compute ms  keys ahead ms" in out
     assert "tables: C1 to C3 (up to 48 x 4, adagrad" in out
     assert out.rstrip().endswith(f"run folder: {run}")
+
+
+def test_keys_ahead_change_no_number(runs: Runs) -> None:
+    for depth in (0, 3):
+        folder = runs.folder / f"depth_{depth}"
+        assert runs.train(f"tables.prepare_ahead={depth}", f"out={folder}") == 0
+    assert compared(runs.rows("depth_0")) == compared(runs.rows("depth_3"))
+    assert same_tensors(*(runs.folder / f"depth_{depth}" / "checkpoints" for depth in (0, 3)))
 
 
 @pytest.mark.parametrize("name", ["logistic_regression", "wide_deep", "deepfm", "dcn"])
 def test_every_model_runs_by_its_name(runs: Runs, name: str) -> None:
     assert runs.train("train.steps=2", "schedule.total_steps=2", model={"name": name}) == 0
     assert runs.rows()[-1].auc is not None
+
+
+def test_the_example_runs(runs: Runs) -> None:
+    few = (
+        "train.steps=4",
+        "train.eval_every=2",
+        "data.synthetic.samples=20000",
+        "data.synthetic.validation_samples=500",
+    )
+    example = Path(__file__).parent.parent.parent / "examples" / "dlrm.yaml"
+    assert train(Request(str(example), (*few, f"out={runs.folder / 'run'}"))) == 0
+    last = runs.rows()[-1]
+    assert last.auc is not None and last.inserted and last.samples == 4096
 
 
 def test_the_kept_configuration_starts_the_same_run(runs: Runs) -> None:

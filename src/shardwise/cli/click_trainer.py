@@ -1,12 +1,13 @@
 """Runs over clicks: a click-through model of ours, or one of the user's that takes the same batches.
 
 A microbatch counts by its samples; in the last step of the last epoch it may have none. Evaluations give the exact AUC
-and log loss over the held-out rows of all ranks (observe/auc.py); ``train.early_stop`` looks at the AUC.
+and log loss over the held-out rows of all ranks (observe/auc.py); ``train.early_stop`` looks at the AUC. Keys are
+exchanged ``tables.prepare_ahead`` steps ahead, in training and in evaluations (engine/ahead.py).
 """
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
+from shardwise.data.batched import Watch
 from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.engine.step import StepResult
 from shardwise.models import TargetPolicy, build_ctr
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.observe.auc import ClickMetrics, ClickScore
+from shardwise.observe.lanes_picture import Lanes
 from shardwise.observe.memory import in_use_bytes
 from shardwise.observe.metrics import ClickRecord
 from shardwise.observe.progress import count_text
@@ -61,6 +64,8 @@ class ClickTrainer(Trainer):
         self.corpus = build_clicks(config.data, self.folder.cache, reading)
         if self.corpus.skipped:
             _log.warning("data: %d malformed rows were skipped", self.corpus.skipped)
+        assert config.batch.global_size is not None, "Request.load refuses a run without a batch size"
+        self.lanes = Lanes(config.batch.global_size)
         config = _with_steps(config, len(self.corpus.train), config.data.epochs)
         return Opened(config, self.corpus.train, self.corpus.validation, self.corpus.fingerprint())
 
@@ -69,6 +74,16 @@ class ClickTrainer(Trainer):
         """As ``data.epochs`` says."""
         assert isinstance(self.config.data, ClickPolicy), "checked when the data was opened"
         return self.config.data.epochs
+
+    @property
+    def watch(self) -> Watch:
+        """What readers do is a lane of the picture."""
+        return self.lanes.watch
+
+    def steps(self) -> Generator[list[Any]]:
+        """With their keys exchanged ahead."""
+        with self.engine.ahead(self.loader, lanes=self.lanes) as steps:
+            yield from steps
 
     def make_model(self) -> nn.Module:
         """Ours with a table for each feature, without weights; the user's as it comes."""
@@ -105,7 +120,7 @@ class ClickTrainer(Trainer):
         was_training = self.engine.module.training
         self.engine.eval()
         try:
-            for batch, _ in self.validation_batches():
+            for batch in self.engine.ahead(batch for batch, _ in self.validation_batches()):
                 (output,) = self.engine.predict([batch])
                 metrics.add(logits_in(output), batch["labels"])
         finally:

@@ -17,6 +17,8 @@ from shardwise.comm.world import join
 from shardwise.config.auto import resolve
 from shardwise.data.clicks import ClickPolicy
 from shardwise.launch.environment import is_in_job
+from shardwise.observe.lanes_picture import draw_picture as draw_lanes
+from shardwise.observe.lanes_picture import draw_text as draw_lanes_text
 from shardwise.observe.log import rank_log
 from shardwise.observe.progress import ConsoleHandler, open_progress
 from shardwise.observe.schedule_picture import draw_picture, draw_text
@@ -81,6 +83,7 @@ def _train(trainer: Trainer, console: Console, request: Request) -> int:
     engine = trainer.engine
     engine.wait_for_save()
     _show_schedule(trainer, console)
+    _show_lanes(trainer, console)
     if not is_done:
         console.print(f"stopped after step {engine.step_count}, which is saved. Go on with:", style="bold")
         console.print(f"    {request.command()}", markup=False, highlight=False, soft_wrap=True)
@@ -103,6 +106,18 @@ def _show_schedule(trainer: Trainer, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     title = f"{what}, step {trainer.engine.step_count}"
     draw_picture({"predicted": predicted, "measured": measured}, trainer.folder.schedule, title, row="pp")
+
+
+def _show_lanes(trainer: Trainer, console: Console) -> None:
+    """Reading, keys and compute of a few steps of a run over clicks: a table, and a picture in the run folder."""
+    if not isinstance(trainer, ClickTrainer) or trainer.world.rank != 0:
+        return
+    spans = trainer.lanes.window()
+    for line in draw_lanes_text(spans).splitlines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if spans:
+        depth = trainer.config.tables.prepare_ahead
+        draw_lanes({"rank 0": spans}, trainer.folder.lanes, f"keys {depth} step(s) ahead")
 
 
 def _last_words(trainer: Trainer, console: Console) -> None:

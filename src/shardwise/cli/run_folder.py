@@ -4,6 +4,7 @@ config.yaml        the resolved configuration of the last start
 metrics.csv        one row per optimizer step
 loss.png           its picture
 auc.png            of a click-through model: its AUC
+lanes.png          of a click-through model: reading, keys and compute of a few steps
 schedule.png       the last step of a pipeline, predicted and measured
 tensorboard/       the same as TensorBoard events
 checkpoints/       step_00000200/ and so on
@@ -57,6 +58,11 @@ class RunFolder:
     def schedule(self) -> Path:
         """The last step of a pipeline."""
         return self.root / "schedule.png"
+
+    @property
+    def lanes(self) -> Path:
+        """What the lanes of a run over clicks did."""
+        return self.root / "lanes.png"
 
     @property
     def sample(self) -> Path:

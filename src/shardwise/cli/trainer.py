@@ -26,6 +26,7 @@ from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
 from shardwise.data import Loader, evaluation_batches
+from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
 from shardwise.observe.early_stop import EarlyStop
@@ -92,6 +93,7 @@ class Trainer(ABC):
             shuffle=data.shuffle,
             workers=data.workers,
             epochs=self.epochs,
+            watch=self.watch,
         )
         self.saved_step: int | None = None
         self.evaluated_step: int | None = None
@@ -135,6 +137,11 @@ class Trainer(ABC):
     @property
     def epochs(self) -> int | None:
         """Passes over the data after which the run ends; None: steps alone count."""
+        return None
+
+    @property
+    def watch(self) -> Watch | None:
+        """Told by threads that read clicks what they did, and when."""
         return None
 
     @abstractmethod

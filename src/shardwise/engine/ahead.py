@@ -213,7 +213,8 @@ class Ahead(Iterator[Any]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._close(_PATIENCE_S if kind is None or issubclass(kind, Exception) else 0.0)
+        is_hasty = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)
+        self._close(0.0 if is_hasty else _PATIENCE_S)
 
     def _computed(self, engine: "Engine | None" = None, result: "StepResult | None" = None) -> None:
         """The step handed out last is over: called after an optimizer step, else when the next one is asked for."""
