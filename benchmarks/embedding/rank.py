@@ -11,6 +11,7 @@ Lines of JSON on stdin and stdout; what a library prints goes to stderr, which t
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import gc
 import json
@@ -44,6 +45,7 @@ class Rank:
     def ready(self) -> dict[str, Any]:
         """Everything before the model: what this costs is not the contender's."""
         torch.set_num_threads(1)
+        _keep_freed_memory()
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         if self.case.ranks > 1:
@@ -94,6 +96,19 @@ class Rank:
         gc.collect()
         give_back_free_memory()
         return {}
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's names for them
+
+
+def _keep_freed_memory() -> None:
+    """glibc hands freed blocks of megabytes back and takes zeroed pages for the next, in every step or in none, by the
+    accident of what lies at the end of the heap. That is no property of a contender: here all keep what they freed,
+    as with the allocators that one preloads for training on CPUs."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, 1 << 30)
+        mallopt(_MMAP_THRESHOLD, 1 << 30)
 
 
 def main() -> None:
