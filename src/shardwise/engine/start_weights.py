@@ -1,0 +1,109 @@
+"""Start weights: where the first value of every element comes from.
+
+    init_from          a folder or file of weights, read in ranges
+    initial rules      drawn, for a model on ``meta``: from the caller, or the model's own ``initial_rules()``
+    the model itself   what it brings, weights and buffers, is rank 0's everywhere
+
+The first two make any elements of any whole parameter, so that a rank asks for those that it owns and no rank ever
+holds a whole model.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Group
+from shardwise.compose.whole import Whole
+from shardwise.config.run import RunConfig
+from shardwise.models.gpt import Gpt
+from shardwise.models.initial import Rule, draw
+from shardwise.models.source import open_weights
+from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.zero.bucket import Fill
+from shardwise.parallel.zero.modules import Holding
+from shardwise.plan.errors import UsageError
+from shardwise.plan.placement import runs
+from shardwise.plan.registry import Registry
+from shardwise.plan.unit import Slot
+
+
+class StartWeights(NamedTuple):
+    """How to get any elements of the parameters ``names``; all others are the model's own."""
+
+    fill: Fill | None = None
+    """Elements of a whole parameter; None where the model holds all already."""
+    names: Collection[str] = ()
+
+    def of_pieces(self, registry: Registry, tp: Group) -> "StartWeights":
+        """The same for elements of this rank's piece on "tp"; padding starts at zero."""
+        fill = self.fill
+        if fill is None:
+            return self
+
+        def fill_piece(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+            info = registry.get("parameter", slot.name)
+            out = torch.zeros(stop - start, dtype=dtype)
+            for run in runs(info.shape, info.on("tp"), tp.index, tp.size, start, stop):
+                part = fill(slot, run.full, run.full + run.elements, dtype)
+                if run.elements == stop - start:
+                    return part
+                out[run.local - start : run.local - start + run.elements] = part
+            return out
+
+        return self._replace(fill=fill_piece)
+
+    def or_own(self, holdings: Mapping[str, Holding]) -> Fill:
+        """Elements of any parameter: what is not made anew is read from the model as it is now."""
+
+        def read(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+            if self.fill is not None and slot.name in self.names:
+                return self.fill(slot, start, stop, dtype)
+            return holdings[slot.name].parameter.detach().reshape(-1)[start:stop]
+
+        return read
+
+
+def start_weights(
+    model: nn.Module, settings: RunConfig, initial: Mapping[str, Rule] | None, whole: Whole
+) -> StartWeights:
+    """Errors: UsageError where parameters are on meta and nobody says how they start."""
+    if settings.init_from is not None:
+        source = open_weights(settings.init_from, model.policy if isinstance(model, Gpt) else None)
+        source.check({entry.name: entry.shape for entry in whole.parameters.values()})
+        return StartWeights(
+            lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype),
+            list(whole.parameters),
+        )
+    if isinstance(model, Layers) and initial is None:
+        return StartWeights()  # a LayerSpec's layer comes with its start weights
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if not on_meta and initial is None:
+        return StartWeights()
+    own = getattr(model, "initial_rules", None)
+    rules = dict(initial or (own() if own is not None else {}))
+    without = [name for name in on_meta if name not in rules]
+    if without:
+        raise UsageError(
+            f"model: {len(without)} parameters are on meta and nobody says how they start: {', '.join(without[:5])}; "
+            "give initialize(..., initial={name: rule}) (shardwise.models.initial), init_from, or an initialised model"
+        )
+    seed = settings.train.seed
+    return StartWeights(
+        lambda slot, start, stop, dtype: draw(rules[slot.name], seed, slot.name, start, stop, dtype), rules
+    )
+
+
+def take_rank_0(model: nn.Module, device: torch.device, world: Group, made_anew: Collection[str]) -> None:
+    """What the model brings, weights and buffers, is the first rank's everywhere; not what is ``made_anew``."""
+    if world.size == 1:
+        return
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_meta or name in made_anew:
+                continue
+            whole = tensor.detach().to(device).contiguous()
+            world.broadcast(whole.view(-1), 0, name).wait()
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
