@@ -139,6 +139,7 @@ def test_the_example_runs(runs: Runs) -> None:
     few = (
         "train.steps=4",
         "train.eval_every=2",
+        "schedule.warmup_steps=1",
         "data.synthetic.samples=20000",
         "data.synthetic.validation_samples=500",
     )

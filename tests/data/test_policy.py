@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from shardwise.data.policy import DataPolicy
+from shardwise.data.clicks import ClickPolicy
+from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 
 
 def test_defaults_need_nothing_from_the_user() -> None:
@@ -43,3 +44,22 @@ def test_refusals_say_what_is_expected(given: dict[str, Any], expected: str) -> 
 
 def test_every_key_is_explained() -> None:
     assert all(field.description for field in DataPolicy.model_fields.values())
+
+
+def test_text_unless_it_says_clicks() -> None:
+    adapter: TypeAdapter = TypeAdapter(AnyDataPolicy)
+    assert adapter.validate_python({}) == DataPolicy()
+    assert adapter.validate_python({"kind": "clicks"}) == ClickPolicy()
+    for policy in (DataPolicy(source="x"), ClickPolicy(source="x")):
+        assert adapter.validate_python(policy) is policy
+        assert adapter.validate_python(policy.model_dump()) == policy
+    with pytest.raises(ValidationError, match="'text'"):
+        adapter.validate_python({"kind": "click"})
+
+
+def test_a_kind_is_added_where_there_is_none() -> None:
+    assert with_kind(None, "clicks") == {"kind": "clicks"}
+    assert with_kind({"source": "x"}, "clicks") == {"kind": "clicks", "source": "x"}
+    assert with_kind({"kind": "text"}, "clicks") == {"kind": "text"}
+    policy = ClickPolicy()
+    assert with_kind(policy, "clicks") is policy

@@ -9,8 +9,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from shardwise.models import build
+from shardwise.models.ctr.policy import CTR_POLICIES
 from shardwise.models.gpt import Gpt, GptPolicy
-from shardwise.models.policy import ModelPolicy, TargetPolicy
+from shardwise.models.policy import ModelPolicy, TargetPolicy, reads_clicks
 from shardwise.plan.errors import ConfigError
 
 adapter: TypeAdapter = TypeAdapter(ModelPolicy)
@@ -39,6 +40,14 @@ def test_one_of_ours() -> None:
     assert adapter.validate_python(policy) is policy
 
 
+@pytest.mark.parametrize("name", list(CTR_POLICIES))
+def test_a_click_through_model(name: str) -> None:
+    policy = adapter.validate_python({"name": name})
+    assert policy == CTR_POLICIES[name]() and adapter.validate_python(policy.model_dump()) == policy
+    assert reads_clicks(policy) and reads_clicks({"name": name}) and not reads_clicks(GptPolicy())
+    assert not reads_clicks({"target": "m:f", "name": name}) and not reads_clicks(None)
+
+
 def test_a_function_of_the_user_s(own_module: str) -> None:
     policy = adapter.validate_python({"target": f"{own_module}:stack", "depth": 3, "arguments": {"width": 5}})
     assert isinstance(policy, TargetPolicy)
@@ -52,7 +61,9 @@ def test_a_function_of_the_user_s(own_module: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"name": "gtp"}, "'gpt'"),
+        ({"name": "gtp"}, "there is no model 'gtp'; did you mean 'gpt'"),
+        ({"name": "dcm"}, "there is no model 'dcm'; did you mean 'dcn'"),
+        ({"name": "dlrm", "widht": 3}, "unknown key 'widht'; did you mean 'width'"),
         ({"name": "gpt", "widht": 3}, "unknown key 'widht'; did you mean 'width'"),
         ({"target": "no colon"}, "expected 'module:function'"),
         ({"target": "m:f", "a": 1, "arguments": {"a": 2}}, "a stands both in arguments and beside it"),

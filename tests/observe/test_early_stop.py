@@ -38,3 +38,12 @@ def test_the_best_is_kept() -> None:
     for step, value in ((10, 0.5), (20, 0.7), (30, 0.6)):
         stop.update(step, value)
     assert (stop.best, stop.best_step, stop.waited) == (0.7, 20, 1)
+
+
+def test_it_says_that_it_is_over_also_after_a_resume() -> None:
+    stop = EarlyStop(1)
+    assert not stop.is_over
+    assert not stop.update(1, 0.7) and stop.update(2, 0.6) and stop.is_over
+    again = EarlyStop(1)
+    again.load_state(stop.state())
+    assert again.is_over

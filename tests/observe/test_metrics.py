@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.observe.metrics import MetricsFile, StepRecord, read
+from shardwise.observe.metrics import ClickRecord, MetricsFile, StepRecord, read
 from shardwise.plan.errors import DataError
 
 HEADER = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
@@ -109,3 +109,27 @@ def test_a_file_of_a_run_killed_before_its_first_row_is_empty(tmp_path: Path) ->
     path = tmp_path / "metrics.csv"
     path.write_text("")
     assert read(path) == []
+
+
+def test_a_click_through_model_has_columns_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    records = [
+        ClickRecord(1, 0.1 + 0.2, samples=4096, samples_per_s=1e5, step_s=0.04, memory=2**30),
+        ClickRecord(2, 0.5, 0.45, 0.7 + 0.1, 1.0, 0.01, 4096, 1e5, 0.04, 2**30, 10, 12, 2),
+    ]
+    with closing(MetricsFile(path, kind=ClickRecord)) as metrics:
+        for record in records:
+            metrics.write(record)
+    assert read(path) == records
+    assert path.read_text().splitlines()[2].endswith(",10,12,2")
+    assert [record.validation for record in records] == [None, 0.45]
+    with closing(MetricsFile(path, 1, ClickRecord)):
+        assert read(path) == records[:1]
+
+
+def test_records_of_two_kinds_do_not_share_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.csv", range(1, 3))
+    with pytest.raises(DataError, match="choose another folder with out, or move the file away"):
+        MetricsFile(tmp_path / "metrics.csv", 2, ClickRecord)
+    with closing(MetricsFile(tmp_path / "metrics.csv", 0, ClickRecord)):
+        pass  # nothing of the earlier run is kept

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.observe.metrics import StepRecord
-from shardwise.observe.picture import LossPicture, draw_loss, smoothed
+from shardwise.observe.metrics import ClickRecord, StepRecord
+from shardwise.observe.picture import AucPicture, LossPicture, draw_auc, draw_loss, smoothed
 
 
 def test_a_straight_line_is_left_as_it_is_up_to_its_ends() -> None:
@@ -52,3 +52,19 @@ def test_the_picture_is_drawn_after_an_evaluation_once_a_minute_and_at_the_end(t
 def test_a_run_without_steps_leaves_no_picture(tmp_path: Path) -> None:
     LossPicture(tmp_path / "loss.png").close()
     assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("best", [None, 0.8])
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_the_auc_is_drawn_with_and_without_the_best(tmp_path: Path, size: int, best: float | None) -> None:
+    records = [ClickRecord(i, 0.5, 0.5, 0.7 if i % 2 else None) for i in range(1, size + 1)]
+    draw_auc(records, tmp_path / "auc.png", "run", best)
+    assert (tmp_path / "auc.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_the_auc_is_drawn_at_the_end(tmp_path: Path) -> None:
+    sink = AucPicture(tmp_path / "auc.png", "run", [ClickRecord(1, 0.6, 0.55, 0.7)], 0.8)
+    sink.write(ClickRecord(2, 0.5))
+    assert not list(tmp_path.iterdir())
+    sink.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["auc.png"]

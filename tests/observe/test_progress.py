@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.observe import progress
-from shardwise.observe.metrics import StepRecord
+from shardwise.observe.metrics import ClickRecord, StepRecord
 from shardwise.observe.progress import Bar, ConsoleHandler, Lines, open_progress
 
 
@@ -131,3 +131,20 @@ def test_bytes(value: float, text: str) -> None:
 )
 def test_durations(value: float, text: str) -> None:
     assert progress.duration_text(value) == text
+
+
+def test_a_click_through_model_s_words() -> None:
+    said = progress.words(ClickRecord(3, 0.5, 0.45, 0.78125, samples_per_s=163e3, step_s=0.025, rows=5), 61.0)
+    assert list(said.values()) == [
+        "loss 0.5000", "log loss 0.4500", "AUC 0.7812", "163k samples/s", "25 ms/step", "0:01:01 left",
+    ]  # fmt: skip
+    assert progress.fitting(said, 40) == "loss 0.5000  AUC 0.7812  0:01:01 left", "the AUC goes last but one"
+
+
+def test_the_bar_keeps_the_last_auc() -> None:
+    text = io.StringIO()
+    bar = Bar(Console(file=text, force_terminal=True, width=160), 10, clock=lambda: 0.0)
+    bar.write(ClickRecord(1, 0.6, 0.55, 0.75))
+    bar.write(ClickRecord(2, 0.5))
+    bar.close()
+    assert "loss 0.5000  log loss 0.5500  AUC 0.7500" in text.getvalue()

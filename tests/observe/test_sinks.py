@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.observe.metrics import StepRecord, read
+from shardwise.observe.metrics import ClickRecord, StepRecord, read
 from shardwise.observe.sinks import MonitorPolicy, Sinks, TensorBoardEvents, open_sinks
 from shardwise.plan.errors import ConfigError
 
@@ -43,6 +43,18 @@ def test_a_run_folder_gets_metrics_events_and_picture(tmp_path: Path) -> None:
     assert scalars(tmp_path / "tensorboard", "loss/validation") == [(2, 3.25)]
     assert scalars(tmp_path / "tensorboard", "step/lr") == [(1, 0.25)]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_click_through_model_gets_its_auc_as_events_and_picture(tmp_path: Path) -> None:
+    sinks = open_sinks(tmp_path, MonitorPolicy(), kind=ClickRecord, best_auc=0.8)
+    sinks.write(ClickRecord(1, 0.5))
+    sinks.write(ClickRecord(2, 0.4, log_loss=0.75, auc=0.5, rows=7))
+    sinks.close()
+    assert [r.step for r in read(tmp_path / "metrics.csv")] == [1, 2]
+    assert scalars(tmp_path / "tensorboard", "auc/validation") == [(2, 0.5)]
+    assert scalars(tmp_path / "tensorboard", "loss/validation") == [(2, 0.75)]
+    assert scalars(tmp_path / "tensorboard", "tables/rows") == [(2, 7)]
+    assert (tmp_path / "auc.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_the_synthetic_log(tmp_path: Path) -> None:
     bar = corpus.best_on_validation()
     assert bar is not None and bar.samples == 200 and corpus.best is not None
     assert abs(bar.auc - corpus.best.auc) < 0.15
+    few = corpus.best_on_validation(50)
+    assert few is not None and few.samples == 50, "of the rows that an evaluation of 50 takes"
     labels = corpus.validation.batch(np.arange(200))["labels"]
     assert bar.click_rate == pytest.approx(float(labels.mean()))
     listed = SyntheticPolicy(rows=[5, 7])
