@@ -39,14 +39,18 @@ class BlockShape(NamedTuple):
     """SwiGLU and RMSNorm (llama), or GELU and LayerNorm (gpt2)."""
 
 
-def kept_elements(shape: BlockShape, scope: Scope) -> int:
-    """Elements kept between forward and backward by one block, its input included."""
+def kept_elements(shape: BlockShape, scope: Scope, pieces: int = 1) -> int:
+    """Elements kept between forward and backward by one block, its input included.
+
+    ``pieces``: into how many ranks' parts the sequence is cut in front of the projections (tensor parallelism).
+    """
     tokens, d, f = shape.batch * shape.sequence, shape.width, shape.hidden
     if scope == "full":
-        return tokens * d
+        return tokens // pieces * d
     per_row, activations = (1, 3 * f) if shape.is_gated else (2, f)
     queries, values = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    kept = tokens * (2 * (d + per_row) + 2 * d + queries + f + queries + 2 * values + activations)
+    before = tokens // pieces * (2 * (d + per_row) + 2 * d)
+    kept = before + tokens * (queries + f + queries + 2 * values + activations)
     return kept + (_weights(shape, kept_by_kernel=True) if scope == "none" else 0)
 
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from shardwise.comm import duals
 from shardwise.comm.world import World
+from shardwise.memory.recompute_cost import BlockShape
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.cost import (
-    BlockShape,
     block_calls,
     elements_sent_per_pass,
     kept_activation_elements,
@@ -64,9 +64,9 @@ def test_activations_kept_by_a_block(ranks: Any, size: int, policy: GptPolicy, s
     few, many = (ranks(size).run(one_pass, policy, layers, sequence)[0][0] for layers in (1, 3))
     p = policy.resolved()
     shape = BlockShape(
-        p.width, p.heads, p.kv_heads or 0, p.head_size or 0, p.hidden or 0, p.manner == "llama"
+        2, 128, p.width, p.heads, p.kv_heads or 0, p.head_size or 0, p.hidden or 0, p.manner == "llama"
     )
-    expected = 4 * kept_activation_elements(shape, 2, 128, size, sequence)
+    expected = 4 * kept_activation_elements(shape, size, sequence)
     assert (many - few) / 2 == pytest.approx(expected, rel=0.03)
 
 

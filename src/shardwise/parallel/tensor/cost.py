@@ -12,14 +12,9 @@ P = B·T·D elements of an activation and N ranks (r gathers, each P (N-1)/N; an
 
 The column layers' second gather, of their input in backward, is the price of keeping a shard of it.
 
-Activations that one block of our Gpt keeps for its backward pass, in elements, n = B·T tokens, s = N with a cut
-sequence and 1 without:
-
-    llama   n/s (4D + 2)  +  n/N (2HK + 2N'K + 4F)  +  A        residual and norm output twice; q, k, v, mixed;
-    gpt2    n/s (4D + 4)  +  n/N (2HK + 2N'K + 2F)  +  A        gate-up, silu, product, or up and gelu
-    A       B·H/N times the attention weights kept a head (``kernels.attention.kept_elements``)
-
-N' key and value heads, replicas counted: N'/N of them are here, but never less than one.
+Of the activations that one block of our Gpt keeps for its backward pass (``memory.recompute_cost``) a rank keeps those
+of its heads and of its hidden features, of key and value heads at least one; with a cut sequence those of its tokens
+where the block works on all features: residuals and norms.
 
 Papers: Korthikanti et al. 2022, arXiv:2205.05198, section 4 (there with dropout masks, in bytes of 16 bits).
 Shapes: B batch, T sequence, D width, H heads, K head size, F hidden.
@@ -27,22 +22,9 @@ Shapes: B batch, T sequence, D width, H heads, K head size, F hidden.
 
 from dataclasses import dataclass
 
-from shardwise.kernels.attention import kept_elements
+from shardwise.memory.recompute_cost import BlockShape, kept_elements
 from shardwise.parallel.tensor.layout import divided
 from shardwise.plan.placement import Partial, Replicate, Shard, elements_sent
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """What a block of our Gpt consists of."""
-
-    width: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    hidden: int
-    gated: bool
-    """The llama manner: SwiGLU and RMSNorm; else GELU and LayerNorm."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +71,12 @@ def elements_sent_per_pass(
     )
 
 
-def kept_activation_elements(shape: BlockShape, batch: int, tokens: int, ranks: int, sequence: bool) -> int:
-    """Elements that one block keeps on one rank from forward to backward, without recomputation and dropout."""
-    n, cut = batch * tokens, ranks if sequence else 1
-    heads, kv_heads = shape.heads // ranks, divided(shape.kv_heads, ranks)
-    between = n // cut * (4 * shape.width + (2 if shape.gated else 4))
-    mixing = 2 * (heads + kv_heads) * shape.head_size
-    feeding = (4 if shape.gated else 2) * shape.hidden // ranks
-    return between + n * (mixing + feeding) + batch * heads * kept_elements(tokens)
+def kept_activation_elements(shape: BlockShape, ranks: int, sequence: bool) -> int:
+    """Elements that one block keeps on one rank from forward to backward, without recomputation and dropout.
+
+    ``shape``: of the block before it is cut.
+    """
+    here = shape._replace(
+        heads=shape.heads // ranks, kv_heads=divided(shape.kv_heads, ranks), hidden=shape.hidden // ranks
+    )
+    return kept_elements(here, "none", ranks if sequence else 1)
