@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection, Sequences, collections_of
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from shardwise.plan.errors import DataError, PlanError, UsageError
 from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.test_exact import SAMPLES, batch, loss_of, samples_of, tables
@@ -302,3 +302,48 @@ def test_weights_of_one_key_a_sample() -> None:
     found, rows = collection(given), collection.rows_here("t").weights
     for i, name in enumerate("ab"):
         torch.testing.assert_close(found[name], rows[keys[i]] * weights[i][:, None])
+
+
+@pytest.mark.parametrize("placement", ["data_parallel", "table", "row", "column"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("grows", [False, True], ids=["static", "dynamic"])
+def test_one_key_each_finds_its_own_row_and_moves_it(placement: str, ranks: int, grows: bool) -> None:
+    """Vectors stand sample after sample there, while keys may stand feature after feature."""
+    size: dict[str, Any] = {"dynamic": DynamicPolicy()} if grows else {"rows": 40}
+    given: dict[str, Any] = {"width": 4, "placement": placement, "bound": 0.5, "sends": "rows"} | size
+
+    def run(group: Group) -> None:
+        policies = [TablePolicy(name="a", features=("f", "g"), **given), TablePolicy(name="b", **given)]
+        collection = EmbeddingCollection(policies, SGD, dtype=torch.float64)
+        collection.place(group)
+        generator = torch.Generator().manual_seed(group.index)
+        keys = torch.randint(0, 40, (3, 7), generator=generator)
+        features = {name: Ragged.of_ones(each) for name, each in zip("fgb", keys, strict=True)}
+        # What each key's vector is when it is asked for in a batch that is not of one key each.
+        uneven = {
+            name: Ragged(torch.cat([each.values, each.values[:1]]), torch.tensor([*range(7), 8]))
+            for name, each in features.items()
+        }
+        collection(uneven)
+        collection.drop_gradients()
+        before = {name: collection(features)[name].detach().clone() for name in "fgb"}
+        collection.drop_gradients()
+        for name in "fgb":
+            torch.testing.assert_close(
+                before[name][:6], collection(uneven)[name][:6].detach(), rtol=0, atol=0
+            )
+            collection.drop_gradients()
+        factors = torch.arange(1.0, 4.0, dtype=torch.float64)
+        found = collection(features)
+        sum(factor * found[name].sum() for factor, name in zip(factors, "fgb", strict=True)).backward()
+        collection.step()
+        mine = torch.zeros(2, 40, dtype=torch.float64)  # table, key: summed gradient of every element
+        for (table, factor), row in zip(((0, 1.0), (0, 2.0), (1, 3.0)), keys, strict=True):
+            mine[table].index_add_(0, row, torch.full((7,), factor, dtype=torch.float64))
+        group.all_reduce(mine.view(-1), "expected gradients").wait()
+        after = collection(features)
+        for name, table, row in zip("fgb", (0, 0, 1), keys, strict=True):
+            expected = before[name] - 0.1 * mine[table][row][:, None]
+            torch.testing.assert_close(after[name].detach(), expected, rtol=1e-12, atol=1e-12)
+
+    on_ranks(ranks, run)

@@ -191,7 +191,7 @@ class Everywhere(Way):
 
     def ask(self, fused: Fused, lane: Lane) -> Asked:
         keys, inverse, sizes = self._distinct(fused, lane)
-        return Asked(fused, keys, inverse, sizes.repeat(self.group.size, 1))
+        return Asked(fused, keys, _by_vector(fused, inverse), sizes.expand(self.group.size, -1))
 
     def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
         sizes = everyone[:, 0]  # [N, K]
