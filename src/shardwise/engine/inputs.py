@@ -7,7 +7,7 @@
 The loss is the result itself, its "loss" entry or attribute, or the first of a tuple.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,18 +50,6 @@ def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> 
     if isinstance(value, PreparedFeatures):
         return value.changed(lambda inner: cast_inputs(inner, device, dtype))
     return value
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for inner in value:
-            yield from tensors_in(inner)
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
 
 
 def find_loss(output: Any) -> Tensor:

@@ -16,7 +16,6 @@ from shardwise.comm.world import World
 from shardwise.compose.cut import RunStage
 from shardwise.compose.whole import Whole
 from shardwise.engine.accumulation import Accumulation
-from shardwise.engine.inputs import tensors_in
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
 from shardwise.engine.tables import Tables
@@ -25,6 +24,7 @@ from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
+from shardwise.plan.pytree import tensors_in
 from shardwise.plan.registry import Registry
 from shardwise.precision.loss_scale import LossScale
 

@@ -19,10 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from shardwise.comm.peers import Peers
 from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.timeline import Span
 
@@ -73,7 +74,7 @@ class ScheduleExecutor:
             packed = self._to_send[key] = pack(output)
             tensors = packed.tensors
         else:
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            tensors = list(tensors_of(output))
             self._results[action.microbatch] = tree_map(_detached, output)
         if self._trains:
             self._outputs[key] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]

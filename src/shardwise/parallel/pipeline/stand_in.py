@@ -47,7 +47,7 @@ class Relay:
     def load(self, received: Any) -> None:
         """Take the received value of the pass that begins; fillers follow its dtype and device."""
         self.received, self.handed_over = received, False
-        tensors = [leaf for leaf in tree_leaves(received) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_of(received))
         self.device = tensors[0].device if tensors else None
         self.dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
@@ -115,7 +115,7 @@ class AbsentLeaf(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A filler of the shape that the module itself would return."""
-        given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        given = next(tensors_of((args, kwargs)), None)
         if given is None:
             return None
         outline = self._outline[0]
@@ -235,5 +235,5 @@ def _outline(module: nn.Module) -> nn.Module:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of a pytree, in order."""
+    """The tensors of a value as torch takes it apart, with the classes that were registered there, in order."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

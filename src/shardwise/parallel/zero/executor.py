@@ -38,8 +38,8 @@ Cost: two hooks per Unit and pass, one per parameter.
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,7 @@ from shardwise.parallel.zero.layout import (
 )
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import UsageError
+from shardwise.plan.pytree import tensors_in
 from shardwise.plan.unit import Unit
 
 
@@ -267,7 +268,7 @@ class Executor:
     def _watch(self, index: int, output: Any) -> None:
         """Whichever output's gradient comes first opens the Unit's backward window."""
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, index))
 
@@ -485,18 +486,3 @@ class Executor:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Every tensor in a pytree of tuples, lists, mappings and dataclasses."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)
-    elif is_dataclass(output) and not isinstance(output, type):
-        for field in fields(output):
-            yield from _tensors(getattr(output, field.name))
