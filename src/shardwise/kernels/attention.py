@@ -62,11 +62,6 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1).to(q.dtype) @ v
 
 
-def kept_elements(tokens: int) -> int:
-    """Attention weights of one head that blocks of queries keep for the backward pass."""
-    return sum((stop - start) * stop for start, stop in _blocks(tokens)) if tokens <= _KEEP_UP_TO else 0
-
-
 def _visible(q: Tensor, k: Tensor) -> Tensor:
     """Which keys [S] each of the last T places may see: bool [T, S]."""
     queries, keys = q.shape[2], k.shape[2]

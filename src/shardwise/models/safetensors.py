@@ -145,7 +145,7 @@ class Writer:
     def write(self, name: str, tensor: Tensor) -> None:
         """Put one whole tensor in its place."""
         expected = self._shapes.get(name)
-        if expected is None or (self._missing[name] == 0 and math.prod(expected)):
+        if expected is None or (self._missing[name] == 0 and 0 not in expected):
             raise MismatchError(f"{self._file}: {name} came twice, or is not among the announced tensors")
         if tuple(tensor.shape) != expected:
             raise MismatchError(f"{self._file}: {name} has shape {list(tensor.shape)}, not {list(expected)}")
