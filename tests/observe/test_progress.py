@@ -148,3 +148,12 @@ def test_the_bar_keeps_the_last_auc() -> None:
     bar.write(ClickRecord(2, 0.5))
     bar.close()
     assert "loss 0.5000  log loss 0.5500  AUC 0.7500" in text.getvalue()
+
+
+def test_an_evaluation_counts_in_the_time_left_by_its_share() -> None:
+    now = 0.0
+    pace = progress.Pace(100, lambda: now)
+    for step in range(1, 52):
+        now += 1.0 if step != 51 else 26.0  # one evaluation of 25 s
+        left_s = pace.left_s(step, 1.0)
+    assert left_s == pytest.approx(49 * (1.0 + 25.0 / 50))

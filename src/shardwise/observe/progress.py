@@ -1,7 +1,7 @@
 """The run on a terminal: a bar where there is a person, one line every few seconds where there is a pipe.
 
-Both are sinks (``metrics.py``) that rank 0 alone opens, and both show the same words. Time left is the mean wall
-time between recent steps, evaluation and checkpoints included, times the steps that remain.
+Both are sinks (``metrics.py``) that rank 0 alone opens, and both show the same words. Time left is the mean time of
+recent steps, with a share of the evaluations and checkpoints so far, times the steps that remain.
 """
 
 import logging
@@ -89,21 +89,32 @@ def fitting(said: dict[str, str], width: int) -> str:
 
 
 class Pace:
-    """Wall time per step, as a mean that forgets; the first step, which warms everything up, only starts it."""
+    """Wall time per step; the first step, which warms everything up, only starts it.
+
+    The steps themselves by a mean that forgets; what comes between them (evaluations, checkpoints) by the mean over the
+    whole run: one that has just been is no sign of many.
+    """
 
     def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
         self._total_steps, self._clock = total_steps, clock
         self._last: float | None = None
         self._weight = self._sum = 0.0
+        self._between_s, self._steps = 0.0, 0
 
-    def left_s(self, step: int) -> float | None:
-        """Note that ``step`` is done, and say how long the rest will take; None while that is not known."""
+    def left_s(self, step: int, step_s: float | None = None) -> float | None:
+        """Note that ``step`` is done, which took ``step_s`` itself; how long the rest will take, where that is known."""
         now = self._clock()
         if self._last is not None:
+            wall_s = now - self._last
+            own_s = wall_s if step_s is None else min(step_s, wall_s)
             self._weight = _PACE_MEMORY * self._weight + 1
-            self._sum = _PACE_MEMORY * self._sum + now - self._last
+            self._sum = _PACE_MEMORY * self._sum + own_s
+            self._between_s += wall_s - own_s
+            self._steps += 1
         self._last = now
-        return (self._total_steps - step) * self._sum / self._weight if self._weight else None
+        if not self._steps:
+            return None
+        return (self._total_steps - step) * (self._sum / self._weight + self._between_s / self._steps)
 
 
 class ConsoleHandler(logging.Handler):
@@ -136,7 +147,7 @@ class Lines:
 
     def write(self, record: Record) -> None:
         """Print the step, or hold it back in case it is the last."""
-        said = words(record, self._pace.left_s(record.step))
+        said = words(record, self._pace.left_s(record.step, record.step_s))
         line = f"step {record.step}/{self._total_steps}  " + "  ".join(said.values())
         due = self._printed_at is None or self._clock() - self._printed_at >= self._every_s
         if due or record.validation is not None or record.step == self._total_steps:
@@ -182,7 +193,7 @@ class Bar:
         """Move the bar."""
         known = record._asdict()
         self._evaluated |= {name: known[name] for name in _OF_EVALUATIONS if known.get(name) is not None}
-        said = words(record._replace(**self._evaluated), self._pace.left_s(record.step))  # type: ignore[arg-type]
+        said = words(record._replace(**self._evaluated), self._pace.left_s(record.step, record.step_s))  # type: ignore[arg-type]
         taken = len(f"step {record.step}/{self._total_steps} ") + _LEAST_BAR
         text = fitting(said, self._progress.console.width - taken)
         self._progress.update(self._task, completed=record.step, description=text)
