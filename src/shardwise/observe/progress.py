@@ -102,7 +102,7 @@ class Pace:
         self._between_s, self._steps = 0.0, 0
 
     def left_s(self, step: int, step_s: float | None = None) -> float | None:
-        """Note that ``step`` is done, which took ``step_s`` itself; how long the rest will take, where that is known."""
+        """Note that ``step`` is done, which took ``step_s`` itself; how long the rest will take, None while unknown."""
         now = self._clock()
         if self._last is not None:
             wall_s = now - self._last
