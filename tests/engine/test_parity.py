@@ -4,6 +4,7 @@ One global batch of 12 sequences a step is cut into ranks × accumulation pieces
 their targets are masked unevenly, so that the pieces weigh differently and some rank has nothing at all.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.collectives import DONE
 from shardwise.engine import engine as engine_module
+from shardwise.engine.parts import Parts
 from shardwise.engine.step import Totals
 from shardwise.parallel.zero.bucket import BucketState
 from tests.engine.nets import VOCABULARY, Language, seeded
@@ -204,10 +206,9 @@ def gathers_what_is_stale(bucket: BucketState) -> Any:
     return DONE if bucket.what == "Unit blocks.1" else _gather_update(bucket)
 
 
-def counts_this_rank_alone(*args: Any) -> Totals:
+def counts_this_rank_alone(parts: Parts, local: Sequence[float]) -> Totals:
     """The sum over the ranks is divided by one rank's weight."""
-    totals = _exchange(*args)
-    return totals._replace(weight=args[5][0])
+    return _exchange(parts, local)._replace(weight=local[0])
 
 
 _reduce, _gather_update, _exchange = BucketState.reduce, BucketState.gather_update, engine_module.exchange

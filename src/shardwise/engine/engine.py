@@ -135,17 +135,7 @@ class Engine:
         parts = self._parts
         flags = float(self._stop_wanted)
         local = (self._accumulation.weight, float(self._accumulation.loss), flags)
-        totals = exchange(
-            parts.trained,
-            parts.shared,
-            parts.tables,
-            parts.both,
-            parts.groups["model"],
-            parts.executors,
-            local,
-            parts.speaks,
-            parts.device,
-        )
+        totals = exchange(parts, local)
         scale = self._accumulation.scale
         norm = gradient_norm(totals, scale)
         finite = math.isfinite(norm)
@@ -154,7 +144,7 @@ class Engine:
         lr_factor = factor(self.config.schedule, self.step_count)
         if finite and totals.weight:
             divisor = totals.weight * scale
-            update(parts.trained, parts.tables, totals, divisor, norm, self.config.clip, lr_factor)
+            update(parts, totals, divisor, norm, self.config.clip, lr_factor)
         else:
             parts.tables.drop()
         if parts.loss_scale is not None:

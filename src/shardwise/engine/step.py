@@ -16,19 +16,20 @@ Gradients are sums over ranks and microbatches; they are scaled once, by the glo
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.engine.shared import SharedGradients
-from shardwise.engine.tables import Tables
 from shardwise.optim.clip import clip_factor, share, square_sum
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.parallel.zero.executor import Executor
 from shardwise.plan.errors import CommError
+
+if TYPE_CHECKING:
+    from shardwise.engine.parts import Parts
 
 
 class StepResult(NamedTuple):
@@ -72,23 +73,14 @@ def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> No
     shared.sum()
 
 
-def exchange(
-    trained: Sequence[Trained],
-    shared: SharedGradients,
-    tables: Tables,
-    both: Group,
-    model: Group,
-    executors: Sequence[Executor],
-    local: Sequence[float],
-    speaks: bool,
-    device: torch.device,
-) -> Totals:
+def exchange(parts: "Parts", local: Sequence[float]) -> Totals:
     """Sum over the data-parallel ranks, then over those that share a model.
 
-    ``local``: (weight, weighted loss, flags) of this rank. ``speaks``: whether it knows the loss and brings it.
+    ``local``: (weight, weighted loss, flags) of this rank.
     """
+    trained, shared, executors, both = parts.trained, parts.shared, parts.executors, parts.both
     finish_reductions(trained, shared)
-    squares = tables.square_sum()
+    squares = parts.tables.square_sum()
     used: list[float] = []
     for bucket, _ in trained:
         index, count = bucket.owned_range
@@ -102,7 +94,7 @@ def exchange(
     own = torch.tensor(
         [*local, order, order * order, sequence, sequence * sequence, *used], dtype=torch.float64
     )
-    on_device: Tensor = torch.cat([squares.reshape(1), own]).to(device)
+    on_device: Tensor = torch.cat([squares.reshape(1), own]).to(parts.device)
     both.all_reduce(on_device, "the gradient norm", purpose="control").wait()
     total = on_device.tolist()
     if not _agree(both.size, total[6], total[7]):
@@ -121,7 +113,8 @@ def exchange(
         orders_agree=_agree(both.size, total[4], total[5]),
         flags=int(total[3]),
     )
-    return totals if model.size == 1 else _over_model(totals, model, speaks, device)
+    model = parts.groups["model"]
+    return totals if model.size == 1 else _over_model(totals, model, parts.speaks, parts.device)
 
 
 def _over_model(totals: Totals, model: Group, speaks: bool, device: torch.device) -> Totals:
@@ -151,25 +144,19 @@ def gradient_norm(totals: Totals, scale: float) -> float:
 
 
 def update(
-    trained: Sequence[Trained],
-    tables: Tables,
-    totals: Totals,
-    divisor: float,
-    norm: float,
-    max_norm: float | None,
-    lr_factor: float,
+    parts: "Parts", totals: Totals, divisor: float, norm: float, max_norm: float | None, lr_factor: float
 ) -> None:
     """STEP for every bucket and every table, then the gathers of updated weights."""
     divisor = divisor / clip_factor(norm, max_norm)
     place = 0
     gathers = []
-    for bucket, optimizer in trained:
+    for bucket, optimizer in parts.trained:
         used = totals.used[place : place + len(bucket.parameters)]
         place += len(bucket.parameters)
         optimizer.step(bucket.owned_grad, divisor, lr_factor, unused_ranges(bucket, used))
         bucket.publish()
         gathers.append(bucket.gather_update())
-    tables.step(lr_factor, divisor)
+    parts.tables.step(lr_factor, divisor)
     for gather in gathers:
         gather.wait()
 
