@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise import DynamicPolicy, EmbeddingCollection, Ragged, RowOptimizerPolicy, TablePolicy
 from shardwise.models.initial import torch_rules
-from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.policy import DynamicPolicy, EvictionPolicy, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.ragged import Ragged
 
 ITEMS, GENRES, WIDTH = 200, 4, 8
 
@@ -26,7 +24,7 @@ class Taste(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        grows = DynamicPolicy(capacity=1000, eviction=EvictionPolicy(type="lfu"))
+        grows = DynamicPolicy(capacity=1000, eviction={"type": "lfu"})
         self.tables = EmbeddingCollection(
             [
                 TablePolicy(
