@@ -7,7 +7,8 @@ symmetric backward pass the peers get too).
 
     shardwise         initialize(model), train_step: the planner places the tables; row-wise Adagrad, or Adagrad
     shardwise, ahead  the same steps through ``engine.ahead``: keys of the next step are exchanged in another thread
-    torchrec          DistributedModelParallel, every table on one rank, fused row-wise Adagrad; DDP for the rest
+    torchrec          DistributedModelParallel, every table on one rank, fused row-wise Adagrad; DDP for the rest;
+                      "with its interaction": that of torchrec.models.dlrm in place of ours
     DDP               DistributedDataParallel over one nn.EmbeddingBag(sparse) for all features and the dense part;
                       torch's Adagrad for the rows, which knows no row-wise form: its loss is beside that of
                       ``shardwise, adagrad``
@@ -45,6 +46,7 @@ def contenders(case: Case) -> list[Contender]:
         Contender("shardwise, rowwise_adagrad"),
         Contender("shardwise, ahead, rowwise_adagrad"),
         Contender("torchrec, rowwise_adagrad", ("torchrec", "fbgemm_gpu")),
+        Contender("torchrec with its interaction, rowwise_adagrad", ("torchrec", "fbgemm_gpu")),
         Contender("shardwise, adagrad"),
         Contender("DDP, adagrad"),
     ]
@@ -54,7 +56,9 @@ def build(contender: Contender, case: Case, rank: int) -> Running:
     kind, *_, optimizer = contender.name.split(", ")
     if kind == "shardwise":
         return Ours(case, rank, optimizer, ahead="ahead" in contender.name)
-    return {"torchrec": TorchRec, "DDP": Ddp}[kind](case, rank, optimizer)
+    if kind == "DDP":
+        return Ddp(case, rank, optimizer)
+    return TorchRec(case, rank, optimizer, own_interaction="interaction" in kind)
 
 
 class Batch:
@@ -142,7 +146,7 @@ class Ours(Training):
 
 
 class TorchRec(Training):
-    def __init__(self, case: Case, rank: int, optimizer: str) -> None:
+    def __init__(self, case: Case, rank: int, optimizer: str, own_interaction: bool) -> None:
         super().__init__(case, rank, optimizer)
         import torch.distributed as dist
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -172,7 +176,9 @@ class TorchRec(Training):
             constraints={name: by_table for name in names},
         )
         sharders: Any = [EmbeddingBagCollectionSharder()]
-        net = _BagNet(bags, self.dense_part(), names)
+        net = _BagNet(bags, self.dense_part(), names, _their_interaction(names) if own_interaction else None)
+        if own_interaction:
+            _turn_pairs(net.dense)
         self.net = DistributedModelParallel(
             net,
             env=ShardingEnv.from_process_group(world),
@@ -214,16 +220,37 @@ class TorchRec(Training):
 class _BagNet(nn.Module):
     """torchrec's tables beside the dense part."""
 
-    def __init__(self, bags: nn.Module, dense: Dlrm, names: list[str]) -> None:
+    def __init__(self, bags: nn.Module, dense: Dlrm, names: list[str], interaction: nn.Module | None) -> None:
         super().__init__()
-        self.bags, self.dense, self.names = bags, dense, names
+        self.bags, self.dense, self.names, self.interaction = bags, dense, names, interaction
 
     def forward(self, dense: Tensor, keyed: Any) -> Tensor:
         found = self.bags(keyed)
         vectors = found.values().view(len(dense), len(self.names), WIDTH)
         place = {name: number for number, name in enumerate(found.keys())}  # by owners
         order = torch.tensor([place[name] for name in self.names])
-        return self.dense.logits(dense, vectors.index_select(1, order))
+        vectors = vectors.index_select(1, order)
+        if self.interaction is None:
+            return self.dense.logits(dense, vectors)
+        return self.dense.top(self.interaction(self.dense.bottom(dense), vectors)).squeeze(1)
+
+
+def _their_interaction(names: list[str]) -> nn.Module:
+    from torchrec.models.dlrm import InteractionArch
+
+    return InteractionArch(num_sparse_features=len(names))
+
+
+@torch.no_grad()
+def _turn_pairs(model: Dlrm) -> None:
+    """torchrec has the pairs of the upper triangle, ours are those of the lower one: the same network after a change of
+    columns."""
+    vectors, weight = FEATURES + 1, model.top[0].weight
+    row, column = torch.tril_indices(vectors, vectors, -1)
+    place = torch.empty(vectors, vectors, dtype=torch.int64)
+    place[column, row] = torch.arange(len(row))
+    first, second = torch.triu_indices(vectors, vectors, 1)
+    weight[:, WIDTH:] = weight[:, WIDTH:][:, place[first, second]].clone()
 
 
 class Ddp(Training):

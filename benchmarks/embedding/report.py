@@ -81,7 +81,7 @@ def _table(rows: list[Row]) -> str:
         ]
         if has_loss:
             cells.append(f"{_mean_loss(row):.6f}")
-        cells += [f"{row['notes'][note]:,.4g}" if note in row.get("notes", {}) else "" for note in notes]
+        cells += [f"{row['notes'][note]:,.0f}" if note in row.get("notes", {}) else "" for note in notes]
         cells.append(_agrees(row, rows))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -31,9 +31,9 @@ from table import insert
 import kernels
 
 HERE = Path(__file__).resolve().parent
-STEPS = {"lookup": 20, "multi_hot": 20, "end_to_end": 12, "vocabulary": 6, "dynamic": 20}
+STEPS = {"lookup": 12, "multi_hot": 10, "end_to_end": 10, "vocabulary": 5, "dynamic": 20}
 """Timed steps of a turn."""
-ROUNDS = 9
+ROUNDS = 7
 PEERS = ("fbgemm-gpu-cpu", "torchrec", "torch", "numba")
 
 
