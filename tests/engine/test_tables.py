@@ -24,8 +24,17 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.plan.errors import ConfigError, DataError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.plan.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    ShardwiseError,
+    TableFullError,
+    UsageError,
+)
 from shardwise.plan.ragged import Ragged
+from tests.engine import tables_net
+from tests.ranks import RanksError
 
 STEPS, SAMPLES, ROWS = 50, 16, 1500
 OPTIMIZERS = {
@@ -415,3 +424,135 @@ def test_sixteen_bits_learn(precision: str) -> None:
     losses = [engine.train_step([{"sparse": {"user": Ragged.of_lists([[3], [9]])}}]).loss for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
     assert engine.tables["tables"].rows_here("user").weights.dtype == torch.float32
+
+
+# Ranks that fail, or are given different things, agree ---------------------------------------------------------------
+
+
+class Capped(nn.Module):
+    """One table that may hold four keys."""
+
+    def __init__(self, placement: str) -> None:
+        super().__init__()
+        full = DynamicPolicy(capacity=4)
+        self.tables = EmbeddingCollection(
+            [TablePolicy(name="user", width=4, dynamic=full, placement=placement)], seed=2
+        )
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, sparse: Mapping[str, Ragged]) -> Tensor:
+        return self.out(self.tables(sparse)["user"]).square().mean()
+
+
+def fill_up(world: World, placement: str) -> list[Any]:
+    """A step with too many keys among good ones: what was said, the keys and the dense weights around it."""
+    engine = shardwise.initialize(
+        Capped(placement), {"comm": {"deadline_s": 20}, "batch": {"accumulation": 2}}, world=world
+    )
+
+    def step(*keys: int) -> None:
+        mine = [[key] for key in keys[world.rank :: world.size]]
+        engine.train_step([{"sparse": {"user": Ragged.of_lists([each])}} for each in mine])
+
+    step(1, 2, 3, 1)
+    before = engine.state_dict()
+    with pytest.raises(TableFullError, match=r"table 'user' would have 5 rows of at most 4.*lfu") as told:
+        step(1, 7, 8, 2)
+    unchanged = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    step(3, 2, 4, 1)
+    rows = engine.table_tallies()["tables.user"]
+    engine.close()
+    return [str(told.value), unchanged, rows.rows, rows.inserted, engine.step_count]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_full_table_is_said_on_all_ranks_and_the_run_can_go_on(ranks: Any, placement: str) -> None:
+    first, second = ranks(2).run(fill_up, placement)
+    assert first == second
+    assert first[1:] == [True, 4, 4, 2]
+
+
+def refuse_the_second(world: World) -> int:
+    """One rank's second microbatch has a bad key."""
+    model = Net(Layout(world.size, "row"))
+    engine = shardwise.initialize(
+        model, {"batch": {"accumulation": 2}, "comm": {"deadline_s": 20}}, world=world
+    )
+    names = [table.name for table in model.tables.tables]
+    good = [batch(0, names, world.rank, world.rank + 2), batch(0, names, 4 + world.rank, 5 + world.rank)]
+    bad = [good[0], {**good[1], "sparse": {**good[1]["sparse"], "sgd": Ragged.of_lists([[ROWS]])}}]
+    with pytest.raises(DataError):
+        engine.train_step(bad if world.rank == 1 else good)
+    steps = engine.train_step(good).step
+    engine.close()
+    return steps
+
+
+def test_a_refused_microbatch_ends_the_step_and_the_next_one_runs(ranks: Any) -> None:
+    assert ranks(2).run(refuse_the_second) == [1, 1]
+
+
+def load_different_bags(world: World) -> bool:
+    torch.manual_seed(world.rank)
+    bag = nn.EmbeddingBag(6, 4)
+    model = Capped("row")
+    model.tables.tables = (TablePolicy(name="user", width=4, rows=6, placement="row"),)
+    model.tables.load_bag("user", bag)
+    engine = shardwise.initialize(model, {}, world=world)
+    rows = engine.tables["tables"].rows_here("user")
+    torch.manual_seed(0)
+    first = nn.EmbeddingBag(6, 4).weight.detach()
+    engine.close()
+    return torch.equal(rows.weights, first[rows.keys])
+
+
+def test_given_rows_are_the_first_ranks_everywhere(ranks: Any) -> None:
+    assert ranks(2).run(load_different_bags) == [True, True]
+
+
+def with_other_memory(world: World) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.engine.tables._memory_of_a_rank", lambda world: 400 + 10_000 * world.rank)
+        model = Capped("auto")
+        model.tables.tables = (TablePolicy(name="user", width=4, rows=30),)
+        engine = shardwise.initialize(model, {}, world=world)
+    engine.train_step([{"sparse": {"user": Ragged.of_lists([[3]])}}])
+    places = [choice.place.placement for choice in engine.tables["tables"].choices]
+    engine.close()
+    return places
+
+
+def test_ranks_plan_for_the_least_memory(ranks: Any) -> None:
+    assert ranks(2).run(with_other_memory) == [["row"], ["row"]]
+
+
+def overflow(world: World) -> list[Any]:
+    """fp16: a step whose gradients overflow moves no row, no score, no sum."""
+    engine = tables_net.build(world, dict.fromkeys(("large", "grows"), "row"), precision="fp16")
+    tables_net.train(engine, 3)
+    before, scale = tables_net.rows_of(engine), engine._parts.loss_scale.scale
+    share = tables_net.SAMPLES // world.size
+    mine = tables_net.batch(2, share * world.rank, share * (world.rank + 1))
+    engine._parts.loss_scale.scale = 2.0**40
+    result = engine.train_step([mine])
+    engine._parts.loss_scale.scale = scale
+    after = tables_net.rows_of(engine)
+    del before["rare waiting"]  # a key may be admitted, and gets its start row
+    same = all(after[name][key] == row for name, rows in before.items() for key, row in rows.items())
+    engine.close()
+    return [result.skipped, same]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_overflow_leaves_rows_and_scores(ranks: Any, size: int) -> None:
+    found = [overflow(join())] if size == 1 else ranks(2).run(overflow)
+    assert found == [[True, True]] * size
+
+
+def test_a_mesh_that_cuts_the_model_is_refused(ranks: Any) -> None:
+    with pytest.raises(RanksError, match="embedding tables are spread over data-parallel ranks"):
+        ranks(2).run(cut)
+
+
+def cut(world: World) -> None:
+    shardwise.initialize(Capped("row"), {"mesh": {"tp": 2}}, world=world)

@@ -36,7 +36,7 @@ from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.step import Trained
-from shardwise.engine.tables import Tables, register_tables, take_over
+from shardwise.engine.tables import Tables, check_mesh, register_tables, take_over
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
@@ -224,6 +224,7 @@ class _Share(NamedTuple):
 
 def _share(model: nn.Module, whole: Whole, site: _Site, recipe: _Recipe) -> _Share:
     settings, mesh, groups, replay = site.settings, site.mesh, site.groups, Replay()
+    check_mesh(model, mesh)
     units = names_of_units(model, settings.zero)
     to_recompute = chosen(repeated_blocks(model) or units, settings.recompute)
     stages = cut_model(
@@ -237,7 +238,7 @@ def _share(model: nn.Module, whole: Whole, site: _Site, recipe: _Recipe) -> _Sha
         replay,
     )
     registry = register(whole, strategy_of(settings.zero, mesh), settings.precision, recipe.moments)
-    tables = take_over(model, settings, site.world, mesh, groups["dp"], site.clock)
+    tables = take_over(model, settings, site.world, groups["dp"], site.clock)
     register_tables(registry, tables)
     return _Share(whole, units, to_recompute, replay, stages, registry, tables)
 

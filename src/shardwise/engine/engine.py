@@ -135,7 +135,8 @@ class Engine:
         parts = self._parts
         flags = float(self._stop_wanted)
         local = (self._accumulation.weight, float(self._accumulation.loss), flags)
-        totals = exchange(parts, local)
+        with self.discard_on_error():
+            totals = exchange(parts, local)
         scale = self._accumulation.scale
         norm = gradient_norm(totals, scale)
         finite = math.isfinite(norm)
@@ -171,10 +172,11 @@ class Engine:
         if self._pipeline is not None:
             return self._pipeline.train_step(self, batches, weights)
         result = None
-        for i, batch in enumerate(batches):
-            loss = find_loss(self(batch))
-            self.backward(loss, None if weights is None else weights[i])
-            result = self.step()
+        with self.discard_on_error():
+            for i, batch in enumerate(batches):
+                loss = find_loss(self(batch))
+                self.backward(loss, None if weights is None else weights[i])
+                result = self.step()
         assert result is not None, "the last microbatch ends the step"
         return result
 

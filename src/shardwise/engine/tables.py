@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.exchange import share
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
@@ -100,9 +101,17 @@ def full_name(prefix: str, table: str) -> str:
     return f"{prefix}.{table}" if prefix else table
 
 
-def take_over(
-    model: nn.Module, settings: RunConfig, world: World, mesh: Mesh, group: Group, clock: Clock
-) -> Tables:
+def check_mesh(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a mesh that cuts a model with tables. Errors: ConfigError."""
+    cut = [axis for axis in ("tp", "pp") if mesh.size(axis) > 1]
+    if cut and collections_of(model):
+        raise ConfigError(
+            f"mesh {', '.join(f'{axis}={mesh.size(axis)}' for axis in cut)}: embedding tables are spread over "
+            f"data-parallel ranks, and this mesh cuts the dense model too; leave {' and '.join(cut)} at 1"
+        )
+
+
+def take_over(model: nn.Module, settings: RunConfig, world: World, group: Group, clock: Clock) -> Tables:
     """Place every collection of ``model`` over the data-parallel ranks. Collective.
 
     Errors: ConfigError where the configuration does not fit the model's tables, PlanError for a table that fits
@@ -110,11 +119,12 @@ def take_over(
     """
     collections = collections_of(model)
     tables = Tables(collections, group)
-    _check(tables, settings, mesh)
+    _check(tables, settings)
     if not collections:
         return tables
     # Keys may travel in a thread of their own: over a transport of their own, and untold in the order of collectives.
     keys_group = world.group_among(group.ranks, "keys", settings.comm, clock, Traffic(), lane="keys")
+    memory_bytes = _least(_memory_of_a_rank(world), group, world.device)
     for collection in collections.values():
         if collection.is_placed:
             raise UsageError(
@@ -126,7 +136,7 @@ def take_over(
             group,
             keys_group,
             batch=settings.batch.micro_size or 1024,
-            memory_bytes=settings.tables.memory_bytes or _memory_of_a_rank(world),
+            memory_bytes=settings.tables.memory_bytes or memory_bytes,
             device=world.device,
             dtype=settings.precision.dtypes("", collection.dtype).master,
             compute_dtype=settings.precision.compute_dtype,
@@ -143,7 +153,7 @@ def register_tables(registry: Registry, tables: Tables) -> None:
         registry.add(TensorInfo(name, shape, collection.dtype, "table", where))
 
 
-def _check(tables: Tables, settings: RunConfig, mesh: Mesh) -> None:
+def _check(tables: Tables, settings: RunConfig) -> None:
     policy = settings.tables
     names = [table.name for _, _, table in tables.each()]
     if not names:
@@ -153,18 +163,9 @@ def _check(tables: Tables, settings: RunConfig, mesh: Mesh) -> None:
                 "or remove them"
             )
         return
-    cut = [f"{axis}={mesh.size(axis)}" for axis in ("tp", "pp") if mesh.size(axis) > 1]
-    if cut:
-        raise ConfigError(
-            f"mesh {', '.join(cut)}: embedding tables are spread over data-parallel ranks, and this mesh cuts the "
-            f"dense model too; leave {' and '.join(each[:2] for each in cut)} at 1"
-        )
     for pattern in policy.placement:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"tables.placement: no table is called {pattern!r}{nearest(pattern, names)}; there are "
-                f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
-            )
+            raise ConfigError(f"tables.placement: no table is called {pattern!r}{nearest(pattern, names)}")
 
 
 def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
@@ -180,6 +181,14 @@ def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
                 table = TablePolicy.model_validate(given)  # checked anew: sends may not suit the placement
         tables.append(table)
     collection.tables = tuple(tables)
+
+
+def _least(memory_bytes: int, group: Group, device: torch.device) -> int:
+    """The least of all ranks: every rank plans for all, and must come to the same plan."""
+    if group.size == 1:
+        return memory_bytes
+    mine = torch.full((group.size, 1), memory_bytes, device=device)
+    return int(share(mine, group, "memory for tables").min())
 
 
 def _memory_of_a_rank(world: World) -> int:

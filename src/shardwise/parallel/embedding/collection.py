@@ -41,14 +41,14 @@ from shardwise.optim.clip import clip_factor
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
-from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bucket
+from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bucket, writer_of
 from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.saved import Stretch, stretch_to_write
 from shardwise.parallel.embedding.store import Store
 from shardwise.parallel.embedding.ways import Asked, Lane, Way, way_of
-from shardwise.plan.errors import CommError, DataError, PlanError, UsageError
+from shardwise.plan.errors import CommError, DataError, PlanError, TableFullError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged
 
@@ -168,7 +168,7 @@ class EmbeddingCollection(nn.Module):
             self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype, self.device)))
 
         for name, rows in self._to_load:
-            self.load_rows(name, rows)
+            self.load_rows(name, _of_first(rows, group, f"rows given for table {name}", self.device))
         self._to_load.clear()
 
     @property
@@ -352,12 +352,41 @@ class EmbeddingCollection(nn.Module):
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
-        """Σ g² over the rows whose gradients this rank owns, fp64: summed over the ranks, that of all tables."""
+        """Σ g² over the rows whose gradients this rank owns, fp64: summed over the ranks, that of all tables.
+
+        Collective. Errors: TableFullError, as ``check_room``'s.
+        """
+        self.check_room()
         self.end_backward()
         squares = torch.zeros((), dtype=torch.float64)
         for part in self._parts:
             squares = squares + part.store.square_sum().cpu()
         return squares
+
+    @torch.no_grad()
+    def check_room(self) -> None:
+        """TableFullError on all ranks alike where a table has more rows than its capacity and evicts none for it.
+
+        The new keys of the step are forgotten then, and its gradients: rows are those of the step before. Collective;
+        free where there is no such table.
+        """
+        assert self._group is not None, "asked of placed tables"
+        capped = [(part.store, table) for part in self._parts for table in part.store.capped]
+        if not capped:
+            return
+        here = [table.rows_after(self.steps + 1) * store.speaks for store, table in capped]
+        rows = torch.tensor(here, dtype=torch.float64, device=self.device)
+        self._group.all_reduce(rows, "rows of tables", "control").wait()
+        for (_, table), total in zip(capped, rows.tolist(), strict=True):
+            if table.capacity is not None and total > table.capacity:
+                for _, each in capped:
+                    each.forget_new()
+                self.drop_gradients()
+                raise TableFullError(
+                    f"table {table.name!r} would have {total:.0f} rows of at most {table.capacity} after this step, "
+                    "and evicts none for that; raise dynamic.capacity (or budget_bytes), admit fewer keys, or set "
+                    "dynamic.eviction.type: lru or lfu"
+                )
 
     @torch.no_grad()
     def step(self, lr_factor: float = 1.0, divisor: float = 1.0, max_norm: float | None = None) -> None:
@@ -368,6 +397,7 @@ class EmbeddingCollection(nn.Module):
         """
         self._settle()
         assert self._group is not None, "settled above"
+        self.check_room()
         self.end_backward()
         if max_norm is not None:
             squares = self.square_sum().reshape(1).to(self.device)
@@ -412,21 +442,21 @@ class EmbeddingCollection(nn.Module):
         """What this rank writes of a table into a checkpoint, and of its keys that wait for admission. Collective."""
         assert self._group is not None, "asked of placed tables"
         part, place = self._find(table)
-        rows, where = part.store.rows_here(place), part.tables.places[place]
+        group, where = self._group, part.tables.places[place]
+        is_copy = where.placement == "data_parallel" and group.size > 1
+        rows = part.store.rows_here(place, (group.index, group.size) if is_copy else None)
         width, what = part.tables.width, f"table {table}"
-        stretch = stretch_to_write(rows, self.buckets(table, rows.keys), where, width, self._group, what)
+        stretch = stretch_to_write(rows, self.buckets(table, rows.keys), where, width, group, what)
         if rows.candidates is None:
             return stretch, None
         keys, scores = rows.candidates.unbind(1)
         buckets = self.buckets(table, keys)
         order = buckets.argsort(stable=True)  # they come by key
-        waiting = Rows(keys[order], self._no_weights(order), scores=scores[order])
-        if where.placement == "column":
-            where = Place("data_parallel")  # of keys each rank knows all
-        return stretch, stretch_to_write(waiting, buckets[order], where, 0, self._group, what)
-
-    def _no_weights(self, keys: Tensor) -> Tensor:
-        return torch.empty(keys.numel(), 0, dtype=self.dtype)
+        if where.placement in ("data_parallel", "column"):  # every rank knows all of them
+            order = order[writer_of(buckets[order], group.size) == group.index]
+            where = Place("data_parallel")
+        waiting = Rows(keys[order], torch.empty(order.numel(), 0, dtype=self.dtype), scores=scores[order])
+        return stretch, stretch_to_write(waiting, buckets[order], where, 0, group, what)
 
     def place_of(self, table: str) -> tuple[Place, Group]:
         """Where a table lies, and over which ranks."""
@@ -564,6 +594,24 @@ def _on(device: torch.device, features: Mapping[str, Ragged], names: Iterable[st
             weights = None if weights is None else weights.to(device)
             moved[name] = Ragged(values.to(device), offsets.to(device), weights)
     return moved
+
+
+def _of_first(rows: Rows, group: Group, what: str, device: torch.device) -> Rows:
+    """The first rank's rows on all ranks, which were given as many: as with the weights that a model brings."""
+    if group.size == 1:
+        return rows
+    shape = torch.tensor([[*rows.weights.shape, len(rows.state)]] * group.size, device=device)
+    if bool((share(shape, group, what) != shape[0]).any()):
+        raise UsageError(f"embedding: the ranks differ in the number of {what}; give all of them the same")
+
+    def first(tensor: Tensor) -> Tensor:
+        whole = tensor.detach().to(device).contiguous().clone()
+        group.broadcast(whole.view(-1), 0, what).wait()
+        return whole.cpu()
+
+    scores = None if rows.scores is None else first(rows.scores)
+    state = {name: first(tensor) for name, tensor in sorted(rows.state.items())}
+    return Rows(first(rows.keys), first(rows.weights), state, scores, rows.first_column)
 
 
 def _by_feature(pooled: Tensor, asked: Asked, features: int, width: int) -> Tensor:

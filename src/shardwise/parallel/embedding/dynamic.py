@@ -19,13 +19,11 @@ from shardwise.parallel.embedding.policy import DynamicPolicy
 from shardwise.plan.errors import TableFullError
 
 _SLACK_ROWS = 1 << 20
-"""Rows beyond its capacity that an evicting table may have until the step is over."""
+"""Rows beyond its capacity that a table may have until the step is over: before it, all ranks learn that it is full."""
+_SWEEPS = 8
+"""Times that keys that wait are looked through in ``forget_steps``."""
 _COUNT_BITS = 20
 """Lower bits of a candidate's score, its count; the step of the last one lies above."""
-
-
-_SWEEPS = 8
-"""Times that those who wait are looked through in ``forget_steps``."""
 
 
 class Dynamic:
@@ -48,8 +46,6 @@ class Dynamic:
         self.start_key = start_key
         self._limit = limit
         self.clear()
-        self.inserted = 0
-        self.evicted = 0
         self._keys_are_distinct = keys_are_distinct
         """In each call of ``take``: true where no other rank asks."""
         self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
@@ -58,8 +54,31 @@ class Dynamic:
         """Begin anew without a key."""
         self.index = HashIndex(self._limit, min(self.policy.initial_rows, self._limit))
         self._candidates = HashIndex() if self.policy.admission.type == "frequency" else None
+        self.inserted = 0
+        self.evicted = 0
         self._came: list[Tensor] = []
         """Rows that came in this step, perhaps several times."""
+        self._new: list[Tensor] = []
+        """Keys that got a row in this step; of tables alone that may turn out to be too full."""
+
+    @property
+    def is_capped(self) -> bool:
+        """More rows than the capacity are an error, which is known before the step: nothing is evicted for it."""
+        return self.capacity is not None and self.policy.eviction.type in ("none", "age")
+
+    def rows_after(self, step: int) -> int:
+        """Rows that are left when ``step`` is over and what is too old has gone."""
+        max_age = self.policy.eviction.max_age_steps
+        if max_age is None or not self._came:
+            return len(self.index)
+        old = self.index.below(step - max_age + 1)
+        return len(self.index) - int((~torch.isin(old, torch.cat(self._came))).sum())
+
+    def forget_new(self) -> None:
+        """As if the keys of this step had not come."""
+        for keys in self._new:
+            self.inserted -= self.index.remove(keys).numel()
+        self._new.clear()
 
     def take(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Rows of keys, -1 for those not admitted, and which rows are new."""
@@ -73,6 +92,8 @@ class Dynamic:
         if self.policy.eviction.type != "none":
             self._came.append(rows[rows >= 0])
         self.inserted += new.numel()
+        if self.is_capped and new.numel():
+            self._new.append(self.index.keys_of(new))
         return rows, new
 
     def _insert(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +101,8 @@ class Dynamic:
             rows, new = self.index.find_or_insert(keys, 0 if self.policy.eviction.type == "lfu" else step)
         except TableFullError as error:
             raise TableFullError(
-                f"table {self.name!r}: {error}. Raise dynamic.capacity (or budget_bytes), admit fewer keys, or set "
+                f"table {self.name!r} has {len(self.index)} rows on this rank, and no room for the new keys of one "
+                f"batch beyond {self._limit}: use more ranks, admit fewer keys, or give it a capacity and "
                 "dynamic.eviction.type: lru or lfu"
             ) from error
         self.pin(self.index.keys_of(new), new)
@@ -117,6 +139,7 @@ class Dynamic:
 
     def score(self, step: int) -> None:
         """Move the scores of the rows that came in the step that ends."""
+        self._new.clear()
         if not self._came:
             return
         is_once = len(self._came) == 1 and self._keys_are_distinct
@@ -128,8 +151,9 @@ class Dynamic:
             self.index.set_scores(rows, step)
 
     def forget_uses(self) -> None:
-        """The step that ends did not count."""
+        """The step that ends did not count; rows that are new stay, as they start."""
         self._came.clear()
+        self._new.clear()
 
     def forget(self, rows: Tensor) -> None:
         """Evict rows."""
@@ -172,4 +196,4 @@ def limit_of(policy: DynamicPolicy, capacity: int | None, line_bytes: int) -> in
     if capacity is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return max(memory // line_bytes, 1)
-    return capacity if policy.eviction.type in ("none", "age") else 2 * capacity + _SLACK_ROWS
+    return 2 * capacity + _SLACK_ROWS

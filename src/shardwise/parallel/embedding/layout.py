@@ -43,6 +43,11 @@ def buckets_of(index: int, ranks: int) -> range:
     return range(index, BUCKETS, ranks)
 
 
+def writer_of(buckets: Tensor, ranks: int) -> Tensor:
+    """The rank that writes each bucket into a checkpoint: neighbouring buckets, so that a writer has one stretch."""
+    return torch.div(buckets * ranks, BUCKETS, rounding_mode="floor")
+
+
 def static_row(keys: Tensor, ranks: int) -> Tensor:
     """Row in which its owner holds each key of a static table cut by row."""
     if ranks == 1:

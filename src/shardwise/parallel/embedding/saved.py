@@ -3,7 +3,7 @@
     rows     | bucket 0 | bucket 1 | ... | bucket 1023 |        within a bucket by key
     writers  | rank 0          | rank 1 ...            |        neighbouring buckets, so that a writer has one stretch
 
-    data_parallel   each rank writes its stretch of the copy
+    data_parallel   each rank writes its stretch of the copy, and gathers no more
     table           the owner writes all
     row             rows go to the writers of their buckets
     column          columns go to the writers of their buckets, which put them together to rows
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, gather, send, share
-from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of, columns_of
+from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of, columns_of, writer_of
 from shardwise.parallel.embedding.rows import Rows
 from shardwise.parallel.embedding.rules import ONE_A_ROW
 
@@ -49,15 +49,13 @@ class Stretch(NamedTuple):
 def stretch_to_write(
     rows: Rows, buckets: Tensor, place: Place, width: int, group: Group, what: str
 ) -> Stretch:
-    """From what each rank holds, ordered by (bucket, key), to what it writes. ``buckets``: of the rows. Collective."""
+    """From what each rank brings, ordered by (bucket, key), to what it writes. Of copies it brings that part alone.
+
+    ``buckets``: of the rows. Collective.
+    """
     n = group.size
-    writers = torch.div(buckets * n, BUCKETS, rounding_mode="floor")
-    leaving = torch.bincount(writers, minlength=n)
-    if n > 1 and place.placement == "data_parallel":
-        start = int(leaving[: group.index].sum())
-        mine = slice(start, start + int(leaving[group.index]))
-        rows, buckets = _some(rows, mine), buckets[mine]
-    elif n > 1 and place.placement in ("row", "column"):
+    leaving = torch.bincount(writer_of(buckets, n), minlength=n)
+    if n > 1 and place.placement in ("row", "column"):
         counts: Counts = share(leaving[:, None], group, f"rows of {what}")[:, :, 0].tolist()
         if place.placement == "row":
             rows = _rows_together(rows, counts, group, what)
@@ -117,7 +115,7 @@ def chunks(counts: Tensor, rows: int) -> Iterator[Range]:
         yield start, end
 
 
-def _some(rows: Rows, which: slice | Tensor) -> Rows:
+def _some(rows: Rows, which: Tensor) -> Rows:
     """Some of the rows."""
     return Rows(
         rows.keys[which],

@@ -32,10 +32,16 @@ from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
 from shardwise.parallel.embedding.dynamic import Dynamic, capacity_of, limit_of
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.parallel.embedding.layout import dynamic_bucket, static_bucket, static_keys, static_row
+from shardwise.parallel.embedding.layout import (
+    dynamic_bucket,
+    static_bucket,
+    static_keys,
+    static_row,
+    writer_of,
+)
 from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.rules import ONE_A_ROW, history_of, optimizer_of, state_columns
-from shardwise.plan.errors import MismatchError, TableFullError
+from shardwise.plan.errors import MismatchError
 
 _CPU = torch.device("cpu")
 _START_ROWS = 1 << 16
@@ -110,7 +116,6 @@ class Store:
     @property
     def tallies(self) -> dict[str, Tally]:
         """Of each table, what this rank speaks for: summed over the ranks, each row counts once."""
-        speaks = self._group.index == 0 or not self._alike
         if self._dynamic:
             found = {each.name: Tally(len(each.index), each.inserted, each.evicted) for each in self._dynamic}
         else:
@@ -118,7 +123,17 @@ class Store:
                 table.name: Tally(where.rows_on(table.rows or 0, self._group.index, self._group.size))
                 for table, where in zip(self.tables.tables, self.tables.places, strict=True)
             }
-        return found if speaks else dict.fromkeys(found, Tally(0))
+        return found if self.speaks else dict.fromkeys(found, Tally(0))
+
+    @property
+    def speaks(self) -> bool:
+        """True where the rows here count: copies do on the first rank alone."""
+        return self._group.index == 0 or not self._alike
+
+    @property
+    def capped(self) -> list[Dynamic]:
+        """Tables that may be too full."""
+        return [each for each in self._dynamic if each.is_capped]
 
     # Reading -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +282,7 @@ class Store:
             limit = each.policy.eviction.max_age_steps
             if limit is not None:
                 each.forget(each.index.below(step - limit + 1))
-        if not any(each.capacity is not None for each in self._dynamic):
+        if not any(each.capacity is not None and not each.is_capped for each in self._dynamic):
             return
         here = torch.tensor([len(each.index) for each in self._dynamic])
         if self._alike or self.tables.place.placement == "table":
@@ -275,17 +290,11 @@ class Store:
         else:
             total = share(here.repeat(self._group.size, 1), self._group, "rows of tables")[:, 0].sum(0)
         for each, rows in zip(self._dynamic, total.tolist(), strict=True):
-            if each.capacity is not None and rows > each.capacity:
+            if each.capacity is not None and not each.is_capped and rows > each.capacity:
                 self._shrink(each, rows, each.capacity)
 
     def _shrink(self, table: Dynamic, rows: int, capacity: int) -> None:
-        eviction = table.policy.eviction
-        if eviction.type in ("none", "age"):
-            raise TableFullError(
-                f"table {table.name!r} has {rows} rows of at most {capacity}, and evicts none for that; raise "
-                "dynamic.capacity (or budget_bytes), admit fewer keys, or set dynamic.eviction.type: lru or lfu"
-            )
-        surplus = rows - int(capacity * (1 - eviction.fraction))
+        surplus = rows - int(capacity * (1 - table.policy.eviction.fraction))
         lowest = table.index.lowest(surplus)
         if self._alike or self.tables.place.placement == "table":
             table.forget(lowest)
@@ -301,8 +310,8 @@ class Store:
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
-    def rows_here(self, place: int) -> Rows:
-        """What this rank holds of a table, ordered by (bucket, key)."""
+    def rows_here(self, place: int, part: tuple[int, int] | None = None) -> Rows:
+        """What this rank holds of a table by (bucket, key); with ``part`` (i, n) of the i-th n-th of the buckets."""
         scores = candidates = None
         if self._dynamic:
             table = self._dynamic[place]
@@ -317,16 +326,18 @@ class Store:
             buckets = static_bucket(keys)
         order = keys.argsort()
         order = order[buckets[order].argsort(stable=True)]
+        if part is not None:
+            order = order[writer_of(buckets[order], part[1]) == part[0]]
         keys, rows = keys[order], rows[order].to(self.device)
         self._catch_up(rows)
-        lines, width = self.slab[rows], len(self.columns)
+        width = len(self.columns)
         state, start = {}, width
         for name, columns in state_columns(self.optimizer, width):
-            state[name] = lines[:, start : start + columns].clone()
+            state[name] = self.slab[:, start : start + columns].index_select(0, rows)
             start += columns
         return Rows(
             keys,
-            lines[:, :width].clone(),
+            self.slab[:, :width].index_select(0, rows),
             state,
             None if scores is None else scores[order],
             self.columns.start,
