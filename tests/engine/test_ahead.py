@@ -14,7 +14,6 @@ import torch
 from shardwise.comm.world import World
 from shardwise.data import Loader
 from shardwise.data.batched import BatchedDataset
-from shardwise.engine.ahead import JobThread
 from shardwise.observe.lanes_picture import LANES, Lanes
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.errors import DataError, UsageError
@@ -183,6 +182,32 @@ def one_epoch(world: World) -> Any:
     return [count, left]
 
 
+def two_in_turns(world: World) -> Any:
+    """Losses of two engines with their keys ahead at the same time, and of each alone."""
+
+    def stepping(engine: Any, depth: int) -> Iterator[float]:
+        for batches in engine.ahead(loader_of(world, False, 6, epochs=1), depth):
+            # Not the same time on both ranks: one has asked for the other engine's keys while this one's are under way.
+            time.sleep(0.004 * ((engine.step_count + world.rank) % 2))
+            yield engine.train_step(batches).loss
+
+    together: list[list[float]] = [[], []]
+    engines = [build(world, MIXED, batch={"global_size": 12, "micro_size": 6}) for _ in together]
+    for losses in zip(*(stepping(engine, 2) for engine in engines), strict=True):
+        for found, loss in zip(together, losses, strict=True):
+            found.append(loss)
+    left = wait_for_threads()
+    alone = build(world, MIXED, batch={"global_size": 12, "micro_size": 6})
+    expected = list(stepping(alone, 0))
+    for engine in (*engines, alone):
+        engine.close()
+    return together == [expected, expected], len(expected), left
+
+
+def test_two_engines_in_turns(ranks: Any) -> None:
+    assert ranks(2).run(two_in_turns) == [(True, 20, [])] * 2
+
+
 # Ranks that fail --------------------------------------------------------------------------------------------------
 
 
@@ -337,23 +362,7 @@ def test_a_users_data_is_read_by_the_callers_thread() -> None:
     engine.close()
 
 
-# The thread and the lanes -----------------------------------------------------------------------------------------
-
-
-def test_jobs_run_in_order_and_their_errors_are_the_askers() -> None:
-    thread, done = JobThread("shardwise-keys"), []
-
-    def refuse() -> None:
-        raise ValueError("no")
-
-    futures = [thread.submit(lambda n=n: done.append(n)) for n in range(5)]
-    refused, last = thread.submit(refuse), thread.submit(lambda: "last")
-    assert last.result(_PATIENCE_S) == "last" and done == list(range(5))
-    assert all(future.done() for future in futures)
-    with pytest.raises(ValueError, match="no"):
-        refused.result(_PATIENCE_S)
-    assert wait_for_threads() == []
-    assert thread.submit(lambda: "again").result(_PATIENCE_S) == "again"
+# The lanes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 2])

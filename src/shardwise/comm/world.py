@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.collectives import Clock, Group, TorchTransport, Transport
+from shardwise.comm.jobs import JobThread
 from shardwise.comm.peers import RING, Peers, SharedMemoryWire, TorchWire, Wire
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
@@ -153,6 +154,7 @@ class World:
     """How often these ranks have met: keeps the keys of each meeting apart in the store."""
     _transports: dict[tuple[Any, ...], Transport] = field(default_factory=dict, repr=False)
     _wires: dict[tuple[Any, ...], Wire] = field(default_factory=dict, repr=False)
+    _threads: dict[str, JobThread] = field(default_factory=dict, repr=False)
 
     def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
         """The ranks along ``axis``. Every rank calls this for the same axes in the same order."""
@@ -169,11 +171,15 @@ class World:
     ) -> Group:
         """These ranks, this one among them; ``axis`` names them in errors. All of them call this.
 
-        Groups of the same ranks share a transport, whose collectives run in one order. A thread of its own takes a
-        ``lane`` of its own.
+        Groups of the same ranks share a transport, whose collectives run in one order. What runs beside the main
+        thread takes a ``lane`` of its own, and runs in its ``thread``.
         """
         transport = self._transport(ranks, policy, lane) if len(ranks) > 1 else None
         return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic)
+
+    def thread(self, lane: str) -> JobThread:
+        """The thread of a lane: one for all engines, for they share its transports."""
+        return self._threads.setdefault(lane, JobThread(f"shardwise-{lane}"))
 
     def _transport(self, ranks: tuple[int, ...], policy: CommPolicy, lane: str = "") -> Transport:
         key = (ranks, policy.transport, lane)

@@ -24,9 +24,7 @@ failed or its data ended early, all stop there; a batch that one rank's tables r
 Cost: one exchange of a number a rank and step, beside the keys. Memory: ``depth`` steps with their keys.
 """
 
-import atexit
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,64 +47,9 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.step import StepResult
 
-_LINGER_S = 0.5
-"""A thread without work waits that long for more."""
 _PATIENCE_S = 10.0
 """For work in hand, at the end; it is longer only where another rank does not answer."""
-_EXIT_PATIENCE_S = 2.0
-"""The same where the process ends."""
 _HAS_STEP, _HAS_NONE, _FAILED = 0, 1, 2
-
-
-class JobThread:
-    """Runs jobs one after another, in the order in which they were given; begins with the first, ends when idle.
-
-    A daemon: a job that waits for a lost rank does not keep the process alive. But a process that ends waits a moment
-    for the job in hand: the interpreter does not end well beneath a thread in a collective.
-    """
-
-    def __init__(self, name: str):
-        self._name = name
-        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._lingers = True
-
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Run ``job`` after those before it."""
-        future: Future[Any] = Future()
-        with self._changed:
-            self._jobs.append((future, job))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-                atexit.register(self._finish)
-            self._changed.notify()
-        return future
-
-    def _finish(self) -> None:
-        """The process ends."""
-        with self._changed:
-            self._lingers = False
-            self._changed.notify()
-            thread = self._thread
-        if thread is not None:
-            thread.join(_EXIT_PATIENCE_S)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or not self._lingers, _LINGER_S)
-                if not self._jobs:
-                    self._thread = None
-                    atexit.unregister(self._finish)
-                    return
-                future, job = self._jobs.popleft()
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-            del future, job  # the last step must not live as long as this thread waits for another
 
 
 class _Step(NamedTuple):
@@ -130,7 +73,6 @@ class Ahead(Iterator[Any]):
         engine: "Engine",
         steps: Iterable[Any] | Loader,
         depth: int,
-        thread: JobThread,
         lanes: Lanes | None = None,
     ):
         if depth < 0:
@@ -139,7 +81,7 @@ class Ahead(Iterator[Any]):
             )
         self.depth = depth
         self._engine = engine
-        self._thread = thread
+        self._thread = engine.world.thread("keys")
         self._lanes = lanes
         self._loader = steps if isinstance(steps, Loader) else None
         self._left = None if self._loader is None else self._loader.steps_left

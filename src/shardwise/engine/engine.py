@@ -27,7 +27,7 @@ from shardwise.compose.draft import full_step
 from shardwise.config.run import RunConfig
 from shardwise.data.loader import Loader
 from shardwise.engine import saving, state
-from shardwise.engine.ahead import Ahead, JobThread
+from shardwise.engine.ahead import Ahead
 from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
@@ -72,7 +72,6 @@ class Engine:
         self._pipeline = pipeline
         self._accumulation = parts.accumulation
         self._pending: Any = None
-        self._key_thread = JobThread("shardwise-keys")
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -190,9 +189,7 @@ class Engine:
         steps, and its position is that of the step handed out last. Other iterables may yield any structure of
         batches, so also those of an evaluation. ``lanes`` records what ran when.
         """
-        return Ahead(
-            self, steps, self.config.tables.prepare_ahead if depth is None else depth, self._key_thread, lanes
-        )
+        return Ahead(self, steps, self.config.tables.prepare_ahead if depth is None else depth, lanes)
 
     def _close_step(self, totals: Totals, norm: float, lr_factor: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
