@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.parallel.embedding.collection import EmbeddingCollection, Sequences
+from shardwise.parallel.embedding.batch import Sequences
+from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.threads import on_ranks

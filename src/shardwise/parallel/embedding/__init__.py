@@ -6,7 +6,8 @@ group    tables that move together; pure  fuse        their features in a batch,
 store    the rows of one rank             dynamic     the index of a table that grows and shrinks
 rules    the kernels' optimizers          rows        rows outside their store
 ways     how keys travel, and vectors and gradients with them
-collection   the module                           ahead      batches prepared before the model asks for them
+batch    one batch on its way             ahead       batches prepared before the model asks for them
+saved    a table as a checkpoint has it   collection  the module
 
 What an engine does with each of ``collections_of(model)``; its weights are no parameters, so ZeRO does not see them:
 

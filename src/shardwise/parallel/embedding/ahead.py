@@ -18,7 +18,8 @@ import torch
 from shardwise.plan.ragged import Ragged
 
 if TYPE_CHECKING:
-    from shardwise.parallel.embedding.collection import EmbeddingCollection, Prepared
+    from shardwise.parallel.embedding.batch import Prepared
+    from shardwise.parallel.embedding.collection import EmbeddingCollection
 
 Features = Mapping[str, Ragged]
 

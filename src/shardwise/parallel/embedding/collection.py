@@ -24,13 +24,11 @@ Shapes: B samples, D width, F features.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.duals import uncompiled
@@ -39,51 +37,22 @@ from shardwise.comm.trace import Traffic
 from shardwise.kernels.tables.unique import Scratch
 from shardwise.optim.clip import clip_factor
 from shardwise.parallel.embedding.ahead import PreparedFeatures
+from shardwise.parallel.embedding.batch import Part, Prepared, Sequences, Vectors, by_feature, on_device
 from shardwise.parallel.embedding.fuse import batch_size, fuse
-from shardwise.parallel.embedding.group import TableGroup, group_tables
+from shardwise.parallel.embedding.group import group_tables
 from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bucket, writer_of
 from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Rows, Tally
-from shardwise.parallel.embedding.saved import Stretch, stretch_to_write
+from shardwise.parallel.embedding.saved import Stretch, of_first_rank, stretch_to_write
 from shardwise.parallel.embedding.store import Store
-from shardwise.parallel.embedding.ways import Asked, Lane, Way, way_of
+from shardwise.parallel.embedding.ways import Asked, Lane, way_of
 from shardwise.plan.errors import CommError, DataError, PlanError, TableFullError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged
 
 _REFUSED = -1
 """Number of keys of a rank that cannot say it."""
-
-
-class Sequences(NamedTuple):
-    """Vectors of a feature that is not pooled: sample b has ``values[offsets[b] : offsets[b + 1]]``."""
-
-    values: Tensor
-    """[N, D]."""
-    offsets: Tensor
-    """int64 [B + 1]."""
-
-
-@dataclass
-class Prepared:
-    """A batch whose keys are where they are needed."""
-
-    samples: int
-    offsets: dict[str, Tensor]
-    """Of the features that are not pooled."""
-    asked: list[Asked]
-    is_learning: bool = False
-    """A forward pass that waits for gradients, or got them, ran on it."""
-    gradients_came: bool = False
-
-
-class Part(NamedTuple):
-    """One group of tables on this rank."""
-
-    tables: TableGroup
-    way: Way
-    store: Store
 
 
 class EmbeddingCollection(nn.Module):
@@ -168,7 +137,7 @@ class EmbeddingCollection(nn.Module):
             self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype, self.device)))
 
         for name, rows in self._to_load:
-            self.load_rows(name, _of_first(rows, group, f"rows given for table {name}", self.device))
+            self.load_rows(name, of_first_rank(rows, group, f"rows given for table {name}", self.device))
         self._to_load.clear()
 
     @property
@@ -224,7 +193,7 @@ class EmbeddingCollection(nn.Module):
             asked = []
             for part in self._parts:
                 names = [feature.name for feature in part.tables.features]
-                fused = fuse(part.tables, _on(part.store.device, features, names), self.dtype)
+                fused = fuse(part.tables, on_device(part.store.device, features, names), self.dtype)
                 asked.append(part.way.ask(fused, lane))
         except Exception:
             # The others are told in the exchange that they come to next, and end there too.
@@ -276,7 +245,7 @@ class EmbeddingCollection(nn.Module):
                     found[members[0].name] = output.view(prepared.samples, keys * width)
                 else:
                     # One node for all features: a node for each would sum as many gradients of the whole.
-                    vectors = _by_feature(output, asked, stop - start, width).unbind(1)
+                    vectors = by_feature(output, asked, stop - start, width).unbind(1)
                     found.update(zip((feature.name for feature in members), vectors, strict=True))
         return found
 
@@ -297,7 +266,7 @@ class EmbeddingCollection(nn.Module):
             )
         prepared, outputs = self._fetch(features)
         runs = [
-            _by_feature(output, asked, run.stop - run.start, part.tables.width)
+            by_feature(output, asked, run.stop - run.start, part.tables.width)
             for part, asked, of_part in zip(self._parts, prepared.asked, outputs, strict=True)
             for run, output in zip(part.tables.runs, of_part, strict=True)
         ]
@@ -333,7 +302,7 @@ class EmbeddingCollection(nn.Module):
         self._open.append(prepared)
         flat = [output for of_part in fetched for output in of_part]
         anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
-        outputs = iter(_Vectors.apply(anchor, self._parts, prepared, *flat))
+        outputs = iter(Vectors.apply(anchor, self._parts, prepared, *flat))
         return prepared, [[next(outputs).to(self._compute_dtype) for _ in of_part] for of_part in fetched]
 
     # The step ----------------------------------------------------------------------------------------------------
@@ -550,75 +519,6 @@ class EmbeddingCollection(nn.Module):
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
     """The collections of a model by their names in it, in the order of registration: what an engine takes over."""
     return {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
-
-
-class _Vectors(torch.autograd.Function):
-    """Vectors pass; their gradients are kept. One node for all groups, so that ranks cannot differ in their order."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, parts: Sequence[Part], prepared: Prepared, *outputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.place = (parts, prepared)
-        return tuple(output.view_as(output) for output in outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        parts, prepared = ctx.place
-        if prepared.gradients_came:
-            raise UsageError(
-                "embedding: a second backward pass through the same vectors; run the forward pass again for it"
-            )
-        prepared.gradients_came = True
-        left: Iterator[Tensor | None] = iter(grads)
-        for part, asked in zip(parts, prepared.asked, strict=True):
-            of_part = [next(left) for _ in part.tables.runs]
-            if any(grad is not None for grad in of_part):
-                device = part.store.device
-                part.way.keep(asked, [None if grad is None else grad.to(device) for grad in of_part])
-        return (None,) * (3 + len(grads))
-
-
-def _on(device: torch.device, features: Mapping[str, Ragged], names: Iterable[str]) -> Mapping[str, Ragged]:
-    """The features that are named, with their parts on ``device``."""
-    if all(
-        ragged.values.device == device and ragged.offsets.device == device for ragged in features.values()
-    ):
-        return features
-    moved = dict(features)
-    for name in names:
-        if name in features:
-            values, offsets, weights = features[name]
-            weights = None if weights is None else weights.to(device)
-            moved[name] = Ragged(values.to(device), offsets.to(device), weights)
-    return moved
-
-
-def _of_first(rows: Rows, group: Group, what: str, device: torch.device) -> Rows:
-    """The first rank's rows on all ranks, which were given as many: as with the weights that a model brings."""
-    if group.size == 1:
-        return rows
-    shape = torch.tensor([[*rows.weights.shape, len(rows.state)]] * group.size, device=device)
-    if bool((share(shape, group, what) != shape[0]).any()):
-        raise UsageError(f"embedding: the ranks differ in the number of {what}; give all of them the same")
-
-    def first(tensor: Tensor) -> Tensor:
-        whole = tensor.detach().to(device).contiguous().clone()
-        group.broadcast(whole.view(-1), 0, what).wait()
-        return whole.cpu()
-
-    scores = None if rows.scores is None else first(rows.scores)
-    state = {name: first(tensor) for name, tensor in sorted(rows.state.items())}
-    return Rows(first(rows.keys), first(rows.weights), state, scores, rows.first_column)
-
-
-def _by_feature(pooled: Tensor, asked: Asked, features: int, width: int) -> Tensor:
-    """Vectors of one run as [B, F, D]: as they lie where they stand by sample, else a view across."""
-    if asked.fused.by_sample:
-        return pooled.view(asked.fused.samples, features, width)
-    return pooled.view(features, asked.fused.samples, width).transpose(0, 1)
 
 
 def _first_twice(names: Iterable[str]) -> str | None:

@@ -26,6 +26,7 @@ from shardwise.comm.exchange import Counts, gather, send, share
 from shardwise.parallel.embedding.layout import BUCKETS, Place, buckets_of, columns_of, writer_of
 from shardwise.parallel.embedding.rows import Rows
 from shardwise.parallel.embedding.rules import ONE_A_ROW
+from shardwise.plan.errors import UsageError
 
 Range = tuple[int, int]
 """Rows [start, stop) in the order of (bucket, key)."""
@@ -158,3 +159,21 @@ def _columns_together(rows: Rows, counts: Counts, width: int, group: Group, what
     }
     scores = None if rows.scores is None else rows.scores[mine]
     return Rows(rows.keys[mine], joined(rows.weights), state, scores), mine
+
+
+def of_first_rank(rows: Rows, group: Group, what: str, device: torch.device) -> Rows:
+    """The first rank's rows on all ranks, which were given as many: as with the weights that a model brings."""
+    if group.size == 1:
+        return rows
+    shape = torch.tensor([[*rows.weights.shape, len(rows.state)]] * group.size, device=device)
+    if bool((share(shape, group, what) != shape[0]).any()):
+        raise UsageError(f"embedding: the ranks differ in the number of {what}; give all of them the same")
+
+    def first(tensor: Tensor) -> Tensor:
+        whole = tensor.detach().to(device).contiguous().clone()
+        group.broadcast(whole.view(-1), 0, what).wait()
+        return whole.cpu()
+
+    scores = None if rows.scores is None else first(rows.scores)
+    state = {name: first(tensor) for name, tensor in sorted(rows.state.items())}
+    return Rows(first(rows.keys), first(rows.weights), state, scores, rows.first_column)

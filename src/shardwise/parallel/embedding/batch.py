@@ -1,0 +1,104 @@
+"""One batch on its way through the tables: what is known of its keys, and the node that waits for its gradients.
+
+Autograd sees one node for all groups of tables, so that ranks cannot differ in the order in which groups come back.
+It hands out vectors and keeps their gradients; nothing travels in it.
+
+Shapes: N keys, B samples, F features, D width.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.parallel.embedding.group import TableGroup
+from shardwise.parallel.embedding.store import Store
+from shardwise.parallel.embedding.ways import Asked, Way
+from shardwise.plan.errors import UsageError
+from shardwise.plan.ragged import Ragged
+
+
+class Sequences(NamedTuple):
+    """Vectors of a feature that is not pooled: sample b has ``values[offsets[b] : offsets[b + 1]]``."""
+
+    values: Tensor
+    """[N, D]."""
+    offsets: Tensor
+    """int64 [B + 1]."""
+
+
+@dataclass
+class Prepared:
+    """A batch whose keys are where they are needed."""
+
+    samples: int
+    offsets: dict[str, Tensor]
+    """Of the features that are not pooled."""
+    asked: list[Asked]
+    is_learning: bool = False
+    """A forward pass that waits for gradients, or got them, ran on it."""
+    gradients_came: bool = False
+
+
+class Part(NamedTuple):
+    """One group of tables on this rank."""
+
+    tables: TableGroup
+    way: Way
+    store: Store
+
+
+class Vectors(torch.autograd.Function):
+    """Vectors pass; their gradients are kept. One node for all groups, so that ranks cannot differ in their order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, parts: Sequence[Part], prepared: Prepared, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.place = (parts, prepared)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        parts, prepared = ctx.place
+        if prepared.gradients_came:
+            raise UsageError(
+                "embedding: a second backward pass through the same vectors; run the forward pass again for it"
+            )
+        prepared.gradients_came = True
+        left: Iterator[Tensor | None] = iter(grads)
+        for part, asked in zip(parts, prepared.asked, strict=True):
+            of_part = [next(left) for _ in part.tables.runs]
+            if any(grad is not None for grad in of_part):
+                device = part.store.device
+                part.way.keep(asked, [None if grad is None else grad.to(device) for grad in of_part])
+        return (None,) * (3 + len(grads))
+
+
+def on_device(
+    device: torch.device, features: Mapping[str, Ragged], names: Iterable[str]
+) -> Mapping[str, Ragged]:
+    """The features that are named, with their parts on ``device``."""
+    if all(
+        ragged.values.device == device and ragged.offsets.device == device for ragged in features.values()
+    ):
+        return features
+    moved = dict(features)
+    for name in names:
+        if name in features:
+            values, offsets, weights = features[name]
+            weights = None if weights is None else weights.to(device)
+            moved[name] = Ragged(values.to(device), offsets.to(device), weights)
+    return moved
+
+
+def by_feature(pooled: Tensor, asked: Asked, features: int, width: int) -> Tensor:
+    """Vectors of one run as [B, F, D]: as they lie where they stand by sample, else a view across."""
+    if asked.fused.by_sample:
+        return pooled.view(asked.fused.samples, features, width)
+    return pooled.view(features, asked.fused.samples, width).transpose(0, 1)
