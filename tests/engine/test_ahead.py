@@ -168,6 +168,43 @@ def stop_and_go_on(world: World) -> Any:
     return found
 
 
+@pytest.mark.parametrize("how", ["loop", "step"])
+def test_after_a_break_every_step_comes_once(ranks: Any, how: str) -> None:
+    for seen, expected, state, callbacks, left in ranks(2).run(leave_and_go_on, how):
+        assert seen == expected
+        assert state == (20, 240) and callbacks == 0 and left == []
+
+
+def leave_and_go_on(world: World, how: str) -> Any:
+    """Labels and keys of an epoch that was left twice, and of one read straight through; neither loop was closed."""
+
+    def named(batches: Any) -> Any:
+        return [(each["labels"].tolist(), each["sparse"]["d"].values.tolist()) for each in batches]
+
+    straight = loader_of(world, False, 6, epochs=1)
+    expected = [named(straight.step_batches()) for _ in range(20)]
+    engine = build(world, MIXED, batch={"global_size": 12, "micro_size": 6})
+    loader, seen, lanes = loader_of(world, False, 6, epochs=1), [], Lanes(12)
+    for stop in (4, 9):
+        steps = engine.ahead(loader, 3, lanes)
+        for batches in steps:
+            engine.train_step(batches)
+            seen.append(named(batches))
+            if len(seen) == stop:
+                break
+        assert loader.state()["step"] == stop
+        if how == "step":
+            seen.append(named(loader.step_batches()))
+            with pytest.raises(UsageError, match="somebody else has asked the loader"):
+                next(steps)
+    for batches in engine.ahead(loader, 2, lanes):
+        engine.train_step(batches)
+        seen.append(named(batches))
+    left = wait_for_threads()
+    engine.close()
+    return seen, expected, (loader.state()["step"], loader.state()["samples"]), len(engine.on_step), left
+
+
 def test_an_epoch_ends_on_all_ranks_alike(ranks: Any) -> None:
     assert ranks(2).run(one_epoch) == [[20, []]] * 2
 

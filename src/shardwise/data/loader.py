@@ -5,7 +5,8 @@
         engine.train_step(loader.step_batches(step))        # global_batch / (micro_batch · dp_size) batches
     loader.state()                                          # JSON, equal on every rank
 
-The position is what has been handed out, never what has been read ahead. It counts samples, so a state loads on any
+The position is what has been handed out, never what has been read ahead; whoever fetches steps ahead of their use
+(``lend``) gives them back as soon as anybody else asks. It counts samples, so a state loads on any
 number of ranks, with any micro batch, and after a change of the global batch.
 Text is read ahead by one thread, one step deep; a user's dataset by its worker processes, or not at all: it may draw
 random numbers or hold files that a second thread would disturb. A ``BatchedDataset`` is read by ``workers`` threads,
@@ -14,7 +15,7 @@ empty batches (batched.py).
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -77,6 +78,7 @@ class Loader:
         self._samples = 0
         self._cursor = self._feed.start()
         self._open: Iterator[Fetched] | None = None
+        self._take_back: Callable[[], None] | None = None
 
     @property
     def step(self) -> int:
@@ -100,11 +102,12 @@ class Loader:
 
         Another step than the next counts from the last loaded state, by the present global batch.
         """
+        self._end_loan()
         if step is not None and step != self._step:
             self._cursor = self._feed.advance(self._cursor, step - self._step)
             self._samples += (step - self._step) * self.share.global_batch
             self._step = step
-            self.close()
+            self._forget()
         fetched = self.fetch()
         self.count(fetched)
         return fetched.batches
@@ -117,7 +120,8 @@ class Loader:
     def fetch(self) -> Fetched:
         """The next step, for one who takes several before the first is used: each counts when ``count`` is told.
 
-        ``close`` forgets those that were not counted: they are read again.
+        ``close`` forgets those that were not counted: they are read again. Who fetches more than one says so first:
+        ``lend``.
         """
         if self._open is None:
             steps = self._feed.steps(self._cursor)
@@ -125,7 +129,7 @@ class Loader:
         try:
             return next(self._open)
         except BaseException:
-            self.close()  # a later call starts anew at the same position
+            self._forget()  # a later call starts anew at the same position
             raise
 
     def count(self, fetched: Fetched) -> None:
@@ -134,17 +138,29 @@ class Loader:
         self._samples += self.share.global_batch
         self._cursor = fetched.after
 
+    def lend(self, take_back: Callable[[], None]) -> None:
+        """To one who will fetch ahead, until ``close``. Whoever asks for steps in another way, or moves the position,
+        has ``take_back`` called first; after it there may be no fetch."""
+        self.close()
+        self._take_back = take_back
+
+    def _end_loan(self) -> None:
+        """What was fetched and not counted is read again."""
+        if self._take_back is not None:
+            self.close()
+
     def __iter__(self) -> Iterator[Any]:
         """Microbatches, for a loop of the user's; a step counts once its last one is handed out.
 
         Without end, or with ``epochs`` as many on every rank: the last of them may be empty.
         """
         while self.steps_left != 0:
+            self._end_loan()
             fetched = self.fetch()
             try:
                 yield from fetched.batches[:-1]
             except GeneratorExit:
-                self.close()  # left in the middle of a step: it is read again
+                self._forget()  # left in the middle of a step: it is read again
                 raise
             self.count(fetched)
             yield fetched.batches[-1]
@@ -180,6 +196,12 @@ class Loader:
 
     def close(self) -> None:
         """End what reads ahead; the next call of ``step_batches`` starts it again."""
+        if self._take_back is not None:
+            self._take_back()  # once more by the next to ask, if it fails
+            self._take_back = None
+        self._forget()
+
+    def _forget(self) -> None:
         opened, self._open = self._open, None
         if opened is not None and hasattr(opened, "close"):
             opened.close()

@@ -25,6 +25,7 @@ Cost: one exchange of a number a rank and step, beside the keys. Memory: ``depth
 """
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -64,8 +65,8 @@ class _Step(NamedTuple):
 class Ahead(Iterator[Any]):
     """Iterator over steps, each with its keys exchanged; see the module's docstring. Made by ``engine.ahead``.
 
-    ``close`` (or the end of a ``with`` block) ends it early. A ``Loader``'s position is then that of the step handed
-    out last, as it is all along; until then nobody else may ask the loader for steps.
+    ``close`` (or the end of a ``with`` block) ends it early, and so does whoever else asks the same ``Loader`` for
+    steps: its position is that of the step handed out last, as it is all along, and the steps behind are read again.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Ahead(Iterator[Any]):
         self._thread = engine.world.thread("keys")
         self._lanes = lanes
         self._loader = steps if isinstance(steps, Loader) else None
+        if self._loader is not None:
+            self._loader.lend(self._taken_back)
         self._left = None if self._loader is None else self._loader.steps_left
         self._steps: Iterator[Any] | None = None if isinstance(steps, Loader) else iter(steps)
         self._asked = 0
@@ -91,7 +94,10 @@ class Ahead(Iterator[Any]):
         self._waiting: deque[Future[_Step | None]] = deque()
         self._has_ended = False
         """Set by whoever reads; nothing is read after it."""
+        self._reading = threading.Lock()
+        """Held while a step is read."""
         self._is_closed = False
+        self._is_taken_back = False
         self._computing: tuple[int, float] | None = None
         self._stream: torch.Stream | None = None
         """Of the thread, on an accelerator."""
@@ -103,6 +109,11 @@ class Ahead(Iterator[Any]):
     # The caller's side -----------------------------------------------------------------------------------------
 
     def __next__(self) -> Any:
+        if self._is_taken_back:
+            raise UsageError(
+                "ahead: somebody else has asked the loader for steps, or moved its position, since the last step here; "
+                "go on with the newer engine.ahead(loader), or make another"
+            )
         if self._is_closed:
             raise StopIteration
         self._computed()
@@ -143,13 +154,25 @@ class Ahead(Iterator[Any]):
         for future in self._waiting:
             with contextlib.suppress(Exception):
                 future.result(max(0.0, end - time.monotonic()))
-        is_done = all(future.done() for future in self._waiting)
         self._waiting.clear()
         if self._lanes is not None:
             self._computed()
             self._engine.on_step.remove(self._computed)
-        if self._loader is not None and is_done:
-            self._loader.close()
+        if self._loader is not None and self._reading.acquire(timeout=max(0.0, end - time.monotonic())):
+            self._reading.release()
+            self._loader.close()  # else by the next to ask it: a reader is in the middle of a step
+
+    def _taken_back(self) -> None:
+        """The loader's: nothing is read any more."""
+        if not self._is_closed:
+            self._is_taken_back = True
+            self.close()
+        if not self._reading.acquire(timeout=_PATIENCE_S):
+            raise DataError(
+                f"ahead: a step is still being read {_PATIENCE_S:.0f} s after its end was asked for, so the loader cannot "
+                "go on; look at what holds up the reader"
+            )
+        self._reading.release()
 
     def __enter__(self) -> "Ahead":
         return self
@@ -186,14 +209,15 @@ class Ahead(Iterator[Any]):
 
     def _read(self, number: int) -> _Step | None:
         """The next step, None behind the last."""
-        if self._has_ended:
-            return None
-        started = time.perf_counter()
-        try:
-            step = self._next_step(number)
-        except Exception:
-            self._has_ended = True
-            raise
+        with self._reading:
+            if self._has_ended:
+                return None
+            started = time.perf_counter()
+            try:
+                step = self._next_step(number)
+            except Exception:
+                self._has_ended = True
+                raise
         if step is None:
             self._has_ended = True
         elif self._lanes is not None and (self._loader is None or not self._loader.reads_apart):
