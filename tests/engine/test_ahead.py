@@ -250,7 +250,7 @@ def test_two_engines_in_turns(ranks: Any) -> None:
 
 def failing(world: World, how: str) -> Any:
     """What each rank hears where the second one fails at step 4; then both go on with the same engine."""
-    engine = build(world, MIXED)
+    engine = build(world, MIXED, comm={"deadline_s": 10})
 
     def steps() -> Iterator[Any]:
         for step in range(8):
@@ -260,6 +260,11 @@ def failing(world: World, how: str) -> Any:
                     raise RuntimeError("a file is gone")
                 if how == "end":
                     return
+                if how == "feature":
+                    del mine["sparse"]["d"]
+                    yield [mine]
+                if how == "mapping":
+                    yield [{"labels": mine["labels"]}]
                 mine["sparse"]["d"] = mine["sparse"]["d"]._replace(values=mine["sparse"]["d"].values + ROWS)
             yield [mine]
 
@@ -291,6 +296,16 @@ def failing(world: World, how: str) -> Any:
             "end",
             r"DataError: .*rank\(s\) \[1\] have no further step",
             r"DataError: .*\[1\] have no further step",
+        ),
+        (
+            "feature",
+            "DataError: .* on rank 1 0 of 1 times .* 'd' is missing",
+            "DataError: .* on rank 1 0 of 1 times .* 'd' is missing",
+        ),
+        (
+            "mapping",
+            "DataError: .* on rank 1 0 of 1 times a collection finds all its features. Every",
+            "DataError: .* on rank 1 0 of 1 times a collection finds all its features. Every",
         ),
     ],
 )

@@ -17,16 +17,18 @@ order, those of an evaluation between two steps included. None is withdrawn, for
 be in the middle of the same job; a rank that has left says that it has no step. Keys travel over a transport of their
 own; a forward pass that finds nothing prepared uses that of the vectors, and so cannot come between.
 
-[Note: ranks that fail] Before each step all ranks say whether they have it. Where one has not, because its reader
-failed or its data ended early, all stop there; a batch that one rank's tables refuse ends the step on all
-(embedding/collection.py). What a rank does not live to say, the transport's deadline says.
+[Note: ranks that fail] Before each step all ranks say whether they have it, and which collections they will ask for
+its keys. Where one has not, because its reader failed or its data ended early, or where they would ask differently, all
+stop there; a batch that one rank's tables refuse ends the step on all (embedding/collection.py). What a rank does not
+live to say, the transport's deadline says.
 
-Cost: one exchange of a number a rank and step, beside the keys. Memory: ``depth`` steps with their keys.
+Cost: one exchange of four numbers a rank and step, beside the keys. Memory: ``depth`` steps with their keys.
 """
 
 import contextlib
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -41,7 +43,8 @@ from shardwise.data.feed import Fetched
 from shardwise.data.loader import Loader
 from shardwise.engine.inputs import cast_inputs
 from shardwise.observe.lanes_picture import Lanes
-from shardwise.parallel.embedding.ahead import Features, PreparedFeatures, prepare_ahead
+from shardwise.parallel.embedding.ahead import Features, Found, PreparedFeatures, find_features
+from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.plan.errors import CommError, DataError, UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 10.0
 """For work in hand, at the end; it is longer only where another rank does not answer."""
 _HAS_STEP, _HAS_NONE, _FAILED = 0, 1, 2
+_UNKNOWN = -1
 
 
 class _Step(NamedTuple):
@@ -60,6 +64,18 @@ class _Step(NamedTuple):
     number: int
     fetched: Fetched | None
     """Where a ``Loader`` counts it."""
+
+
+class _Word(NamedTuple):
+    """What a rank says of its part of a step: numbers."""
+
+    state: int
+    asked: int = 0
+    """How often a collection will be asked to prepare keys."""
+    order: int = 0
+    """Which collections, one after another: a checksum."""
+    missing: int = _UNKNOWN
+    """The first feature that a mapping lacks: its place among those of all collections."""
 
 
 class Ahead(Iterator[Any]):
@@ -169,8 +185,8 @@ class Ahead(Iterator[Any]):
             self.close()
         if not self._reading.acquire(timeout=_PATIENCE_S):
             raise DataError(
-                f"ahead: a step is still being read {_PATIENCE_S:.0f} s after its end was asked for, so the loader cannot "
-                "go on; look at what holds up the reader"
+                f"ahead: a step is still being read {_PATIENCE_S:.0f} s after its end was asked for, so the loader "
+                "cannot go on; look at what holds up the reader"
             )
         self._reading.release()
 
@@ -244,20 +260,23 @@ class Ahead(Iterator[Any]):
         """The step with its keys exchanged. Collective: once for every job, whatever happens."""
         try:
             step = read()
+            started = time.perf_counter()
+            with self._on_stream():
+                found = None if step is None else self._find(step.batches)
         except Exception:
-            with contextlib.suppress(CommError):
-                self._agree(_FAILED)
-            raise
-        without = self._agree(_HAS_NONE if step is None else _HAS_STEP)
-        if step is None or without:
             self._has_ended = True
-            if without:
-                raise DataError(without)
+            with contextlib.suppress(CommError):
+                self._agree(_Word(_FAILED))
+            raise
+        refusal = self._agree(_Word(_HAS_NONE) if found is None else self._word_of(found))
+        if step is None or found is None or refusal:
+            self._has_ended = True
+            if refusal:
+                raise DataError(refusal)
             return None
-        started = time.perf_counter()
         try:
-            with contextlib.nullcontext() if self._stream is None else self._stream:
-                batches = self._with_keys(step.batches)
+            with self._on_stream():
+                batches = found.prepare()
             if self._stream is not None:
                 self._stream.synchronize()
         except BaseException:
@@ -267,32 +286,66 @@ class Ahead(Iterator[Any]):
             self._lanes.record("keys", step.number, started, time.perf_counter())
         return step._replace(batches=batches)
 
-    def _with_keys(self, batches: Any) -> Any:
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._stream is None else self._stream
+
+    def _find(self, batches: Any) -> Found:
         device, dtype = self._engine.world.device, self._engine.config.precision.compute_dtype
 
         def cast(features: Features) -> Features:
             found: Features = cast_inputs(features, device, dtype)
             return found
 
-        return prepare_ahead(cast_inputs(batches, device, None), list(self._engine.tables.values()), cast)
+        return find_features(cast_inputs(batches, device, None), self._collections, cast)
 
-    def _agree(self, state: int) -> str:
-        """What is wrong where not all ranks bring a step, or all have come to their end; "" where nothing is."""
-        collection = next(iter(self._engine.tables.values()), None)
-        if collection is None or collection.keys_group.size == 1:
+    def _word_of(self, found: Found) -> _Word:
+        asked = [self._collections.index(reader) for each in found.mappings for reader in each.readers]
+        missing = self._features.index(found.missing[0]) if found.missing else _UNKNOWN
+        return _Word(_HAS_STEP, len(asked), zlib.crc32(bytes(str(asked), "ascii")), missing)
+
+    @property
+    def _collections(self) -> list[EmbeddingCollection]:
+        return list(self._engine.tables.values())
+
+    @property
+    def _features(self) -> list[str]:
+        """Of all collections, alike on all ranks."""
+        return [name for each in self._collections for name in each.feature_names]
+
+    def _agree(self, word: _Word) -> str:
+        """What is wrong where ranks do not all bring a step with the same features, or have not all come to their end;
+        "" where nothing is. Collective."""
+        if not self._collections or self._collections[0].keys_group.size == 1:
             return ""
-        group = collection.keys_group
-        told = share(torch.full((group.size, 1), state), group, "whether there is a step")[:, 0, 0].tolist()
-        failed = [rank for rank, each in zip(group.ranks, told, strict=True) if each == _FAILED]
+        group = self._collections[0].keys_group
+        told = share(torch.tensor([word] * group.size), group, "whether there is a step")[:, 0].tolist()
+        words = {rank: _Word(*each) for rank, each in zip(group.ranks, told, strict=True)}
+        failed = [rank for rank, each in words.items() if each.state == _FAILED]
         if failed:
             return f"ahead: rank(s) {failed} could not read their part of a step, and say why; all ranks stop at it"
-        ended = [rank for rank, each in zip(group.ranks, told, strict=True) if each == _HAS_NONE]
+        ended = [rank for rank, each in words.items() if each.state == _HAS_NONE]
         if ended and len(ended) < group.size:
             return (
                 f"ahead: rank(s) {ended} have no further step, while the others have; every rank must bring the same "
                 "number of steps, where data runs out with empty batches"
             )
-        return ""
+        if len({(each.asked, each.order) for each in words.values()}) == 1:
+            return ""
+        return "ahead: ranks differ in the features of a step: " + self._difference(words)
+
+    def _difference(self, words: Mapping[int, _Word]) -> str:
+        most = max(each.asked for each in words.values())
+        fewer = {rank: each for rank, each in words.items() if each.asked < most}
+        said = [
+            f"on rank {rank} {each.asked} of {most} times a collection finds all its features"
+            + ("" if each.missing == _UNKNOWN else f", {self._features[each.missing]!r} is missing")
+            for rank, each in fewer.items()
+        ]
+        return (
+            "; ".join(said or ["mappings of features follow one another in different orders"])
+            + ". Every rank must bring batches of one structure, where a feature has no keys with empty lists "
+            "(Ragged.of_lists)"
+        )
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

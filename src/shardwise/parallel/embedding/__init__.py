@@ -17,6 +17,6 @@ What an engine does with each of ``collections_of(model)``; its weights are no p
               step(lr_factor, divisor), or drop_gradients() where the step is skipped
     save      progress() once; rows_here(table) of every rank, ordered by buckets(table, keys) and key
     load      load_progress() on every rank, then load_rows(table, rows) with any pieces that cover the table
-    threads   prepare(features) may run in one thread of its own, over ``keys_group``; prepare_ahead(batch, ...) does it
-              for a whole batch
+    threads   prepare(features) may run in one thread of its own, over ``keys_group``; find_features(batch, ...) finds
+              what a whole batch has to prepare
 """

@@ -8,9 +8,13 @@ result.
 
     batch    {"dense": Tensor, "sparse": {"user": Ragged, ...}}
     ahead    {"dense": Tensor, "sparse": PreparedFeatures}
+
+    found = find_features(batch, collections, cast)     # no traffic, so that ranks can compare what they found
+    batch = found.prepare()                             # collective
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,16 +31,24 @@ Features = Mapping[str, Ragged]
 class PreparedFeatures(Mapping[str, Ragged]):
     """Features of a batch, with what collections prepared of them.
 
-    seen    the features as the collections saw them: on their device, floating weights in the dtype of their call
+    seen      the features as the collections will see them: on their device, floating weights in the dtype of their
+              call
+    readers   the collections that find all their features here
     """
 
-    def __init__(
-        self, features: Features, seen: Features, prepared: "Mapping[EmbeddingCollection, Prepared]"
-    ):
+    def __init__(self, features: Features, seen: Features, readers: "Sequence[EmbeddingCollection]"):
         self._features = features
+        self._seen = seen
         self._dtypes = _weight_dtypes(seen)
-        self.prepared = prepared
+        self.readers = readers
+        self.prepared: dict[EmbeddingCollection, Prepared] = {}
         """By collection."""
+
+    def prepare(self) -> None:
+        """By each of the readers. Collective."""
+        for each in self.readers:
+            self.prepared[each] = each.prepare(self._seen)
+        self._seen = {}
 
     def __getitem__(self, name: str) -> Ragged:
         return self._features[name]
@@ -56,34 +68,61 @@ class PreparedFeatures(Mapping[str, Ragged]):
 
     def changed(self, change: Callable[[Any], Any]) -> "PreparedFeatures":
         """The same keys after ``change`` of each feature: another device, or another dtype of the weights."""
-        fresh = PreparedFeatures({name: change(each) for name, each in self.items()}, {}, self.prepared)
-        fresh._dtypes = self._dtypes
+        fresh = PreparedFeatures({name: change(each) for name, each in self.items()}, {}, self.readers)
+        fresh._dtypes, fresh.prepared = self._dtypes, self.prepared
         return fresh
 
 
-def prepare_ahead(
-    batch: Any, collections: "Sequence[EmbeddingCollection]", cast: Callable[[Features], Features]
-) -> Any:
-    """``batch`` with every mapping of features prepared by the collections that find all of theirs in it.
+@dataclass
+class Found:
+    """A batch with ``PreparedFeatures`` for mappings, which nobody has prepared yet."""
 
-    ``cast`` makes of features what the model will hand to its collections. Collective over their lane ahead: every
-    rank brings batches of one structure.
+    batch: Any
+    mappings: list[PreparedFeatures]
+    """In the order in which they are prepared."""
+    missing: list[str]
+    """Features that a mapping lacks, though it has others of the same collection."""
+
+    def prepare(self) -> Any:
+        """The batch, its keys exchanged. Collective over the collections' lane ahead: every rank has found the same
+        collections in the same order."""
+        for each in self.mappings:
+            each.prepare()
+        return self.batch
+
+
+def find_features(
+    batch: Any, collections: "Sequence[EmbeddingCollection]", cast: Callable[[Features], Features]
+) -> Found:
+    """Every mapping of features in ``batch`` with the collections that find all of theirs in it.
+
+    ``cast`` makes of features what the model will hand to its collections.
     """
-    if isinstance(batch, Ragged):
-        return batch
-    if isinstance(batch, dict):
-        if batch and all(isinstance(each, Ragged) for each in batch.values()):
-            readers = [each for each in collections if batch.keys() >= set(each.feature_names)]
+    found = Found(batch, [], [])
+    names = [set(each.feature_names) for each in collections]
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Ragged):
+            return value
+        if isinstance(value, dict):
+            if not value or not all(isinstance(each, Ragged) for each in value.values()):
+                return {key: walk(inner) for key, inner in value.items()}
+            readers = [each for each, its in zip(collections, names, strict=True) if its <= value.keys()]
+            found.missing += [
+                name for its in names if its & value.keys() for name in sorted(its - value.keys())
+            ]
             if not readers:
-                return batch
-            seen = cast(batch)
-            return PreparedFeatures(batch, seen, {each: each.prepare(seen) for each in readers})
-        return {key: prepare_ahead(inner, collections, cast) for key, inner in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(prepare_ahead(inner, collections, cast) for inner in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(prepare_ahead(inner, collections, cast) for inner in batch)
-    return batch
+                return value
+            found.mappings.append(PreparedFeatures(value, cast(value), readers))
+            return found.mappings[-1]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(walk, value))
+        if isinstance(value, tuple | list):
+            return type(value)(map(walk, value))
+        return value
+
+    found.batch = walk(batch)
+    return found
 
 
 def _weight_dtypes(features: Features) -> list[torch.dtype | None]:
