@@ -17,6 +17,7 @@ from shardwise.data.batched import BatchedDataset
 from shardwise.observe.lanes_picture import LANES, Lanes
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.errors import DataError, UsageError
+from shardwise.plan.pytree import tensors_in
 from shardwise.plan.ragged import Ragged
 from tests.engine.tables_net import FEATURES, ROWS, batch, build, rows_of
 
@@ -366,6 +367,9 @@ def test_the_features_stay_readable_and_are_prepared_once() -> None:
     assert len(tables.rows_here("grows").keys) == 0, "keys get their rows in the forward pass"
     prepared = sparse.of(tables)
     assert prepared is not None
+    carried = {id(tensor) for tensor in tensors_in([found])}
+    assert {id(each.keys) for each in prepared.asked} < carried, "a walk finds the keys too"
+    assert {id(each.values) for each in sparse.values()} < carried
     vectors = tables(sparse)
     assert prepared.is_learning and sparse.of(tables) is None
     assert len(tables.rows_here("grows").keys) > 0

@@ -32,20 +32,19 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from shardwise.comm.exchange import share
 from shardwise.data.feed import Fetched
 from shardwise.data.loader import Loader
 from shardwise.engine.inputs import cast_inputs
 from shardwise.observe.lanes_picture import Lanes
-from shardwise.parallel.embedding.ahead import Features, Found, PreparedFeatures, find_features
+from shardwise.parallel.embedding.ahead import Features, Found, find_features
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.plan.errors import CommError, DataError, UsageError
+from shardwise.plan.pytree import tensors_in
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -152,10 +151,9 @@ class Ahead(Iterator[Any]):
             self._computing = (step.number, time.perf_counter())
         if self._stream is not None:
             here = torch.accelerator.current_stream(self._engine.world.device)
-            for tensor in _tensors_in(step.batches):
-                tensor.record_stream(
-                    here
-                )  # made on the thread's stream, whose next step may not take its memory
+            for tensor in tensors_in(step.batches):
+                # Made on the thread's stream, whose next step may not take its memory.
+                tensor.record_stream(here)
         return step.batches
 
     def close(self) -> None:
@@ -346,18 +344,3 @@ class Ahead(Iterator[Any]):
             + ". Every rank must bring batches of one structure, where a feature has no keys with empty lists "
             "(Ragged.of_lists)"
         )
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a step, those of its keys included."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-        if isinstance(value, PreparedFeatures):
-            yield from _tensors_in(list(value.prepared.values()))
-    elif is_dataclass(value):
-        yield from _tensors_in(list(vars(value).values()))

@@ -1,14 +1,23 @@
 """Values made of tensors: what models take and return."""
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 
 
+class Laden(ABC):
+    """Of a mapping that carries more than its items show."""
+
+    @abstractmethod
+    def carried(self) -> Iterable[Any]:
+        """The rest."""
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in tuples, lists, mappings and dataclasses, in order."""
+    """Every tensor in tuples, lists, mappings and dataclasses, in order; behind a mapping's items what it carries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -17,6 +26,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for inner in value.values():
             yield from tensors_in(inner)
+        if isinstance(value, Laden):
+            for inner in value.carried():
+                yield from tensors_in(inner)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))

@@ -13,12 +13,13 @@ result.
     batch = found.prepare()                             # collective
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.plan.pytree import Laden
 from shardwise.plan.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Features = Mapping[str, Ragged]
 
 
-class PreparedFeatures(Mapping[str, Ragged]):
+class PreparedFeatures(Mapping[str, Ragged], Laden):
     """Features of a batch, with what collections prepared of them.
 
     seen      the features as the collections will see them: on their device, floating weights in the dtype of their
@@ -43,6 +44,10 @@ class PreparedFeatures(Mapping[str, Ragged]):
         self.readers = readers
         self.prepared: dict[EmbeddingCollection, Prepared] = {}
         """By collection."""
+
+    def carried(self) -> "Iterable[Prepared]":
+        """The keys, by collection."""
+        return self.prepared.values()
 
     def prepare(self) -> None:
         """By each of the readers. Collective."""
