@@ -10,6 +10,7 @@
 ``train_step(batches)`` runs all microbatches of one optimizer step and is the only way on meshes with a pipeline.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -43,6 +44,8 @@ from shardwise.plan.timeline import Timeline
 if TYPE_CHECKING:
     from shardwise.engine.pipeline import Pipeline
 
+_log = logging.getLogger(__name__)
+
 Loss = Callable[[nn.Module, Any], Tensor]
 OnStep = Callable[["Engine", StepResult], None]
 
@@ -72,6 +75,7 @@ class Engine:
         self._pipeline = pipeline
         self._accumulation = parts.accumulation
         self._pending: Any = None
+        self._told_of_depth = False
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -187,9 +191,26 @@ class Engine:
 
         Results do not change by a bit. Every rank brings the same number of steps. A ``Loader`` is asked for its next
         steps, and its position is that of the step handed out last. Other iterables may yield any structure of
-        batches, so also those of an evaluation. ``lanes`` records what ran when.
+        batches, so also those of an evaluation. ``lanes`` records what ran when. Between accelerators (NCCL) nothing
+        goes ahead.
         """
-        return Ahead(self, steps, self.config.tables.prepare_ahead if depth is None else depth, lanes)
+        depth = self.config.tables.prepare_ahead if depth is None else depth
+        return Ahead(self, steps, self._depth_here(depth), lanes)
+
+    def _depth_here(self, depth: int) -> int:
+        """0 where two threads would drive two NCCL communicators: NCCL wants their work in one order on all ranks."""
+        world = self.world
+        if depth <= 0 or not self.tables or world.backend != "nccl" or world.size == 1:
+            return depth
+        if not self._told_of_depth:
+            _log.info(
+                "keys: 0 steps ahead instead of %d: NCCL wants the messages of keys and of vectors in one order on all "
+                "%d accelerators, and has not been measured yet with a thread for each",
+                depth,
+                world.size,
+            )
+        self._told_of_depth = True
+        return 0
 
     def _close_step(self, totals: Totals, norm: float, lr_factor: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
