@@ -28,7 +28,7 @@ from zipf import zipf
 from shardwise.kernels import philox
 from shardwise.kernels.tables import pooling, row_optimizers, unique
 from shardwise.kernels.tables.hash_index import HashIndex
-from shardwise.kernels.tables.row_optimizers import (
+from shardwise.kernels.tables.row_rules import (
     Adagrad,
     Adam,
     Ftrl,

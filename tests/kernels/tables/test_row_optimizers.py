@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.row_optimizers import (
+from shardwise.kernels.tables.row_optimizers import plain_update, row_mean_squares, update
+from shardwise.kernels.tables.row_replay import StepHistory, catch_up, plain_catch_up
+from shardwise.kernels.tables.row_rules import (
     Adagrad,
     Adam,
     Ftrl,
@@ -15,12 +17,6 @@ from shardwise.kernels.tables.row_optimizers import (
     RowOptimizer,
     RowwiseAdagrad,
     Sgd,
-    StepHistory,
-    catch_up,
-    plain_catch_up,
-    plain_update,
-    row_mean_squares,
-    update,
 )
 
 ROWS, WIDTH = 50, 19
@@ -248,6 +244,34 @@ def test_ftrl_by_formula() -> None:
     assert zeros, "l1 makes zeros"
     expected = torch.cat([torch.tensor(x, dtype=torch.float64) for x in (w, z, n)], 1)
     torch.testing.assert_close(slab, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-60])
+@pytest.mark.parametrize("optimizer", ALL, ids=str)
+def test_a_rate_of_zero_moves_no_weight_and_harms_no_later_step(optimizer: RowOptimizer, lr: float) -> None:
+    """The first step of a warm-up and the last of a schedule; 1e-60 is 0 in fp32."""
+    ours = slab_of(optimizer, torch.randn(ROWS, WIDTH))
+    plain, before = ours.clone(), ours[:, :WIDTH].clone()
+    rows, grads = batch(torch.float32)
+    grads[0] = 0
+    for form, slab in ((update, ours), (plain_update, plain)):
+        form(optimizer, slab, rows, grads, lr=lr, step=1)
+        assert torch.equal(slab[:, :WIDTH], before)
+        assert bool(slab.isfinite().all())
+        form(optimizer, slab, rows, grads, lr=0.05, step=2)
+        assert bool(slab.isfinite().all())
+    assert torch.equal(ours, plain)
+    assert not torch.equal(ours[:, :WIDTH], before)
+
+
+def test_ftrl_after_a_rate_of_zero_goes_on_as_without_it() -> None:
+    slab = slab_of(Ftrl(l1=0.1), torch.randn(ROWS, WIDTH))
+    without = slab.clone()
+    rows, grads = batch(torch.float32)
+    update(Ftrl(l1=0.1), slab, rows, torch.randn_like(grads), lr=0.0, step=1)
+    for each in (slab, without):
+        update(Ftrl(l1=0.1), each, rows, grads, lr=0.1, step=2)
+    assert torch.equal(slab, without)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -7,7 +7,9 @@
     slab.py            memory of a table that grows without moving
     start_rows.py      the weights that a row begins with, from (seed, table, key)
     pooling.py         rows to one vector a bag; gradients of bags back to one gradient a row
-    row_optimizers.py  the step of the rows that a batch touched
+    row_rules.py       optimizers of rows as data: formulas, numbers, state
+    row_optimizers.py  their step on the rows that a batch touched
+    row_replay.py      the steps that a row of an exact Adam missed
     compiled.py        how a loop is compiled, and where the machine code is kept
 
 A row of a table is one line of a slab: its ``width`` weights, then the state of its optimizer. Every call runs on the

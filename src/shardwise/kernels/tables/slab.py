@@ -38,3 +38,11 @@ def reserve(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tens
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=elements).view(rows, columns)
+
+
+def check_rows(slab: Tensor, rows: Tensor) -> None:
+    """IndexError where int64 rows [U] name one that the slab [R, columns] has not."""
+    if len(rows):
+        low, high = rows.aminmax()
+        if low < 0 or high >= len(slab):
+            raise IndexError(f"rows {int(low)} to {int(high)} of a slab with {len(slab)}")

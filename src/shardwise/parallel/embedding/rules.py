@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwise.kernels.tables import row_optimizers as rule
+from shardwise.kernels.tables import row_rules as rule
+from shardwise.kernels.tables.row_replay import StepHistory
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy
 
 
@@ -41,6 +42,6 @@ def state_columns(optimizer: rule.RowOptimizer, width: int) -> Iterable[tuple[st
             yield name, 1 if name in ONE_A_ROW else width
 
 
-def history_of(optimizer: rule.RowOptimizer, lrs: Sequence[float] = ()) -> rule.StepHistory | None:
+def history_of(optimizer: rule.RowOptimizer, lrs: Sequence[float] = ()) -> StepHistory | None:
     """Of an Adam that replays; it has a column for the step at which a row stands."""
-    return rule.StepHistory(optimizer, lrs) if isinstance(optimizer, rule.Adam) and optimizer.exact else None
+    return StepHistory(optimizer, lrs) if isinstance(optimizer, rule.Adam) and optimizer.exact else None

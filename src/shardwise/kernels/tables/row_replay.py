@@ -1,0 +1,172 @@
+"""Steps that rows missed, replayed before they are read: so an Adam on touched rows is Adam on the dense table.
+
+A row of an ``exact`` Adam remembers the step that it stands at. In a step without gradient m and v only decay:
+
+    m = beta1 m;  v = beta2 v;  w = keep w - lr / (1 - beta1^t) · m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+so |m| / sqrt(v) falls by beta1 / sqrt(beta2) a step; when that is under 2^-60 of its start (``Adam.horizon``), the rest
+is closed form. keep is the share of a weight that decay leaves in a step.
+
+Cost:   a look for a row that stands at the last step, else D times the missed steps, the horizon's at most.
+Shapes: R rows of the slab, U rows to be read, D width.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables.compiled import ahead, array, loop, prefetch, runs_compiled
+from shardwise.kernels.tables.row_rules import Adam, adam_step
+from shardwise.kernels.tables.slab import check_rows
+
+
+class StepHistory:
+    """What exact Adam must know of past steps to replay them: their learning rates.
+
+    Only ``lrs`` needs to be saved; a history made from them is the same.
+    """
+
+    def __init__(self, optimizer: Adam, lrs: Sequence[float] = ()) -> None:
+        self._optimizer = optimizer
+        self._count = 0
+        self._columns = np.zeros((5, max(64, len(lrs) + 1)))
+        for lr in lrs:
+            self.append(lr)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, lr: float) -> None:
+        """Step ``len + 1`` was taken with this rate."""
+        if self._count + 1 == self._columns.shape[1]:
+            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+        self._count += 1
+        size, root, keep = adam_step(self._optimizer, lr, self._count)
+        kept = self._columns[4, self._count - 1] + math.log(keep)
+        self._columns[:, self._count] = lr, size, root, keep, kept
+
+    @property
+    def lrs(self) -> list[float]:
+        return self._columns[0, 1 : self._count + 1].tolist()
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """lr / (1 - beta1^t) by step t; place 0 is empty."""
+        return self._columns[1, : self._count + 1]
+
+    @property
+    def roots(self) -> np.ndarray:
+        """sqrt(1 - beta2^t) by step t."""
+        return self._columns[2, : self._count + 1]
+
+    @property
+    def keeps(self) -> np.ndarray:
+        """Share of a weight that decay leaves, by step t."""
+        return self._columns[3, : self._count + 1]
+
+    @property
+    def kept(self) -> np.ndarray:
+        """log of the share of a weight that decay has left since step 0, by step t."""
+        return self._columns[4, : self._count + 1]
+
+
+def catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
+    """Replays the steps that rows missed, up to the last of ``history``: before they are read.
+
+    slab [R, 3 D + 1], int64 [U]. Rows that stand at the last step cost a look. A checkpoint needs no replay: the state
+    and ``lrs`` say where each row stands.
+    """
+    if not optimizer.exact:
+        raise ValueError("a lazy Adam has no steps to catch up with; Adam(exact=True) has")
+    if len(rows) == 0 or len(history) == 0:
+        return
+    check_rows(slab, rows)
+    horizon = len(history) if optimizer.horizon is None else min(optimizer.horizon, len(history))
+    numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
+    if not runs_compiled(slab, rows):
+        _plain_catch_up(history, slab, rows, width, horizon, *numbers)
+        return
+    steps = (history.sizes, history.roots, history.keeps, history.kept)
+    _catch_up(slab.detach().numpy(), array(rows), width, *steps, horizon, *numbers)
+
+
+def plain_catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
+    """The same in torch operations, every step replayed: the reference."""
+    numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
+    _plain_catch_up(history, slab, rows, width, len(history), *numbers)
+
+
+def _plain_catch_up(
+    history: StepHistory,
+    slab: Tensor,
+    rows: Tensor,
+    width: int,
+    horizon: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    held = slab[rows].double()
+    w, m, v, stood = held.split([width, width, width, 1], 1)
+    first = stood.clone()
+    last = len(history)
+    for step in range(int(first.min()) + 1, last + 1):
+        behind = (first < step) & (step <= first + horizon)
+        m.copy_(torch.where(behind, m * beta1, m))
+        v.copy_(torch.where(behind, v * beta2, v))
+        moved = m * history.sizes[step] / (v.sqrt() / history.roots[step] + eps)
+        w.copy_(torch.where(behind, w * history.keeps[step] - moved, w))
+    left = (last - first - horizon).clamp(min=0)
+    m.mul_(beta1**left)
+    v.mul_(beta2**left)
+    kept = torch.from_numpy(history.kept).to(slab.device)
+    w.mul_((kept[last] - kept[(last - left).long()]).exp())
+    stood.fill_(last)
+    slab[rows] = held.to(slab.dtype)
+
+
+@loop
+def _catch_up(
+    slab: np.ndarray,
+    rows: np.ndarray,
+    width: int,
+    sizes: np.ndarray,
+    roots: np.ndarray,
+    keeps: np.ndarray,
+    kept: np.ndarray,
+    horizon: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    last = sizes.size - 1
+    held = np.empty((3, width))
+    far = ahead(slab.shape[1] * slab.itemsize)
+    for i in range(rows.size):
+        if i + far < rows.size:
+            prefetch(slab, rows[i + far], slab.shape[1])
+        row = rows[i]
+        first = int(slab[row, 3 * width])
+        if first >= last:
+            continue
+        for j in range(width):
+            held[0, j] = slab[row, j]
+            held[1, j] = slab[row, width + j]
+            held[2, j] = slab[row, 2 * width + j]
+        replayed = min(last, first + horizon)
+        for step in range(first + 1, replayed + 1):
+            for j in range(width):
+                held[1, j] *= beta1
+                held[2, j] *= beta2
+                moved = held[1, j] * sizes[step] / (math.sqrt(held[2, j]) / roots[step] + eps)
+                held[0, j] = held[0, j] * keeps[step] - moved
+        fade1, fade2 = beta1 ** (last - replayed), beta2 ** (last - replayed)
+        keep = math.exp(kept[last] - kept[replayed])
+        for j in range(width):
+            slab[row, j] = held[0, j] * keep
+            slab[row, width + j] = held[1, j] * fade1
+            slab[row, 2 * width + j] = held[2, j] * fade2
+        slab[row, 3 * width] = last
