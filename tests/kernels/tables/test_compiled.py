@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,31 @@ def test_foreign_and_open_folders_are_not_used(tmp_path: Path, caplog: pytest.Lo
 def test_settings_of_numba_stay() -> None:
     before = numba.config.CACHE_DIR
     assert loop(lambda x: x + 1)(1) == 2
+    assert before == numba.config.CACHE_DIR
+
+
+def test_settings_of_numba_stay_though_two_threads_declare_loops(tmp_path: Path) -> None:
+    """The second comes while the first is in, and would go after it."""
+    before = numba.config.CACHE_DIR
+    first_is_in, first_is_out, second_is_in = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with compiled._cached_in(tmp_path):
+            first_is_in.set()
+            second_is_in.wait(0.2)  # in vain, as it should be
+        first_is_out.set()
+
+    def second() -> None:
+        first_is_in.wait(30)
+        with compiled._cached_in(tmp_path):
+            second_is_in.set()
+            first_is_out.wait(30)
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert before == numba.config.CACHE_DIR
 
 

@@ -7,6 +7,7 @@ import torch
 
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.dynamic import _COUNT_BITS, Dynamic
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
     DynamicPolicy,
@@ -107,6 +108,21 @@ def test_admission() -> None:
     assert 200 < len(admitted) < 400
     train_on(some, list(range(1000)))
     assert keys_of(some) == admitted, "the same keys every time"
+
+
+def test_the_largest_count_that_a_key_can_wait_for() -> None:
+    """One more would run into the bits of the step, and the key wait for ever."""
+    most = (1 << _COUNT_BITS) - 1
+    with pytest.raises(ValueError, match=f"less than or equal to {most}"):
+        AdmissionPolicy(type="frequency", count=most + 1)
+    policy = DynamicPolicy(admission=AdmissionPolicy(type="frequency", count=most))
+    table = Dynamic("t", policy, 0, 10, None, 0, True)
+    key, step = torch.tensor([7]), 9
+    table.wait(torch.tensor([[7, ((step - 2) << _COUNT_BITS) + most - 2]]))
+    assert table.take(key, step - 1)[0].tolist() == [-1]
+    assert table.candidates is not None
+    assert table.candidates.tolist() == [[7, ((step - 1) << _COUNT_BITS) + most - 1]]
+    assert table.take(key, step)[0].tolist() != [-1]
 
 
 def train_with_eviction(group: Group, placement: str, kind: str, admission: str) -> dict[str, Any]:

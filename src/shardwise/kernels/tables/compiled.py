@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ _LINE_BYTES = 64
 _AHEAD_BYTES, _LEAST_AHEAD, _MOST_AHEAD = 8192, 8, 64
 
 _DTYPES = (torch.float32, torch.float64)
+
+_declaring = threading.Lock()
 
 
 class Loop:
@@ -171,14 +174,19 @@ def own_folder(folder: Path) -> bool:
 
 @contextmanager
 def _cached_in(folder: Path | None) -> Iterator[None]:
-    """numba reads the folder from its settings when a function is declared, so that those of others stay."""
+    """numba reads the folder from its settings when a function is declared, so that those of others stay.
+
+    The settings are the whole process's. Of two threads in here at once, the second would take the first's folder for
+    what was there before, and leave it behind.
+    """
     import numba
 
     settings: Any = numba.config
-    before = settings.CACHE_DIR
-    if folder is not None:
-        settings.CACHE_DIR = str(folder)
-    try:
-        yield
-    finally:
-        settings.CACHE_DIR = before
+    with _declaring:
+        before = settings.CACHE_DIR
+        if folder is not None:
+            settings.CACHE_DIR = str(folder)
+        try:
+            yield
+        finally:
+            settings.CACHE_DIR = before

@@ -12,6 +12,9 @@ Pooling = Literal["sum", "mean", "max", "concat", "none"]
 keys in every sample), or not at all (a sequence). Keys with weights are added or averaged by them."""
 PlacementName = Literal["data_parallel", "table", "row", "column"]
 PLACEMENTS: tuple[PlacementName, ...] = ("data_parallel", "table", "row", "column")
+MOST_COUNT = (1 << 20) - 1
+"""Of ``AdmissionPolicy``: a key that waits has its count and the step of the last one in one number (``dynamic.py``),
+where a larger count would run into the step."""
 RowOptimizerName = Literal["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
 
 
@@ -63,8 +66,8 @@ class AdmissionPolicy(Policy):
     """``probability`` admits that share of keys, the same on every layout; ``frequency`` one that came often."""
     probability: PositiveFloat = Field(default=1.0, le=1.0)
     """Share of the keys."""
-    count: PositiveInt = 1
-    """Steps in which a key has come before it is admitted."""
+    count: PositiveInt = Field(default=1, le=MOST_COUNT)
+    """Steps in which a key has come before it is admitted; below 2^20, for it is kept in 20 bits beside a step."""
     forget_steps: PositiveInt = 10_000
     """A key that waits is forgotten when it has not come for about so many steps, so that those that come once take
     memory for a while alone."""
