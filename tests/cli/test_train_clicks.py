@@ -24,16 +24,19 @@ from shardwise.cli.run_folder import RunFolder
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
 from shardwise.config.run import load
+from shardwise.data.clicks import ClickCorpus
 from shardwise.observe import metrics
+from shardwise.observe.auc import ClickScore
 from shardwise.observe.metrics import ClickRecord
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.planner import plan_tables
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.policy import PLACEMENTS, RowOptimizerPolicy, TablePolicy
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.ragged import Ragged
 
 Ranks = Callable[[int], RankPool]
 COMPARED = ("step", "loss", "log_loss", "auc", "grad_norm", "lr", "samples", "rows", "inserted", "evicted")
+SAMPLES, ROWS = COMPARED.index("samples"), COMPARED.index("rows")
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -121,6 +124,26 @@ def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.Captur
     assert out.rstrip().endswith(f"run folder: {run}")
 
 
+def test_without_pictures_none_is_drawn(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.train("monitor.picture=false", "train.steps=2", "schedule.total_steps=2") == 0
+    assert not list((runs.folder / "run").glob("*.png"))
+    assert "compute ms  keys ahead ms" in capsys.readouterr().out
+
+
+def test_the_best_score_is_computed_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pictures and the last words both show it; it takes a pass over all rows held out."""
+    found: list[ClickScore | None] = []
+    compute = ClickCorpus.best_on_validation
+
+    def counted(corpus: ClickCorpus, samples: int | None = None) -> ClickScore | None:
+        found.append(compute(corpus, samples))
+        return found[-1]
+
+    monkeypatch.setattr(ClickCorpus, "best_on_validation", counted)
+    assert runs.train("train.steps=2", "data.validation_samples=100") == 0
+    assert [score and score.samples for score in found] == [100]
+
+
 def test_keys_ahead_change_no_number(runs: Runs) -> None:
     for depth in (0, 3):
         folder = runs.folder / f"depth_{depth}"
@@ -166,6 +189,16 @@ def test_epochs_end_a_run_in_the_middle_of_a_step(runs: Runs) -> None:
     assert rows[-1].lr == pytest.approx(0.01 / 5), "the schedule ends with the epochs"
     assert runs.train(*(f"{key}={value}" for key, value in changes.items()), schedule={"type": "linear"}) == 0
     assert len(runs.rows()) == 5, "a run at its end has nothing left to do"
+
+
+@pytest.mark.parametrize(
+    "train", [{}, {"steps": 100}], ids=["epochs alone", "fewer steps than were asked for"]
+)
+def test_epochs_that_end_within_the_warm_up_are_refused(runs: Runs, train: dict[str, int]) -> None:
+    """How many steps the epochs have is known only when the data is open: 64 samples are 2 steps."""
+    schedule = {"type": "linear", "warmup_steps": 2}
+    with pytest.raises(ConfigError, match="warmup_steps 2 must be less than total_steps 2"):
+        runs.train("data.epochs=1", "data.synthetic.samples=64", train=train, schedule=schedule)
 
 
 def test_epochs_alone_say_how_long(runs: Runs) -> None:
@@ -272,20 +305,29 @@ def trained(world: World, config: str, goes_on: bool = False) -> list[list[float
 
 
 def test_two_ranks_train_and_evaluate_as_one_does(runs: Runs, ranks: Ranks) -> None:
-    """Static tables: which rows a full table evicts is each rank's own affair."""
-    synthetic = {"samples": 90, "validation_samples": 70, "tables": 3, "rows": 40, "dense": 2}
+    """A full table evicts the same rows on any ranks, wherever it lies: a feature for each placement."""
+    data = {"samples": 90, "validation_samples": 70, "tables": 4, "rows": 40, "dense": 2}
+    dynamic = {"capacity": 24, "eviction": {"type": "lfu"}}
+    placement = dict(zip(("C1", "C2", "C3", "C4"), PLACEMENTS, strict=True))
     changes = {
-        "data": {"synthetic": synthetic, "epochs": 2},
-        "tables": {"optimizer": {"type": "adagrad", "lr": 0.1}},
+        "data": {"synthetic": data | {"keys": "hashed", "fresh": 0.2}, "epochs": 2},
+        "tables": {
+            "defaults": {"dynamic": dynamic},
+            "placement": placement,
+            "optimizer": {"type": "adagrad", "lr": 0.1},
+        },
     }
     runs.config(**changes, out=str(runs.folder / "one"))
     alone = trained(World(0, 1), str(runs.folder / "config.yaml"))
-    assert [row[6] for row in alone] == [32] * 5 + [20], "the last step leaves the second rank less"
+    assert [row[SAMPLES] for row in alone] == [32] * 5 + [20], "the last step leaves the second rank less"
+    rows, _, evicted = alone[-1][ROWS:]
+    assert rows and evicted and rows <= 4 * 24, "each table was full"
     runs.config(**changes, out=str(runs.folder / "two"), mesh={"dp": 2}, zero={"stage": 2})
-    for rows in ranks(2).run(trained, str(runs.folder / "config.yaml")):
-        for got, expected in zip(rows, alone, strict=True):
+    for records in ranks(2).run(trained, str(runs.folder / "config.yaml")):
+        for got, expected in zip(records, alone, strict=True):
+            assert got[SAMPLES:] == expected[SAMPLES:]
             numbers = [value or 0.0 for value in expected]
-            assert [value or 0.0 for value in got] == pytest.approx(numbers, rel=2e-5)
+            assert [value or 0.0 for value in got] == pytest.approx(numbers, rel=2e-6)
 
 
 def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(runs: Runs) -> None:

@@ -6,7 +6,8 @@ from shardwise.observe.lanes_picture import Lanes, LaneSpan, draw_picture, draw_
 
 
 def a_run(steps: int = 10, ahead: int = 1) -> Lanes:
-    """Steps of 10 s: 8 s of compute, keys 3 s one step ahead, reading 1 s three steps ahead in two pieces."""
+    """Steps of 10 s: 8 s of compute, half a second for something else, keys 3 s one step ahead, reading 1 s three steps
+    ahead in two pieces."""
     lanes = Lanes(global_batch=100)
     for step in range(1, steps + 1):
         start = 10.0 * step
@@ -14,7 +15,7 @@ def a_run(steps: int = 10, ahead: int = 1) -> Lanes:
         lanes.watch((step - 1) * 100, start - 29.8, start - 29.3)
         if ahead:
             lanes.record("keys", step, start - 8, start - 5)
-        lanes.record("compute", step, start, start + 8)
+        lanes.record("compute", step, start, start + 8, start - 1.5)
     return lanes
 
 
@@ -45,14 +46,35 @@ def test_a_ring_keeps_the_last_steps() -> None:
 
 
 def test_the_table() -> None:
-    lines = draw_text(a_run().window(steps=10)).splitlines()
-    assert lines[0].split("  ")[0].strip() == "step"
-    assert lines[2].split() == ["2", "3000.00", "8000.00", "5000.00", "2000.00"]
-    assert lines[5].split() == ["5", "1000.00", "3000.00", "8000.00", "5000.00", "2000.00"]
-    assert lines[-1].split()[0] == "mean" and len(lines) == 12
-    off = draw_text(a_run(ahead=0).window()).splitlines()
-    assert off[1].split()[1:] in (["8000.00"], ["1000.00", "8000.00"]), "keys belong to compute"
+    lanes = a_run()
+    lines = draw_text(lanes.figures(lanes.window(steps=3))).splitlines()
+    head = ["step", "read ms", "keys ms", "compute ms", "keys ahead ms", "waited ms"]
+    assert [cell.strip() for cell in lines[0].split("  ") if cell] == head
+    told = ["1000.00", "3000.00", "8000.00", "5000.00", "1500.00"]
+    assert [line.split()[1:] for line in lines[1:]] == [told] * 4, (
+        "reads and keys of the first too, and the mean"
+    )
+    assert lines[-1].split()[0] == "mean"
+    off = a_run(ahead=0)
+    assert draw_text(off.figures(off.window())).splitlines()[1].split()[1:] == [
+        "1000.00",
+        "8000.00",
+        "1500.00",
+    ]
     assert draw_text([]) == ""
+
+
+def test_an_evaluation_is_no_waiting_and_stays_out_of_the_window() -> None:
+    lanes, start = Lanes(), 0.0
+    for step in range(1, 13):
+        aside = 30.0 if step in (5, 9) else 1.0
+        lanes.record("keys", step, start - 2, start - 1)
+        lanes.record("compute", step, start + aside + 0.5, start + aside + 5, start + aside)
+        start += aside + 5
+    assert {each.waited_ms for each in lanes.figures(lanes.spans)} == {500.0}
+    steps = [span.step for span in lanes.window(6) if span.lane == "compute"]
+    assert steps in ([1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]), "as many as there are between two of them"
+    assert len([span for span in lanes.window(2) if span.lane == "compute"]) == 2
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -109,15 +109,16 @@ def _show_schedule(trainer: Trainer, console: Console) -> None:
 
 
 def _show_lanes(trainer: Trainer, console: Console) -> None:
-    """Reading, keys and compute of a few steps of a run over clicks: a table, and a picture in the run folder."""
+    """Reading, keys and compute of a few steps of a run over clicks: a table, and a picture in the run folder unless
+    ``monitor.picture`` is false."""
     if not isinstance(trainer, ClickTrainer) or trainer.world.rank != 0:
         return
-    spans = trainer.lanes.window()
-    for line in draw_lanes_text(spans).splitlines():
+    lanes = trainer.lanes
+    spans = lanes.window()
+    for line in draw_lanes_text(lanes.figures(spans)).splitlines():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if spans:
-        depth = trainer.config.tables.prepare_ahead
-        draw_lanes({"rank 0": spans}, trainer.folder.lanes, f"keys {depth} step(s) ahead")
+    if spans and trainer.config.monitor.picture:
+        draw_lanes({"rank 0": spans}, trainer.folder.lanes, f"keys {lanes.depth} step(s) ahead")
 
 
 def _last_words(trainer: Trainer, console: Console) -> None:

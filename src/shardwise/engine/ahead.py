@@ -113,12 +113,14 @@ class Ahead(Iterator[Any]):
         """Held while a step is read."""
         self._is_closed = False
         self._is_taken_back = False
-        self._computing: tuple[int, float] | None = None
+        self._computing: tuple[int, float, float] | None = None
+        """Step, when it was asked for, when it was handed out."""
         self._stream: torch.Stream | None = None
         """Of the thread, on an accelerator."""
         if depth and engine.world.device.type != "cpu":
             self._stream = torch.Stream(engine.world.device)
         if lanes is not None:
+            lanes.depth = depth
             engine.on_step.insert(0, self._computed)
 
     # The caller's side -----------------------------------------------------------------------------------------
@@ -132,6 +134,7 @@ class Ahead(Iterator[Any]):
         if self._is_closed:
             raise StopIteration
         self._computed()
+        asked = time.perf_counter()
         try:
             while len(self._waiting) <= self.depth:
                 self._waiting.append(self._ask())
@@ -148,7 +151,7 @@ class Ahead(Iterator[Any]):
         if self._loader is not None and step.fetched is not None:
             self._loader.count(step.fetched)
         if self._lanes is not None:
-            self._computing = (step.number, time.perf_counter())
+            self._computing = (step.number, asked, time.perf_counter())
         if self._stream is not None:
             here = torch.accelerator.current_stream(self._engine.world.device)
             for tensor in tensors_in(step.batches):
@@ -198,9 +201,9 @@ class Ahead(Iterator[Any]):
     def _computed(self, engine: "Engine | None" = None, result: "StepResult | None" = None) -> None:
         """The step handed out last is over: called after an optimizer step, else when the next one is asked for."""
         if self._computing is not None and self._lanes is not None:
-            number, started = self._computing
+            number, asked, started = self._computing
             self._computing = None
-            self._lanes.record("compute", number, started, time.perf_counter())
+            self._lanes.record("compute", number, started, time.perf_counter(), asked)
 
     def _ask(self) -> "Future[_Step | None]":
         """Give the job for the next step."""
@@ -261,6 +264,7 @@ class Ahead(Iterator[Any]):
             started = time.perf_counter()
             with self._on_stream():
                 found = None if step is None else self._find(step.batches)
+            stopped = time.perf_counter()
         except Exception:
             self._has_ended = True
             with contextlib.suppress(CommError):
@@ -272,6 +276,7 @@ class Ahead(Iterator[Any]):
             if refusal:
                 raise DataError(refusal)
             return None
+        resumed = time.perf_counter()  # until then it waited for readers of other ranks
         try:
             with self._on_stream():
                 batches = found.prepare()
@@ -281,7 +286,8 @@ class Ahead(Iterator[Any]):
             self._has_ended = True
             raise
         if self._lanes is not None:
-            self._lanes.record("keys", step.number, started, time.perf_counter())
+            self._lanes.record("keys", step.number, started, stopped)
+            self._lanes.record("keys", step.number, resumed, time.perf_counter())
         return step._replace(batches=batches)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:

@@ -6,17 +6,20 @@
     compute    the main thread      vectors, forward, backward, step
 
     Loader(..., watch=lanes.watch)         engine.ahead(loader, lanes=lanes)
-    draw_picture({"rank 0": lanes.window()}, "lanes.png")
+    spans = lanes.window()
+    draw_picture({"rank 0": spans}, "lanes.png")
+    print(draw_text(lanes.figures(spans)))
 
 A ring keeps the last steps, so that recording costs a microsecond a span and no memory that grows. A picture shows one
-stretch of time: whatever a lane did in it, for whichever step. Times are those of ``time.perf_counter``.
+stretch of time: whatever a lane did in it, for whichever step; the table shows steps: what all lanes did for them, at
+whatever time. Times are those of ``time.perf_counter``.
 """
 
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, Literal, NamedTuple, get_args
 
 from shardwise.observe.schedule_picture import IDLE, INK, PALETTE
@@ -24,8 +27,8 @@ from shardwise.observe.schedule_picture import IDLE, INK, PALETTE
 LaneName = Literal["read", "keys", "compute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 _KEPT_STEPS = 64
-_KEPT_READS = 32 * _KEPT_STEPS
-"""A step is read in as many pieces as it has microbatches."""
+_KEPT_SPANS = 32 * _KEPT_STEPS
+"""Of reading and keys: a step is read in as many pieces as it has microbatches, and some time before it computes."""
 _STEPS = 6
 """In a picture."""
 _HEIGHT = 0.84
@@ -38,6 +41,21 @@ class LaneSpan(NamedTuple):
     step: int
     start_s: float
     stop_s: float
+    asked_s: float | None = None
+    """Of compute: when its lane, done with the step before and all that came between, asked for this one."""
+
+
+class StepFigures(NamedTuple):
+    """What lanes did for one step. None: nothing, or nobody recorded it."""
+
+    step: int
+    read_ms: float | None
+    keys_ms: float | None
+    compute_ms: float | None
+    keys_ahead_ms: float | None
+    """How long before its compute its keys were there."""
+    waited_ms: float | None
+    """From being asked for to its compute."""
 
 
 class Lanes:
@@ -49,60 +67,84 @@ class Lanes:
     def __init__(self, global_batch: int = 1):
         self._global_batch = global_batch
         self._kept: dict[LaneName, deque[LaneSpan]] = {
-            lane: deque(maxlen=_KEPT_READS if lane == "read" else _KEPT_STEPS) for lane in LANES
+            lane: deque(maxlen=_KEPT_STEPS if lane == "compute" else _KEPT_SPANS) for lane in LANES
         }
+        self.depth = 0
+        """Steps that keys went ahead of compute."""
 
-    def record(self, lane: LaneName, step: int, start_s: float, stop_s: float) -> None:
+    def record(
+        self, lane: LaneName, step: int, start_s: float, stop_s: float, asked_s: float | None = None
+    ) -> None:
         """Keep one span."""
-        self._kept[lane].append(LaneSpan(lane, step, start_s, stop_s))
+        self._kept[lane].append(LaneSpan(lane, step, start_s, stop_s, asked_s))
 
     def watch(self, position: int, start_s: float, stop_s: float) -> None:
         """The same from a reader of a ``Loader``: ``position`` is that of the step's first sample."""
         self.record("read", position // self._global_batch + 1, start_s, stop_s)
 
+    @property
+    def spans(self) -> list[LaneSpan]:
+        """All that are kept."""
+        return sorted((span for kept in self._kept.values() for span in list(kept)), key=lambda s: s.start_s)
+
     def window(self, steps: int = _STEPS) -> list[LaneSpan]:
         """All spans in the time that ``steps`` steps in a row computed: of those that are kept, steps of middle length.
 
-        Fewer steps where the run had no more.
+        Fewer steps where the run had no more, or had no more between two evaluations.
         """
-        compute = list(self._kept["compute"])
-        steps = min(steps, len(compute))
+        runs = _unbroken(list(self._kept["compute"]))
+        steps = min(steps, max(map(len, runs)))
         if not steps:
             return []
-        starts = range(len(compute) - steps + 1)
-        by_length = sorted(starts, key=lambda at: compute[at + steps - 1].stop_s - compute[at].start_s)
-        at = by_length[len(by_length) // 2]
-        first, last = compute[at].start_s, compute[at + steps - 1].stop_s
-        found = [span for kept in self._kept.values() for span in list(kept)]
-        return sorted((s for s in found if s.start_s < last and s.stop_s > first), key=lambda s: s.start_s)
+        choice = [run[at : at + steps] for run in runs for at in range(len(run) - steps + 1)]
+        choice.sort(key=lambda spans: spans[-1].stop_s - spans[0].start_s)
+        shown = choice[len(choice) // 2]
+        first, last = shown[0].start_s, shown[-1].stop_s
+        return [span for span in self.spans if span.start_s < last and span.stop_s > first]
+
+    def figures(self, window: Sequence[LaneSpan]) -> list[StepFigures]:
+        """Of the steps that computed in ``window``; what other lanes did for them may lie before it."""
+        spans = self.spans
+        found = []
+        for span in window:
+            if span.lane != "compute":
+                continue
+            read, keys = ([s for s in spans if s.lane == lane and s.step == span.step] for lane in LANES[:2])
+            found.append(
+                StepFigures(
+                    span.step,
+                    _sum_ms(read),
+                    _sum_ms(keys),
+                    _sum_ms([span]),
+                    (span.start_s - max(s.stop_s for s in keys)) * 1e3 if keys else None,
+                    None if span.asked_s is None else (span.start_s - span.asked_s) * 1e3,
+                )
+            )
+        return found
 
 
-def draw_text(spans: Sequence[LaneSpan]) -> str:
-    """A row for each step that computed: how long each lane worked for it, how long before its compute its keys were
-    there, and how long compute had waited. Milliseconds.
-
-    With depth 0 keys belong to compute.
-    """
-    compute = [span for span in spans if span.lane == "compute"]
-    if not compute:
-        return ""
-    rows = []
-    before: LaneSpan | None = None
+def _unbroken(compute: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
+    """Runs of steps between which compute's thread did nothing else (an evaluation, a save) for longer than a step of
+    middle length takes."""
+    runs: list[list[LaneSpan]] = [[]]
+    longest_s = median(span.stop_s - span.start_s for span in compute) if compute else 0.0
     for span in compute:
-        read, keys = ([s for s in spans if s.lane == lane and s.step == span.step] for lane in LANES[:2])
-        rows.append(
-            [
-                _sum_ms(read),
-                _sum_ms(keys),
-                _sum_ms([span]),
-                (span.start_s - max(s.stop_s for s in keys)) * 1e3 if keys else None,
-                None if before is None else (span.start_s - before.stop_s) * 1e3,
-            ]
-        )
-        before = span
-    columns = ["step", "read ms", "keys ms", "compute ms", "keys ahead ms", "waited ms"]
-    body = [[str(span.step), *map(_number, row)] for span, row in zip(compute, rows, strict=True)]
-    means = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
+        aside_s = span.asked_s - runs[-1][-1].stop_s if runs[-1] and span.asked_s is not None else 0.0
+        if aside_s > longest_s:
+            runs.append([])
+        runs[-1].append(span)
+    return runs
+
+
+def draw_text(figures: Sequence[StepFigures]) -> str:
+    """A row for each step, and their means. Milliseconds. With depth 0 keys belong to compute."""
+    if not figures:
+        return ""
+    columns = [name.replace("_", " ") for name in StepFigures._fields]
+    body = [[str(each.step), *map(_number, each[1:])] for each in figures]
+    means = [
+        [value for value in column if value is not None] for column in list(zip(*figures, strict=True))[1:]
+    ]
     body.append(["mean", *(_number(mean(each) if each else None) for each in means)])
     widths = [max(map(len, column)) for column in zip(columns, *body, strict=True)]
     return "\n".join(

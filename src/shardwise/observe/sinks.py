@@ -26,7 +26,7 @@ class MonitorPolicy(Policy):
     tensorboard: bool = True
     """Write TensorBoard events into ``tensorboard/`` of the run folder."""
     picture: bool = True
-    """Draw ``loss.png`` into the run folder, and for a click-through model ``auc.png``."""
+    """Draw ``loss.png`` into the run folder, and for a click-through model ``auc.png`` and ``lanes.png``."""
     wandb: str | None = None
     """Project at Weights & Biases to send to; needs the extra ``shardwise[wandb]`` and an account that is logged in."""
 
