@@ -5,6 +5,7 @@ and log loss over the held-out rows of all ranks (observe/auc.py); ``train.early
 exchanged ``tables.prepare_ahead`` steps ahead, in training and in evaluations (engine/ahead.py).
 """
 
+import functools
 import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
@@ -154,9 +155,9 @@ class ClickTrainer(Trainer):
         """Go on counting."""
         self._earlier = Tally(**state["tables"])
 
-    @property
+    @functools.cached_property
     def best(self) -> ClickScore | None:
-        """What the planted teacher scores on the held-out rows: no model does better but by luck."""
+        """What the planted teacher scores on the held-out rows: no model does better but by luck. A pass over them."""
         return self.corpus.best_on_validation(self.config.data.validation_samples)
 
     def last_words(self) -> list[str]:
@@ -180,7 +181,10 @@ class ClickTrainer(Trainer):
 
 
 def _with_steps(config: RunConfig, samples: int, epochs: int | None) -> RunConfig:
-    """No more steps than the epochs have; a schedule that was to end with the steps ends there."""
+    """No more steps than the epochs have; a schedule that was to end with the steps ends there.
+
+    The rules are checked again for these steps when the engine is made, such as that a warm-up is shorter.
+    """
     assert config.batch.global_size is not None, "Request.load refuses a run without a batch size"
     if epochs is None:
         return config
