@@ -1,9 +1,11 @@
 """Tables exported for serving read as they were trained."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from shardwise import Vectors
@@ -62,6 +64,79 @@ def test_half_precision_and_an_empty_table(tmp_path: Path) -> None:
     vectors = Vectors(write_vectors(tmp_path, [table, empty], 1, torch.float16))
     assert vectors.lookup("user", torch.tensor([4])).dtype == torch.float16
     assert vectors.lookup("none", torch.tensor([4])).tolist() == [[0.0, 0.0, 0.0]]
+
+
+KEYS = torch.arange(4)
+
+
+def tables_of(value: float, during: Callable[[], object] = lambda: None) -> list[StoredTable]:
+    """Two tables of which all numbers are ``value``; ``during`` runs between the files of the first and the second."""
+
+    def parts(name: str) -> Iterator[tuple[int, Tensor, Tensor]]:
+        if name == "b":
+            during()
+        yield 0, KEYS, torch.full((4, 2), value)
+
+    return [StoredTable(name, 4, 2, False, lambda name=name: parts(name)) for name in ("a", "b")]  # type: ignore[misc]
+
+
+def values_in(vectors: Vectors) -> list[float]:
+    return [value for name in ("a", "b") for value in vectors.lookup(name, KEYS).unique().tolist()]
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["the next step", "the same step of another run"])
+def test_readers_of_a_folder_that_is_written_again(tmp_path: Path, step: int) -> None:
+    """Each reads the numbers of one export: who came before, who comes in the middle, who comes after."""
+    write_vectors(tmp_path, tables_of(1.0), 1)
+    before, others = Vectors(tmp_path), []
+    (tmp_path / "c.step_1.safetensors").write_text("somebody else's")
+    write_vectors(tmp_path, tables_of(2.0, lambda: others.append(Vectors(tmp_path))), step)
+    (middle,), after = others, Vectors(tmp_path)
+    assert [values_in(each) for each in (before, middle, after)] == [[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]
+    assert [each.step for each in (before, middle, after)] == [1, 1, step]
+    again = "-2" if step == 1 else ""
+    ours = [f"{name}.step_{step}{again}.safetensors" for name in "ab"]
+    assert files_in(tmp_path) == sorted([*ours, "c.step_1.safetensors", "tables.json"])
+
+
+def test_a_reader_whose_files_go_as_it_opens_takes_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_vectors(tmp_path, tables_of(1.0), 1)
+    read = Vectors._read_index
+
+    def late(self: Vectors) -> dict[str, object]:
+        monkeypatch.setattr(Vectors, "_read_index", read)
+        index = read(self)
+        write_vectors(tmp_path, tables_of(2.0), 2)
+        return index
+
+    monkeypatch.setattr(Vectors, "_read_index", late)
+    vectors = Vectors(tmp_path)
+    assert vectors.step == 2 and values_in(vectors) == [2.0, 2.0]
+    (tmp_path / "b.step_2.safetensors").unlink()
+    with pytest.raises(DamagedError, match=r"names .*b.step_2.safetensors, which is not there"):
+        Vectors(tmp_path)
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    write_vectors(tmp_path, tables_of(1.0), 1)
+    for step in (2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            write_vectors(tmp_path, tables_of(2.0, killed), step)
+    (tmp_path / "b.step_3.safetensors.part").write_text("as far as it came")
+    assert values_in(Vectors(tmp_path)) == [1.0, 1.0]
+    assert {"a.step_2.safetensors", "a.step_3.safetensors"} <= set(files_in(tmp_path))
+    write_vectors(tmp_path, tables_of(4.0), 4)
+    assert files_in(tmp_path) == ["a.step_4.safetensors", "b.step_4.safetensors", "tables.json"]
+    assert values_in(Vectors(tmp_path)) == [4.0, 4.0]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

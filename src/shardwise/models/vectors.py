@@ -1,20 +1,25 @@
 """Embedding tables for serving: (key, vector) pairs in plain files, and a reader that needs no engine.
 
     tables.json            {"format": 1, "step": 500, "tables": {"tables.user": {"file", "rows", "width", "dynamic"}}}
-    tables.user.safetensors    "keys" int64 [M], "vectors" [M, D]; rows in any order
+    tables.user.step_500.safetensors    "keys" int64 [M], "vectors" [M, D]; rows in any order
 
     vectors = Vectors("exported")
     vectors.lookup("tables.user", torch.tensor([7, 12]))           # [2, D]
 
 The files are mapped: a lookup reads the pages of its rows alone, and many processes share one copy in memory.
 
-Cost: opening a table sorts its keys once, 8 M bytes of memory beside the map; a lookup is a binary search a key.
+A folder that is being read may be written again: files get new names, ``tables.json`` changes from the old ones to the
+new ones in one rename, and then the old ones go. Readers map all files as they open, so each reads the vectors of one
+step, the earlier one for as long as it likes. One process writes at a time.
+
+Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a lookup is a binary search a key.
 Shapes: M rows of a table, D width, n keys.
 """
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.models.safetensors import Writer, read_header
+from shardwise.models.safetensors import StoredTensor, Writer, read_header
 from shardwise.plan.errors import CheckpointError, DamagedError, DataError, UsageError
 from shardwise.plan.policy import nearest
 
 _INDEX = "tables.json"
 _FORMAT = 1
+_EARLIER = "removed"
+"""Key of an index: files that went when it came, or were still to go where its export was killed."""
 _CARRIERS = {
     torch.float64: np.float64,
     torch.float32: np.float32,
@@ -50,32 +57,69 @@ class StoredTable(NamedTuple):
 def write_vectors(
     folder: str | Path, tables: Iterable[StoredTable], step: int, dtype: torch.dtype = torch.float32
 ) -> Path:
-    """Write tables, one stretch of rows in memory at a time."""
+    """Write tables, one stretch of rows in memory at a time; what an earlier export left in the folder goes at the end.
+
+    Errors: UsageError for a dtype or a name that does not do, before anything is written.
+    """
     if dtype not in (torch.float32, torch.float16, torch.float64):
         raise UsageError(f"vectors are written as fp64, fp32 or fp16; given {dtype}")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    entries: dict[str, dict[str, Any]] = {}
+    folder, tables = Path(folder), list(tables)
     for table in tables:
-        file = f"{table.name}.safetensors"
-        if Path(file).name != file or table.name.startswith("."):
+        if Path(table.name).name != table.name or table.name.startswith("."):
             raise UsageError(f"table {table.name!r}: its name cannot be a file's; rename the table")
+    folder.mkdir(parents=True, exist_ok=True)
+    index, coming = folder / _INDEX, folder / f"{_INDEX}.part"
+    earlier = {
+        file
+        for file in _files_of(index) | _files_of(coming)
+        if (folder / file).exists() or (folder / f"{file}.part").exists()
+    }
+    files = _new_files(folder, [table.name for table in tables], step)
+    entries = {
+        table.name: {"file": file, "rows": table.rows, "width": table.width, "dynamic": table.is_dynamic}
+        for table, file in zip(tables, files, strict=True)
+    }
+    content = {"format": _FORMAT, "step": step, "tables": entries, _EARLIER: sorted(earlier)}
+    # Before the files: of an export that is killed, this tells the next one what it may remove.
+    _write_json(coming, content)
+    for table, file in zip(tables, files, strict=True):
         shapes = {"keys": (table.rows,), "vectors": (table.rows, table.width)}
         with Writer(folder / file, shapes, {"keys": torch.int64, "vectors": dtype}) as writer:
             for first, keys, vectors in table.parts():
                 writer.write_part("keys", first, keys)
                 writer.write_part("vectors", first * table.width, vectors)
-        entries[table.name] = {
-            "file": file,
-            "rows": table.rows,
-            "width": table.width,
-            "dynamic": table.is_dynamic,
-        }
-    temporary = folder / f"{_INDEX}.part"
-    content = {"format": _FORMAT, "step": step, "tables": entries}
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / _INDEX)
+    os.replace(coming, index)
+    for file in earlier:
+        (folder / file).unlink(missing_ok=True)
+        (folder / f"{file}.part").unlink(missing_ok=True)
     return folder
+
+
+def _new_files(folder: Path, names: Sequence[str], step: int) -> list[str]:
+    """Names that no file has, not even one of the same step: a run that is done again has other vectors there."""
+    for number in itertools.count(1):
+        again = f"-{number}" if number > 1 else ""
+        files = [f"{name}.step_{step}{again}.safetensors" for name in names]
+        if not any((folder / f"{file}{part}").exists() for file in files for part in ("", ".part")):
+            break
+    return files
+
+
+def _files_of(index: Path) -> set[str]:
+    """Files in the index's folder that were written with it, or were to go with it; none where it cannot be read."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        files = {*(str(entry["file"]) for entry in content["tables"].values()), *content.get(_EARLIER, [])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return {file for file in files if Path(file).name == file and file.endswith(".safetensors")}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(content, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 class Vectors:
@@ -83,22 +127,24 @@ class Vectors:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        try:
-            content = json.loads((self.folder / _INDEX).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder}: no {_INDEX} ({error.strerror}); expected a folder that shardwise convert made of a run"
-            ) from None
-        except ValueError as error:
-            raise DamagedError(f"{self.folder / _INDEX}: not JSON: {error}") from None
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{self.folder / _INDEX}: another format; this version reads format {_FORMAT}"
-            )
-        self.step = int(content["step"])
+        index = self._read_index()
+        while True:
+            try:
+                maps = {name: self._map(name, entry) for name, entry in index["tables"].items()}
+                break
+            except FileNotFoundError as error:
+                # An export that ended after the index was read has removed them; then there is a new index.
+                before, index = index, self._read_index()
+                if index == before:
+                    raise DamagedError(
+                        f"{self.folder / _INDEX}: names {error.filename}, which is not there; export again"
+                    ) from None
+        self.step = int(index["step"])
         """Optimizer steps done when it was saved."""
-        self._entries: dict[str, dict[str, Any]] = content["tables"]
-        self._open: dict[str, _Table] = {}
+        self._entries: dict[str, dict[str, Any]] = index["tables"]
+        self._maps = maps
+        self._order: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        """Of tables that were asked: keys in order, and the rows of these."""
 
     @property
     def tables(self) -> dict[str, tuple[int, int]]:
@@ -112,9 +158,12 @@ class Vectors:
         """
         if table not in self._entries:
             raise UsageError(f"{self.folder}: there is no table {table!r}{nearest(table, self._entries)}")
-        if table not in self._open:
-            self._open[table] = self._map(table)
-        vectors, sorted_keys, order = self._open[table]
+        vectors = self._maps[table].vectors
+        if table not in self._order:
+            stored = self._maps[table].keys
+            order = np.argsort(stored, kind="stable")
+            self._order[table] = stored[order], order
+        sorted_keys, order = self._order[table]
         asked = keys.detach().cpu().reshape(-1).numpy()
         places = np.searchsorted(sorted_keys, asked)
         found = np.zeros(asked.size, bool)
@@ -128,24 +177,34 @@ class Vectors:
         rows[found] = vectors[order[places[found]]]
         return torch.from_numpy(rows).view(*keys.shape, vectors.shape[1])
 
-    def _map(self, table: str) -> "_Table":
-        file = self.folder / str(self._entries[table]["file"])
+    def _read_index(self) -> dict[str, Any]:
+        file = self.folder / _INDEX
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: no {_INDEX} ({error.strerror}); expected a folder that shardwise convert made of a run"
+            ) from None
+        except ValueError as error:
+            raise DamagedError(f"{file}: not JSON: {error}") from None
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise CheckpointError(f"{file}: another format; this version reads format {_FORMAT}")
+        return content
+
+    def _map(self, table: str, entry: dict[str, Any]) -> "_Table":
+        file = self.folder / str(entry["file"])
         if file.parent != self.folder:
             raise DamagedError(f"{self.folder / _INDEX}: table {table!r} names a file outside the folder")
         header = read_header(file)
-        keys, vectors = header["keys"], header["vectors"]
 
-        def mapped(stored: Any) -> np.ndarray:
+        def mapped(stored: StoredTensor) -> np.ndarray:
             if stored.elements == 0:
                 return np.zeros(stored.shape, _CARRIERS[stored.dtype])
             return np.memmap(file, _CARRIERS[stored.dtype], "r", stored.offset, stored.shape)
 
-        found = mapped(keys)
-        order = np.argsort(found, kind="stable")
-        return _Table(mapped(vectors), found[order], order)
+        return _Table(mapped(header["keys"]), mapped(header["vectors"]))
 
 
 class _Table(NamedTuple):
+    keys: np.ndarray
     vectors: np.ndarray
-    sorted_keys: np.ndarray
-    order: np.ndarray
