@@ -165,7 +165,9 @@ class Writer:
         try:
             missing = [name for name, elements in self._missing.items() if elements]
             if kind is None and missing:
-                raise MismatchError(f"{self._file}: {len(missing)} tensors never came: {', '.join(missing[:3])}")
+                raise MismatchError(
+                    f"{self._file}: {len(missing)} tensors never came: {', '.join(missing[:3])}"
+                )
             if kind is None:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())

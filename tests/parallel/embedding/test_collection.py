@@ -347,3 +347,10 @@ def test_one_key_each_finds_its_own_row_and_moves_it(placement: str, ranks: int,
             torch.testing.assert_close(after[name].detach(), expected, rtol=1e-12, atol=1e-12)
 
     on_ranks(ranks, run)
+
+
+def test_rates_that_no_rule_can_take() -> None:
+    with pytest.raises(ValueError, match=r"each lies in \[0, 1\)"):
+        RowOptimizerPolicy(type="adam", betas=(1.0, 0.9))
+    with pytest.raises(ValueError, match="is 1 or more"):
+        RowOptimizerPolicy(type="adam", exact=True, lr=2.0, weight_decay=0.5)

@@ -22,7 +22,8 @@ class RowOptimizerPolicy(Policy):
     """Keys under ``tables.optimizer:``, or one table's own. Only rows that a batch touches are updated."""
 
     type: RowOptimizerName = "rowwise_adagrad"
-    """SGD, with momentum, Adagrad, Adagrad with one number a row, Adam, FTRL-proximal."""
+    """SGD, with momentum, Adagrad, Adagrad with one number a row, Adam, FTRL-proximal. FTRL's weights follow anew from
+    its sums by the rate of each step, so that they shrink with a schedule that falls: give it a constant one."""
     lr: NonNegativeFloat = 0.01
     """Learning rate at the top of the schedule."""
     weight_decay: NonNegativeFloat = 0.0
@@ -48,6 +49,12 @@ class RowOptimizerPolicy(Policy):
 
     @model_validator(mode="after")
     def _fields_fit_the_type(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas}; each lies in [0, 1)")
+        if self.exact and self.lr * self.weight_decay >= 1:
+            raise ValueError(
+                f"lr {self.lr} times weight_decay {self.weight_decay} is 1 or more: a step would turn weights round"
+            )
         if self.exact and self.type != "adam":
             raise ValueError(
                 f"exact is for adam alone; {self.type!r} does nothing in steps without a gradient"
