@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.errors import UsageError
+from shardwise.plan.ragged import Ragged
 
 
 def apply(model: nn.Module, batch: Any) -> Any:
@@ -41,6 +42,8 @@ def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> 
         if dtype is not None and value.is_floating_point():
             return value.to(device, dtype)
         return value.to(device)
+    if isinstance(value, Ragged) and value.weights is None and value.values.device == device:
+        return value  # a batch has dozens, and each would be walked and made anew in every cast
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_inputs(inner, device, dtype) for inner in value))
     if isinstance(value, tuple | list):
