@@ -388,4 +388,6 @@ def test_a_message_to_the_wrong_neighbour_is_an_error(ranks: Any) -> None:
     assert "expects 'gradient of stage 1, microbatch 0'" in first
     assert "is 'activation of stage 1, microbatch 0'" in first
     assert "receive of activation of stage 1, microbatch 0 from rank 1" in last
-    assert "the other rank did not arrive within" in last
+    # Ranks 1 and 2 wait for one another, equally long: either its own deadline ends it, or rank 1 gives up before.
+    assert "did not arrive within" in last
+    assert "the other rank did not arrive" in last or "rank 1 gave up" in last
