@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.tables.compiled import Loop, ahead, array, loop, prefetch, runs_compiled
-from shardwise.kernels.tables.row_replay import catch_up
 from shardwise.kernels.tables.row_rules import (
     Adagrad,
     Adam,
@@ -28,20 +27,6 @@ from shardwise.kernels.tables.row_rules import (
     adam_step,
 )
 from shardwise.kernels.tables.slab import check_rows
-
-__all__ = [
-    "Adagrad",
-    "Adam",
-    "Ftrl",
-    "Momentum",
-    "RowOptimizer",
-    "RowwiseAdagrad",
-    "Sgd",
-    "catch_up",
-    "plain_update",
-    "row_mean_squares",
-    "update",
-]
 
 
 def update(

@@ -24,8 +24,10 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import gather as gather_rows
 from shardwise.comm.exchange import share
 from shardwise.kernels import philox
-from shardwise.kernels.tables import row_optimizers as rule
 from shardwise.kernels.tables.pooling import gather, merge
+from shardwise.kernels.tables.row_optimizers import update
+from shardwise.kernels.tables.row_replay import catch_up
+from shardwise.kernels.tables.row_rules import Adam, RowwiseAdagrad
 from shardwise.kernels.tables.slab import reserve
 from shardwise.kernels.tables.start_rows import Uniform, start_rows
 from shardwise.kernels.tables.unique import unique
@@ -196,7 +198,7 @@ class Store:
         scale = 1.0 / divisor
         squares = self._mean_squares(rows, grads, scale)
         if rows.numel():
-            rule.update(
+            update(
                 self.optimizer, self.slab, rows, grads, lr=lr, step=step, scale=scale, mean_squares=squares
             )
         if self._history is not None:
@@ -245,7 +247,7 @@ class Store:
         """For row-wise Adagrad on columns: means over whole rows. Rows come in the same order on every rank."""
         optimizer = self.optimizer
         is_cut = self.tables.place.placement == "column" and self._group.size > 1
-        if not isinstance(optimizer, rule.RowwiseAdagrad) or not is_cut:
+        if not isinstance(optimizer, RowwiseAdagrad) or not is_cut:
             return None
         g = grads * scale
         if optimizer.weight_decay:
@@ -256,8 +258,8 @@ class Store:
 
     def _catch_up(self, rows: Tensor) -> None:
         if self._history is not None:
-            assert isinstance(self.optimizer, rule.Adam), "Adam alone replays"
-            rule.catch_up(self._history, self.optimizer, self.slab, rows, len(self.columns))
+            assert isinstance(self.optimizer, Adam), "Adam alone replays"
+            catch_up(self._history, self.optimizer, self.slab, rows, len(self.columns))
 
     # Dynamic tables ----------------------------------------------------------------------------------------------
 
