@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test install lint types walls soak gpu clean help
+.PHONY: train test install lint types walls reference soak gpu clean help
 
 help:
 	@echo "make train    train a GPT on two ranks for about two minutes, into runs/"
 	@echo "make test     linters and the whole test suite"
 	@echo "make soak     the long fault campaigns"
+	@echo "make reference  docs/reference from the code"
 	@echo "make gpu      the tests that need an accelerator"
 	@echo "make install  the virtual environment in .venv alone"
 
@@ -39,6 +40,9 @@ types: $(READY)
 
 walls: $(READY)
 	$(BIN)/lint-imports
+
+reference: $(READY)
+	$(BIN)/python docs/make_reference.py
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)

@@ -9,9 +9,9 @@ class CheckpointPolicy(Policy):
     """When the model state is saved, how much of the past is kept, and whether training waits."""
 
     every: int | None = Field(default=None, ge=1)
-    """Steps between two saves; none saves only when asked, at the end, and on SIGTERM."""
+    """Steps between two saves; left out, only when asked, at the end, and on SIGTERM."""
     keep_last: int | None = Field(default=2, ge=1)
-    """Steps kept, newest first; none keeps all. The newest is never removed before a newer one is verified."""
+    """Steps kept, newest first; ``null`` keeps all. The newest is never removed before a newer one is verified."""
     keep_every: int | None = Field(default=None, ge=1)
     """Steps whose number divides by this are kept besides."""
     asynchronous: bool = True

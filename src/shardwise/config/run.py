@@ -29,7 +29,7 @@ from shardwise.plan.mesh import MeshPolicy
 from shardwise.plan.policy import Policy
 from shardwise.precision.policy import PrecisionPolicy
 
-_ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope"}
+ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope"}
 """Policies that one word sets, and the key that it stands for."""
 
 
@@ -200,8 +200,8 @@ def _override(given: dict[str, Any], text: str) -> None:
     target = given
     for key in outer:
         inner = target.setdefault(key, {})
-        if isinstance(inner, str) and key in _ONE_WORD:
-            inner = target[key] = {_ONE_WORD[key]: inner}
+        if isinstance(inner, str) and key in ONE_WORD:
+            inner = target[key] = {ONE_WORD[key]: inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"override {text!r}: {key!r} is {inner!r}, which has no keys of its own")
         target = inner

@@ -64,6 +64,7 @@ class Engine:
         self.module = parts.model
         """The user's model; its parameters are views that the engine moves."""
         self.world: World = parts.world
+        """The ranks: ``rank``, ``size``, ``device``."""
         self.config = config
         """Resolved configuration."""
         self.step_count = 0

@@ -42,6 +42,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     """Global norm before clipping."""
     lr: float
+    """Learning rate that this step used (of the first parameter group)."""
     weight: float
     """Summed weights of the microbatches: tokens, samples, or their number."""
     skipped: bool

@@ -30,6 +30,19 @@ _SIGNAL_HINTS: dict[int, str] = {
 _PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError", CommError.__name__)
 
 
+EXIT_CODES: dict[str, str] = {
+    "0": "It went through; also: Ctrl-C between two steps of ``shardwise train``, after which the step is saved.",
+    "1": "The run failed: data, a checkpoint, a rank, a number that is not finite; or a defect, which keeps its "
+    "traceback. ``inspect``: a step is damaged.",
+    "2": "The configuration or the call is at fault, and nothing was started or written.",
+    "143": "SIGTERM: the running step was finished and saved. A scheduler takes the run for an interrupted one.",
+    "128 + n": "Killed by signal n; 137 is SIGKILL, as the kernel does when memory runs out. A second Ctrl-C or "
+    "SIGTERM ends at once, unsaved.",
+    "other": "``launch``: the code of the first rank that failed.",
+}
+"""Exit codes of the programs and what each means."""
+
+
 def exit_code(error: BaseException) -> int:
     """2 for what the user can repair in the configuration or the call, 1 for any other error."""
     return 2 if isinstance(error, (ConfigError, MeshError, PlanError, UsageError)) else 1

@@ -47,7 +47,7 @@ class RopeStretch(Policy):
     high_frequency_factor: float = 4.0
     """Angles that turn more often than this over ``original_context`` stay as they are."""
     original_context: PositiveInt = 8192
-    """Context in tokens of the first training."""
+    """Tokens of context in the first training."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,7 +74,7 @@ class GptPolicy(Policy):
     head_size: PositiveInt | None = None
     """Features of a head; left out: width / heads."""
     context: PositiveInt = 256
-    """Longest sequence in tokens."""
+    """Tokens in the longest sequence."""
     vocab: PositiveInt | None = None
     """Tokens in the vocabulary; left out: the tokenizer's."""
     hidden: PositiveInt | None = None

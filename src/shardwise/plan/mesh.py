@@ -107,7 +107,7 @@ class DataParallelPolicy(Policy):
     """``mesh.dp`` in two parts: HSDP."""
 
     replicate: PositiveInt = 1
-    """Copies of the sharded state."""
+    """Ranks over which the sharded state is copied."""
     shard: PositiveInt = 1
     """Ranks that share one copy."""
 
@@ -116,15 +116,15 @@ class MeshPolicy(Policy):
     """Keys under ``mesh:``, in ranks."""
 
     pp: PositiveInt = 1
-    """Pipeline stages."""
+    """Ranks in a row, each with its layers (pipeline parallelism)."""
     dp: PositiveInt | DataParallelPolicy | None = None
     """Data-parallel ranks; left out, the ranks that remain; ``{replicate: 2, shard: 4}`` for HSDP."""
     cp: PositiveInt = 1
-    """Context parallelism."""
+    """Ranks that share a sequence (context parallelism); 1 in this version."""
     tp: PositiveInt = 1
-    """Tensor parallelism."""
+    """Ranks that share every matrix (tensor parallelism)."""
     ep: PositiveInt = 1
-    """Expert parallelism."""
+    """Ranks that share the experts (expert parallelism); 1 in this version."""
 
     def mesh(self, world_size: int) -> Mesh:
         """The mesh over ``world_size`` ranks. Errors: MeshError where the axes do not cover them."""

@@ -104,7 +104,7 @@ class DynamicPolicy(Policy):
     """A table without a number of rows: keys get one when they first come."""
 
     capacity: PositiveInt | None = None
-    """Rows at most, over all ranks; None: as many as memory holds."""
+    """Rows at most, over all ranks; left out: as many as memory holds."""
     budget_bytes: PositiveInt | None = None
     """The same as bytes of weights and optimizer state over all ranks."""
     initial_rows: PositiveInt = 1024

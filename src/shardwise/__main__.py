@@ -1,0 +1,6 @@
+"""``python -m shardwise``: the same program as the installed ``shardwise``."""
+
+from shardwise.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""docs/reference is what the code says, and says all of it."""
+
+import importlib.util
+import inspect
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import jsonschema
+import pytest
+import yaml
+
+import shardwise
+from shardwise.cli.main import app
+from shardwise.config import keys
+from shardwise.config.run import RunConfig, load
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "reference"
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_what_the_code_says(maker: ModuleType) -> None:
+    made = maker.pages()
+    assert {path.name for path in FOLDER.iterdir()} == set(made)
+    stale = [name for name, text in made.items() if (FOLDER / name).read_text(encoding="utf-8") != text]
+    assert not stale, f"run `make reference` and commit: {stale}"
+
+
+def test_every_key_has_a_sentence_and_a_line() -> None:
+    page = (FOLDER / "configuration.md").read_text(encoding="utf-8")
+    for key in keys.all_keys():
+        assert key.sentence, f"{key.path} has no docstring"
+        assert f"| `{key.path.rpartition('.')[2]}` |" in page, key.path
+
+
+def test_keys_are_those_of_the_schema() -> None:
+    """Two walks over the policies, ours and pydantic's, find the same keys in the same blocks."""
+    definitions = RunConfig.model_json_schema()["$defs"]
+    found: dict[str, set[str]] = {}
+    for key in keys.all_keys():
+        found.setdefault(key.owner.__name__, set()).add(key.path.rpartition(".")[2])
+    assert set(found) - {"RunConfig"} == {name for name, part in definitions.items() if "properties" in part}
+    for name, names in found.items():
+        part = definitions[name] if name != "RunConfig" else RunConfig.model_json_schema()
+        assert names == set(part["properties"]), name
+
+
+def test_every_public_name_has_a_section_and_every_member_a_word(maker: ModuleType) -> None:
+    page = (FOLDER / "engine.md").read_text(encoding="utf-8")
+    for name in shardwise.__all__:
+        assert f"\n## `shardwise.{name}`\n" in page
+    for name in dir(shardwise.Engine):
+        if not name.startswith("_"):
+            assert f"### `Engine.{name}`" in page or f"| `{name}` |" in page, name
+    empty = re.findall(r"^\| `(\w+)` \|\s*\|$", page, re.M)
+    assert not empty, f"attributes without a docstring: {empty}"
+    bare = re.findall(r"^### `([\w.]+)`\n\n```python\n(?:(?!```)[^\n]*\n)+```\n\n(?=\n|#|\Z)", page, re.M)
+    assert not bare, f"methods without a docstring: {bare}"
+
+
+def test_every_command_and_flag_has_a_line() -> None:
+    page = (FOLDER / "command_line.md").read_text(encoding="utf-8")
+    for info in app.registered_commands:
+        assert info.callback is not None
+        section = page.partition(f"## `shardwise {info.name}`")[2].partition("\n## ")[0]
+        assert info.callback.__doc__ and info.callback.__doc__.split()[0] in section
+        rows = [line for line in section.splitlines() if line.startswith("| `")]
+        assert len(rows) == len(inspect.signature(info.callback).parameters), info.name
+        assert all(row.split("|")[4].strip() for row in rows), f"{info.name}: a flag without a word"
+
+
+def test_the_annotated_file_is_a_start(tmp_path: Path) -> None:
+    """It parses, sets nothing but what a run needs, and names every key."""
+    text = keys.annotated_yaml()
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert load(path) == load(keys.START)
+    for key in keys.all_keys():
+        if "[]" not in key.path and ".NAME." not in key.path:
+            assert re.search(rf"^ *#?{key.path.rpartition('.')[2]}:", text, re.M), key.path
+
+
+CONFIGURATIONS = [
+    *(yaml.safe_load(path.read_text()) for path in sorted(ROOT.glob("src/shardwise/examples/*.yaml"))),
+    *(yaml.safe_load(path.read_text()) for path in sorted(ROOT.glob("examples/*.yaml"))),
+    keys.START,
+    {
+        "precision": "bf16",
+        "recompute": "full",
+        "compile": "blocks",
+        "mesh": {"dp": {"replicate": 2, "shard": 2}},
+    },
+    {"tables": {"named": {"C9": {"rows": 3}}, "defaults": {"dynamic": {"eviction": {"type": "lfu"}}}}},
+]
+
+
+@pytest.mark.parametrize("given", CONFIGURATIONS, ids=range(len(CONFIGURATIONS)))
+def test_the_schema_takes_what_the_program_takes(given: object) -> None:
+    jsonschema.validate(given, keys.schema())
+
+
+@pytest.mark.parametrize(
+    "given", [{"zero": {"stag": 3}}, {"nonsense": 1}, {"clip": -1.0}, {"zero": {"stage": 7}}]
+)
+def test_the_schema_refuses_what_the_program_refuses(given: object) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(given, keys.schema())
+
+
+def test_one_key_is_found_with_its_block_and_a_wrong_one_is_answered() -> None:
+    assert [key.path for key in keys.find("zero.stage")] == ["zero.stage"]
+    assert [key.path for key in keys.find("tables.named.C9.rows")] == ["tables.named.NAME.rows"]
+    assert {"optimizer", "optimizer.lr", "optimizer.groups[].match"} <= {
+        k.path for k in keys.find("optimizer")
+    }
+    with pytest.raises(shardwise.ShardwiseError, match="did you mean 'zero.stage'"):
+        keys.find("stage")
+    with pytest.raises(shardwise.ShardwiseError, match="prints them all"):
+        keys.find("xyzzy")
+
+
+def test_numbers_read_back_as_numbers() -> None:
+    """YAML takes 1e-08 for text."""
+    for value in (1e-8, 1e-05, 0.1, 65536.0, 1e300, -2.5, 3, (0.9, 0.999), "1e-8", "none", True):
+        back = yaml.safe_load(keys.as_yaml(value))
+        assert (
+            back == (list(value) if isinstance(value, tuple) else value)
+            and type(back) is not str
+            or value == back
+        )
+
+
+def test_keys_as_json() -> None:
+    (found,) = json.loads(keys.as_json(keys.find("comm.deadline_s")))
+    assert found["type"] == "number > 0" and found["unit"] == "seconds" and found["default"] == 300.0
