@@ -126,6 +126,7 @@ class Engine:
             executor.run_backward(
                 lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             )
+        executor.mark_gradients()
         self._accumulation.count(loss, weight)
 
     def step(self) -> StepResult | None:
@@ -137,6 +138,9 @@ class Engine:
                 )
             return None
         parts = self._parts
+        with self.discard_on_error():
+            for executor in parts.executors:
+                executor.unmark_gradients(at_step=True)
         flags = float(self._stop_wanted)
         local = (self._accumulation.weight, float(self._accumulation.loss), flags)
         with self.discard_on_error():
@@ -233,7 +237,7 @@ class Engine:
         if scale is not None and not scale.at_floor:
             return
         where = first_non_finite(self, self._pending)
-        self._discard()
+        self.discard()
         what = f"the loss scale is at its floor {scale.policy.floor}" if scale else "gradients are not finite"
         raise NonFiniteError(
             f"step {self.step_count + 1}: {what}; {where}. The weights are those of step {self.step_count}. "
@@ -478,11 +482,12 @@ class Engine:
         except CommError:
             raise  # a collective in flight would wait for the lost rank once more
         except Exception:
-            self._discard()
+            self.discard()
             raise
 
-    def _discard(self) -> None:
-        """Drop the microbatches of this step."""
+    def discard(self) -> None:
+        """Drop the microbatches of this step and their gradients, as ``zero_grad()`` does in a plain loop; all ranks
+        alike."""
         for executor in self._parts.executors:
             executor.abandon()
         self._parts.shared.reset()

@@ -17,7 +17,7 @@ not there fails in autograd's own check, and a forward pass gives NaN. Neither g
 [Note: landing]
 Autograd hands each gradient to a hook, which copies it into the flat buffer (the first time since the buffer was last
 reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. What never landed is zeroed just before
-the reduction.
+the reduction. From the end of the backward pass to the step ``p.grad`` holds a mark that cannot be read (``taken``).
 
 [Note: gradients between steps]
 The gradient buffer lives from the first gradient of a step to its end. When a step's backward pass begins, activations
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import DONE, Group, Pending
 from shardwise.memory.slots import SlotPool
 from shardwise.parallel.zero.layout import Strategy
+from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.plan.errors import UsageError
 from shardwise.plan.unit import Bucket, Slot
 from shardwise.precision.policy import Dtypes
@@ -112,6 +113,9 @@ class BucketState:
         nothing has landed before: it is what decides how the gradient travels."""
         self._awaits_replicas = False
         self.reducing: Pending = DONE
+        self._marks = [
+            TakenGradient(absent, slot.name) for absent, slot in zip(self._absent, layout.slots, strict=True)
+        ]
 
     # Where things lie ------------------------------------------------------------------------------------------
 
@@ -303,6 +307,27 @@ class BucketState:
             view.add_(grad)
         parameter.grad = None
         return first
+
+    def mark_gradients(self) -> None:
+        """After a backward pass: ``p.grad`` of what has landed since the last step cannot be read."""
+        for parameter, mark, used in zip(self.parameters, self._marks, self.used, strict=True):
+            if used:
+                parameter.grad = mark
+
+    def unmark_gradients(self) -> tuple[list[str], list[str]]:
+        """Before anything lands, and in the step. Returns the parameters whose mark was taken away meanwhile, and those
+        that were given a gradient in its place."""
+        dropped: list[str] = []
+        given: list[str] = []
+        for slot, parameter, mark, used in zip(
+            self.layout.slots, self.parameters, self._marks, self.used, strict=True
+        ):
+            if not used:
+                continue
+            grad, parameter.grad = parameter.grad, None
+            if grad is not mark:
+                (dropped if grad is None else given).append(slot.name)
+        return dropped, given
 
     @property
     def landed(self) -> int:

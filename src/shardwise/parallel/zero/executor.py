@@ -140,6 +140,11 @@ class Executor:
             if not bucket.layout.key.trained
             for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
         ]
+        self._trained_buckets = [
+            bucket for state in self.states for bucket in state.buckets if bucket.layout.key.trained
+        ]
+        self._is_marked = False
+        """Whether marks stand in ``p.grad``."""
         self._handles: list[Any] = []
         self._run: dict[Kind, Callable[[UnitState], None]] = {
             Kind.UNSHARD: self._unshard,
@@ -228,6 +233,7 @@ class Executor:
                 state.recomputes, state.made_way = not state.in_backward, False
             return
         if index == 0:
+            self.unmark_gradients()
             self._release_all()  # what an exception in the last pass left behind
             self._begin(self._forward)
             self._seen, self._departed = [], False
@@ -316,6 +322,7 @@ class Executor:
 
     def begin_backward(self, last: bool) -> None:
         """Before autograd runs. ``last``: the last microbatch of the step."""
+        self.unmark_gradients()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
@@ -374,8 +381,41 @@ class Executor:
         self._is_backward = False
         self._passes.pop(self.microbatch, None)
 
+    def mark_gradients(self) -> None:
+        """The user's code goes on: what it reads in ``p.grad`` is an error from here to the step."""
+        for bucket in self._trained_buckets:
+            bucket.mark_gradients()
+        self._is_marked = True
+
+    def unmark_gradients(self, at_step: bool = False) -> None:
+        """Take the marks out of ``p.grad``.
+
+        Errors: UsageError where the user put a gradient of his own in the place of one, or ``at_step`` dropped them.
+        """
+        if not self._is_marked:
+            return
+        self._is_marked = False
+        changes = [bucket.unmark_gradients() for bucket in self._trained_buckets]
+        given = [name for _, names in changes for name in names]
+        dropped = [name for names, _ in changes for name in names]
+        if given:
+            raise UsageError(
+                f"{given[0]}.grad was set after engine.backward(loss), which had taken its gradient over; what is set "
+                "there does not reach the optimizer. Change the loss, or add a term to it, before engine.backward"
+            )
+        if dropped and at_step:
+            raise UsageError(
+                f"step: {dropped[0]}.grad was set to None since the last engine.backward(loss) (by zero_grad()?), but "
+                "the gradients lie in the engine, and step() would use them. Leave zero_grad() out; to drop the "
+                "gradients of this step call engine.discard() on all ranks"
+            )
+
     def abandon(self) -> None:
         """After an exception in the middle of a pass: back to the state between two steps."""
+        if self._is_marked:
+            self._is_marked = False
+            for bucket in self._trained_buckets:
+                bucket.unmark_gradients()
         self._begin([])
         self._is_backward = self._adds_up = self._is_held = False
         self._passes.clear()
