@@ -1,5 +1,7 @@
 """Which step is the newest, which are kept, and who may write."""
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -164,3 +166,90 @@ def test_a_newer_format_is_no_reason_to_go_back(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="format 2; this version reads format 1") as caught:
         Checkpoints(tmp_path).load(blank_items())
     assert not isinstance(caught.value, DamagedError)
+
+
+def archived(tmp_path: Path, step: int) -> Path:
+    """One step moved to another disk, with a link left in its place; returns where its files are now."""
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    place = tmp_path / "run" / f"step_{step:08d}"
+    place.rename(archive / place.name)
+    place.symlink_to(archive / place.name)
+    return archive / place.name
+
+
+def test_retention_takes_the_link_and_leaves_the_archive(tmp_path: Path) -> None:
+    save(writer(tmp_path / "run"), 1)
+    archive = archived(tmp_path, 1)
+    before = sorted(path.relative_to(archive) for path in archive.rglob("*"))
+    told: list[str] = []
+    policy = CheckpointPolicy(asynchronous=False, keep_last=1)
+    save(Checkpoints(tmp_path / "run", policy=policy, sizes=TINY, warn=told.append), 2)
+    assert numbers(tmp_path / "run") == [2] and told == []
+    assert sorted(path.relative_to(archive) for path in archive.rglob("*")) == before
+    items = blank_items()
+    loaded = Checkpoints(tmp_path).load(items, path=archive)  # whole, to the last file
+    assert loaded is not None and loaded.step == 1
+
+
+def test_a_step_that_is_a_link_loads_and_is_replaced_without_its_archive(tmp_path: Path) -> None:
+    save(writer(tmp_path / "run"), 1, 2)
+    archive = archived(tmp_path, 2)
+    loaded = writer(tmp_path / "run").load(blank_items())
+    assert loaded is not None and loaded.step == 2
+    save(writer(tmp_path / "run"), 2)
+    assert numbers(tmp_path / "run") == [1, 2] and not (tmp_path / "run" / "step_00000002").is_symlink()
+    assert (archive / "manifest.json").exists()
+
+
+def test_a_half_removed_step_of_the_past_goes(tmp_path: Path) -> None:
+    """What a power loss left of a step that was replaced: its successor stands, so nothing of it is missed."""
+    save(writer(tmp_path), 1, 2)
+    half = tmp_path / "step_00000002.old-77"
+    half.mkdir()
+    (half / "trainer.json").write_text("{}")
+    save(writer(tmp_path), 3)
+    assert names(tmp_path) == ["step_00000002", "step_00000003"]
+
+
+def test_a_lock_that_cannot_be_given_back_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EIO once, at the release: every later save of the process took the open descriptor for another process."""
+    real, broken = fcntl.flock, [True]
+
+    def flock(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_UN and broken.pop():
+            broken.append(False)
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor, operation)
+
+    monkeypatch.setattr("shardwise.checkpoint.files.fcntl.flock", flock)
+    checkpoints = writer(tmp_path)
+    save(checkpoints, 1, 2)
+    assert numbers(tmp_path) == [1, 2]
+
+
+def test_a_folder_that_cannot_be_is_said_in_words(tmp_path: Path) -> None:
+    (tmp_path / "away").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=r"away is a link to .*unmounted, which is no folder"):
+        save(writer(tmp_path / "away"), 1)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"file is a file where a folder is expected"):
+        save(writer(tmp_path / "file"), 1)
+
+    class ReadOnly(Files):
+        def before(self, operation: str, path: Path) -> None:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    policy = CheckpointPolicy(asynchronous=False)
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved: .*: Read-only file system$"):
+        save(Checkpoints(tmp_path / "a", policy=policy, sizes=TINY, files=ReadOnly()), 1)
+
+
+def test_a_folder_that_vanished_is_made_anew_and_said(tmp_path: Path) -> None:
+    told: list[str] = []
+    policy = CheckpointPolicy(asynchronous=False)
+    checkpoints = Checkpoints(tmp_path / "run", policy=policy, sizes=TINY, warn=told.append)
+    save(checkpoints, 1)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    save(checkpoints, 2)
+    assert len(told) == 1 and "is gone since the last save" in told[0]

@@ -117,12 +117,22 @@ class Files:
     def make_folder(self, path: Path) -> None:
         """``path`` and what is missing above it, each name durable."""
         if not path.is_dir():
+            if path.is_symlink():
+                raise CheckpointError(
+                    f"{path} is a link to {os.readlink(path)}, which is no folder that can be reached; mend the link "
+                    "or the disk behind it, or remove the link"
+                )
+            if path.exists():
+                raise CheckpointError(f"{path} is a file where a folder is expected; give another folder")
             self.make_folder(path.parent)
             self.make_directory(path)
             self.sync_directory(path.parent)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove ``path`` and what lies under it; links are removed, never followed."""
+        """Remove ``path`` and what lies under it; links are removed, never followed, ``path`` itself included."""
+        if path.is_symlink():
+            self.unlink(path)
+            return
         with os.scandir(path) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if entry.is_dir(follow_symlinks=False):
@@ -155,8 +165,11 @@ class Files:
             return None
 
         def release() -> None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it held by a forked data worker
-            os.close(descriptor)
+            try:
+                with contextlib.suppress(OSError):  # closing gives it back as well, but for the next line
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it held by a forked data worker
+            finally:
+                os.close(descriptor)
 
         return release
 

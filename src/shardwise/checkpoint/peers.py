@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
+from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError, in_words
 
 
 class Peers(Protocol):
@@ -79,6 +79,13 @@ class _Turns:
 _turns = _Turns()
 
 
+def _story(error: Exception) -> str:
+    """What the other ranks and the user read of it."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return in_words(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
 class Conversation:
     """The phases of one save or one load. Open it in the caller's thread, use it in any."""
 
@@ -105,7 +112,7 @@ class Conversation:
         except Exception as error:
             failure = error
             kind = next((k for k in self._KINDS[::-1] if isinstance(error, k)), CheckpointError)
-            story = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            story = _story(error)
             text = "-" + json.dumps({"kind": self._KINDS.index(kind), "story": story[:4000]})
         try:
             self._peers.post(f"{self._key}/{phase}", text)

@@ -44,7 +44,7 @@ from shardwise.checkpoint.piece import (
     specs_of,
 )
 from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name
-from shardwise.plan.errors import CheckpointError
+from shardwise.plan.errors import CheckpointError, in_words
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,8 @@ class Save:
             return ""
         root, files = self._folder.root, self._files
         self._texts = self._small_files(layouts)
+        if self._writer.generation is not None and not root.is_dir():
+            self._writer.warn(f"{root} is gone since the last save: renamed or removed; it is made anew")
         files.make_folder(root)
         self._unlock = files.lock(root / LOCK)
         if self._unlock is not None:
@@ -343,9 +345,8 @@ class Save:
             self._files.replace(self._folder.root / LATEST, f"{self._committed.name}\n".encode())
             self._folder.retain(self._writer.keep_last, self._writer.keep_every, self._committed)
         except (OSError, CheckpointError) as error:
-            self._writer.warn(
-                f"step {self._contents.step} is saved, but cleaning up after it failed: {error}"
-            )
+            why = in_words(error) if isinstance(error, OSError) else error
+            self._writer.warn(f"step {self._contents.step} is saved, but cleaning up after it failed: {why}")
 
 
 def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:

@@ -10,7 +10,11 @@
       .writing                           locked while a rank 0 is saving
 
 One rename, ``step_N.tmp-*`` to ``step_N``, commits a step; nothing else makes one loadable. Removal goes the other way:
-rename to ``.trash-*``, then unlink, so that no step is ever seen half removed.
+rename to ``.trash-*``, sync, then unlink, so that no step is ever seen half removed, not even after a power loss that
+keeps the unlinks and forgets the rename.
+
+A step may be a link to a folder elsewhere: an archive. It loads as any other. Where it is due to go, the link goes, and
+what it points to stays.
 
 Order: newest first is by (generation, step). A run that went back to step 300 and now stands at 350 is newer than the
 step 400 of its earlier life, and outlives it.
@@ -130,17 +134,18 @@ class Folder:
     def commit(self, temporary: Path, step: int) -> Path:
         """The commit point. A step of that number is set aside under a name that still loads, not removed."""
         final = self.root / step_name(step)
-        if final.is_dir():
+        if final.is_dir() or final.is_symlink():
             self._files.rename(final, final.with_name(f"{final.name}.old-{secrets.token_hex(4)}"))
         self._files.rename(temporary, final)
         self._files.sync_directory(self.root)
         return final
 
     def trash(self, path: Path) -> None:
-        """Remove a step or a leftover."""
+        """Remove a step or a leftover; of a link the link alone."""
         if not path.name.startswith(".trash-"):
             trash = self.root / f".trash-{secrets.token_hex(8)}"
             self._files.rename(path, trash)
+            self._files.sync_directory(self.root)
             path = trash
         self._files.remove_tree(path)
 
@@ -157,16 +162,19 @@ class Folder:
         """
         if keep_last is None and not any(".old-" in path.name for path, _ in self._paths()):
             return
-        readable = [one for one in self.scan() if one.manifest is not None]
+        found = self.scan()
+        readable = [one for one in found if one.manifest is not None]
         if all(one.path != committed for one in readable):
             raise DamagedError(
                 f"{committed}: cannot be read right after it was committed; nothing was removed"
             )
         kept: set[int] = set()
-        for one in readable:
-            if ".old-" in one.path.name:
+        for one in found:
+            if ".old-" in one.path.name:  # readable or not: what took its place is
                 if any(other.step == one.step and ".old-" not in other.path.name for other in readable):
                     self.trash(one.path)
+                continue
+            if one.manifest is None:
                 continue
             wanted = keep_last is None or len(kept) < keep_last or one.path == committed
             if wanted:
