@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Manifest, manifest, verify
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Manifest, verify
+from shardwise.plan import strict_json
 from shardwise.plan.errors import CheckpointError, DamagedError
 
 from .crew import TINY, blank_items, items_of, make_state
@@ -201,7 +202,7 @@ RAW: dict[str, bytes] = {
 )
 def test_only_strict_json_is_read(text: str, story: str) -> None:
     with pytest.raises(DamagedError, match=f"x: .*{story}"):
-        manifest.read_json(text.encode(), "x")
+        strict_json.read_object(text.encode(), "x")
 
 
 @pytest.mark.parametrize("name", RAW)
@@ -219,8 +220,8 @@ def test_hostile_json_costs_neither_time_nor_memory(name: str) -> None:
 
 def test_the_largest_manifest_allowed_fits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a twentieth of the limit, for the memory grows with the nodes."""
-    monkeypatch.setattr(manifest, "JSON_NODES", manifest.JSON_NODES // 20)
-    body = b'{"format":1,"x":[' + b'{"":0},' * (manifest.JSON_NODES // 2 - 10) + b"0]"
+    monkeypatch.setattr(strict_json, "JSON_NODES", strict_json.JSON_NODES // 20)
+    body = b'{"format":1,"x":[' + b'{"":0},' * (strict_json.JSON_NODES // 2 - 10) + b"0]"
     tracemalloc.start()
     with pytest.raises(DamagedError):
         Manifest.decode(seal(body), "manifest.json")

@@ -158,7 +158,7 @@ class Disk:
 
 
 def record(root: Path) -> tuple[list[Call], dict[int, int]]:
-    """Four saves, of which each removes the one before, the last by replacing it; after how many calls each was told saved."""
+    """Four saves, of which each removes the one before; and after how many calls each was told saved."""
     files = Recording(root)
     policy = CheckpointPolicy(keep_last=1, asynchronous=False)
     checkpoints = Checkpoints(root, policy=policy, sizes=TINY, files=files)

@@ -13,7 +13,7 @@ from shardwise.checkpoint import Checkpoints
 from shardwise.cli.main import main
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
-from shardwise.cli.trained import printable
+from shardwise.plan.words import printable
 
 
 @pytest.fixture(scope="module")

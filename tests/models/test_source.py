@@ -226,3 +226,20 @@ def test_configurations_of_llama(tmp_path: Path) -> None:
 def test_configurations_that_a_gpt_does_not_compute(tmp_path: Path, keys: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         policy_from(tmp_path, **keys)
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    """Quantised weights have the shape of the real ones; cast to fractions they would train."""
+    safetensors.torch.save_file({"w": torch.ones(3, dtype=torch.int8)}, tmp_path / "q.safetensors")
+    source = open_weights(tmp_path / "q.safetensors")
+    with pytest.raises(MismatchError, match="w is int8; are they quantised"):
+        source.check({"w": (3,)})
+    source.check({"w": (3,)}, {"w": torch.int8})
+
+
+def test_two_tensors_at_one_place(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = json.dumps({"a": entry, "b": entry}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(DamagedError, match="a and b lie over one another"):
+        open_weights(tmp_path / "x.safetensors")

@@ -167,7 +167,9 @@ class Files:
         def release() -> None:
             try:
                 with contextlib.suppress(OSError):  # closing gives it back as well, but for the next line
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it held by a forked data worker
+                    fcntl.flock(
+                        descriptor, fcntl.LOCK_UN
+                    )  # closing alone leaves it held by a forked data worker
             finally:
                 os.close(descriptor)
 

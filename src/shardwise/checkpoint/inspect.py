@@ -11,6 +11,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import LATEST, Folder, open_step
 from shardwise.checkpoint.verify import verify
 from shardwise.plan.errors import CheckpointError
+from shardwise.plan.strict_json import read_object
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _describe_step(path: Path, check: bool) -> StepSummary:
     try:
         manifest = open_step(path, files)
         text = Reader(path, manifest, files).text(manifests.TRAINER)
-        trainer = manifests.read_json(text, str(path / manifests.TRAINER))
+        trainer = read_object(text, str(path / manifests.TRAINER))
     except CheckpointError as problem:
         return StepSummary(path, problem=str(problem), damage=damage)
     return StepSummary(

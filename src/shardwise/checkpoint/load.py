@@ -32,6 +32,7 @@ from shardwise.checkpoint.peers import Conversation
 from shardwise.checkpoint.piece import Item, bytes_of, check_pieces
 from shardwise.checkpoint.steps import Folder, Found, open_step
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
+from shardwise.plan.strict_json import read_object
 
 Choose = Sequence[Item] | Callable[[Manifest], Sequence[Item]]
 """What to fill: the items, or a function that gives them for the step at hand."""
@@ -342,7 +343,7 @@ class Load:
 
         def read() -> None:
             text = reader.text(manifests.TRAINER)
-            trainer.update(manifests.read_json(text, str(path / manifests.TRAINER)))
+            trainer.update(read_object(text, str(path / manifests.TRAINER)))
             self._touched = True
             reader.fill(items)
 

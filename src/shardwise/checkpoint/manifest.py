@@ -15,31 +15,25 @@ Unknown keys are ignored, an unknown format is refused.
 
 import hashlib
 import json
-import math
 import re
 from functools import cached_property
 from math import prod
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from shardwise.checkpoint.piece import DTYPES, Spec, check_spec
 from shardwise.plan.errors import CheckpointError, DamagedError
+from shardwise.plan.strict_json import Count, Entry, read_object, validated
 
 FORMAT = 1
 NAME = "manifest.json"
 TRAINER = "trainer.json"
-JSON_BYTES = 64 * 2**20
-"""No JSON file of a checkpoint is larger."""
-JSON_NODES = 1_000_000
-"""Nor has more values: what Python makes of a value weighs tens of bytes for one in the file."""
-
 _TAIL = re.compile(rb',\n"sha256":"([0-9a-f]{64})"\}\n', re.ASCII)
 _TAIL_BYTES = len(b',\n"sha256":""}\n') + 64
 _PATH = re.compile(r"(?:(?:model|state)/)?[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
@@ -48,51 +42,11 @@ def is_plain_path(path: str) -> bool:
     return _PATH.fullmatch(path) is not None and path != NAME
 
 
-# ---------------------------------------------------------------------------------------------- strict JSON
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in {other for other, _ in pairs[:i]})
-        raise ValueError(f"key {twice!r} stands twice in one object")
-    return found
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"the number {text[:40]} is not finite")
-    return number
-
-
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-def read_json(data: bytes, where: str) -> dict[str, Any]:
-    """One JSON object, parsed strictly; ``where`` opens the error."""
-    nodes = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if len(data) > JSON_BYTES or nodes > JSON_NODES:
-        raise DamagedError(
-            f"{where}: {len(data)} bytes with some {nodes} values; at most {JSON_BYTES} and {JSON_NODES} are read"
-        )
-    try:
-        found = json.loads(
-            data.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_constant
-        )
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where}: not the JSON that was written ({error})") from None
-    if not isinstance(found, dict):
-        raise DamagedError(f"{where}: expected a JSON object, found {type(found).__name__}")
-    return found
-
-
 def write_json(value: dict[str, Any], where: str) -> bytes:
-    """``value`` as JSON that ``read_json`` takes; refused now rather than when the run is to be resumed."""
+    """``value`` as JSON that ``read_object`` takes; refused now rather than when the run is to be resumed."""
     try:
         data = json.dumps(value, allow_nan=False, indent=1).encode() + b"\n"
-        read_json(data, where)
+        read_object(data, where)
     except (TypeError, ValueError, DamagedError, RecursionError) as error:
         raise CheckpointError(
             f"{where}: cannot be written as JSON ({error}); keep to finite numbers, text, lists and dictionaries "
@@ -104,11 +58,7 @@ def write_json(value: dict[str, Any], where: str) -> bytes:
 # -------------------------------------------------------------------------------------------------- schema
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-
-
-class StoredPiece(_Entry):
+class StoredPiece(Entry):
     """Elements ``[start, stop)`` of a tensor, at ``offset`` of ``file``."""
 
     file: str
@@ -118,7 +68,7 @@ class StoredPiece(_Entry):
     crc32: Hash
 
 
-class StoredTensor(_Entry):
+class StoredTensor(Entry):
     """One tensor and the pieces that make it whole, in order."""
 
     kind: str
@@ -161,7 +111,7 @@ class StoredTensor(_Entry):
         return self
 
 
-class StoredFile(_Entry):
+class StoredFile(Entry):
     """One file: its size and the CRC-32 of each block, eight hex digits each."""
 
     bytes: Count
@@ -175,7 +125,7 @@ class StoredFile(_Entry):
         return len(self.crc32) // 8
 
 
-class Manifest(_Entry):
+class Manifest(Entry):
     """The whole of ``manifest.json``."""
 
     format: int
@@ -269,15 +219,10 @@ class Manifest(_Entry):
         body = data[:-_TAIL_BYTES]
         if tail is None or hashlib.sha256(body).hexdigest().encode() != tail.group(1):
             raise DamagedError(f"{where}: its bytes do not match its SHA-256; it was cut short or changed")
-        found = read_json(data, where)
+        found = read_object(data, where)
         if found.get("format") != FORMAT:
             raise CheckpointError(
                 f"{where}: format {found.get('format')!r:.40}; this version reads format {FORMAT}. "
                 "Read it with the version of shardwise that wrote it, or a later one"
             )
-        try:
-            return Manifest.model_validate(found)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part)[:80] for part in first["loc"])
-            raise DamagedError(f"{where}: {place or 'contents'}: {first['msg'][:400]}") from None
+        return validated(Manifest, found, where)

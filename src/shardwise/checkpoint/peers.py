@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError, in_words
+from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
+from shardwise.plan.words import in_words
 
 
 class Peers(Protocol):

@@ -44,7 +44,8 @@ from shardwise.checkpoint.piece import (
     specs_of,
 )
 from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name
-from shardwise.plan.errors import CheckpointError, in_words
+from shardwise.plan.errors import CheckpointError
+from shardwise.plan.words import in_words
 
 
 @dataclass(frozen=True)

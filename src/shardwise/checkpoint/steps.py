@@ -29,6 +29,7 @@ from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.plan.errors import CheckpointError, DamagedError
+from shardwise.plan.strict_json import JSON_BYTES
 
 _STEP = re.compile(r"step_(\d{8,15})(\.old-[0-9a-f]+)?", re.ASCII)
 _STALE = re.compile(r"step_\d{8,15}\.tmp-.*|\.trash-.*", re.ASCII)
@@ -57,7 +58,7 @@ def step_name(step: int) -> str:
 def open_step(path: Path, files: Files) -> Manifest:
     """The manifest of one step, with every file there and of its size. Contents are not read."""
     try:
-        data = files.read_bytes(path / manifests.NAME, manifests.JSON_BYTES)
+        data = files.read_bytes(path / manifests.NAME, JSON_BYTES)
     except OSError as error:
         raise DamagedError(f"{path / manifests.NAME}: cannot be read ({error.strerror or error})") from None
     found = Manifest.decode(data, str(path / manifests.NAME))

@@ -15,6 +15,7 @@ from shardwise.checkpoint.load import Damage, Reader
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import open_step
 from shardwise.plan.errors import CheckpointError, DamagedError
+from shardwise.plan.strict_json import JSON_BYTES, read_object
 
 HEADER_BYTES = 100_000_000
 """The bound that safetensors itself sets on a header."""
@@ -44,7 +45,7 @@ def _what_opens(path: Path, problem: DamagedError, files: Files) -> list[Damage]
     """The step does not open: is it the manifest, or a file that it names?"""
     try:
         manifest = Manifest.decode(
-            files.read_bytes(path / manifests.NAME, manifests.JSON_BYTES), str(path / manifests.NAME)
+            files.read_bytes(path / manifests.NAME, JSON_BYTES), str(path / manifests.NAME)
         )
     except (OSError, CheckpointError):
         return [Damage(manifests.NAME, (), str(problem))]
@@ -113,13 +114,13 @@ def read_header(path: Path, size: int) -> tuple[dict[str, dict[str, list[int]]],
         start = bytearray(8)
         files.read_at(descriptor, memoryview(start), 0)
         length = int.from_bytes(start, "little")
-        if length > min(HEADER_BYTES, manifests.JSON_BYTES, size - 8):
+        if length > min(HEADER_BYTES, JSON_BYTES, size - 8):
             raise DamagedError(f"{path}: a header of {length} bytes in a file of {size}")
         data = bytearray(length)
         files.read_at(descriptor, memoryview(data), 8)
     finally:
         files.close(descriptor)
-    return manifests.read_json(bytes(data), str(path)), 8 + length
+    return read_object(bytes(data), str(path)), 8 + length
 
 
 def _unknown_files(path: Path, manifest: Manifest) -> list[Damage]:

@@ -10,14 +10,12 @@ a .pt, .pth or .bin of torch         a safetensors file; nothing in it is execut
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from shardwise.plan.errors import CheckpointError, DamagedError, UsageError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from shardwise.plan.errors import DamagedError, UsageError
+from shardwise.plan.words import printable
 
 _PICKLES = (".pt", ".pth", ".bin")
 
@@ -155,34 +153,19 @@ def _export_tables(step: Path, out: Path) -> None:
 
 
 def _weights(source: Path, out: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
+    from shardwise.models.safetensors import Writer
+    from shardwise.models.torch_file import read_torch_file, summary
 
     if out.suffix != ".safetensors":
         raise UsageError(
             f"convert: {source} becomes a safetensors file; name it so, as in {out.stem}.safetensors"
         )
-    try:
-        content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of many kinds; what the file asked for was not done in any case
-        raise CheckpointError(
-            f"{source} does not load as plain tensors ({type(error).__name__}); a pickle can hold code, which is "
-            f"never run here: save the tensors alone, as in torch.save(model.state_dict(), ...)"
-        ) from error
-    tensors = _tensors(content, "")
-    if not tensors:
-        raise CheckpointError(f"{source} holds no tensors under names")
-    save_file(tensors, out)
+    tensors, left_out = read_torch_file(source)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    with Writer(out, shapes, dtypes) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
     typer.echo(f"{out}: {len(tensors)} tensors")
-
-
-def _tensors(content: Any, name: str) -> "dict[str, Tensor]":
-    """Tensors of nested dictionaries under dotted names. Each gets memory of its own: safetensors stores no views."""
-    import torch
-
-    if isinstance(content, torch.Tensor):
-        return {name: content.detach().clone(memory_format=torch.contiguous_format)}
-    if not isinstance(content, dict):
-        return {}
-    inner = (_tensors(value, f"{name}.{key}" if name else str(key)) for key, value in content.items())
-    return {key: tensor for part in inner for key, tensor in part.items()}
+    if left_out:
+        typer.echo(printable(summary(left_out)))

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.plan.words import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -57,17 +59,17 @@ def _show_folder(console: "Console", folder: "FolderSummary") -> None:
     for step in folder.steps:
         name = str(step.step) if not step.problem else step.path.name
         size = ("", "") if step.problem else (count_text(step.elements), bytes_text(step.bytes))
-        table.add_row(name, *size, Text(_state(step), style="" if step.is_whole else "red"))
+        table.add_row(name, *size, Text(printable(_state(step)), style="" if step.is_whole else "red"))
     console.print(table)
     for name in folder.leftovers:
-        console.print(f"left over, removed by the next save: {name}", style="dim", markup=False)
+        console.print(f"left over, removed by the next save: {printable(name)}", style="dim", markup=False)
 
 
 def _show_step(console: "Console", step: "StepSummary", tensors: bool) -> None:
     from shardwise.observe.progress import bytes_text, count_text
 
     def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, markup=False, soft_wrap=True)
+        console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
     say(f"{step.path}: {'damaged' if step.damage else _state(step)}", "" if step.is_whole else "red")
     for damage in step.damage or ():

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.trained import printable
 from shardwise.cli.trainer import Opened, Reading, Trainer
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
@@ -26,6 +25,7 @@ from shardwise.observe.flops import mfu, peak_of, pf_days
 from shardwise.observe.memory import available_bytes, in_use_bytes
 from shardwise.observe.metrics import StepRecord
 from shardwise.plan.errors import ConfigError
+from shardwise.plan.words import printable
 
 _IGNORED = -100
 """Target that no loss counts."""

@@ -85,8 +85,3 @@ def _fill(model: Gpt, step: Path) -> None:
         return items
 
     Checkpoints(step.parent).load(choose, path=step)
-
-
-def printable(text: str) -> str:
-    """``text`` without what would command a terminal: a model of bytes may write any of them."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

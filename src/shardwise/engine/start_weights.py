@@ -71,7 +71,10 @@ def start_weights(
     """Errors: UsageError where parameters are on meta and nobody says how they start."""
     if settings.init_from is not None:
         source = open_weights(settings.init_from, model.policy if isinstance(model, Gpt) else None)
-        source.check({entry.name: entry.shape for entry in whole.parameters.values()})
+        source.check(
+            {entry.name: entry.shape for entry in whole.parameters.values()},
+            {entry.name: entry.dtype for entry in whole.parameters.values()},
+        )
         return StartWeights(
             lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype),
             list(whole.parameters),

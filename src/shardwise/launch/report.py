@@ -7,13 +7,14 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.launch.failure import Failure, first
+from shardwise.plan.words import printable
 
 _TAIL_LINES = 20
 
 
 def show_answer(console: Console, sentence: str, where: str = "") -> None:
     """One error that says everything by itself."""
-    console.print(Text(f"error{where}: ", style="bold red") + Text(sentence), soft_wrap=True)
+    console.print(Text(f"error{where}: ", style="bold red") + Text(printable(sentence)), soft_wrap=True)
 
 
 def show_failures(
@@ -28,15 +29,15 @@ def show_failures(
         is_everywhere = all(f.headline == cause.headline for f in followed)
         show_answer(console, cause.headline, "" if is_everywhere else f" on rank {cause.rank}")
     else:
-        title = Text(f"rank {cause.rank} failed: {cause.headline}", style="bold red")
+        title = Text(f"rank {cause.rank} failed: {printable(cause.headline)}", style="bold red")
         console.print(title, soft_wrap=True)
         if cause.traceback:
-            console.print(Text(cause.traceback.rstrip()), soft_wrap=True)
+            console.print(Text(printable(cause.traceback.rstrip())), soft_wrap=True)
         elif log is not None and (tail := _tail(log)):
-            console.print(Text(f"the last lines of {log}:\n{tail}"), soft_wrap=True)
+            console.print(Text(f"the last lines of {log}:\n{printable(tail)}"), soft_wrap=True)
     for failure in followed:
         if failure.headline != cause.headline:
-            line = failure.headline.partition("\n")[0]
+            line = printable(failure.headline.partition("\n")[0])
             console.print(Text(f"rank {failure.rank} failed too: {line}", style="dim"), soft_wrap=True)
     if log is not None and not cause.is_answer:
         console.print(Text(f"log of rank {cause.rank}: {log}", style="dim"), soft_wrap=True)

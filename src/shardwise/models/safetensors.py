@@ -7,18 +7,23 @@
 Reading goes through a memory map: only the pages of the slice are touched. Nothing in the file is executed.
 """
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
+from shardwise.plan.strict_json import JSON_BYTES, Count, Entry, read_object, validated
+from shardwise.plan.words import in_words
 
 _DTYPES = {
     "F64": torch.float64,
@@ -29,15 +34,20 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+CODES = {dtype: code for code, dtype in _DTYPES.items()}
+"""The format's name of a dtype."""
+METADATA = "__metadata__"
+"""Key of the header that is no tensor."""
 _CARRIERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """numpy has no bfloat16: bits travel in an integer of the same size."""
-_HEADER_LIMIT_BYTES = 100_000_000
 
 
 class StoredTensor(NamedTuple):
@@ -71,37 +81,62 @@ class StoredTensor(NamedTuple):
         return torch.from_numpy(values).view(self.dtype)
 
 
+class _Stored(Entry):
+    """One tensor as the header has it."""
+
+    dtype: str
+    shape: Annotated[list[Count], Field(max_length=64)]
+    data_offsets: Annotated[list[Count], Field(min_length=2, max_length=2)]
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name. Their places are checked against the size of the file."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _HEADER_LIMIT_BYTES):
-            raise DamagedError(f"{file}: not a safetensors file: {size} bytes, header of {length} bytes")
-        try:
-            header = json.loads(stream.read(length))
-            return dict(_tensors(file, header, data=8 + length, size=size))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{file}: the safetensors header cannot be read: {error}") from error
+    """The tensors of one file, by name, no two of them at one place, all within the file.
+
+    Errors: DamagedError names the tensor; CheckpointError a dtype that is not read, or a file that does not open.
+    """
+    try:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{file} is no regular file; expected safetensors")
+        size = found.st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, JSON_BYTES):
+                raise DamagedError(f"{file}: not a safetensors file: {size} bytes, header of {length} bytes")
+            data = stream.read(length)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{in_words(error)}; expected a safetensors file") from None
+    header = read_object(data, f"{file}: the safetensors header")
+    return {tensor.name: tensor for tensor in _tensors(file, header, data=8 + length, size=size)}
 
 
-def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> Iterator[tuple[str, StoredTensor]]:
-    for name, entry in header.items():
-        if name == "__metadata__":
+def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> list[StoredTensor]:
+    """In the order of their places."""
+    tensors = []
+    for name, given in header.items():
+        if name == METADATA:
             continue
-        dtype = _DTYPES.get(entry["dtype"])
+        entry = validated(_Stored, given, f"{file}: {name[:200]}")
+        dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
-                f"{file}: {name} is stored as {entry['dtype']}; readable are {', '.join(_DTYPES)}"
+                f"{file}: {name[:200]} is stored as {entry.dtype[:40]}; readable are {', '.join(_DTYPES)}"
             )
-        begin, end = entry["data_offsets"]
-        tensor = StoredTensor(file, name, dtype, tuple(entry["shape"]), data + begin)
-        if not 0 <= begin <= end <= size - data or end - begin != tensor.elements * dtype.itemsize:
+        begin, end = entry.data_offsets
+        tensor = StoredTensor(file, name, dtype, tuple(entry.shape), data + begin)
+        if not begin <= end <= size - data or end - begin != tensor.elements * dtype.itemsize:
             raise DamagedError(
-                f"{file}: {name} with shape {list(tensor.shape)} and dtype {entry['dtype']} lies at bytes "
+                f"{file}: {name[:200]} with shape {list(tensor.shape)} and dtype {entry.dtype} lies at bytes "
                 f"[{begin}, {end}) of {size - data}; the file is cut short or damaged"
             )
-        yield name, tensor
+        tensors.append(tensor)
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.elements))
+    for first, second in itertools.pairwise(tensor for tensor in tensors if tensor.elements):
+        if first.offset + first.elements * first.dtype.itemsize > second.offset:
+            raise DamagedError(f"{file}: {first.name[:200]} and {second.name[:200]} lie over one another")
+    return tensors
 
 
 class Writer:
@@ -119,18 +154,18 @@ class Writer:
     ) -> None:
         self._file = file
         self._dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dict(dtype)
-        without = [each for each in self._dtypes.values() if each not in _CODES]
+        without = [each for each in self._dtypes.values() if each not in CODES]
         if without:
             raise CheckpointError(f"{file}: safetensors has no {without[0]}")
         self._temporary = file.with_name(file.name + ".part")
         self._shapes = dict(shapes)
         self._missing = {name: math.prod(shape) for name, shape in shapes.items()}
         self._offsets: dict[str, int] = {}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {METADATA: {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
             begin, end = end, end + math.prod(shape) * self._dtypes[name].itemsize
-            code = _CODES[self._dtypes[name]]
+            code = CODES[self._dtypes[name]]
             header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
             self._offsets[name] = begin
         text = json.dumps(header).encode()

@@ -74,8 +74,11 @@ class WeightSource:
             return read[0]
         return torch.cat(read) if read else torch.empty(0, dtype=self.dtype(name))
 
-    def check(self, shapes: Mapping[str, Iterable[int]]) -> None:
-        """Refuse a source that lacks one of a model's tensors or has it in another shape, naming the first."""
+    def check(
+        self, shapes: Mapping[str, Iterable[int]], dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """Refuse a source that lacks one of a model's tensors, or has it in another shape or as whole numbers where the
+        model has fractions (quantised weights), naming the first."""
         missing = [name for name in shapes if name not in self._recipes]
         if missing:
             raise MismatchError(
@@ -89,6 +92,16 @@ class WeightSource:
         ]
         if wrong:
             raise MismatchError(f"{self.where}: {len(wrong)} tensors have another shape: {_list(wrong)}")
+        whole = [
+            f"{name} is {str(self.dtype(name)).removeprefix('torch.')}"
+            for name in shapes
+            if (dtypes is None or dtypes[name].is_floating_point) and not self.dtype(name).is_floating_point
+        ]
+        if whole:
+            raise MismatchError(
+                f"{self.where}: {len(whole)} tensors hold whole numbers where the model has fractions: {_list(whole)}; "
+                "are they quantised? Take the model's 16-bit or 32-bit weights"
+            )
 
     def _recipe(self, name: str) -> list[_Piece]:
         if name not in self._recipes:

@@ -18,17 +18,6 @@ A message says where, what was given, what was expected and what to do.
 """
 
 
-import os
-
-
-def in_words(error: OSError) -> str:
-    """What the system said, and about which file, without its numbers: for the middle of a sentence of ours."""
-    what = os.strerror(error.errno) if error.errno is not None else str(error)
-    if error.strerror:
-        what = error.strerror
-    return what if error.filename is None else f"{os.fsdecode(error.filename)}: {what}"
-
-
 class ShardwiseError(Exception):
     """Root of the tree above."""
 
