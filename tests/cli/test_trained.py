@@ -1,5 +1,6 @@
 """What is done with a trained model: text, a look inside, and other forms of it."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -130,6 +131,23 @@ def test_inspect_names_the_damaged_file_and_tensor(
     assert out.startswith(f"{step}: damaged\n") and "model/model.safetensors (tensor weight" in out
     code, out, _ = call(monkeypatch, capsys, "inspect", step, "--no-verify")
     assert code == 0 and "opens, not verified" in out
+
+
+def test_inspect_and_generate_answer_programs_in_json(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call(monkeypatch, capsys, "inspect", str(run), "--json")
+    steps = json.loads(out)["steps"]
+    assert code == 0 and [(step["step"], step["verified"]) for step in steps] == [(4, True), (2, True)]
+    assert steps[0]["bytes_by_kind"]["weight"] > 0 and "tensors" not in steps[0]
+    code, out, _ = call(monkeypatch, capsys, "inspect", str(damaged(run, tmp_path)), "--json", "--tensors")
+    (step,) = json.loads(out)["steps"]
+    assert code == 1 and step["is_whole"] is False and "model.safetensors" in step["damage"][0]
+    assert {"weight", "exp_avg"} <= {row["kind"] for row in step["tensors"]}
+    words = ["--prompt", "abc", "--max-new-tokens", "5", "--top-p", "0.9", "--json"]
+    made = json.loads(call(monkeypatch, capsys, "generate", str(run), *words)[1])
+    assert made["step"] == 4 and made["prompt_tokens"] == 3 and len(made["tokens"]) == 8
+    assert made["text"].startswith("abc")
 
 
 def test_text_becomes_a_token_file_that_a_run_reads(

@@ -127,3 +127,22 @@ def test_wrong_arguments(arguments: tuple, message: str) -> None:
 
 def test_nothing_to_generate() -> None:
     assert torch.equal(generate(restless(LLAMA), tokens(), 0), tokens())
+
+
+def test_top_p_keeps_the_likeliest_that_together_reach_it() -> None:
+    p = torch.tensor([[0.4, 0.1, 0.3, 0.2]])
+    drawn = [
+        set(choose(p.log().expand(4_000, 4), 1.0, None, 7, 0, top_p).tolist())
+        for top_p in (0.3, 0.4, 0.41, 0.71, 1.0)
+    ]
+    assert drawn == [{0}, {0}, {0, 2}, {0, 2, 3}, {0, 1, 2, 3}]
+    within = choose(p.log().expand(20_000, 4), 1.0, None, 7, 0, 0.7)
+    assert (within == 0).double().mean().item() == pytest.approx(4 / 7, abs=0.02)
+    both = choose(p.log().expand(4_000, 4), 1.0, 3, 7, 0, 0.5)
+    assert set(both.tolist()) == {0, 2}, "top_k first: 4/9 and 3/9 of what it leaves"
+
+
+@pytest.mark.parametrize("top_p", [0.0, -0.1, 1.1])
+def test_a_top_p_that_leaves_nothing_is_refused(top_p: float) -> None:
+    with pytest.raises(UsageError, match="top_p"):
+        generate(restless(LLAMA), torch.zeros(1, 1, dtype=torch.int64), 1, top_p=top_p)

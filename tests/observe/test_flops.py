@@ -1,6 +1,10 @@
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from shardwise.models.gpt import Gpt, GptPolicy, flops_per_token
 from shardwise.observe import flops
 
 
@@ -70,3 +74,37 @@ def test_the_closed_form_for_a_transformer(
     ours = flops.needed_per_token(matmul_parameters, layers, sequence, width) * batch * sequence
     factor = 1 + sequence / (6 * width) + vocabulary / (12 * layers * width)
     assert ours == pytest.approx(72 * batch * sequence * layers * width**2 * factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("manner", ["llama", "gpt2"])
+def test_counting_a_step_gives_the_formula(manner: str) -> None:
+    policy = GptPolicy(manner=manner, layers=2, width=32, heads=4, context=16, vocab=50)
+    model = Gpt(policy)
+    x = torch.randint(50, (3, 16))
+    with flops.Counter() as counter:
+        F.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
+    assert counter.flops == x.numel() * flops_per_token(policy, causal=False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_runs_again_is_not_counted_twice(reentrant: bool) -> None:
+    """Seen by eye: without the rule in ``_is_repeated`` the second figure is a third larger."""
+    block, found = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), []
+    for again in (False, True):
+        x = torch.randn(5, 8, requires_grad=True)
+        with flops.Counter() as counter:
+            out = checkpoint(block, x, use_reentrant=reentrant) if again else block(x)
+            out.sum().backward()
+        found.append(counter.flops)
+    assert found == [6 * 5 * 2 * 64] * 2
+
+
+def test_convolutions_count() -> None:
+    with flops.Counter() as counter, torch.no_grad():
+        nn.Conv2d(3, 4, 3, padding=1)(torch.randn(2, 3, 8, 8))
+    assert counter.flops == 2 * (2 * 8 * 8) * 4 * 3 * 9
+
+
+def test_the_peak_of_a_processor_is_measured() -> None:
+    assert flops.measured_peak(torch.float32) > 0
+    assert flops.flops_text(45.2e9) == "45.2 GFLOP" and flops.flops_text(3e6) == "3 MFLOP"

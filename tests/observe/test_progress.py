@@ -61,7 +61,7 @@ def test_a_line_says_what_is_known_and_nothing_else() -> None:
     lines.write(StepRecord(2, 2.0, tokens_per_s=12345, step_s=0.08251, memory=3 * 2**30, mfu=0.4136))
     assert pipe.lines() == [
         "step 1/20  loss 2.3457",
-        "step 2/20  loss 2.0000  12.3k tokens/s  82.5 ms/step  3.0 GiB  MFU 41.4%  0:00:36 left",
+        "step 2/20  loss 2.0000  12.3k tokens/s  82.5 ms/step  memory 3.0 GiB  MFU 41.4%  0:00:36 left",
     ], "18 steps of 2 s; no line is broken at the width of a terminal that is not there"
 
 

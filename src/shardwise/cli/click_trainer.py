@@ -67,7 +67,7 @@ class ClickTrainer(Trainer):
             _log.warning("data: %d malformed rows were skipped", self.corpus.skipped)
         assert config.batch.global_size is not None, "Request.load refuses a run without a batch size"
         self.lanes = Lanes(config.batch.global_size)
-        config = _with_steps(config, len(self.corpus.train), config.data.epochs)
+        config = with_steps(config, len(self.corpus.train), config.data.epochs)
         return Opened(config, self.corpus.train, self.corpus.validation, self.corpus.fingerprint())
 
     @property
@@ -180,7 +180,7 @@ class ClickTrainer(Trainer):
         return said
 
 
-def _with_steps(config: RunConfig, samples: int, epochs: int | None) -> RunConfig:
+def with_steps(config: RunConfig, samples: int, epochs: int | None) -> RunConfig:
     """No more steps than the epochs have; a schedule that was to end with the steps ends there.
 
     The rules are checked again for these steps when the engine is made, such as that a warm-up is shorter.

@@ -19,7 +19,19 @@ def command(
     top_k: Annotated[
         int | None, typer.Option("--top-k", min=1, help="Choose among this many tokens.")
     ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            help="Choose among the likeliest tokens that together reach this probability.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The text, its tokens and the step of the weights as JSON.")
+    ] = False,
 ) -> None:
     """Continue a prompt with the newest checkpoint of a run."""
     import torch
@@ -33,6 +45,12 @@ def command(
     begin = sys.stdin.read() if prompt == "-" else prompt
     tokens = trained.tokenizer.encode(begin) or [trained.tokenizer.end_of_document or 0]
     given = torch.tensor([tokens], device=device or "cpu")
-    made = generate(trained.model, given, max_new_tokens, temperature, top_k, seed)
+    made = generate(trained.model, given, max_new_tokens, temperature, top_k, seed, top_p=top_p)
     text = trained.tokenizer.decode(made[0].tolist())
+    if as_json:
+        import json
+
+        about = {"step": trained.step, "prompt_tokens": len(tokens), "tokens": made[0].tolist(), "text": text}
+        typer.echo(json.dumps(about))
+        return
     typer.echo(printable(text) if sys.stdout.isatty() else text)

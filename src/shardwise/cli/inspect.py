@@ -1,13 +1,15 @@
 """``shardwise inspect DIR``: what a checkpoint holds, how large it is, and whether every byte is as it was written."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwise.plan.words import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from shardwise.checkpoint import FolderSummary, StepSummary
@@ -17,6 +19,7 @@ def command(
     directory: Annotated[Path, typer.Argument(help="A run folder, its checkpoints, or one step.")],
     verify: Annotated[bool, typer.Option(help="Read every byte and hold it against its checksum.")] = True,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor of a step.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
 ) -> None:
     """Print, size and verify a checkpoint, or a folder of them. Exit code 1 where one is damaged."""
     from rich.console import Console
@@ -26,15 +29,48 @@ def command(
 
     inside = RunFolder(directory).checkpoints
     found = describe(inside if inside.is_dir() else directory, verify)
+    steps = (found,) if isinstance(found, StepSummary) else found.steps
     console = Console(highlight=False)
-    if isinstance(found, StepSummary):
+    if as_json:
+        leftovers = () if isinstance(found, StepSummary) else found.leftovers
+        typer.echo(_as_json(steps, leftovers, tensors))
+    elif isinstance(found, StepSummary):
         _show_step(console, found, tensors)
-        steps: tuple[StepSummary, ...] = (found,)
     else:
         _show_folder(console, found)
-        steps = found.steps
     if any(not step.is_whole for step in steps):
         raise typer.Exit(1)
+
+
+def _as_json(steps: "Sequence[StepSummary]", leftovers: "Sequence[str]", tensors: bool) -> str:
+    """Steps, newest first. ``verified`` is null where nobody looked; ``state`` says what is wrong."""
+    import dataclasses
+    import json
+
+    def of_step(step: "StepSummary") -> dict[str, Any]:
+        about = {
+            "path": str(step.path),
+            "state": _state(step),
+            "is_whole": step.is_whole,
+            "verified": None if step.damage is None else not step.damage,
+            "damage": [str(damage) for damage in step.damage or ()],
+        }
+        if step.problem:
+            return about
+        kept = step.trainer or {}
+        about |= {
+            "step": step.step,
+            "run": step.run,
+            "parameters": step.elements,
+            "bytes": step.bytes,
+            "bytes_by_kind": step.bytes_by_kind,
+            "engine": kept.get("engine"),
+        }
+        if tensors:
+            about["tensors"] = [dataclasses.asdict(row) for row in step.tensors]
+        return about
+
+    return json.dumps({"steps": [of_step(step) for step in steps], "leftovers": list(leftovers)}, indent=2)
 
 
 def _state(step: "StepSummary") -> str:

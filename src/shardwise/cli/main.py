@@ -21,7 +21,6 @@ from shardwise.plan.errors import ShardwiseError
 app = typer.Typer(
     help="Train PyTorch models that are larger than the hardware at hand.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

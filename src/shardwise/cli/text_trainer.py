@@ -4,6 +4,7 @@ A microbatch of a language model counts by its tokens; where a batch has none th
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,11 +22,13 @@ from shardwise.engine.step import StepResult
 from shardwise.models import Gpt, GptPolicy, TargetPolicy, flops_per_token
 from shardwise.models import build as build_model
 from shardwise.models.generate import generate
-from shardwise.observe.flops import mfu, peak_of, pf_days
+from shardwise.observe.flops import Counter, flops_text, measured_peak, mfu, peak_of, pf_days
 from shardwise.observe.memory import available_bytes, in_use_bytes
 from shardwise.observe.metrics import StepRecord
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.words import printable
+
+_log = logging.getLogger(__name__)
 
 _IGNORED = -100
 """Target that no loss counts."""
@@ -42,9 +45,9 @@ class TextTrainer(Trainer):
         super().__init__(world, resolved, folder, profile_steps)
         self.flops = 0.0
         self.val_loss: float | None = None
-        dtype = self.config.precision.compute_dtype
-        peak = None if dtype is None else peak_of(world.device, dtype)
-        self.peaks = None if peak is None else peak * world.size
+        self.peaks = self._peaks()
+        self._counted: float | None = None
+        """FLOPs of a step by the first one, per token where tokens are known; None before it."""
         model = self.config.model
         # As if not causal: so the literature counts, and so figures compare.
         self.flops_per_token = flops_per_token(model, causal=False) if isinstance(model, GptPolicy) else None
@@ -53,7 +56,7 @@ class TextTrainer(Trainer):
         """The corpus, and with its vocabulary the model's shape, so that a checkpoint can say what it holds."""
         assert isinstance(config.data, DataPolicy), "clicks have a trainer of their own"
         reading = Reading("tokenising") if self.world.rank == 0 else None
-        corpus: Corpus = build(config.data, _context_of(config, config.data), self.folder.cache, reading)
+        corpus: Corpus = build(config.data, context_of(config, config.data), self.folder.cache, reading)
         self.tokenizer = corpus.tokenizer
         if isinstance(config.model, GptPolicy):
             config = config.model_copy(update={"model": config.model.resolved(corpus.vocab_size)})
@@ -76,10 +79,8 @@ class TextTrainer(Trainer):
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> StepRecord:
         """The row of metrics.csv."""
         tokens = int(result.weight) if is_weighted else None
-        flops = None
-        if tokens is not None and self.flops_per_token is not None:
-            flops = float(tokens * self.flops_per_token)
-            self.flops += flops
+        flops = self._flops_of(tokens)
+        self.flops += flops or 0.0
         return StepRecord(
             step=result.step,
             loss=result.loss,
@@ -93,6 +94,40 @@ class TextTrainer(Trainer):
             pf_days=None if flops is None else pf_days(self.flops),
             mfu=None if flops is None else mfu(flops, step_s, self.peaks),
         )
+
+    def _peaks(self) -> float | None:
+        """FLOP/s of all devices together, and how that is known."""
+        world, dtype = self.world, self.config.precision.compute_dtype or torch.float32
+        peak = peak_of(world.device, dtype)
+        if peak is not None or world.device.type != "cpu" or world.rank != 0:
+            return None if peak is None else peak * world.size
+        peak = measured_peak(dtype)
+        _log.info(
+            "MFU: of %s/s, %d times what a matrix product reached here in %s",
+            flops_text(peak * world.size),
+            world.size,
+            str(dtype).removeprefix("torch."),
+        )
+        return peak * world.size
+
+    def _flops_of(self, tokens: int | None) -> float | None:
+        """What a step needs: by our GPT's formula, or as the first step was counted."""
+        if self.flops_per_token is not None:
+            return None if tokens is None else float(tokens * self.flops_per_token)
+        return None if self._counted is None else self._counted * (1 if tokens is None else tokens)
+
+    def train_step(self, batches: list[Any], weights: Sequence[float] | None) -> StepResult:
+        """The engine's; of a model that we have no formula for the first step is counted, on all ranks."""
+        has_formula = self.flops_per_token is not None or self.config.compile.scope != "none"
+        if has_formula or self._counted is not None:
+            return super().train_step(batches, weights)
+        with Counter() as counter:
+            result = super().train_step(batches, weights)
+        key = f"trainer/{self.world.next_engine()}/flops"
+        self.world.post(key, str(counter.flops))
+        together = sum(map(int, self.world.collect(key, self.config.comm.deadline_s)))
+        self._counted = float(together if weights is None else together / max(result.weight, 1.0))
+        return result
 
     def evaluate(self) -> float:
         """Mean loss over the held-out data, into ``val_loss``."""
@@ -169,7 +204,7 @@ class TextTrainer(Trainer):
         return available is None or 2 * sharers * elements * dtype.itemsize <= available
 
 
-def _context_of(config: RunConfig, data: DataPolicy) -> int:
+def context_of(config: RunConfig, data: DataPolicy) -> int:
     """Tokens per sample; only text asks for it."""
     if isinstance(config.model, GptPolicy):
         return config.model.context

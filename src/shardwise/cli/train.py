@@ -27,12 +27,31 @@ def command(
         ),
     ] = "auto",
     profile: Annotated[int, typer.Option(min=0, help="Trace this many steps of every rank.")] = 0,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Start nothing: read the configuration, open the data, and print the mesh, the plan and the bytes on "
+            "a rank.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --check: print it as JSON.")] = False,
 ) -> None:
     """Train a model, and leave checkpoints, metrics and logs in its run folder."""
     from shardwise.cli.rank import train
     from shardwise.cli.request import Request
 
     request = Request(config, tuple(overrides or ()), resume, profile, ranks)
+    if as_json and not check:
+        from shardwise.plan.errors import UsageError
+
+        raise UsageError("train: --json goes with --check; the numbers of a run are in its metrics.csv")
+    if check:
+        from shardwise.cli import check as checks
+
+        found = checks.check(request)
+        typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
+        return
     if ranks is None:
         raise typer.Exit(train(request))
 

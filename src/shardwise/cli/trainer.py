@@ -232,7 +232,7 @@ class Trainer(ABC):
         started = time.perf_counter()
         batches = next(steps)
         weights = self.weights(batches)
-        result = self.engine.train_step(batches, weights)
+        result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
         if self.is_last_step or self.engine.stop_requested:
             self.timelines = self.engine.timeline()  # before an evaluation, which is another walk
@@ -242,6 +242,10 @@ class Trainer(ABC):
             self._judge(self.evaluate())
             record = self.with_evaluation(record)
         return record
+
+    def train_step(self, batches: list[Any], weights: Sequence[float] | None) -> StepResult:
+        """The engine's."""
+        return self.engine.train_step(batches, weights)
 
     def _judge(self, value: float) -> None:
         """Whether evaluations still get better: all ranks see the same value, so all decide alike."""

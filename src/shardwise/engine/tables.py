@@ -23,6 +23,7 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
+from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.zero.layout import AXES
@@ -142,6 +143,22 @@ def take_over(model: nn.Module, settings: RunConfig, world: World, group: Group,
             compute_dtype=settings.precision.compute_dtype,
         )
     return tables
+
+
+def choices_for(model: nn.Module, settings: RunConfig, ranks: int) -> list[Choice]:
+    """Where the tables of ``model`` would lie on ``ranks`` data-parallel ranks, and why; nothing is placed.
+
+    Errors: as ``take_over``'s; memory is asked of the configuration alone, not of hosts that may not be these.
+    """
+    collections = collections_of(model)
+    _check(Tables(collections, Group("tables", (0,), 0, None, Clock(0.0), Traffic())), settings)
+    found: list[Choice] = []
+    for collection in collections.values():
+        _set_up(collection, settings)
+        dtype = settings.precision.dtypes("", collection.dtype).master
+        batch, memory_bytes = settings.batch.micro_size or 1024, settings.tables.memory_bytes
+        found += plan_tables(collection.tables, collection.optimizer, ranks, batch, dtype, memory_bytes)
+    return found
 
 
 def register_tables(registry: Registry, tables: Tables) -> None:

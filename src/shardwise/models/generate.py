@@ -1,6 +1,7 @@
 """Continues token sequences: a prefill of the prompt, then one token at a time through a key-value cache.
 
-    p(token) = softmax(logits / temperature) among the top_k largest
+    p(token) = softmax(logits / temperature) among the top_k largest, and of these among the likeliest whose p together
+               reach top_p (arXiv:1904.09751)
     token    = the first whose cumulated p exceeds u,  u = uniform(key_of(seed, "generate"), step·B + row)
 
 The draws come from the counter-based generator on the CPU: the same seed gives the same text on every rank, so ranks
@@ -36,6 +37,7 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     *,
+    top_p: float | None = None,
     context: int | None = None,
     cached: bool = True,
 ) -> Tensor:
@@ -44,7 +46,7 @@ def generate(
     ``model`` is called as ``model(tokens, cache=cache)``, and never otherwise touched but to switch dropout off;
     ``context`` is its ``policy.context`` unless given. ``cached=False`` computes the window anew for every token.
     """
-    _check(tokens, max_new_tokens, temperature, top_k)
+    _check(tokens, max_new_tokens, temperature, top_k, top_p)
     context = _context_of(model) if context is None else context
     cache = Cache(context)
     start = 0
@@ -61,12 +63,14 @@ def generate(
                 )  # of a pipeline, the last stage alone comes to where the model counts
             else:
                 logits = model(tokens[:, start:])[:, -1]
-            chosen = choose(logits, temperature, top_k, seed, step)
+            chosen = choose(logits, temperature, top_k, seed, step, top_p)
             tokens = torch.cat([tokens, chosen[:, None].to(tokens.device)], 1)
     return tokens
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, seed: int, step: int) -> Tensor:
+def choose(
+    logits: Tensor, temperature: float, top_k: int | None, seed: int, step: int, top_p: float | None = None
+) -> Tensor:
     """One token for each row of ``logits`` [B, V], on the CPU: [B]."""
     wide = logits.detach().to("cpu", torch.float64)
     if temperature == 0:
@@ -74,7 +78,12 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, seed: int, ste
     if top_k is not None and top_k < wide.shape[-1]:
         least = wide.topk(top_k).values[:, -1:]
         wide = wide.masked_fill(wide < least, float("-inf"))
-    cumulated = (wide / temperature).softmax(-1).cumsum(-1)  # [B, V]
+    p = (wide / temperature).softmax(-1)  # [B, V]
+    if top_p is not None:
+        falling, order = p.sort(dim=-1, descending=True, stable=True)
+        before = falling.cumsum(-1) - falling  # what the likelier ones reach without it
+        p = p.scatter(-1, order, falling.where(before < top_p, 0.0))
+    cumulated = p.cumsum(-1)
     rows = len(wide)
     u = philox.uniform(philox.key_of(seed, "generate"), step * rows, (step + 1) * rows)[:, None]
     # Scaled by the last sum, which rounding may leave below 1: else u could lie beyond every token.
@@ -83,7 +92,9 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, seed: int, ste
     )
 
 
-def _check(tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+def _check(
+    tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise UsageError(
             f"generate: tokens have shape {list(tokens.shape)}; expected [batch, at least one token]"
@@ -94,6 +105,8 @@ def _check(tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int |
         raise UsageError(f"generate: temperature is {temperature}; expected 0 (the likeliest token) or more")
     if top_k is not None and top_k < 1:
         raise UsageError(f"generate: top_k is {top_k}; expected at least 1, or none")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(f"generate: top_p is {top_p}; expected above 0 and at most 1, or none")
 
 
 def _context_of(model: Any) -> int:

@@ -4,6 +4,9 @@
     model FLOP/s utilisation                  mfu = F · tokens / (step_s · sum of the devices' peaks)
     compute so far                            pf_days = FLOPs / (1e15 · 86400)
 
+Of a model that we know no formula for, ``Counter`` counts the products of one real step instead. A processor has no
+data sheet: its peak is the best of a few matrix products that ``measured_peak`` runs.
+
 P counts the weights that take part in a matrix product (an embedding that is only looked up does not, a head does,
 also when it is tied to the embedding); each costs one multiplication and one addition forward and twice that
 backward. The second term is the attention scores and their use; it is counted as if not causal, as the literature
@@ -13,10 +16,16 @@ Papers: Kaplan et al. 2020, arXiv:2001.08361 (6·P); Chowdhery et al. 2022, arXi
 Shapes: L layers, T tokens in a sequence, D width of the attention (heads times head size).
 """
 
+import math
 import re
-from typing import NamedTuple
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 
 class Peak(NamedTuple):
@@ -94,6 +103,75 @@ def mfu(flops: float, step_s: float, peaks: float | None) -> float | None:
     return None if peaks is None or step_s <= 0 else flops / (step_s * peaks)
 
 
+def flops_text(flops: float) -> str:
+    """``45.2 GFLOP``."""
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if flops >= factor:
+            return f"{flops / factor:.3g} {letter}FLOP"
+    return f"{flops / 1e6:.3g} MFLOP"
+
+
 def pf_days(flops: float) -> float:
     """FLOPs as petaflop/s-days."""
     return flops / (1e15 * _SECONDS_PER_DAY)
+
+
+_PRODUCT = 512
+"""Rows and columns of the matrices that the peak is measured with."""
+_MEASURE_S = 0.05
+
+
+def measured_peak(dtype: torch.dtype) -> float:
+    """FLOP/s of this process's threads in a product of two 512 x 512 matrices: the best of those that run in 50 ms."""
+    a, b = (torch.ones(_PRODUCT, _PRODUCT, dtype=dtype) for _ in range(2))
+    best_s, end = math.inf, time.perf_counter() + _MEASURE_S
+    torch.mm(a, b)
+    while True:
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        now = time.perf_counter()
+        best_s = min(best_s, now - begin)
+        if now >= end:
+            return 2 * _PRODUCT**3 / best_s
+
+
+class Counter(TorchDispatchMode):
+    """Floating-point operations of matrix products, convolutions and attention that run inside ``with counter:``.
+
+    What is computed again in the backward pass is left out: it runs with gradients on, where a backward pass proper has
+    them off. ``flops`` is what the model needs, not what was executed. Attention counts as if not causal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not _is_repeated():
+            name = str(getattr(func, "_overloadpacket", func))
+            count = _COUNTS.get(name.removesuffix("_"))  # in place as otherwise
+            if count is not None:
+                self.flops += int(count(*args, **kwargs, out_val=out))
+            elif passes := _CPU_ATTENTION.get(name):
+                query, key = (args[0], args[1]) if passes == 1 else (args[1], args[2])
+                self.flops += passes * _attention(query, key)
+        return out
+
+
+_COUNTS = {str(packet): count for packet, count in flop_registry.items()}
+_CPU_ATTENTION: Mapping[str, int] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": 1,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": 2,
+}
+"""Which torch's own table leaves out; times two products."""
+
+
+def _attention(query: Tensor, key: Tensor) -> int:
+    """Scores and their use: 4·B·H·T·S·K."""
+    return 4 * query.numel() * key.shape[-2]
+
+
+def _is_repeated() -> bool:
+    return torch._C._current_autograd_node() is not None and torch.is_grad_enabled()

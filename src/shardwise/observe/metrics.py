@@ -41,11 +41,13 @@ class StepRecord(NamedTuple):
     memory: int | None = None
     """Bytes on rank 0: the accelerator's peak so far, else the process's resident memory now."""
     flops: float | None = None
-    """Floating-point operations that the model needs for this step, all ranks; recomputation is not counted."""
+    """Floating-point operations that the model needs for this step, all ranks; recomputation is not counted. Of our GPT
+    by formula, of another model as its first step was counted; empty with ``compile``."""
     pf_days: float | None = None
-    """Compute since step 0, in petaflop/s-days."""
+    """Compute since step 0, in petaflop/s-days (1 is 8.64e19 operations)."""
     mfu: float | None = None
-    """Model FLOP/s utilisation: ``flops / step_s`` over the devices' peak; empty where the peak is not known."""
+    """Model FLOP/s utilisation, a share of 1: ``flops / step_s`` over the peak of all devices. The peak is the data
+    sheet's, on a processor that of a matrix product which rank 0 measures at the start; empty where it is not known."""
 
     @property
     def validation(self) -> float | None:

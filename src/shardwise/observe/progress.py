@@ -58,7 +58,7 @@ _SAID: Mapping[str, Callable[[float], str]] = {
     "tokens_per_s": lambda value: f"{count_text(value)} tokens/s",
     "samples_per_s": lambda value: f"{count_text(value)} samples/s",
     "step_s": lambda value: f"{step_time_text(value)}/step",
-    "memory": bytes_text,
+    "memory": lambda value: f"memory {bytes_text(value)}",
     "mfu": lambda value: f"MFU {100 * value:.1f}%",
 }
 """What a column says, in the order in which it is said."""

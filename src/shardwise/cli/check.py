@@ -1,0 +1,165 @@
+"""``shardwise train --check``: all that can be known of a run before its first step, without starting a rank.
+
+    configuration   every key, every rule, and the numbers that follow from the ranks
+    data            opened as the run would: text is tokenised and clicks are packed into the cache that it then uses
+    model           built on meta (the user's own as it comes), cut for one rank of each pipeline stage
+    bytes           of model state on a rank, beside what is free here
+
+Whatever is wrong ends it as it would end the run, by the same sentence and exit code. Nothing else is written.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.cli.click_trainer import with_steps
+from shardwise.cli.request import Request
+from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.text_trainer import context_of
+from shardwise.cli.trainer import Reading
+from shardwise.config.auto import resolve
+from shardwise.config.run import RunConfig
+from shardwise.data import DataPolicy, build
+from shardwise.data.clicks import ClickPolicy, build_clicks
+from shardwise.engine.foresee import Outlook, foresee
+from shardwise.models import GptPolicy, TargetPolicy, build_ctr
+from shardwise.models import build as build_model
+from shardwise.models.ctr.policy import CtrPolicy
+from shardwise.observe.memory import available_bytes
+from shardwise.observe.progress import bytes_text, count_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreseen:
+    """What is known before the first step."""
+
+    config: RunConfig
+    ranks: int
+    choices: tuple[str, ...]
+    start: str
+    """Where the run would start from."""
+    samples: int | None
+    """Training samples; None where the data does not say."""
+    validation_samples: int | None
+    parameters: int
+    outlook: Outlook
+    free_bytes: int | None
+    """Free memory of this host, or of the accelerator."""
+
+    @property
+    def bytes_per_rank(self) -> dict[str, int]:
+        """Model state on the rank that holds most, by kind."""
+        plans = self.outlook.plans
+        kinds = max((plan.bytes_per_rank() for plan in plans), key=lambda kinds: sum(kinds.values()))
+        tables = self.outlook.table_bytes
+        return {**kinds, "tables": tables} if tables else kinds
+
+    def lines(self) -> list[str]:
+        """For people."""
+        held = sum(self.bytes_per_rank.values())
+        said = [*self.choices, f"start: {self.start}"]
+        if self.samples is not None:
+            held_out = "" if self.validation_samples is None else f", {self.validation_samples:,} held out"
+            said.append(f"data: {self.samples:,} samples to learn from{held_out}")
+        else:
+            said.append("data: opened; it does not say how many samples it has")
+        said.append(f"model: {count_text(self.parameters)} parameters")
+        plans = self.outlook.plans
+        for index, plan in enumerate(plans):
+            where = f"rank {index} of {len(plans)} along pp: " if len(plans) > 1 else ""
+            said += (where + str(plan)).splitlines()
+        free = "" if self.free_bytes is None else f"; {bytes_text(self.free_bytes)} are free here"
+        said.append(f"model state: {bytes_text(held)} on a rank, activations not counted{free}")
+        return said
+
+    def to_json(self) -> str:
+        """For programs."""
+        return json.dumps(
+            {
+                "config": self.config.model_dump(mode="json", exclude_none=True),
+                "ranks": self.ranks,
+                "start": self.start,
+                "samples": self.samples,
+                "validation_samples": self.validation_samples,
+                "parameters": self.parameters,
+                "bytes_per_rank": self.bytes_per_rank,
+                "free_bytes": self.free_bytes,
+                "notes": [note for plan in self.outlook.plans for note in plan.notes],
+            },
+            indent=2,
+        )
+
+
+def check(request: Request) -> Foreseen:
+    """Errors: as the run's own, before its first step."""
+    ranks = request.ranks or 1
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
+    wanted = request.load()
+    folder = RunFolder(Path(wanted.out))
+    start = folder.start_from(request.resume)
+    resolved = resolve(wanted, ranks, device.type)
+    config, make, samples, held_out = _opened(resolved.config, folder)
+    outlook = foresee(make, config, ranks, device)
+    parameters = sum(math.prod(info.shape) for info in outlook.plans[0].registry.of_kind("parameter"))
+    return Foreseen(
+        config,
+        ranks,
+        resolved.choices,
+        "afresh" if start is None else f"from the newest whole step in {start}",
+        samples,
+        held_out,
+        parameters,
+        outlook,
+        available_bytes(device),
+    )
+
+
+def _opened(
+    config: RunConfig, folder: RunFolder
+) -> tuple[RunConfig, Callable[[], nn.Module], int | None, int | None]:
+    """The configuration with what follows from the data, the model's maker, samples to learn from and held out."""
+    model, data, seed = config.model, config.data, config.train.seed
+    if isinstance(data, ClickPolicy):
+        clicks = build_clicks(data, folder.cache, Reading("packing clicks"))
+        config = with_steps(config, len(clicks.train), data.epochs)
+        sizes: tuple[int | None, int | None] = len(clicks.train), len(clicks.validation)
+        if isinstance(model, CtrPolicy):
+            made = lambda: build_ctr(model, clicks.schema, config.tables, clicks.table_rows, seed)  # noqa: E731
+            return config, _on_meta(made), *sizes
+    else:
+        assert isinstance(data, DataPolicy), "data is text or clicks"
+        corpus = build(data, context_of(config, data), folder.cache, Reading("tokenising"))
+        sizes = _size(corpus.train), _size(corpus.validation)
+        if isinstance(model, GptPolicy):
+            whole = model.resolved(corpus.vocab_size)
+            return config.model_copy(update={"model": whole}), _on_meta(lambda: build_model(whole)), *sizes
+    assert isinstance(model, TargetPolicy), (
+        "rules of the configuration: text for a gpt, clicks for a ctr model"
+    )
+    return config, lambda: build_model(model, seed=seed), *sizes
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Shapes without memory."""
+
+    def made() -> nn.Module:
+        with torch.device("meta"):
+            return make()
+
+    return made
+
+
+def _size(data: Any) -> int | None:
+    """Samples of a dataset; None where it does not say."""
+    data = getattr(data, "dataset", data)  # of a DataLoader, whose own length is in batches
+    try:
+        return len(data)
+    except TypeError:
+        return None

@@ -1,0 +1,94 @@
+"""The Plan of a job that has not begun: what its ranks would hold, said by one process without any of them.
+
+A model on meta goes through the steps of ``build``, for one rank of each pipeline stage, with groups that have ranks
+and no transport: nothing is cut by talking to anybody. So it costs names and shapes, whatever the size of the job.
+
+Bytes are those of model state (weights, gradients, masters, moments, padding included). Activations are not among them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.trace import Traffic
+from shardwise.compose.cut import cut_model
+from shardwise.compose.draft import draft, full_step, names_of_units
+from shardwise.compose.whole import describe, register
+from shardwise.config.auto import resolve
+from shardwise.config.run import RunConfig
+from shardwise.engine.tables import check_mesh, choices_for
+from shardwise.memory.recompute import chosen
+from shardwise.memory.replay import Replay
+from shardwise.optim.flat import moments_of
+from shardwise.parallel.zero import layout
+from shardwise.parallel.zero.modules import repeated_blocks
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.plan import Plan, merged
+
+
+class Outlook(NamedTuple):
+    """What the ranks of a job would hold."""
+
+    plans: tuple[Plan, ...]
+    """One per rank along "pp"; ranks that differ on other axes hold as much."""
+    table_bytes: int
+    """Embedding tables on the rank that holds most of them, when they are full; those without a limit left out."""
+
+
+def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device: torch.device) -> Outlook:
+    """The outlook of a job of ``ranks``; ``make`` builds the model anew each time.
+
+    Errors: as ``initialize``'s, for everything that does not depend on weights or messages.
+    """
+    settings, mesh, _ = resolve(config, ranks, device.type)
+    dp = mesh.size("dp")
+    choices = choices_for(make(), settings, dp)
+    held = [sum(each.held_bytes for each in choices if each.place.holds(rank)) for rank in range(dp)]
+    notes = tuple(map(str, choices))
+    plans = tuple(_plan(make(), settings, mesh, rank, notes) for rank in mesh.ranks("pp", 0))
+    return Outlook(plans, round(max(held)))
+
+
+def _plan(model: nn.Module, settings: RunConfig, mesh: Mesh, rank: int, notes: tuple[str, ...]) -> Plan:
+    check_mesh(model, mesh)
+    policy, moments = settings.optimizer, moments_of(settings.optimizer)
+    whole = describe(model)
+    units = names_of_units(model, settings.zero)
+    chosen(repeated_blocks(model) or units, settings.recompute)
+    tp, pp = (_silent(mesh, axis, rank) for axis in ("tp", "pp"))
+    stages = cut_model(
+        model, whole, settings.tensor, settings.pipeline, tp, pp, settings.train.seed, Replay()
+    )
+    drafts = []
+    for module, _ in stages.values():
+        strategy = layout.strategy_of(settings.zero, mesh)
+        registry = register(whole, strategy, settings.precision, moments)
+        drafts.append(
+            draft(
+                module,
+                whole,
+                registry,
+                mesh,
+                settings.zero,
+                settings.precision,
+                units,
+                policy.group_of,
+                moments,
+            )
+        )
+    plan = merged([each.plan for each in drafts])
+    actions = {}
+    if mesh.pp == 1:
+        accumulation, ahead = settings.batch.accumulation or 1, int(settings.zero.prefetch_units)
+        actions = {"all": full_step(plan.units, drafts[0].strategy, accumulation, None, ahead)}
+    return replace(plan, actions=actions, notes=(*plan.notes, *notes))
+
+
+def _silent(mesh: Mesh, axis: str, rank: int) -> Group:
+    """The ranks along an axis, with nothing between them."""
+    ranks = mesh.ranks(axis, rank)
+    return Group(axis, ranks, ranks.index(rank), None, Clock(0.0), Traffic())

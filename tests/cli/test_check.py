@@ -1,0 +1,148 @@
+"""``train --check`` says what the ranks would hold without starting one, and refuses what the run would refuse."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import shardwise
+from shardwise.cli.main import main
+from shardwise.comm.world import World
+from shardwise.config.run import RunConfig
+from shardwise.engine.foresee import foresee
+from shardwise.models import GptPolicy
+from shardwise.models import build as build_model
+
+MODEL = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocab": 50}
+MESHES: list[dict[str, Any]] = [
+    *({"mesh": {"dp": 2}, "zero": {"stage": stage}} for stage in (0, 1, 2, 3)),
+    {"mesh": {"tp": 2}, "precision": "bf16"},
+    {"mesh": {"pp": 2}, "zero": {"stage": 1}},
+    {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "interleave": 2}},
+    {"optimizer": {"type": "sgd", "momentum": 0.9}},
+]
+
+
+def gpt() -> nn.Module:
+    with torch.device("meta"):
+        return build_model(GptPolicy(**MODEL))
+
+
+def held(world: World, given: dict[str, Any]) -> dict[str, int]:
+    """What a rank really holds, by the buffers of its engine's Plan."""
+    engine = shardwise.initialize(gpt(), given, world=world)
+    found = engine.plan.bytes_per_rank()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("given", MESHES, ids=str)
+def test_what_is_foreseen_is_what_the_ranks_hold(ranks: Any, given: dict[str, Any]) -> None:
+    given = given | {"batch": {"global_size": 8, "micro_size": 2}}
+    config = RunConfig.parse(given)
+    plans = foresee(gpt, config, 2, torch.device("cpu")).plans
+    real = ranks(2).run(held, given)
+    assert [plan.bytes_per_rank() for plan in plans] == real[:: 2 // len(plans)]
+
+
+def test_tables_are_counted_on_the_rank_that_holds_most(ranks: Any) -> None:
+    config = RunConfig.parse({"batch": {"global_size": 8}})
+    outlook = foresee(table_model, config, 2, torch.device("cpu"))
+    assert outlook.table_bytes == max(ranks(2).run(held_by_tables))
+
+
+def table_model() -> nn.Module:
+    """One table by rows, one by columns, one as a copy."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = shardwise.EmbeddingCollection(
+                [
+                    shardwise.TablePolicy(name="a", rows=2048, width=8, placement="row"),
+                    shardwise.TablePolicy(name="b", rows=64, width=8, placement="column"),
+                    shardwise.TablePolicy(name="c", rows=4, width=8, placement="data_parallel"),
+                ],
+                optimizer=shardwise.RowOptimizerPolicy(type="adagrad"),
+            )
+            self.head = nn.Linear(8, 1)
+
+    return Model()
+
+
+def held_by_tables(world: World) -> int:
+    """Bytes of tables on this rank."""
+    engine = shardwise.initialize(table_model(), {"batch": {"global_size": 8}}, world=world)
+    found = sum(collection.bytes_here for collection in engine.tables.values())
+    engine.close()
+    return found
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    given = {
+        "model": {"name": "gpt", "layers": 2, "width": 16, "heads": 2, "context": 8},
+        "data": {"source": str(tmp_path / "text.txt")},
+        "batch": {"global_size": 4},
+        "train": {"steps": 1},
+        "out": str(tmp_path / "run"),
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(given))
+    return path
+
+
+def test_a_check_starts_nothing_and_answers_in_json(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(config), "--ranks", "4", "--set", "mesh.pp=2", "--check"]
+    assert call(monkeypatch, *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 4 and found["samples"] > 100 and found["start"] == "afresh"
+    assert found["config"]["batch"]["accumulation"] == 1 and found["bytes_per_rank"]["weight"] > 0
+    assert call(monkeypatch, *words) == 0
+    said = capsys.readouterr().out
+    assert "rank 1 of 2 along pp: Plan over pp=2 × dp=2" in said and "on a rank" in said
+    assert {path.name for path in (config.parent / "run").iterdir()} == {"cache"}, "no rank was started"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("zero.stag=3", "did you mean 'stage'?"),
+        ("batch.global_size=5", "does not divide"),
+        ("data.source=/no/such/file", "/no/such/file"),
+        ("mesh.tp=4", "do not divide over tp=4"),
+        ("mesh.pp=4", "2 blocks cannot make 4 stages"),
+    ],
+)
+def test_a_check_refuses_what_the_run_would_refuse(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    sentence: str,
+) -> None:
+    code = call(monkeypatch, "train", str(config), "--ranks", "4", "--check", "--set", override)
+    assert code in (1, 2)
+    assert sentence in capsys.readouterr().err
+
+
+def test_json_without_a_check_is_answered(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "train", str(config), "--json") == 2
+    assert "--check" in capsys.readouterr().err
