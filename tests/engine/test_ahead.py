@@ -14,6 +14,7 @@ import torch
 from shardwise.comm.world import World
 from shardwise.data import Loader
 from shardwise.data.batched import BatchedDataset
+from shardwise.engine.ahead import keep_for
 from shardwise.observe.lanes_picture import LANES, Lanes
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.errors import DataError, UsageError
@@ -453,3 +454,18 @@ def test_lanes_of_a_real_run(depth: int) -> None:
         assert order == sorted(order) and order[-1] == 20
     assert engine.on_step == []
     engine.close()
+
+
+def test_only_tensors_on_the_device_are_kept_for_a_stream() -> None:
+    """Keys of dynamic tables lie on the host, where a tensor belongs to no stream and refuses to be told of one."""
+    kept = []
+
+    class OnDevice(torch.Tensor):
+        device = torch.device("meta")
+
+        def record_stream(self, stream: object) -> None:
+            kept.append((self, stream))
+
+    there = torch.zeros(2).as_subclass(OnDevice)
+    keep_for("the stream", [torch.arange(3), there, torch.zeros(1)])  # type: ignore[arg-type]
+    assert len(kept) == 1 and kept[0][0] is there and kept[0][1] == "the stream"

@@ -154,9 +154,7 @@ class Ahead(Iterator[Any]):
             self._computing = (step.number, asked, time.perf_counter())
         if self._stream is not None:
             here = torch.accelerator.current_stream(self._engine.world.device)
-            for tensor in tensors_in(step.batches):
-                # Made on the thread's stream, whose next step may not take its memory.
-                tensor.record_stream(here)
+            keep_for(here, tensors_in(step.batches))
         return step.batches
 
     def close(self) -> None:
@@ -350,3 +348,13 @@ class Ahead(Iterator[Any]):
             + ". Every rank must bring batches of one structure, where a feature has no keys with empty lists "
             "(Ragged.of_lists)"
         )
+
+
+def keep_for(stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:
+    """Let no tensor's memory be given to the stream that made it while ``stream`` may still read it.
+
+    Tensors on the host, such as all keys of dynamic tables, belong to no stream.
+    """
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(stream)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data.clicks import Feature, Keys, PackedClicks, PackedWriter, Rows, Schema
+from shardwise.data.clicks import BatchForm, Feature, Keys, PackedClicks, PackedWriter, Rows, Schema
 from shardwise.data.clicks import packed as module
 from shardwise.data.clicks.packed import write_packed
 from shardwise.plan.errors import DataError
@@ -82,12 +82,20 @@ def test_appended_in_parts_is_the_same_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [Schema((), (Feature("a"),)), Schema(("x",), ()), Schema((), (Feature("a", True),))]
+    "schema",
+    [
+        Schema((), (Feature("a"),)),
+        Schema((), (Feature("a"), Feature("b"))),
+        Schema(("x",), ()),
+        Schema((), (Feature("a", True),)),
+    ],
 )
 def test_small_schemas(tmp_path: Path, schema: Schema) -> None:
     rows = made(20, schema=schema)
     found = write_packed(tmp_path / "x.clicks", schema, [rows]).rows(np.arange(20))
     assert [row(found, i) for i in range(20)] == [row(rows, i) for i in range(20)]
+    batch = BatchForm().batch(found, schema)  # torch takes no strides that are no multiple of an element
+    assert batch["dense"].shape == (20, len(schema.dense)) and batch["labels"].shape == (20,)
 
 
 def test_a_wide_schema_has_room_in_its_header(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.plan.errors import TableFullError
+from shardwise.plan.errors import PlanError, TableFullError
 from shardwise.plan.ragged import Ragged
 from tests.parallel.embedding.threads import on_ranks
 
@@ -108,6 +108,75 @@ def test_admission() -> None:
     assert 200 < len(admitted) < 400
     train_on(some, list(range(1000)))
     assert keys_of(some) == admitted, "the same keys every time"
+
+
+@pytest.mark.parametrize("kind", ["none", "lru", "lfu", "age"])
+def test_a_step_that_is_given_up_leaves_no_key_behind(kind: str) -> None:
+    """A caller catches what a bad batch raised after its lookup, and goes on: the table is as it was."""
+    eviction = EvictionPolicy(type=kind, max_age_steps=50 if kind == "age" else None, fraction=0.5)
+    collection = collection_of(DynamicPolicy(capacity=3, eviction=eviction))
+    train_on(collection, [1, 2, 3])
+    before = collection.rows_here("t")
+    for keys in ([4, 5], [6, 1]):
+        collection({"t": Ragged.of_ones(torch.tensor(keys))})
+        collection.drop_gradients()
+    after = collection.rows_here("t")
+    assert after.keys.equal(before.keys) and after.scores is not None
+    assert after.scores.equal(before.scores) and after.weights.equal(before.weights)
+    train_on(collection, [1])
+    train_on(collection, [2])
+    assert keys_of(collection) == [1, 2, 3]
+    tally = collection.tallies["t"]
+    assert (tally.rows, tally.inserted, tally.evicted) == (3, 3, 0)
+
+
+def test_a_step_that_is_given_up_counts_for_nobody_who_waits() -> None:
+    """Also where the table was full: a key keeps its place in the queue, and that it came does not count."""
+    waits = AdmissionPolicy(type="frequency", count=3)
+    collection = collection_of(DynamicPolicy(capacity=1, admission=waits))
+    for _ in range(3):
+        train_on(collection, [1])
+    for _ in range(2):
+        train_on(collection, [7])
+    before = collection.rows_here("t").candidates
+    with pytest.raises(TableFullError):
+        train_on(collection, [7, 8])
+    collection({"t": Ragged.of_ones(torch.tensor([7, 9]))})
+    collection({"t": Ragged.of_ones(torch.tensor([9, 10]))})
+    collection.drop_gradients()
+    after = collection.rows_here("t").candidates
+    assert before is not None and after is not None and after.tolist() == before.tolist()
+    assert [key for key, _ in before.tolist()] == [7]
+
+
+def test_more_pins_than_rows_are_refused() -> None:
+    for limit in ({"capacity": 4}, {"budget_bytes": 4 * 3 * 8}):
+        policy = DynamicPolicy(eviction=EvictionPolicy(type="lru", pinned=tuple(range(5))), **limit)
+        with pytest.raises(PlanError, match="5 pinned keys for at most 4 rows"):
+            collection_of(policy).place()
+
+
+def queue_with_a_limit(group: Group, placement: str) -> list[list[int]]:
+    waits = AdmissionPolicy(type="frequency", count=4, most_waiting=10)
+    collection = collection_of(DynamicPolicy(admission=waits), placement)
+    collection.place(group)
+    for step in range(6):
+        mine = torch.arange(8 * step, 8 * step + 8)[group.index :: group.size]
+        collection({"t": Ragged.of_ones(torch.cat([mine, torch.tensor([-1])]))})["t"].sum().backward()
+        collection.step()
+    found = collection.rows_here("t").candidates
+    assert found is not None and collection.bytes_here > 16 * 10, "they count as memory"
+    return found.tolist()
+
+
+@pytest.mark.parametrize("placement", ["data_parallel", "row"])
+def test_the_queue_for_admission_has_an_end(placement: str) -> None:
+    """Endless keys that come once: those that came longest ago go first, the same ones on any number of ranks."""
+    (alone,) = on_ranks(1, lambda group: queue_with_a_limit(group, placement))
+    assert len(alone) == 10 and {key for key, _ in alone} == {*range(40, 48), 39, 38}
+    parts = on_ranks(3, lambda group: queue_with_a_limit(group, placement))
+    joined = parts[0] if placement == "data_parallel" else sorted(sum(parts, []))
+    assert joined == alone
 
 
 def test_the_largest_count_that_a_key_can_wait_for() -> None:

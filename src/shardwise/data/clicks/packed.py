@@ -314,8 +314,9 @@ class PackedClicks:
         if self._many:
             keys |= self._from_heap(records["start"].astype(np.int64), records["lengths"].astype(np.int64))
         return Rows(
-            np.ascontiguousarray(records["label"]),
-            np.ascontiguousarray(records["dense"]),
+            records["label"].copy(),
+            # A copy, always: numpy calls [n, 0] contiguous whatever its strides, and torch does not take such.
+            records["dense"].copy(),
             [keys[i] for i in range(len(keys))],
         )
 

@@ -348,8 +348,6 @@ class EmbeddingCollection(nn.Module):
         self._group.all_reduce(rows, "rows of tables", "control").wait()
         for (_, table), total in zip(capped, rows.tolist(), strict=True):
             if table.capacity is not None and total > table.capacity:
-                for _, each in capped:
-                    each.forget_new()
                 self.drop_gradients()
                 raise TableFullError(
                     f"table {table.name!r} would have {total:.0f} rows of at most {table.capacity} after this step, "
@@ -380,7 +378,11 @@ class EmbeddingCollection(nn.Module):
             part.store.step(self.steps, lr_factor, divisor)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients since the last step: it is skipped (an overflow, say)."""
+        """Forget the gradients since the last step, and the keys that came: it is skipped (an overflow, an exception).
+
+        Rows, scores and keys that wait for admission are those of the step before. An engine does it by itself; a loop
+        of your own calls it where it catches what a batch raised and goes on with the next one.
+        """
         self._open.clear()
         for part in self._parts:
             part.store.drop()

@@ -1,7 +1,8 @@
 """The index of one dynamic table on one rank: which keys get a row, how long they keep it.
 
 A key that comes in training gets a row at once, if it is admitted; its score moves once a step, however often it came;
-rows go after a step. Nothing here depends on the number of ranks or of microbatches.
+rows go after a step. Nothing here depends on the number of ranks or of microbatches. A step that is given up leaves
+no trace: keys that came for the first time have no row, and keys that wait have waited no longer.
 
 Cost:   one lookup of each distinct key a batch, and one of each row that came a step; kernels/tables/hash_index.py.
 Shapes: U keys of one call.
@@ -16,7 +17,7 @@ from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.keys import mix
 from shardwise.kernels.tables.unique import unique
 from shardwise.parallel.embedding.policy import DynamicPolicy
-from shardwise.plan.errors import TableFullError
+from shardwise.plan.errors import PlanError, TableFullError
 
 _SLACK_ROWS = 1 << 20
 """Rows beyond its capacity that a table may have until the step is over: before it, all ranks learn that it is full."""
@@ -49,6 +50,12 @@ class Dynamic:
         self._keys_are_distinct = keys_are_distinct
         """In each call of ``take``: true where no other rank asks."""
         self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
+        pins = len(set(policy.eviction.pinned))
+        if capacity is not None and pins > capacity:
+            raise PlanError(
+                f"table {name!r}: {pins} pinned keys for at most {capacity} rows, which is what dynamic.capacity and "
+                "dynamic.budget_bytes allow; pinned rows never go, so raise the limit or pin fewer keys"
+            )
 
     def clear(self) -> None:
         """Begin anew without a key."""
@@ -59,7 +66,9 @@ class Dynamic:
         self._came: list[Tensor] = []
         """Rows that came in this step, perhaps several times."""
         self._new: list[Tensor] = []
-        """Keys that got a row in this step; of tables alone that may turn out to be too full."""
+        """Keys that got a row in this step."""
+        self._waited: list[tuple[Tensor, Tensor]] = []
+        """Keys that asked for admission in this step, and what their scores were; -1 where they had not waited."""
 
     @property
     def is_capped(self) -> bool:
@@ -74,11 +83,32 @@ class Dynamic:
         old = self.index.below(step - max_age + 1)
         return len(self.index) - int((~torch.isin(old, torch.cat(self._came))).sum())
 
-    def forget_new(self) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Memory of the index, and of the keys that wait for admission."""
+        return self.index.nbytes + (0 if self._candidates is None else self._candidates.nbytes)
+
+    @property
+    def waiting(self) -> int:
+        """Keys that wait for admission."""
+        return 0 if self._candidates is None else len(self._candidates)
+
+    def forget_step(self) -> None:
         """As if the keys of this step had not come."""
         for keys in self._new:
             self.inserted -= self.index.remove(keys).numel()
+        for keys, scores in reversed(self._waited):
+            assert self._candidates is not None, "keys have waited"
+            is_first = scores < 0
+            self._candidates.remove(keys[is_first])
+            rows, _ = self._candidates.find_or_insert(keys[~is_first])
+            self._candidates.set_scores(rows, scores[~is_first])
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._new.clear()
+        self._waited.clear()
+        self._came.clear()
 
     def take(self, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Rows of keys, -1 for those not admitted, and which rows are new."""
@@ -92,7 +122,7 @@ class Dynamic:
         if self.policy.eviction.type != "none":
             self._came.append(rows[rows >= 0])
         self.inserted += new.numel()
-        if self.is_capped and new.numel():
+        if new.numel():
             self._new.append(self.index.keys_of(new))
         return rows, new
 
@@ -139,21 +169,27 @@ class Dynamic:
 
     def score(self, step: int) -> None:
         """Move the scores of the rows that came in the step that ends."""
-        self._new.clear()
-        if not self._came:
+        came = list(self._came)
+        self._end_step()
+        if not came:
             return
-        is_once = len(self._came) == 1 and self._keys_are_distinct
-        rows = self._came[0] if is_once else unique(torch.cat(self._came)).keys
-        self._came.clear()
+        is_once = len(came) == 1 and self._keys_are_distinct
+        rows = came[0] if is_once else unique(torch.cat(came)).keys
         if self.policy.eviction.type == "lfu":
             self.index.add_scores(rows)
         else:
             self.index.set_scores(rows, step)
 
-    def forget_uses(self) -> None:
-        """The step that ends did not count; rows that are new stay, as they start."""
-        self._came.clear()
-        self._new.clear()
+    def longest_waiting(self, count: int) -> tuple[Tensor, Tensor]:
+        """Keys that wait and their scores, those that came longest ago first: int64 [n], [n], n at most ``count``."""
+        assert self._candidates is not None, "asked of tables that admit by frequency"
+        rows = self._candidates.lowest(count)
+        return self._candidates.keys_of(rows), self._candidates.scores_of(rows)
+
+    def forget_waiting(self, keys: Tensor) -> None:
+        """Let these wait no longer, as far as they do."""
+        if self._candidates is not None:
+            self._candidates.remove(keys)
 
     def forget(self, rows: Tensor) -> None:
         """Evict rows."""
@@ -173,8 +209,10 @@ class Dynamic:
             return draw.double() * 2.0**-53 < admission.probability
         assert self._candidates is not None, "candidates are counted"
         distinct = unique(keys)
+        known = self._candidates.find(distinct.keys) >= 0
         rows, _ = self._candidates.find_or_insert(distinct.keys)
         scores = self._candidates.scores_of(rows)
+        self._waited.append((distinct.keys, torch.where(known, scores, -1)))
         counts = scores & ((1 << _COUNT_BITS) - 1)
         counts = counts + (scores >> _COUNT_BITS != step).long()
         self._candidates.set_scores(rows, (step << _COUNT_BITS) + counts)

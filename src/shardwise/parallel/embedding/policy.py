@@ -78,6 +78,9 @@ class AdmissionPolicy(Policy):
     forget_steps: PositiveInt = 10_000
     """A key that waits is forgotten when it has not come for about so many steps, so that those that come once take
     memory for a while alone."""
+    most_waiting: PositiveInt = 1 << 20
+    """Keys that may wait at once, over all ranks and about 60 bytes each; beyond, those that came longest ago are
+    forgotten first."""
 
 
 class EvictionPolicy(Policy):

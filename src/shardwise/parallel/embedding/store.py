@@ -113,7 +113,7 @@ class Store:
     def nbytes(self) -> int:
         """Memory of the rows in use."""
         rows = sum(each.index.rows for each in self._dynamic) if self._dynamic else len(self.slab)
-        return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.index.nbytes for d in self._dynamic)
+        return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.nbytes for d in self._dynamic)
 
     @property
     def tallies(self) -> dict[str, Tally]:
@@ -210,10 +210,10 @@ class Store:
         self._evict(step)
 
     def drop(self) -> None:
-        """Forget gradients that wait."""
+        """Forget gradients that wait, and the keys that came with them: this step does not count."""
         self._waiting.clear()
         for each in self._dynamic:
-            each.forget_uses()
+            each.forget_step()
 
     def resume(self, steps: int, lr_factors: Sequence[float]) -> None:
         """Go on after ``steps`` steps with these factors of the learning rate."""
@@ -284,31 +284,43 @@ class Store:
             limit = each.policy.eviction.max_age_steps
             if limit is not None:
                 each.forget(each.index.below(step - limit + 1))
-        if not any(each.capacity is not None and not each.is_capped for each in self._dynamic):
+        if not any(self._is_bounded(each) for each in self._dynamic):
             return
-        here = torch.tensor([len(each.index) for each in self._dynamic])
-        if self._alike or self.tables.place.placement == "table":
+        here = torch.tensor([[len(each.index), each.waiting] for each in self._dynamic]).view(-1)
+        if not self._is_spread:
             total = here
         else:
             total = share(here.repeat(self._group.size, 1), self._group, "rows of tables")[:, 0].sum(0)
-        for each, rows in zip(self._dynamic, total.tolist(), strict=True):
+        for each, (rows, waiting) in zip(self._dynamic, total.view(-1, 2).tolist(), strict=True):
             if each.capacity is not None and not each.is_capped and rows > each.capacity:
-                self._shrink(each, rows, each.capacity)
+                kept = int(each.capacity * (1 - each.policy.eviction.fraction))
+                lowest = each.index.lowest(rows - kept)
+                keys = self._lowest(each.index.keys_of(lowest), each.index.scores_of(lowest), rows - kept)
+                each.forget_keys(keys)
+            surplus = waiting - each.policy.admission.most_waiting
+            if surplus > 0:
+                each.forget_waiting(self._lowest(*each.longest_waiting(surplus), surplus))
 
-    def _shrink(self, table: Dynamic, rows: int, capacity: int) -> None:
-        surplus = rows - int(capacity * (1 - table.policy.eviction.fraction))
-        lowest = table.index.lowest(surplus)
-        if self._alike or self.tables.place.placement == "table":
-            table.forget(lowest)
-            return
-        # Each rank offers its lowest rows; all choose the same ones among them.
-        offered = torch.stack([table.index.scores_of(lowest), table.index.keys_of(lowest)], 1)
-        mine = torch.full((self._group.size, 1), lowest.numel())
+    @property
+    def _is_spread(self) -> bool:
+        """True where the rows of one table lie on several ranks."""
+        return not self._alike and self.tables.place.placement != "table"
+
+    def _is_bounded(self, table: Dynamic) -> bool:
+        """Something of it may have to go: alike on all ranks."""
+        evicts = table.capacity is not None and not table.is_capped
+        return evicts or table.policy.admission.type == "frequency"
+
+    def _lowest(self, keys: Tensor, scores: Tensor, count: int) -> Tensor:
+        """Of each rank's lowest keys, those ``count`` that are the lowest of all by (score, key)."""
+        if not self._is_spread:
+            return keys
+        offered = torch.stack([scores, keys], 1)
+        mine = torch.full((self._group.size, 1), keys.numel())
         parts = share(mine, self._group, "rows to evict")[:, 0, 0].tolist()
         everyone = gather_rows(offered, parts, self._group, "rows to evict", "control")
         by_key = everyone[everyone[:, 1].argsort(stable=True)]
-        chosen = by_key[by_key[:, 0].argsort(stable=True)][:surplus, 1]
-        table.forget_keys(chosen)
+        return by_key[by_key[:, 0].argsort(stable=True)][:count, 1]
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
