@@ -8,7 +8,7 @@ A sample without a key is an empty stretch; a batch of no samples has offsets [0
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,15 +31,31 @@ class Ragged(NamedTuple):
         """B."""
         return self.offsets.numel() - 1
 
-    def check(self, name: str) -> None:
-        """Raise DataError where the parts do not fit together; ``name`` is the feature's."""
+    def check_form(self, name: str) -> None:
+        """Raise DataError where a part has another type or shape than it must; looks at no number."""
         values, offsets, weights = self
+        for part, tensor in (("values", values), ("offsets", offsets), ("weights", weights)):
+            if not isinstance(tensor, Tensor) and (tensor is not None or part != "weights"):
+                raise DataError(
+                    f"feature {name!r}: {part} are a {type(tensor).__name__}; expected a tensor. Ragged.of_lists takes "
+                    "the keys of each sample as lists"
+                )
         if values.dtype != torch.int64 or values.dim() != 1:
             raise DataError(
                 f"feature {name!r}: values are {_kind(values)}; expected keys as int64 [N]: values.long().flatten()"
             )
         if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() == 0:
             raise DataError(f"feature {name!r}: offsets are {_kind(offsets)}; expected int64 [B+1]")
+        if weights is not None and (weights.shape != values.shape or not weights.is_floating_point()):
+            raise DataError(
+                f"feature {name!r}: weights are {_kind(weights)}; expected one float for each of "
+                f"{values.numel()} values"
+            )
+
+    def check(self, name: str) -> None:
+        """Raise DataError where the parts do not fit together; ``name`` is the feature's."""
+        self.check_form(name)
+        values, offsets, _ = self
         first, last = int(offsets[0]), int(offsets[-1])
         if first != 0 or last != values.numel():
             raise DataError(
@@ -53,11 +69,6 @@ class Ragged(NamedTuple):
                 f"feature {name!r}: sample {sample} begins at {int(offsets[sample])} and ends at "
                 f"{int(offsets[sample + 1])}; offsets must not fall"
             )
-        if weights is not None and (weights.shape != values.shape or not weights.is_floating_point()):
-            raise DataError(
-                f"feature {name!r}: weights are {_kind(weights)}; expected one float for each of "
-                f"{values.numel()} values"
-            )
 
     @classmethod
     def of_lists(cls, lists: Sequence[Sequence[int]]) -> "Ragged":
@@ -70,6 +81,36 @@ class Ragged(NamedTuple):
     def of_ones(cls, values: Tensor) -> "Ragged":
         """From one key for each sample: [B]."""
         return cls(values, torch.arange(values.numel() + 1, device=values.device))
+
+    @classmethod
+    def of(cls, jagged: Any) -> "dict[str, Ragged]":
+        """The features of a jagged tensor with keys, such as TorchRec's ``KeyedJaggedTensor``: views, nothing is copied.
+
+        It has ``keys()``, ``values()``, ``offsets()`` (feature after feature, sample after sample: [F·B+1]) and
+        ``weights_or_none()``. Errors: DataError for anything else, and where features differ in their samples.
+        """
+        try:
+            names, values, offsets = list(jagged.keys()), jagged.values(), jagged.offsets()
+            weights = jagged.weights_or_none() if hasattr(jagged, "weights_or_none") else None
+        except (AttributeError, TypeError) as error:
+            raise DataError(
+                f"a {type(jagged).__name__} is no jagged tensor with keys; expected keys(), values() and offsets(), as "
+                "TorchRec's KeyedJaggedTensor has them"
+            ) from error
+        bags = offsets.numel() - 1
+        if getattr(jagged, "variable_stride_per_key", bool)() or not names or bags % len(names):
+            raise DataError(
+                f"a jagged tensor of {len(names)} features with {bags} bags; expected as many samples of each feature"
+            )
+        samples = bags // len(names)
+        offsets, values = offsets.long(), values.long()
+        ends = offsets[::samples].tolist() if samples else [0] * (len(names) + 1)
+        found = {}
+        for place, name in enumerate(names):
+            keys = slice(ends[place], ends[place + 1])
+            own = offsets[place * samples : (place + 1) * samples + 1] - ends[place]
+            found[name] = cls(values[keys], own, None if weights is None else weights[keys])
+        return found
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

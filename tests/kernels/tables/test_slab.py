@@ -24,7 +24,7 @@ def test_dtypes_and_nothing() -> None:
 
 
 def test_what_does_not_fit_says_so() -> None:
-    with pytest.raises(MemoryError, match="no address space for a table of .* give the table a lower limit"):
+    with pytest.raises(MemoryError, match="no address space for a table of .* give tables that grow a limit"):
         reserve(1 << 52, 64)
     with pytest.raises(ValueError, match="expected at least 0 by 1"):
         reserve(-1, 4)

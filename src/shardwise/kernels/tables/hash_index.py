@@ -1,6 +1,6 @@
 """The rows of a dynamic table by key: open addressing over (key, row) pairs, with scores and the rows to evict.
 
-    slot of a key = lower bits of mix(key); the pair lies there or in the slots after it, before the first free one
+    slot of a key = lower bits of mix(key ^ seed); the pair lies there or in the slots after it, before the first free one
     remove        moves later pairs back over the gap, so that there are no tombstones and no clean-up
 
 Rows are handed out in the order in which keys first occur: those that were freed last, first, then rows never used
@@ -11,12 +11,16 @@ Each row has a score, an int64 of the caller's meaning (the step of the last use
 may be pinned. ``lowest`` finds the rows to evict: by score, then by key, so the choice does not depend on which row a
 key got or when it came.
 
+Each index draws a seed of its own, so that nobody can send keys that all fall into one slot, where time would grow with
+their square. It decides places of pairs alone: rows, and so all results, are the same with any.
+
 Without numba a dictionary takes the place of the pairs, with the same rows and several times slower.
 
 Cost:  16 bytes a slot, at most 5 slots in 8 taken; 17 bytes a row.
 Shapes: N keys of one call, R rows.
 """
 
+import secrets
 from typing import Protocol
 
 import numpy as np
@@ -223,6 +227,7 @@ class _Pairs:
 
     def __init__(self, expected: int) -> None:
         self._pairs = _free_pairs(expected)
+        self._seed = secrets.randbits(63)
         self._taken = 0
 
     @property
@@ -231,19 +236,19 @@ class _Pairs:
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         out = np.empty(keys.size, np.int64)
-        _find(self._pairs, keys, out)
+        _find(self._pairs, self._seed, keys, out)
         return out
 
     def insert(self, keys: np.ndarray, rows: np.ndarray) -> None:
         self._taken += keys.size
         if self._taken * _OF > len(self._pairs) * _TAKEN:
             before, self._pairs = self._pairs, _free_pairs(self._taken)
-            _refill(self._pairs, before)
-        _insert(self._pairs, keys, rows)
+            _refill(self._pairs, self._seed, before)
+        _insert(self._pairs, self._seed, keys, rows)
 
     def remove(self, keys: np.ndarray) -> np.ndarray:
         out = np.empty(keys.size, np.int64)
-        _remove(self._pairs, keys, out)
+        _remove(self._pairs, self._seed, keys, out)
         self._taken -= int((out >= 0).sum())
         return out
 
@@ -286,24 +291,24 @@ def _lowest_by_partition(state: np.ndarray, scores: np.ndarray, keys: np.ndarray
 
 
 @loop
-def _find(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
+def _find(pairs: np.ndarray, seed: int, keys: np.ndarray, out: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 2)
-        slot = mixed(keys[i]) & mask
+            prefetch(pairs, mixed(keys[i + _AHEAD] ^ seed) & mask, 2)
+        slot = mixed(keys[i] ^ seed) & mask
         while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
             slot = (slot + _ONE) & mask
         out[i] = pairs[slot, 1]
 
 
 @loop
-def _insert(pairs: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> None:
+def _insert(pairs: np.ndarray, seed: int, keys: np.ndarray, rows: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 2)
-        slot = mixed(keys[i]) & mask
+            prefetch(pairs, mixed(keys[i + _AHEAD] ^ seed) & mask, 2)
+        slot = mixed(keys[i] ^ seed) & mask
         while pairs[slot, 1] >= 0:
             slot = (slot + _ONE) & mask
         pairs[slot, 0] = keys[i]
@@ -311,13 +316,13 @@ def _insert(pairs: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> None:
 
 
 @loop
-def _refill(pairs: np.ndarray, before: np.ndarray) -> None:
+def _refill(pairs: np.ndarray, seed: int, before: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(before.shape[0]):
         if i + _AHEAD < before.shape[0]:
-            prefetch(pairs, mixed(before[i + _AHEAD, 0]) & mask, 2)
+            prefetch(pairs, mixed(before[i + _AHEAD, 0] ^ seed) & mask, 2)
         if before[i, 1] >= 0:
-            slot = mixed(before[i, 0]) & mask
+            slot = mixed(before[i, 0] ^ seed) & mask
             while pairs[slot, 1] >= 0:
                 slot = (slot + _ONE) & mask
             pairs[slot, 0] = before[i, 0]
@@ -325,12 +330,12 @@ def _refill(pairs: np.ndarray, before: np.ndarray) -> None:
 
 
 @loop
-def _remove(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
+def _remove(pairs: np.ndarray, seed: int, keys: np.ndarray, out: np.ndarray) -> None:
     mask = np.uint64(pairs.shape[0] - 1)
     for i in range(keys.size):
         if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD]) & mask, 2)
-        slot = mixed(keys[i]) & mask
+            prefetch(pairs, mixed(keys[i + _AHEAD] ^ seed) & mask, 2)
+        slot = mixed(keys[i] ^ seed) & mask
         while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
             slot = (slot + _ONE) & mask
         out[i] = pairs[slot, 1]
@@ -341,7 +346,7 @@ def _remove(pairs: np.ndarray, keys: np.ndarray, out: np.ndarray) -> None:
             slot = (slot + _ONE) & mask
             if pairs[slot, 1] < 0:
                 break
-            home = mixed(pairs[slot, 0]) & mask
+            home = mixed(pairs[slot, 0] ^ seed) & mask
             if ((slot - home) & mask) >= ((slot - gap) & mask):
                 pairs[gap, 0] = pairs[slot, 0]
                 pairs[gap, 1] = pairs[slot, 1]

@@ -69,6 +69,10 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
         prepared = self.prepared.get(collection)
         if prepared is None or prepared.is_learning or _weight_dtypes(self) != self._dtypes:
             return None
+        if torch.is_grad_enabled() and any(
+            each.weights is not None and each.weights.requires_grad for each in self.values()
+        ):
+            return None  # prepared ahead, weights have lost where they come from
         return prepared
 
     def changed(self, change: Callable[[Any], Any]) -> "PreparedFeatures":

@@ -7,7 +7,7 @@ Shapes: N keys, B samples, F features, D width.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,8 @@ class Prepared:
     is_learning: bool = False
     """A forward pass that waits for gradients, or got them, ran on it."""
     gradients_came: bool = False
+    weights: list[Tensor | None] = field(default_factory=list)
+    """Of each group the weights of its keys where they want gradients: [N]."""
 
 
 class Part(NamedTuple):
@@ -52,32 +54,46 @@ class Part(NamedTuple):
 
 
 class Vectors(torch.autograd.Function):
-    """Vectors pass; their gradients are kept. One node for all groups, so that ranks cannot differ in their order."""
+    """Vectors pass; their gradients are kept. One node for all groups, so that ranks cannot differ in their order.
+
+    Of keys with weights a pooled vector is Σ wᵢ·rowᵢ, so that dwᵢ = <gradient of the bag, rowᵢ>. What a mean divides by
+    lies outside, in how the weights came about.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, parts: Sequence[Part], prepared: Prepared, *outputs: Tensor
+        ctx: Any,
+        anchor: Tensor,
+        parts: Sequence[Part],
+        prepared: Prepared,
+        learns: bool,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        """``tensors``: the weights of each group or None, then the vectors of all runs."""
         ctx.set_materialize_grads(False)
-        ctx.place = (parts, prepared)
-        return tuple(output.view_as(output) for output in outputs)
+        ctx.place = (parts, prepared, learns)
+        return tuple(output.view_as(output) for output in tensors[len(parts) :] if output is not None)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        parts, prepared = ctx.place
-        if prepared.gradients_came:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        parts, prepared, learns = ctx.place
+        if learns and prepared.gradients_came:
             raise UsageError(
                 "embedding: a second backward pass through the same vectors; run the forward pass again for it"
             )
-        prepared.gradients_came = True
+        prepared.gradients_came = learns
         left: Iterator[Tensor | None] = iter(grads)
-        for part, asked in zip(parts, prepared.asked, strict=True):
+        of_weights: list[Tensor | None] = []
+        for part, asked, weights in zip(parts, prepared.asked, prepared.weights, strict=True):
             of_part = [next(left) for _ in part.tables.runs]
-            if any(grad is not None for grad in of_part):
-                device = part.store.device
-                part.way.keep(asked, [None if grad is None else grad.to(device) for grad in of_part])
-        return (None,) * (3 + len(grads))
+            came = any(grad is not None for grad in of_part)
+            device = part.store.device
+            of_part = [None if grad is None else grad.to(device) for grad in of_part]
+            if came and learns:
+                part.way.keep(asked, of_part)
+            of_weights.append(part.way.of_weights(asked, of_part) if came and weights is not None else None)
+        return (None, None, None, None, *of_weights, *(None for _ in grads))
 
 
 def on_device(

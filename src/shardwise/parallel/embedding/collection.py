@@ -17,13 +17,18 @@ prepare, forward, end_backward and step are collective: every rank calls them in
 of data with empty features (``Ragged.of_lists([])``).
 
 The weights are no parameters: a gradient of a whole table never exists, and no other optimizer may touch them. They are
-plain tensors of the stores, each rank holding what its placement gives it.
+plain tensors of the stores, each rank holding what its placement gives it. ``state_dict`` carries them where one rank
+has all, rows with their optimizer state; else it says that it does not, and an engine saves them.
 
 Shapes: B samples, D width, F features.
 """
 
 import contextlib
+import copy
+import logging
 import os
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +43,7 @@ from shardwise.kernels.tables.unique import Scratch
 from shardwise.optim.clip import clip_factor
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.parallel.embedding.batch import Part, Prepared, Sequences, Vectors, by_feature, on_device
+from shardwise.parallel.embedding.dynamic import is_unlimited
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import group_tables
 from shardwise.parallel.embedding.layout import Place, dynamic_bucket, static_bucket, writer_of
@@ -47,12 +53,26 @@ from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.saved import Stretch, of_first_rank, stretch_to_write
 from shardwise.parallel.embedding.store import Store
 from shardwise.parallel.embedding.ways import Asked, Lane, way_of
-from shardwise.plan.errors import CommError, DataError, PlanError, TableFullError, UsageError
+from shardwise.plan.errors import (
+    CommError,
+    DataError,
+    MismatchError,
+    PlanError,
+    TableFullError,
+    UsageError,
+)
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged
 
+_log = logging.getLogger(__name__)
+
 _REFUSED = -1
 """Number of keys of a rank that cannot say it."""
+_MANY_PASSES, _MOST_PASSES = 64, 4096
+"""Training forward passes without a step: from which on a loop of the user's own is warned, and refused."""
+_ROUNDING = {torch.bfloat16: 256, torch.float16: 2048}
+"""Half a unit in the last place of 1."""
+_STATE_FORMAT = 1
 
 
 class EmbeddingCollection(nn.Module):
@@ -89,6 +109,10 @@ class EmbeddingCollection(nn.Module):
         """Rows that were given before the tables had a place."""
         self._open: list[Prepared] = []
         """Forward passes whose gradients have not been delivered."""
+        self._is_led = False
+        self._progress_to_load: Mapping[str, Any] | None = None
+        self._copy_of: weakref.ref[EmbeddingCollection] | None = None
+        """Of a copy that was made before there were rows."""
         self._check_names()
 
     # Where the tables are ----------------------------------------------------------------------------------------
@@ -103,6 +127,7 @@ class EmbeddingCollection(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
+        is_led: bool = False,
     ) -> None:
         """Spread the tables over the ranks of ``group`` and draw their start rows; once, on all ranks alike.
 
@@ -111,9 +136,9 @@ class EmbeddingCollection(nn.Module):
         ``memory_bytes``: memory of a rank for tables (one rank alone: of the host; else left out, without limit), for
         the choice of placements. ``device``: of the vectors, and of the rows of static tables; dynamic tables stay on
         the CPU. ``dtype``: of the rows, instead of the constructor's; ``compute_dtype``: of the vectors, where it is
-        another.
+        another. ``is_led``: an engine calls ``step``, after as many forward passes as it likes.
 
-        Errors: PlanError where a table fits nowhere.
+        Errors: PlanError where a table fits nowhere, or where rows would have fewer than 32 bits.
         """
         if self._group is not None:
             raise UsageError(
@@ -127,15 +152,27 @@ class EmbeddingCollection(nn.Module):
         self._here, self._ahead = Lane(group, Scratch()), Lane(keys_group or group, Scratch())
         self.device = torch.device("cpu") if device is None else device
         self.dtype = dtype or self.dtype
+        self._is_led = is_led
+        if self.dtype.itemsize < torch.float32.itemsize:
+            raise PlanError(
+                f"embedding: rows of {self.dtype} would lose every update below 1/{_ROUNDING[self.dtype]} of a weight; "
+                "keep them in torch.float32 (dtype=), and take vectors of 16 bits (compute_dtype=, or an engine's "
+                "precision)"
+            )
         self._compute_dtype = compute_dtype or self.dtype
         self.choices = plan_tables(self.tables, self.optimizer, group.size, batch, self.dtype, memory_bytes)
         places = {choice.table: choice.place for choice in self.choices}
         if group.size == 1:
             places = dict.fromkeys(places, Place("data_parallel"))
+        unlimited = sum(is_unlimited(table.dynamic) for table in self.tables)
         for tables in group_tables(self.tables, places, self.optimizer, group.size):
             way = way_of(tables, group, self.dtype)
-            self._parts.append(Part(tables, way, Store(tables, group, self.seed, self.dtype, self.device)))
+            store = Store(tables, group, self.seed, self.dtype, self.device, unlimited)
+            self._parts.append(Part(tables, way, store))
 
+        if self._progress_to_load is not None:
+            self.load_progress(self._progress_to_load)
+            self._progress_to_load = None
         for name, rows in self._to_load:
             self.load_rows(name, of_first_rank(rows, group, f"rows given for table {name}", self.device))
         self._to_load.clear()
@@ -190,11 +227,15 @@ class EmbeddingCollection(nn.Module):
     def _prepare(self, features: Mapping[str, Ragged], lane: Lane) -> Prepared:
         try:
             samples = batch_size(features)
-            asked = []
+            asked, weights = [], []
             for part in self._parts:
                 names = [feature.name for feature in part.tables.features]
                 fused = fuse(part.tables, on_device(part.store.device, features, names), self.dtype)
+                weights.append(_live(fused.weights, part))
+                if fused.weights is not None:
+                    fused = fused._replace(weights=fused.weights.detach())
                 asked.append(part.way.ask(fused, lane))
+                asked[-1].keeps_vectors = weights[-1] is not None
         except Exception:
             # The others are told in the exchange that they come to next, and end there too.
             with contextlib.suppress(CommError):
@@ -209,7 +250,7 @@ class EmbeddingCollection(nn.Module):
             for feature in part.tables.features
             if feature.pooling == "none"
         }
-        return Prepared(samples, flat, asked)
+        return Prepared(samples, flat, asked, weights=weights)
 
     def _numbers(self, asked: Sequence[Asked], lane: Lane) -> list[Tensor]:
         """Of each part what leaves every rank for every rank: int64 [N, N, K]. ``asked`` is empty where this rank
@@ -286,24 +327,140 @@ class EmbeddingCollection(nn.Module):
             before = features.of(self) if isinstance(features, PreparedFeatures) else None
             prepared = before or self._prepare(features, self._here)
         learns = torch.is_grad_enabled() and self.training
+        weighs = torch.is_grad_enabled() and any(weights is not None for weights in prepared.weights)
+        if not learns:
+            self._check_copy()
         with torch.no_grad():
             fetched = [
                 [output.to(self.device) for output in part.way.fetch(each, part.store, learns)]
                 for part, each in zip(self._parts, prepared.asked, strict=True)
             ]
-        if not learns:
+        if not learns and not weighs:
             return prepared, [[output.to(self._compute_dtype) for output in of_part] for of_part in fetched]
-        if prepared.is_learning:
-            raise UsageError(
-                "embedding: a second training forward pass on one prepared batch; prepare it again, or run it under "
-                "torch.no_grad()"
-            )
-        prepared.is_learning = True
-        self._open.append(prepared)
+        if learns:
+            if prepared.is_learning:
+                raise UsageError(
+                    "embedding: a second training forward pass on one prepared batch; prepare it again, or run it "
+                    "under torch.no_grad()"
+                )
+            prepared.is_learning = True
+            self._open.append(prepared)
+            self._check_steps()
         flat = [output for of_part in fetched for output in of_part]
-        anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
-        outputs = iter(Vectors.apply(anchor, self._parts, prepared, *flat))
+        anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=learns)
+        outputs = iter(Vectors.apply(anchor, self._parts, prepared, learns, *prepared.weights, *flat))
         return prepared, [[next(outputs).to(self._compute_dtype) for _ in of_part] for of_part in fetched]
+
+    def _check_steps(self) -> None:
+        """A loop that never calls ``step`` would keep every batch, and move no row."""
+        passes = len(self._open)
+        if self._is_led or passes < _MANY_PASSES:
+            return
+        what = (
+            f"embedding: {passes} training forward passes without a step() of the tables, whose rows do not move; call "
+            "tables.step() after the optimizer's step, or run passes that are not to learn under torch.no_grad()"
+        )
+        if passes >= _MOST_PASSES:
+            raise UsageError(what)
+        if passes == _MANY_PASSES:
+            warnings.warn(what, stacklevel=2)
+
+    def _check_copy(self) -> None:
+        """A copy made before there were rows has start rows, whatever the original has learnt since."""
+        original = None if self._copy_of is None else self._copy_of()
+        if original is not None and self.steps == 0 and original.steps > 0:
+            raise UsageError(
+                "embedding: this collection is a copy that has learnt nothing while its original did, as an average of "
+                "weights (AveragedModel) makes one: tables are no parameters and are not averaged. Give it rows "
+                "(load_rows, load_state_dict), or evaluate the model itself"
+            )
+
+    # Copies ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles are made of. Errors: UsageError once the tables have rows."""
+        if self.is_placed:
+            raise UsageError(
+                "embedding: tables with rows are not copied or pickled: a copy would not learn with the original, and "
+                "a dynamic table takes address space for all rows it may get. Save with engine.save, or "
+                "torch.save(model.state_dict()) on one rank, and load it into another model; rows_here(table) gives "
+                "the rows of one table. Averages of weights (AveragedModel) leave tables out, so keep them in a model "
+                "of the dense part alone"
+            )
+        return self.__dict__ | {"_copy_of": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingCollection":
+        """Of tables that have no rows yet. Errors: UsageError."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        copied._copy_of = weakref.ref(self)
+        return copied
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What ``state_dict`` has of the tables: all rows and their optimizer state, where this rank has all of them.
+
+        Tables that nobody has used yet are all start rows, and tables on several ranks are not carried; both are said.
+        """
+        if self._group is None:
+            return {"format": _STATE_FORMAT, "tables": "unused"}
+        if self._group.size > 1:
+            _log.warning(
+                "the state_dict has no rows of the embedding tables, which lie on %d ranks; engine.save has them",
+                self._group.size,
+            )
+            return {"format": _STATE_FORMAT, "tables": f"on {self._group.size} ranks"}
+        return {
+            "format": _STATE_FORMAT,
+            "progress": self.progress(),
+            "tables": {table.name: vars(self.rows_here(table.name)) for table in self.tables},
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take what ``get_extra_state`` gave, on every rank the same.
+
+        Errors: MismatchError where it has no rows, or those of other tables.
+        """
+        found = state.get("tables") if isinstance(state, Mapping) else None
+        if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT or found is None:
+            raise MismatchError("embedding: the state_dict has no state of tables that this version reads")
+        if found == "unused":
+            if self.is_placed:
+                self.load_progress({"steps": 0, "lr_factors": []})
+                for table in self.tables:
+                    self.restart(table.name)
+            return
+        if not isinstance(found, Mapping):
+            raise MismatchError(
+                f"embedding: the state_dict was taken of tables {found}, whose rows are not in it; load what engine.save "
+                "wrote"
+            )
+        given = {name: Rows(**rows) for name, rows in found.items()}
+        self._check_given(given)
+        if self.is_placed:
+            self.clear()
+            self.load_progress(state["progress"])
+        else:
+            self._progress_to_load = dict(state["progress"])
+        for name, rows in given.items():
+            self.load_rows(name, rows)
+
+    def _check_given(self, given: Mapping[str, Rows]) -> None:
+        """Whole tables of the same names, widths and rows."""
+        names = {table.name for table in self.tables}
+        wrong = [f"table {name!r} is in one of them alone" for name in sorted(names ^ given.keys())]
+        for table in self.tables:
+            if table.name in given:
+                there, rows = given[table.name].weights.shape, table.rows
+                is_static = given[table.name].scores is None
+                if there[1] != table.width or is_static != (rows is not None) or rows not in (None, there[0]):
+                    kind = "static" if is_static else "dynamic"
+                    wrong.append(
+                        f"table {table.name!r} is {kind}, {there[0]} x {there[1]} there and {rows or 'dynamic'} x "
+                        f"{table.width} here"
+                    )
+        if wrong:
+            raise MismatchError(f"embedding: a state_dict of other tables: {'; '.join(wrong[:5])}")
 
     # The step ----------------------------------------------------------------------------------------------------
 
@@ -440,6 +597,12 @@ class EmbeddingCollection(nn.Module):
         return self._find(table)[0].store.state_names()
 
     @torch.no_grad()
+    def restart(self, table: str) -> None:
+        """Forget what a table has learnt: start rows, and of a dynamic one no keys."""
+        part, place = self._find(table)
+        part.store.restart(place)
+
+    @torch.no_grad()
     def clear(self) -> None:
         """Forget the keys of dynamic tables, and gradients that wait: before other rows are loaded."""
         self._open.clear()
@@ -521,6 +684,18 @@ class EmbeddingCollection(nn.Module):
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
     """The collections of a model by their names in it, in the order of registration: what an engine takes over."""
     return {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
+
+
+def _live(weights: Tensor | None, part: Part) -> Tensor | None:
+    """Weights of keys that want gradients."""
+    if weights is None or not weights.requires_grad:
+        return None
+    if not part.way.sees_rows:
+        raise DataError(
+            f"embedding: weights of keys of {part.tables} want gradients, and this table sends sums, from which they do "
+            "not follow; give it sends: rows, or detach the weights"
+        )
+    return weights
 
 
 def _first_twice(names: Iterable[str]) -> str | None:

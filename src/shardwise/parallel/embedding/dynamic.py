@@ -21,6 +21,8 @@ from shardwise.plan.errors import PlanError, TableFullError
 
 _SLACK_ROWS = 1 << 20
 """Rows beyond its capacity that a table may have until the step is over: before it, all ranks learn that it is full."""
+_ADDRESSES = 1 << 45
+"""Bytes of address space for all tables without a capacity, a quarter of what a process has."""
 _SWEEPS = 8
 """Times that keys that wait are looked through in ``forget_steps``."""
 _COUNT_BITS = 20
@@ -229,9 +231,18 @@ def capacity_of(policy: DynamicPolicy, row_bytes: int) -> int | None:
     return min(rows, default=None)
 
 
-def limit_of(policy: DynamicPolicy, capacity: int | None, line_bytes: int) -> int:
-    """Rows that a rank may have between two steps: those for which address space is taken."""
+def is_unlimited(policy: DynamicPolicy | None) -> bool:
+    """A dynamic table that may have as many rows as memory holds."""
+    return policy is not None and policy.capacity is None and policy.budget_bytes is None
+
+
+def limit_of(capacity: int | None, line_bytes: int, unlimited: int = 1) -> int:
+    """Rows that a rank may have between two steps: those for which address space is taken.
+
+    ``unlimited``: tables of the model without a capacity. Each may fill the host, as long as a process has the addresses
+    for all of them.
+    """
     if capacity is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return max(memory // line_bytes, 1)
+        return max(min(memory, _ADDRESSES // max(unlimited, 1)) // line_bytes, 1)
     return 2 * capacity + _SLACK_ROWS

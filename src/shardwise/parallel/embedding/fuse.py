@@ -43,7 +43,20 @@ class Fused(NamedTuple):
 
 
 def batch_size(features: Mapping[str, Ragged]) -> int:
-    """Samples of the batch. Errors: DataError where features differ in it."""
+    """Samples of the batch. Errors: DataError where features differ in it, or are none."""
+    if not isinstance(features, Mapping):
+        hint = "shardwise.Ragged.of makes it of a jagged tensor" if hasattr(features, "offsets") else "{name: Ragged}"
+        raise DataError(
+            f"batch: the features are a {type(features).__name__}; expected a mapping from names to Ragged: {hint}"
+        )
+    for name, ragged in features.items():
+        if not isinstance(ragged, Ragged):
+            hint = "; Ragged.of_ones(keys) is one key for each sample" if isinstance(ragged, Tensor) else ""
+            raise DataError(
+                f"batch: feature {name!r} is a {type(ragged).__name__}; expected Ragged(values, offsets, weights or "
+                f"None){hint}"
+            )
+        ragged.check_form(name)
     sizes = {name: ragged.samples for name, ragged in features.items()}
     if len(set(sizes.values())) > 1:
         few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
@@ -63,10 +76,16 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
             raise DataError(
                 f"batch: feature {feature.name!r} of table {table!r} is missing{nearest(feature.name, features)}"
             )
-        given.append(features[feature.name])
+        ragged = features[feature.name]
+        if ragged.weights is not None and feature.pooling not in ("sum", "mean"):
+            raise DataError(
+                f"feature {feature.name!r}: keys have weights, and pooling {feature.pooling} has no use for them; leave "
+                "them out, or pool by sum or mean"
+            )
+        given.append(ragged)
     samples = given[0].samples
     if group.may_go_by_sample and all(
-        ragged.weights is None and ragged.values.shape == (samples,) and ragged.values.dtype == torch.int64
+        ragged.weights is None and ragged.values.shape == (samples,)
         for ragged in given
     ):
         keys = one_each(
@@ -87,7 +106,7 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
     ends = torch.tensor([starts[1:], starts[:-1]], device=offsets.device)
     sizes = ends[0] - ends[1]
     fits = (offsets[:, 0] == 0) & (offsets[:, -1] == sizes) & (lengths >= 0).all(1)
-    if not bool(fits.all()) or any(ragged.values.dtype != torch.int64 for ragged in given):
+    if not bool(fits.all()):
         for feature, ragged in zip(group.features, given, strict=True):
             ragged.check(feature.name)
     keys = torch.cat([ragged.values for ragged in given])

@@ -9,7 +9,9 @@ from shardwise.plan.policy import Policy
 
 Pooling = Literal["sum", "mean", "max", "concat", "none"]
 """How a sample's vectors become one: added, averaged, the largest of each column, one after another (the same number of
-keys in every sample), or not at all (a sequence). Keys with weights are added or averaged by them."""
+keys in every sample), or not at all (a sequence). Keys with weights are added, or averaged: Σ w·row / Σ w, where
+TorchRec and FBGEMM divide by the number of keys (use sum with weights w/n for theirs). The other poolings refuse them.
+Weights that want gradients get them."""
 PlacementName = Literal["data_parallel", "table", "row", "column"]
 PLACEMENTS: tuple[PlacementName, ...] = ("data_parallel", "table", "row", "column")
 MOST_COUNT = (1 << 20) - 1

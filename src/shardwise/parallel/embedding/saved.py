@@ -165,15 +165,17 @@ def of_first_rank(rows: Rows, group: Group, what: str, device: torch.device) -> 
     """The first rank's rows on all ranks, which were given as many: as with the weights that a model brings."""
     if group.size == 1:
         return rows
-    shape = torch.tensor([[*rows.weights.shape, len(rows.state)]] * group.size, device=device)
+    waiting = 0 if rows.candidates is None else len(rows.candidates)
+    shape = torch.tensor([[*rows.weights.shape, len(rows.state), waiting]] * group.size, device=device)
     if bool((share(shape, group, what) != shape[0]).any()):
         raise UsageError(f"embedding: the ranks differ in the number of {what}; give all of them the same")
 
     def first(tensor: Tensor) -> Tensor:
-        whole = tensor.detach().to(device).contiguous().clone()
+        whole = tensor.detach().to(device).clone(memory_format=torch.contiguous_format)
         group.broadcast(whole.view(-1), 0, what).wait()
         return whole.cpu()
 
     scores = None if rows.scores is None else first(rows.scores)
     state = {name: first(tensor) for name, tensor in sorted(rows.state.items())}
-    return Rows(first(rows.keys), first(rows.weights), state, scores, rows.first_column)
+    candidates = None if rows.candidates is None else first(rows.candidates)
+    return Rows(first(rows.keys), first(rows.weights), state, scores, rows.first_column, candidates)

@@ -68,7 +68,9 @@ class Store:
         seed: int,
         dtype: torch.dtype,
         device: torch.device = _CPU,
+        unlimited: int = 1,
     ):
+        """``unlimited``: dynamic tables of the model without a capacity."""
         self.tables = tables
         self.dtype = dtype
         self.columns = tables.columns(group.index)
@@ -90,7 +92,7 @@ class Store:
                 assert table.dynamic is not None, "tables of a group are dynamic together"
                 key = philox.key_of(seed, _start_name(table.name))
                 capacity = capacity_of(table.dynamic, full_bytes)
-                limit = limit_of(table.dynamic, capacity, line * dtype.itemsize)
+                limit = limit_of(capacity, line * dtype.itemsize, unlimited)
                 self._dynamic.append(
                     Dynamic(table.name, table.dynamic, base, limit, capacity, key, group.size == 1)
                 )
@@ -361,6 +363,13 @@ class Store:
     def state_names(self) -> list[str]:
         """Optimizer state that a row has beside its weights."""
         return [name for name, _ in state_columns(self.optimizer, len(self.columns))]
+
+    def restart(self, place: int) -> None:
+        """A table as it began; a dynamic one without a key."""
+        if self._dynamic:
+            self._dynamic[place].clear()
+        else:
+            self._draw(place, self._static_keys(place))
 
     def clear(self) -> None:
         """Dynamic tables begin anew without a key; gradients that wait are forgotten."""

@@ -67,6 +67,10 @@ class Asked:
     """Of each run that takes the largest: where it stood."""
     gradient: Tensor | None = None
     """[U, D], of ``Sums`` [F·B, D]."""
+    keeps_vectors: bool = False
+    """True where the weights of the keys want gradients."""
+    vectors: Tensor | None = None
+    """Then the vector of each key: [N, D]."""
 
 
 class Bags(NamedTuple):
@@ -90,6 +94,9 @@ class Lane(NamedTuple):
 
 class Way:
     """One group's way. ``group`` carries vectors and gradients, a ``Lane`` keys."""
+
+    sees_rows = True
+    """Vectors of single rows come here, and not sums alone."""
 
     def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
         self.tables = tables
@@ -117,6 +124,24 @@ class Way:
     def deliver(self, asked: Asked, store: Store) -> None:
         """Hand the gradients to the owners of the rows."""
         raise NotImplementedError
+
+    def of_weights(self, asked: Asked, grads: Sequence[Tensor | None]) -> Tensor:
+        """Gradients of the weights of the keys, from those of the pooled: [N]."""
+        assert asked.vectors is not None, "kept where weights want gradients"
+        fused = asked.fused
+        found = asked.vectors.new_zeros(asked.vectors.shape[0])
+        for (kind, start, stop), grad in zip(self.tables.runs, grads, strict=True):
+            if grad is None or kind in ("rows", "max"):  # such keys have no weights
+                continue
+            if fused.offsets is None:
+                found += (grad * asked.vectors).sum(1)
+                continue
+            offsets = fused.offsets[start * fused.samples : stop * fused.samples + 1]
+            first, last = int(offsets[0]), int(offsets[-1])
+            bags = torch.arange(offsets.numel() - 1, device=grad.device)
+            bags = bags.repeat_interleave(offsets.diff(), output_size=last - first)
+            found[first:last] = (grad[bags] * asked.vectors[first:last]).sum(1)
+        return found
 
     def _distinct(self, fused: Fused, lane: Lane) -> tuple[Tensor, Tensor, Tensor]:
         """Distinct keys in the order of their tables, places of all keys among them, how many each table has."""
@@ -146,6 +171,8 @@ class Way:
         fused, outputs, width = asked.fused, [], self.tables.width
         index = asked.inverse if index is None else index
         asked.found = []
+        if asked.keeps_vectors:
+            asked.vectors = gather_vectors(vectors, index, width)
         for kind, start, stop in self.tables.runs:
             if kind == "rows":
                 stretch = index[fused.starts[start] : fused.starts[stop]]
@@ -298,6 +325,8 @@ class Routed(Way):
 
 class Sums(Way):
     """Placements table and row of static tables, with (partial) sums of bags."""
+
+    sees_rows = False
 
     def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
         super().__init__(tables, group, dtype)
