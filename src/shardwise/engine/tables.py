@@ -139,9 +139,7 @@ def take_over(model: nn.Module, settings: RunConfig, world: World, group: Group,
             batch=settings.batch.micro_size or 1024,
             memory_bytes=settings.tables.memory_bytes or memory_bytes,
             device=world.device,
-            dtype=torch.promote_types(
-                settings.precision.dtypes("", collection.dtype).master, torch.float32
-            ),
+            dtype=torch.promote_types(settings.precision.dtypes("", collection.dtype).master, torch.float32),
             compute_dtype=settings.precision.compute_dtype,
             is_led=True,
         )

@@ -84,7 +84,7 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, jagged: Any) -> "dict[str, Ragged]":
-        """The features of a jagged tensor with keys, such as TorchRec's ``KeyedJaggedTensor``: views, nothing is copied.
+        """The features of a jagged tensor with keys, such as TorchRec's ``KeyedJaggedTensor``: views, no copies.
 
         It has ``keys()``, ``values()``, ``offsets()`` (feature after feature, sample after sample: [F·B+1]) and
         ``weights_or_none()``. Errors: DataError for anything else, and where features differ in their samples.

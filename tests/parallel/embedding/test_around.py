@@ -234,7 +234,10 @@ def test_tables_with_rows_are_not_copied(fields: dict[str, Any]) -> None:
     for make in (copy.deepcopy, pickle.dumps, AveragedModel, lambda each: torch.save(each, io.BytesIO())):
         with pytest.raises(UsageError, match=r"not copied or pickled.*state_dict.*AveragedModel"):
             make(net)
-    with torch.no_grad(), pytest.raises(UsageError, match="a copy that has learnt nothing while its original did"):
+    with (
+        torch.no_grad(),
+        pytest.raises(UsageError, match="a copy that has learnt nothing while its original did"),
+    ):
         before.eval()(torch.tensor([1]))
     before.train().learn([1, 2])  # as a model of its own it is as good as the original
     assert before.tables.rows_here("t").weights.equal(net.tables.rows_here("t").weights)

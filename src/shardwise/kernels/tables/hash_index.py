@@ -1,6 +1,6 @@
 """The rows of a dynamic table by key: open addressing over (key, row) pairs, with scores and the rows to evict.
 
-    slot of a key = lower bits of mix(key ^ seed); the pair lies there or in the slots after it, before the first free one
+    slot of a key = lower bits of mix(key ^ seed); the pair lies there or in the slots after it, before the first free
     remove        moves later pairs back over the gap, so that there are no tombstones and no clean-up
 
 Rows are handed out in the order in which keys first occur: those that were freed last, first, then rows never used

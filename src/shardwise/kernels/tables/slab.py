@@ -33,7 +33,7 @@ def reserve(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tens
     except OSError as error:
         raise MemoryError(
             f"no address space for a table of {rows} rows by {columns} columns, {size_bytes / 2**30:.1f} GiB "
-            f"({error}); give tables that grow a limit (dynamic.capacity or budget_bytes), or raise that of the process "
+            f"({error}); give tables that grow a limit (dynamic.capacity or budget_bytes), or raise the process's "
             "(ulimit -v)"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

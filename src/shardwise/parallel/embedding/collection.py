@@ -432,8 +432,8 @@ class EmbeddingCollection(nn.Module):
             return
         if not isinstance(found, Mapping):
             raise MismatchError(
-                f"embedding: the state_dict was taken of tables {found}, whose rows are not in it; load what engine.save "
-                "wrote"
+                f"embedding: the state_dict was taken of tables {found}, whose rows are not in it; load what "
+                "engine.save wrote"
             )
         given = {name: Rows(**rows) for name, rows in found.items()}
         self._check_given(given)
@@ -692,8 +692,8 @@ def _live(weights: Tensor | None, part: Part) -> Tensor | None:
         return None
     if not part.way.sees_rows:
         raise DataError(
-            f"embedding: weights of keys of {part.tables} want gradients, and this table sends sums, from which they do "
-            "not follow; give it sends: rows, or detach the weights"
+            f"embedding: weights of keys of {part.tables} want gradients, and this table sends sums, from which they "
+            "do not follow; give it sends: rows, or detach the weights"
         )
     return weights
 

@@ -239,8 +239,8 @@ def is_unlimited(policy: DynamicPolicy | None) -> bool:
 def limit_of(capacity: int | None, line_bytes: int, unlimited: int = 1) -> int:
     """Rows that a rank may have between two steps: those for which address space is taken.
 
-    ``unlimited``: tables of the model without a capacity. Each may fill the host, as long as a process has the addresses
-    for all of them.
+    ``unlimited``: tables of the model without a capacity. Each may fill the host, as long as a process has the
+    addresses for all of them.
     """
     if capacity is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

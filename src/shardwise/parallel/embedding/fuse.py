@@ -45,7 +45,11 @@ class Fused(NamedTuple):
 def batch_size(features: Mapping[str, Ragged]) -> int:
     """Samples of the batch. Errors: DataError where features differ in it, or are none."""
     if not isinstance(features, Mapping):
-        hint = "shardwise.Ragged.of makes it of a jagged tensor" if hasattr(features, "offsets") else "{name: Ragged}"
+        hint = (
+            "shardwise.Ragged.of makes it of a jagged tensor"
+            if hasattr(features, "offsets")
+            else "{name: Ragged}"
+        )
         raise DataError(
             f"batch: the features are a {type(features).__name__}; expected a mapping from names to Ragged: {hint}"
         )
@@ -79,14 +83,13 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
         ragged = features[feature.name]
         if ragged.weights is not None and feature.pooling not in ("sum", "mean"):
             raise DataError(
-                f"feature {feature.name!r}: keys have weights, and pooling {feature.pooling} has no use for them; leave "
-                "them out, or pool by sum or mean"
+                f"feature {feature.name!r}: keys have weights, and pooling {feature.pooling} has no use for them; "
+                "leave them out, or pool by sum or mean"
             )
         given.append(ragged)
     samples = given[0].samples
     if group.may_go_by_sample and all(
-        ragged.weights is None and ragged.values.shape == (samples,)
-        for ragged in given
+        ragged.weights is None and ragged.values.shape == (samples,) for ragged in given
     ):
         keys = one_each(
             torch.stack([ragged.values for ragged in given]),
