@@ -15,7 +15,6 @@ SUITE = [
     ("causal", "LlamaForCausalLM", "llama"),
     ("causal", "GPTNeoXForCausalLM", "gpt_neox"),
     ("masked", "BertForMaskedLM", "bert"),
-    ("seq2seq", "T5ForConditionalGeneration", "t5"),
 ]
 """Classes of the everyday suite; ``make soak`` runs all."""
 
