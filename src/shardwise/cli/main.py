@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 import shardwise
-from shardwise.cli import config, convert, generate, inspect, launch, train
+from shardwise.cli import config, convert, examples, generate, inspect, launch, train
 from shardwise.launch.failure import exit_code, headline
 from shardwise.launch.report import show_answer
 from shardwise.plan.errors import ShardwiseError
@@ -31,6 +31,7 @@ app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)
 app.command("convert")(convert.command)
 app.command("config")(config.command)
+app.command("examples")(examples.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,7 +6,9 @@ import typer
 
 
 def command(
-    config: Annotated[str, typer.Argument(help="The run as YAML, JSON or JSON with comments.")],
+    config: Annotated[
+        str, typer.Argument(help="The run as YAML, JSON or JSON with comments; or the name of an example.")
+    ],
     ranks: Annotated[
         int | None,
         typer.Option(

@@ -55,7 +55,7 @@ class JsonTokenizer:
         except ImportError as error:
             raise DataError(
                 f"tokenizer {path} needs the package tokenizers, which is not installed; "
-                "run: pip install 'shardwise[hf]', or use tokenizer: bytes"
+                "pip install tokenizers, or use tokenizer: bytes"
             ) from error
         try:
             content = path.read_bytes()

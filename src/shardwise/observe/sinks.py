@@ -28,7 +28,7 @@ class MonitorPolicy(Policy):
     picture: bool = True
     """Draw ``loss.png`` into the run folder, and for a click-through model ``auc.png`` and ``lanes.png``."""
     wandb: str | None = None
-    """Project at Weights & Biases to send to; needs the extra ``shardwise[wandb]`` and an account that is logged in."""
+    """Project at Weights & Biases to send to; needs the package wandb and an account that is logged in."""
 
 
 _TAGS = {
@@ -84,7 +84,7 @@ class WandbRun:
         except ImportError:
             raise ConfigError(
                 f"monitor.wandb: {project!r} was given but the package wandb is not installed; "
-                f"install shardwise[wandb] or remove the key"
+                f"pip install wandb, or remove the key"
             ) from None
         note = Path(folder) / "wandb_run.txt"
         known = note.read_text(encoding="utf-8").strip() if note.exists() else None

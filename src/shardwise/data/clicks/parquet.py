@@ -88,9 +88,7 @@ def _arrow() -> Any:
         import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            "Parquet needs pyarrow, which is not installed: pip install 'shardwise[tables]'"
-        ) from error
+        raise ConfigError("Parquet needs pyarrow, which is not installed: pip install pyarrow") from error
     return pyarrow
 
 

@@ -140,7 +140,7 @@ def is_installed() -> bool:
         return True
     _log.warning(
         "numba is not installed: embedding tables run on plain torch operations, with the same results and several "
-        "times slower; pip install 'shardwise[tables]' brings it"
+        "times slower; pip install numba makes them fast"
     )
     return False
 

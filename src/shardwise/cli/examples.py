@@ -1,0 +1,49 @@
+"""``shardwise examples``: configurations that come with the package, to run by name or to begin with."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import shardwise
+from shardwise.plan.errors import UsageError
+
+FOLDER = Path(shardwise.__file__).parent / "examples"
+
+
+def command(
+    copy: Annotated[
+        Path | None, typer.Option("--copy", metavar="FOLDER", help="Copy them there, to be changed.")
+    ] = None,
+) -> None:
+    """List the example configurations, each of which ``shardwise train NAME`` runs; or copy them."""
+    for name, path in found().items():
+        if copy is None:
+            typer.echo(f"{name:12} {_about(path)}")
+        else:
+            typer.echo(str(_copied(path, copy)))
+
+
+def found() -> dict[str, Path]:
+    """The examples by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def named(config: str) -> str:
+    """The path of the example called ``config``, where there is one and no such file; else ``config``."""
+    known = found()
+    return str(known[config]) if config in known and not Path(config).exists() else config
+
+
+def _about(path: Path) -> str:
+    """Its first line."""
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
+def _copied(path: Path, folder: Path) -> Path:
+    target = folder / path.name
+    if target.exists():
+        raise UsageError(f"examples: {target} is there already and would be overwritten; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(path.read_bytes())
+    return target
