@@ -370,14 +370,49 @@ class FailingFiles(Files):
             raise OSError(5, "Input/output error", str(path))
 
 
-def test_what_fails_behind_training_is_told_and_raised_later(tmp_path: Path) -> None:
+def test_what_fails_behind_training_is_told_and_raised_by_wait(tmp_path: Path) -> None:
     lines: list[str] = []
     checkpoints = Checkpoints(tmp_path, files=FailingFiles(), warn=lines.append)
     checkpoints.save(1, items_of(make_state(1)), {})
     with pytest.raises(CheckpointError, match=r"step 1 was not saved: .*Input/output error"):
-        checkpoints.save(2, items_of(make_state(2)), {})
+        checkpoints.wait()
     assert len(lines) == 1 and "Input/output error" in lines[0]
     checkpoints.wait()  # told once
+
+
+class FailingTimes(Files):
+    """The disk is full for so many saves."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def free_bytes(self, path: Path) -> int:
+        self.times -= 1
+        return 0 if self.times >= 0 else super().free_bytes(path)
+
+
+def test_a_save_that_failed_does_not_end_the_run(tmp_path: Path) -> None:
+    lines: list[str] = []
+    checkpoints = Checkpoints(tmp_path, files=FailingTimes(2), warn=lines.append, sizes=TINY)
+    for step in (1, 2, 3):
+        checkpoints.save(step, items_of(make_state(step)), {})
+    checkpoints.wait()
+    assert [found.step for found in checkpoints.steps()] == [3] and checkpoints.failed_saves == 2
+    assert "are free" in lines[0] and "1 failed in a row" in lines[0] and "2 failed in a row" in lines[1]
+
+
+def test_too_many_failures_in_a_row_are_raised(tmp_path: Path) -> None:
+    policy = CheckpointPolicy(tolerate_failures=1)
+    lines: list[str] = []
+    checkpoints = Checkpoints(tmp_path, policy=policy, files=FailingTimes(2), warn=lines.append, sizes=TINY)
+    checkpoints.save(1, items_of(make_state(1)), {})
+    checkpoints.save(2, items_of(make_state(2)), {})
+    with pytest.raises(CheckpointError, match="step 2 was not saved"):
+        checkpoints.save(3, items_of(make_state(3)), {})
+    assert "the next save ends the run: 2 failed in a row" in lines[1]
+    checkpoints.save(4, items_of(make_state(4)), {})  # whoever goes on all the same may
+    checkpoints.wait()
+    assert [found.step for found in checkpoints.steps()] == [4]
 
 
 @pytest.mark.parametrize("dead", [0, 1])

@@ -16,12 +16,13 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
+from shardwise.checkpoint.files import Files
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
-from shardwise.cli.trained import printable
 from shardwise.observe import metrics
 from shardwise.observe.metrics import StepRecord
-from shardwise.plan.errors import ConfigError, MismatchError, UsageError
+from shardwise.plan.errors import CheckpointError, ConfigError, MismatchError, UsageError
+from shardwise.plan.words import printable
 
 COMPARED = ("step", "loss", "val_loss", "grad_norm", "lr", "tokens", "flops", "pf_days")
 
@@ -250,3 +251,59 @@ def test_a_missing_text_is_one_line_from_two_ranks(runs: Runs) -> None:
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "/no/such/file" in line
+
+
+class FullDisk:
+    """``Files.free_bytes`` of a disk that is full during some saves, by number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *full: int) -> None:
+        self.saves, self.full = 0, full
+        real = Files.free_bytes
+
+        def free_bytes(files: Files, path: Path) -> int:
+            self.saves += 1
+            return 0 if self.saves in self.full else real(files, path)
+
+        monkeypatch.setattr(Files, "free_bytes", free_bytes)
+
+
+def steps_saved(runs: Runs) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (runs.folder / "run" / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["behind", "in front"])
+def test_a_full_disk_in_between_does_not_end_the_run(
+    runs: Runs, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FullDisk(monkeypatch, 1, 2)
+    assert runs.train(f"checkpoint.asynchronous={str(asynchronous).lower()}") == 0
+    assert steps_saved(runs) == [6] and len(runs.rows()) == 6
+    assert capsys.readouterr().out.count("training goes on and the next save tries anew") == 2
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["behind", "in front"])
+def test_the_last_save_of_a_run_is_tried_twice_and_must_succeed(
+    runs: Runs, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = f"checkpoint.asynchronous={str(asynchronous).lower()}"
+    FullDisk(monkeypatch, 3)
+    assert runs.train(override, out=str(runs.folder / "run")) == 0
+    assert steps_saved(runs) == [2, 4, 6]
+    FullDisk(monkeypatch, 1, 2, 3)
+    with pytest.raises(CheckpointError, match="step 8 was not saved"):
+        runs.train(override, "train.steps=8", "checkpoint.every=8")
+    assert steps_saved(runs) == [2, 4, 6]
+
+
+def test_too_many_failed_saves_in_a_row_end_the_run(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    FullDisk(monkeypatch, 1, 2)
+    with pytest.raises(CheckpointError, match="step 4 was not saved"):
+        runs.train("checkpoint.tolerate_failures=1")
+    assert [row.step for row in runs.rows()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]  # step 6 is where the third would have been

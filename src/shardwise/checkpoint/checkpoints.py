@@ -5,9 +5,13 @@
     checkpoints.wait()                                            # until it is committed; raises what went wrong
     loaded = checkpoints.load(items)                              # newest whole step, or None
 
-Every rank makes the same calls in the same order. A save waits for the one before it. What fails behind training
-is told through ``warn`` when it happens and raised by the next ``save``, ``load`` or ``wait``. The writing thread is
-not a daemon: a process that ends normally finishes its save first.
+Every rank makes the same calls in the same order. A save waits for the one before it. The writing thread is not a
+daemon: a process that ends normally finishes its save first.
+
+    a save behind training fails ── told through ``warn`` ──► the next ``save`` tries anew ── committed: forgotten
+                                                              it fails, ``policy.tolerate_failures`` + 1 in a row: the
+                                                              ``save`` after it raises
+                                                          ──► ``wait`` or ``load`` comes next: it raises
 """
 
 import logging
@@ -100,6 +104,11 @@ class Checkpoints:
         self._buffer = HostBuffer()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        """Of the last save, where it failed."""
+        self._failures = 0
+        """Saves in a row that failed."""
+        self.failed_saves = 0
+        """Saves that failed in all."""
 
     # -- saving
 
@@ -115,7 +124,8 @@ class Checkpoints:
         asynchronous: bool | None = None,
         copies: Sequence[Item] = (),
     ) -> None:
-        """Save ``items`` as step ``step``; ``asynchronous`` overrides the policy.
+        """Save ``items`` as step ``step``; ``asynchronous`` overrides the policy, in front of
+        training a failure is raised here and now. Behind it, it is told, and raised as the head of this file says.
 
         ``copies`` are items more, of tensors that nobody else will touch: they are written as they are.
 
@@ -123,7 +133,10 @@ class Checkpoints:
         written as tensors of their own. ``texts`` are small files to go along, such as ``model/config.json``.
         """
         talk = self._open(f"save of step {step}")  # before anything may raise: ranks count alike
-        self.wait()
+        self._join()
+        if self._failures > self.policy.tolerate_failures:
+            self.wait()
+        self._failure = None
         behind = self.policy.asynchronous if asynchronous is None else asynchronous
         contents = Contents(step, [*items, *copies], dict(trainer), aliases or {}, write_aliases, texts or {})
         if not 0 <= step < 10**15:
@@ -137,6 +150,7 @@ class Checkpoints:
             self._thread.start()
         else:
             self._save(talk, contents)
+            self._failures = 0
 
     def _tell(self, talk: Conversation, error: Exception) -> None:
         """A failure ahead of the first phase, told in its place so that no rank waits for this one."""
@@ -156,6 +170,7 @@ class Checkpoints:
         self._yield_to_training()
         try:
             self._save(talk, contents)
+            self._failures = 0
         except Exception as error:
             failure = (
                 error
@@ -166,7 +181,16 @@ class Checkpoints:
             )
             failure.__cause__ = error.__cause__ or error
             self._failure = failure
-            self._warn(str(failure))
+            self._failures += 1
+            self.failed_saves += 1
+            allowed = self.policy.tolerate_failures
+            then = (
+                f"training goes on and the next save tries anew ({self._failures} failed in a row, "
+                f"checkpoint.tolerate_failures: {allowed})"
+                if self._failures <= allowed
+                else f"the next save ends the run: {self._failures} failed in a row"
+            )
+            self._warn(f"{failure}; {then}")
 
     @staticmethod
     def _yield_to_training() -> None:
@@ -176,12 +200,15 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the save behind training, if any, is committed; raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     @property
     def saving(self) -> bool:

@@ -18,5 +18,8 @@ class CheckpointPolicy(Policy):
     """Copy to host memory, then write behind training; costs one host copy of this rank's state."""
     read_back: bool = True
     """Read each save back before it is committed; catches file systems that lose writes."""
+    tolerate_failures: int = Field(default=3, ge=0)
+    """Saves in a row that may fail, for a full disk or an error of it, while training goes on: each is told, and the
+    next one is tried at its time. One more ends the run, and so does the last save of a run if it fails twice."""
     timeout_s: float = Field(default=900.0, gt=0)
     """Seconds that a rank waits for the others within one phase of a save or load."""

@@ -49,7 +49,6 @@ def train(request: Request) -> int:
             for change in folder.keep_config(config.to_yaml()):
                 log.warning("since the last start of this run: %s", change)
         code = _train(trainer, console, request)
-        trainer.engine.wait_for_save()
         world.close()
     return code
 
@@ -81,7 +80,7 @@ def _train(trainer: Trainer, console: Console, request: Request) -> int:
     finally:
         sinks.close()
     engine = trainer.engine
-    engine.wait_for_save()
+    trainer.finish_saving()
     _show_schedule(trainer, console)
     _show_lanes(trainer, console)
     if not is_done:

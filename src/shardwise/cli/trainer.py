@@ -32,7 +32,7 @@ from shardwise.engine.step import StepResult
 from shardwise.observe.early_stop import EarlyStop
 from shardwise.observe.metrics import Record, Sink
 from shardwise.observe.progress import bytes_text, count_text
-from shardwise.plan.errors import DataError
+from shardwise.plan.errors import CheckpointError, DataError
 from shardwise.plan.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ class Trainer(ABC):
             watch=self.watch,
         )
         self.saved_step: int | None = None
+        self._failed_saves = 0
+        """In a row, of saves that training waited for."""
         self.evaluated_step: int | None = None
         self.timelines: tuple[Timeline, Timeline] | None = None
         """The last step of a pipeline, predicted and measured."""
@@ -277,8 +279,9 @@ class Trainer(ABC):
             seed=self.config.train.seed,
         )
 
-    def save(self) -> None:
-        """Save this step, unless it lies in the run folder already."""
+    def save(self, is_last: bool = False) -> None:
+        """Save this step, unless it lies in the run folder already. A save that fails does not end the run, unless
+        ``checkpoint.tolerate_failures`` of them have failed in a row. Errors: CheckpointError."""
         if self.saved_step != self.engine.step_count:
             trainer = {
                 "loader": self.loader.state(),
@@ -287,8 +290,27 @@ class Trainer(ABC):
             }
             if self.early_stop is not None:
                 trainer["early_stop"] = self.early_stop.state()
-            self.engine.save(self.folder.checkpoints, trainer)
+            try:
+                self.engine.save(self.folder.checkpoints, trainer)
+            except CheckpointError as error:
+                policy = self.config.checkpoint
+                self._failed_saves += 1
+                if is_last or policy.asynchronous or self._failed_saves > policy.tolerate_failures:
+                    raise  # behind training they are counted where they fail
+                _log.warning("%s; training goes on and the next save tries anew", error)
+                return
+            self._failed_saves = 0
             self.saved_step = self.engine.step_count
+
+    def finish_saving(self) -> None:
+        """Wait for the last save, which a run cannot do without: one that failed is tried once more. Collective."""
+        try:
+            self.engine.wait_for_save()
+        except CheckpointError as error:
+            _log.warning("the last save of the run is tried once more: %s", error)
+            self.saved_step = None
+        self.save(is_last=True)
+        self.engine.wait_for_save()
 
     def _check_data(self, fingerprint: str | None) -> None:
         """Every rank reads the same data."""
