@@ -449,7 +449,7 @@ class Engine:
         behind training, unless ``asynchronous`` (default: ``checkpoint.asynchronous``) is false.
 
         ``trainer``: JSON data of the user's, which ``load`` returns; ``texts``: small files to go along.
-        Errors: CheckpointError, also for the save before.
+        Errors: CheckpointError where `checkpoint.tolerate_failures` saves and one more failed in a row.
         """
         saving.save(
             self, self._parts, Path(directory), dict(trainer or {}), asynchronous=asynchronous, texts=texts
