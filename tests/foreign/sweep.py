@@ -14,6 +14,7 @@ left to the next.
 """
 
 import argparse
+import faulthandler
 import fnmatch
 import json
 import os
@@ -69,10 +70,10 @@ def forked(functions: Iterable[Callable[[], Any]], folder: Path, limit_s: float)
             _child(function, folder / f"answer.{rank}")
         pids.append(pid)
     end = time.monotonic() + limit_s
-    waiting = set(pids)
+    waiting, status = set(pids), {}
     while waiting and time.monotonic() < end:
         for pid in list(waiting):
-            done, _ = os.waitpid(pid, os.WNOHANG)
+            done, status[pid] = os.waitpid(pid, os.WNOHANG)
             if done:
                 waiting.discard(pid)
         time.sleep(0.02)
@@ -87,22 +88,23 @@ def forked(functions: Iterable[Callable[[], Any]], folder: Path, limit_s: float)
         elif pid in waiting:
             answers.append({"verdict": "late", "text": f"not done after {limit_s:.0f} s"})
         else:
-            answers.append({"verdict": "error", "text": "the process ended"})
+            answers.append({"verdict": "error", "text": f"the process ended: wait status {status[pid]}"})
     return answers
 
 
 def _child(function: Callable[[], Any], answer: Path) -> None:
     """Never returns."""
     try:
-        quiet = os.open(os.devnull, os.O_WRONLY)
+        quiet = os.open(f"{answer}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
+        faulthandler.enable()
         torch.set_num_threads(1)
         try:
             found = function()
         except Exception:
             found = {"verdict": "error", "text": " ".join(traceback.format_exc().split())[-300:]}
-        partial = answer.with_suffix(".partial")
+        partial = answer.with_name(f"{answer.name}.partial")
         partial.write_text(json.dumps(found))
         partial.rename(answer)
     finally:
