@@ -62,5 +62,5 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
 def test_missing_library_tells_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'shardwise\[hf\]'"):
+    with pytest.raises(DataError, match=r"pip install tokenizers"):
         load_tokenizer(str(tmp_path))

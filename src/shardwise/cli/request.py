@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import asdict, dataclass
 
+from shardwise.cli.examples import named
 from shardwise.config.run import RunConfig, load
 from shardwise.plan.errors import ConfigError
 
@@ -37,7 +38,7 @@ class Request:
 
     def load(self) -> RunConfig:
         """The configuration, with what a run cannot do without. Errors: ConfigError."""
-        config = load(self.config, self.overrides)
+        config = load(named(self.config), self.overrides)
         if config.model is None:
             raise ConfigError(
                 f"{self.config}: model is missing; give {{name: gpt, layers: 6, width: 384, heads: 6, context: 256}}, "

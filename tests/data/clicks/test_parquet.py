@@ -118,5 +118,5 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     path = write(tmp_path / "x.parquet", {"label": [0], "k": [1]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install 'shardwise\[tables\]'"):
+    with pytest.raises(ConfigError, match=r"pip install pyarrow"):
         parquet_schema(path)
