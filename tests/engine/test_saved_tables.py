@@ -1,17 +1,30 @@
 """Tables saved on any number of ranks with any placements load on any others, to the bit."""
 
+import hashlib
+import json
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import shardwise
 from shardwise.checkpoint import verify
 from shardwise.comm.world import World, join
 from shardwise.engine import saved_tables
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.policy import (
+    DynamicPolicy,
+    EvictionPolicy,
+    RowOptimizerPolicy,
+    TablePolicy,
+)
 from shardwise.plan.errors import DamagedError, MismatchError
+from shardwise.plan.ragged import Ragged
 from tests.engine.tables_net import SAMPLES, Net, batch, build, rows_of, train
 
 TABLES = ("large", "grows", "rare", "wide")
@@ -143,3 +156,178 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=r"table 'tables\."):
         engine.load(step)
     shutil.rmtree(tmp_path)
+
+
+# Another policy, another model ---------------------------------------------------------------------------------------
+
+
+class Evicting(nn.Module):
+    """One dynamic table of at most 8 rows, or one that grows old."""
+
+    def __init__(self, kind: str, **tables: Any) -> None:
+        super().__init__()
+        eviction = EvictionPolicy(type=kind, fraction=0.25, max_age_steps=5 if kind == "age" else None)
+        capacity = None if kind == "age" else 8
+        policies = [
+            TablePolicy(name="t", width=2, dynamic=DynamicPolicy(capacity=capacity, eviction=eviction)),
+            *(TablePolicy(name=name, width=2, rows=rows) for name, rows in tables.items()),
+        ]
+        self.tables = EmbeddingCollection(policies, RowOptimizerPolicy(lr=0.1))
+        self.out = nn.Linear(2, 1)
+
+    def forward(self, keys: Tensor) -> Tensor:
+        given = {
+            name: Ragged.of_ones(keys % 5 if name != "t" else keys) for name in self.tables.feature_names
+        }
+        return sum(each.sum(0) for each in self.tables(given).values()).sum() + self.out.weight.sum()
+
+
+def evicting(kind: str, **tables: Any) -> Any:
+    return shardwise.initialize(Evicting(kind, **tables), {"batch": {"global_size": 3}})
+
+
+def learn(engine: Any, *batches: list[int]) -> list[int]:
+    """Train; the keys that have a row then."""
+    for keys in batches:
+        engine.train_step([{"keys": torch.tensor(keys)}])
+    return sorted(engine.tables["tables"].rows_here("t").keys.tolist())
+
+
+LONG = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6]] * 5
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "restart"),
+    [
+        ("lru", "lru", False),
+        ("lfu", "lfu", False),
+        ("lfu", "lru", True),
+        ("lfu", "age", True),
+        ("lru", "lfu", True),
+        ("age", "lfu", True),
+        ("lru", "age", True),
+    ],
+)
+def test_scores_of_another_eviction_begin_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: str, after: str, restart: bool
+) -> None:
+    """A count of uses read as a step is always too old; a step read as a count never goes."""
+    engine = evicting(before)
+    assert learn(engine, *LONG) == [1, 2, 3, 4, 5, 6]
+    engine.save(tmp_path, asynchronous=False)
+    engine.close()
+    other = evicting(after)
+    other.load(tmp_path)
+    assert (f"saved with eviction {before} and now has {after}" in caplog.text) == restart
+    kept = learn(other, [1, 2, 3], [1, 2, 3])
+    assert kept == [1, 2, 3, 4, 5, 6], "nothing is too old at once"
+    kept = learn(other, [7, 8, 9], [7, 8, 9], [7, 8, 9])
+    assert {7, 8, 9} <= set(kept) or not restart, "old scores do not outlive what comes in every step"
+    if after == "age":
+        assert learn(other, *[[7, 8, 9]] * 3) == [7, 8, 9]
+    other.close()
+
+
+def test_weights_alone_count_the_steps_anew(tmp_path: Path) -> None:
+    """Rows that were used at step 20 are not newer than those of the 20 steps that follow."""
+    engine = evicting("lru")
+    learn(engine, *LONG)
+    engine.save(tmp_path, asynchronous=False)
+    engine.close()
+    other = evicting("lru")
+    other.load(tmp_path, weights_only=True)
+    assert learn(other, [7, 8, 9], [7, 8, 9]) == [4, 5, 6, 7, 8, 9]
+    other.close()
+
+
+def test_a_table_that_the_checkpoint_lacks_starts_where_that_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new feature beside trained ones; and a vocabulary that grew."""
+    engine = evicting("lru", old=6)
+    learn(engine, *LONG)
+    engine.save(tmp_path, asynchronous=False)
+    old = engine.tables["tables"].rows_here("old")
+    model = evicting("lru", old=1500, new=7)
+    with pytest.raises(MismatchError, match="'tables.new' is not in the checkpoint") as refused:
+        model.load(tmp_path)
+    assert "missing=" in str(refused.value), "says how its first rows load"
+    with pytest.raises(MismatchError, match="'tables.new' is not in the checkpoint"):
+        model.load(tmp_path, missing=["tables.old"])
+    learn(model, [0, 1, 2])
+    model.load(tmp_path, missing=["tables.n*", "tables.old"])
+    assert "begins as it starts: tables.old rows 6 to 1499, tables.new" in caplog.text
+    fresh = evicting("lru", old=1500, new=7)
+    here, start = model.tables["tables"], fresh.tables["tables"]
+    rows, begun = here.rows_here("old"), start.rows_here("old")
+    held = rows.keys < 6
+    assert rows.keys[held].equal(old.keys) and rows.weights[held].equal(old.weights)
+    assert rows.state["row_sum"][held].equal(old.state["row_sum"]) and bool(old.state["row_sum"].any())
+    assert rows.weights[~held].equal(begun.weights[~held]) and not rows.state["row_sum"][~held].any()
+    assert here.rows_here("new").weights.equal(start.rows_here("new").weights)
+    assert here.rows_here("t").keys.equal(engine.tables["tables"].rows_here("t").keys)
+    smaller = evicting("lru", old=4)
+    with pytest.raises(MismatchError, match="6 x 2 in the checkpoint and 4 x 2"):
+        smaller.load(tmp_path, missing=["*"])
+    for each in (engine, model, fresh, smaller):
+        each.close()
+
+
+# Files that no save wrote --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda note: note.update(rows=7), "7 rows noted"),
+        (lambda note: note.update(rows=-1), "greater than or equal to 0"),
+        (lambda note: note.update(rows=2**70), "less than"),
+        (lambda note: note.update(buckets=[0] * 1024), "buckets of 0 rows"),
+        (lambda note: note.update(buckets=[6]), "at least 1024"),
+        (lambda note: note.update(buckets=[2**40] * 1024), "buckets of"),
+        (lambda note: note.update(buckets=[-1] + note["buckets"][1:]), "greater than or equal to 0"),
+        (lambda note: note.update(buckets=note["buckets"][::-1]), "not those of their buckets"),
+        (lambda note: note.pop("buckets"), "do not go together"),
+        (lambda note: note.update(waiting=note["buckets"]), "do not go together"),
+        (lambda note: note.update(eviction="fifo"), "eviction"),
+    ],
+)
+def test_notes_that_do_not_fit_the_rows_are_refused(tmp_path: Path, change: Any, said: str) -> None:
+    """With right checksums; before a row is touched."""
+    engine = evicting("lru")
+    learn(engine, *LONG)
+    engine.save(tmp_path, asynchronous=False)
+    step = next(tmp_path.glob("step_*"))
+    rewrite(step, "trainer.json", lambda trainer: change(trainer["engine"]["tables"]["tables"]["tables.t"]))
+    other = evicting("lru")
+    learn(other, [1, 9, 9])
+    before = other.tables["tables"].rows_here("t").weights
+    with pytest.raises(DamagedError, match=said):
+        other.load(step)
+    assert other.tables["tables"].rows_here("t").weights.equal(before)
+    with pytest.raises(DamagedError, match=said):
+        saved_tables.tables_in(step)
+    for each in (engine, other):
+        each.close()
+
+
+def rewrite(step: Path, file: str, change: Callable[[Any], Any]) -> None:
+    """Change a JSON file of a step, and the sums that vouch for it."""
+    content = json.loads((step / file).read_text())
+    change(content)
+    data = json.dumps(content).encode()
+    (step / file).write_bytes(data)
+    manifest = json.loads((step / "manifest.json").read_text())
+    seal(step, manifest, file)
+
+
+def seal(step: Path, manifest: dict[str, Any], *files: str) -> None:
+    """Write a manifest with right sums for ``files``."""
+    for file in files:
+        data, size = (step / file).read_bytes(), manifest["block_bytes"]
+        sums = [zlib.crc32(data[at : at + size]) for at in range(0, len(data), size)]
+        manifest["files"][file] = {"bytes": len(data), "crc32": "".join(f"{each:08x}" for each in sums)}
+    manifest.pop("sha256", None)
+    body = json.dumps(manifest)[:-1].encode()
+    tail = f',\n"sha256":"{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
+    (step / "manifest.json").write_bytes(body + tail)

@@ -1,5 +1,6 @@
 """Tables exported for serving read as they were trained."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from shardwise.comm.world import join
 from shardwise.engine import saved_tables
 from shardwise.models.vectors import StoredTable, write_vectors
 from shardwise.plan.errors import CheckpointError, DamagedError, DataError, UsageError
-from tests.engine.tables_net import ROWS, build, train
+from tests.engine.tables_net import ROWS, Net, build, train
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,44 @@ def test_every_row_reads_as_in_training(
         vectors.lookup("tables.large", torch.tensor([3, ROWS]))
     with pytest.raises(UsageError, match=r"no table 'tables.larg'; did you mean 'tables.large'"):
         vectors.lookup("tables.larg", unknown)
+
+
+def test_vectors_go_back_into_a_table(trained: tuple[object, Path], tmp_path: Path) -> None:
+    """Also before the tables lie anywhere; the optimizer begins anew."""
+    engine, folder = trained
+    step, tables = saved_tables.tables_in(folder / "step_00000005")
+    vectors = Vectors(write_vectors(tmp_path / "out", tables, step))
+    old = engine.tables["tables"]  # type: ignore[attr-defined]
+    for is_placed in (False, True):
+        new = Net({}).tables
+        if is_placed:
+            new.place()
+        for table in old.tables:
+            new.load_rows(table.name, vectors.rows(f"tables.{table.name}"))
+        for table in old.tables:
+            mine, theirs = new.rows_here(table.name), old.rows_here(table.name)
+            assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.weights, theirs.weights)
+            assert not mine.state.get("row_sum", torch.zeros(1)).any()
+    with pytest.raises(UsageError, match=r"no table 'tables.larg'; did you mean 'tables.large'"):
+        vectors.rows("tables.larg")
+
+
+def test_files_that_do_not_fit_the_index_are_refused(tmp_path: Path) -> None:
+    """Their sums are right, so that only what they say tells."""
+    write_vectors(tmp_path, tables_of(1.0), 1)
+    index = json.loads((tmp_path / "tables.json").read_text())
+    name = next(iter(index["tables"]))
+    for change in ({"rows": 3}, {"width": 9}, {"rows": -1}, {"width": "2"}, {"dynamic": 1}):
+        broken = index | {"tables": index["tables"] | {name: index["tables"][name] | change}}
+        (tmp_path / "tables.json").write_text(json.dumps(broken))
+        with pytest.raises(DamagedError, match="as tables.json says|tables.json: tables"):
+            Vectors(tmp_path)
+    for keys in ([0, 1, 1, 3], [0, 1, 2, 7], [-1, 0, 1, 2]):
+        odd = StoredTable(
+            "odd", 4, 1, False, lambda keys=keys: iter([(0, torch.tensor(keys), torch.ones(4, 1))])
+        )
+        with pytest.raises(DamagedError, match="not one for each row"):
+            Vectors(write_vectors(tmp_path, [odd], 2)).lookup("odd", torch.tensor([0]))
 
 
 def test_command(trained: tuple[object, Path], tmp_path: Path) -> None:
@@ -145,7 +184,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be a file's"):
         write_vectors(tmp_path, [StoredTable("a/b", 0, 1, True, lambda: iter(()))], 1)
     (tmp_path / "tables.json").write_text(
-        '{"format": 1, "step": 1, "tables": {"x": {"file": "../x", "rows": 1}}}'
+        '{"format": 1, "step": 1, "tables": {"x": {"file": "../x", "rows": 1, "width": 1, "dynamic": true}}}'
     )
     with pytest.raises(DamagedError, match="outside the folder"):
         Vectors(tmp_path).lookup("x", torch.tensor([1]))

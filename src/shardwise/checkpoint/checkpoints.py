@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import Sizes
-from shardwise.checkpoint.load import Choose, Load, Loaded
+from shardwise.checkpoint.load import Choose, Load, Loaded, Reader
 from shardwise.checkpoint.peers import Conversation, Peers, Solo
 from shardwise.checkpoint.piece import Item, Piece, check_pieces
 from shardwise.checkpoint.policy import CheckpointPolicy
@@ -224,17 +224,19 @@ class Checkpoints:
         path: Path | str | None = None,
         partial: bool = False,
         is_checked: bool = False,
+        examine: Callable[[Reader], None] | None = None,
     ) -> Loaded | None:
         """Fill ``items`` from the newest whole step, or from the step at ``path`` and no other.
 
         ``items`` may be a function of the manifest, for callers whose wishes depend on what a step holds. ``partial``
         allows the step to hold more tensors of a kind than are asked for. ``is_checked``: every block was checked a
-        moment ago, in an earlier load of parts of the same step; what is read now is checked as it is read. None where
-        the folder has no step.
+        moment ago, in an earlier load of parts of the same step; what is read now is checked as it is read.
+        ``examine`` may read what it likes of a step before anything is filled, and refuse it on this rank, and so on
+        all, by raising DamagedError. None where the folder has no step.
         """
         talk = self._open("load")
         self.wait()
-        load = Load(self._folder, self._files, talk, self._warn, partial, is_checked)
+        load = Load(self._folder, self._files, talk, self._warn, partial, is_checked, examine)
         return load.newest(items) if path is None else load.exactly(Path(path), items)
 
     def steps(self) -> list[Found]:

@@ -266,7 +266,9 @@ class Load:
         warn: Callable[[str], None],
         partial: bool,
         is_checked: bool = False,
+        examine: Callable[[Reader], None] | None = None,
     ) -> None:
+        self._examine = examine
         self._folder, self._files, self._talk, self._partial = folder, files, talk, partial
         self._is_checked = is_checked
         self._warn = warn if talk.rank == 0 else lambda line: None
@@ -333,6 +335,8 @@ class Load:
                 blocks = reader.blocks()
                 rank, size = self._talk.rank, self._talk.size
                 reader.check(blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size])
+            if not wrong and self._examine is not None:
+                self._examine(reader)
             return {"seal": manifest.sha256, "asked": _asked(items, manifest), "wrong": wrong}
 
         told = [json.loads(text) for text in self._talk.gather(f"check {turn}", check)]

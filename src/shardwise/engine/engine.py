@@ -455,13 +455,18 @@ class Engine:
             self, self._parts, Path(directory), dict(trainer or {}), asynchronous=asynchronous, texts=texts
         )
 
-    def load(self, directory: str | Path, weights_only: bool = False) -> dict[str, Any] | None:
+    def load(
+        self, directory: str | Path, weights_only: bool = False, missing: Sequence[str] = ()
+    ) -> dict[str, Any] | None:
         """Load a step, or the newest whole one of a folder, whatever layout saved it. Collective.
+
+        ``missing``: patterns (``tables.user``, ``tables.*``) of the names of embedding tables that the step may lack,
+        as a whole or their last rows; they begin as they start, which a warning lists.
 
         Returns what ``save`` got as ``trainer``; None where the folder holds no step.
         Errors: MismatchError names the first tensors that differ, DamagedError the damaged file and tensor.
         """
-        return saving.load(self, self._parts, Path(directory), weights_only)
+        return saving.load(self, self._parts, Path(directory), weights_only, missing)
 
     def wait_for_save(self) -> None:
         """Return when a save that runs behind training is committed; raises what went wrong with it."""

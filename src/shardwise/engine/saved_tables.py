@@ -6,19 +6,25 @@
     table_score     int64 [M]                               dynamic tables: what eviction goes by
     table_waiting   int64 [m, 2]                            keys that wait for admission, and their counts
 
-``trainer.json`` has for each dynamic table how many rows each bucket has, from which a rank knows what to read, and
-for each collection its steps.
+``trainer.json`` has for each dynamic table how many rows each bucket has, from which a rank knows what to read, by what
+it evicted, and for each collection its steps.
+
+A checksum does not say that a file was written well. So before any row is touched the notes are held against a schema
+and against the tensors, and every key against its bucket, each by one of the ranks; where one is refused, all turn to
+the next older step.
 
 Loading goes table by table in chunks, so that beside the tables themselves no more than one chunk is held.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece
@@ -29,6 +35,8 @@ from shardwise.checkpoint.steps import open_step
 from shardwise.engine.tables import Tables
 from shardwise.models.vectors import StoredTable
 from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.dynamic import count_of, step_of
+from shardwise.parallel.embedding.layout import BUCKETS, dynamic_bucket
 from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.embedding.rows import Rows
 from shardwise.parallel.embedding.saved import (
@@ -39,12 +47,44 @@ from shardwise.parallel.embedding.saved import (
     static_counts,
     static_keys_at,
 )
-from shardwise.plan.errors import MismatchError
+from shardwise.plan.errors import DamagedError, MismatchError
+from shardwise.plan.strict_json import Count, Entry, read_object, validated
+
+_log = logging.getLogger(__name__)
 
 KIND = "table"
 _KEY, _SCORE, _WAITING = f"{KIND}_key", f"{KIND}_score", f"{KIND}_waiting"
 _CHUNK_BYTES = 256 * 2**20
 """Rows read at once."""
+
+
+_Buckets = Annotated[list[Count], Field(min_length=BUCKETS, max_length=BUCKETS)]
+
+
+class CollectionNote(Entry):
+    """What is no row of one collection."""
+
+    steps: Count
+    lr_factors: list[Annotated[float, Field(ge=0)]]
+
+
+class TableNote(Entry):
+    """What ``trainer.json`` says of one table."""
+
+    rows: Count
+    buckets: _Buckets | None = None
+    """Of dynamic tables: rows of each bucket."""
+    waiting: _Buckets | None = None
+    """Keys of each bucket that wait for admission."""
+    eviction: Literal["none", "lru", "lfu", "age"] | None = None
+    """What the scores mean; steps written before there was this word do not say."""
+
+
+class Notes(Entry):
+    """What ``trainer.json`` says of all tables."""
+
+    collections: dict[str, CollectionNote]
+    tables: dict[str, TableNote]
 
 
 def is_of_tables(kind: str) -> bool:
@@ -68,6 +108,7 @@ def items_to_save(tables: Tables) -> tuple[list[Item], dict[str, Any]]:
         note: dict[str, Any] = {"rows": stretch.total}
         if table.dynamic is not None:
             note["buckets"] = stretch.counts.tolist()
+            note["eviction"] = table.dynamic.eviction.type
         if waiting is not None:
             assert waiting.rows.scores is not None, "those who wait have a count"
             pairs = torch.stack([waiting.rows.keys, waiting.rows.scores], 1)
@@ -100,39 +141,187 @@ def _item(kind: str, name: str, shape: tuple[int, ...], first: int, rows: Tensor
 # Loading -----------------------------------------------------------------------------------------------------------
 
 
-def check(tables: Tables, manifest: Manifest, weights_only: bool) -> None:
-    """Refuse a step whose tables are not those of the model, before anything is touched."""
+def check(tables: Tables, manifest: Manifest, weights_only: bool, missing: Sequence[str] = ()) -> list[str]:
+    """Refuse a step whose tables are not those of the model, before anything is touched.
+
+    ``missing``: patterns of the names of tables that the step may lack, as a whole or their last rows; those begin as
+    they start. Returns what is missing.
+    """
+    _check_tensors(manifest)
     stored = {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == KIND}
     here = {name for name, _, _ in tables.each()}
     wrong = [f"table {name!r} is not in this model" for name in stored if name not in here]
+    lacking: list[str] = []
     for name, collection, table in tables.each():
+        may_lack = any(fnmatchcase(name, pattern) for pattern in missing)
         if name not in stored:
-            wrong.append(f"table {name!r} is not in the checkpoint")
+            if may_lack:
+                lacking.append(name)
+            else:
+                wrong.append(f"table {name!r} is not in the checkpoint")
             continue
         keys = manifest.find(_KEY, name) is not None
         rows, width = stored[name]
+        grows = table.rows is not None and rows < table.rows
         if keys != (table.dynamic is not None):
             kinds = ("static", "dynamic")
             wrong.append(
                 f"table {name!r} is {kinds[keys]} in the checkpoint and {kinds[not keys]} in this model"
             )
-        elif width != table.width or (table.rows is not None and rows != table.rows):
+        elif width != table.width or (
+            table.rows is not None and rows != table.rows and not (grows and may_lack)
+        ):
+            hint = " (its first rows load, and the others start, with missing=[its name])" if grows else ""
             wrong.append(
                 f"table {name!r} is {rows} x {width} in the checkpoint and {table.rows or 'dynamic'} x "
-                f"{table.width} in this model"
+                f"{table.width} in this model{hint if width == table.width else ''}"
             )
-        elif not weights_only:
-            theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]
-            ours = sorted(collection.state_names(table.name))
-            if theirs != ours:
-                wrong.append(
-                    f"table {name!r} has the optimizer state {', '.join(theirs) or 'none'}, and this optimizer keeps "
-                    f"{', '.join(ours) or 'none'}; use the one it was saved with, or load(..., weights_only=True)"
-                )
+        else:
+            if grows:
+                lacking.append(f"{name} rows {rows} to {(table.rows or 0) - 1}")
+            if not weights_only:
+                theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]
+                ours = sorted(collection.state_names(table.name))
+                if theirs != ours:
+                    wrong.append(
+                        f"table {name!r} has the optimizer state {', '.join(theirs) or 'none'}, and this optimizer "
+                        f"keeps {', '.join(ours) or 'none'}; use the one it was saved with, or "
+                        "load(..., weights_only=True)"
+                    )
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise MismatchError(
             f"step {manifest.step}: a checkpoint of another model: {'; '.join(wrong[:5])}{more}"
+        )
+    return lacking
+
+
+def examine(reader: Reader, part: tuple[int, int] = (0, 1)) -> Notes:
+    """What ``trainer.json`` says of the tables, held against the stored tensors, and the i-th n-th of all keys against
+    their buckets. Reads keys and scores alone.
+
+    Errors: DamagedError for what no save wrote.
+    """
+    where, manifest = f"{reader.path / TRAINER}", reader.manifest
+    notes = notes_of(read_object(reader.text(TRAINER), where), where)
+    stored = {tensor.name: tensor for tensor in manifest.tensors if tensor.kind == KIND}
+    if stored.keys() != notes.tables.keys():
+        name = sorted(stored.keys() ^ notes.tables.keys())[0]
+        raise DamagedError(f"{where}: table {name[:80]!r} is noted there or stored, but not both")
+    for name, collection in notes.collections.items():
+        if len(collection.lr_factors) not in (0, collection.steps):
+            raise DamagedError(
+                f"{where}: {len(collection.lr_factors)} rates of {collection.steps} steps in collection {name[:80]!r}"
+            )
+    steps = max((each.steps for each in notes.collections.values()), default=0)
+    for name, note in notes.tables.items():
+        _check_note(reader, name, note)
+        if note.buckets is not None:
+            _check_keys(reader, name, note, part, steps)
+        if note.waiting is not None:
+            _check_waiting(reader, name, note.waiting, part, steps)
+    return notes
+
+
+def notes_of(trainer: Mapping[str, Any], where: str) -> Notes:
+    """The part of ``trainer.json`` that tells of tables; of none, where there is none."""
+    engine = trainer.get("engine")
+    found = engine.get("tables") if isinstance(engine, Mapping) else None
+    return validated(Notes, {"collections": {}, "tables": {}} if found is None else found, f"{where}: tables")
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Shapes and types of all that is stored of tables are those that a save writes."""
+    stored = {tensor.name: tensor for tensor in manifest.tensors if tensor.kind == KIND}
+    for tensor in manifest.tensors:
+        if not is_of_tables(tensor.kind):
+            continue
+        shape, table = tensor.shape, stored.get(tensor.name)
+        if table is None or len(table.shape) != 2 or not table.torch_dtype.is_floating_point:
+            _refuse(tensor.kind, tensor.name, "no rows of floating-point numbers, [rows, width], beside it")
+        rows, width = table.shape
+        if tensor.kind in (_KEY, _SCORE, _WAITING):
+            fits = len(shape) == 2 and shape[1] == 2 if tensor.kind == _WAITING else shape == [rows]
+            if not fits or tensor.torch_dtype != torch.int64:
+                _refuse(tensor.kind, tensor.name, f"{tensor.dtype} {shape} beside rows {table.shape}")
+        elif shape not in ([rows, width], [rows, 1]) or not tensor.torch_dtype.is_floating_point:
+            _refuse(tensor.kind, tensor.name, f"{tensor.dtype} {shape} beside rows {table.shape}")
+
+
+def _refuse(kind: str, name: str, what: str) -> NoReturn:
+    raise DamagedError(f"manifest.json: {kind} {name[:80]!r}: {what}; no save wrote that")
+
+
+def _check_note(reader: Reader, name: str, note: TableNote) -> None:
+    manifest = reader.manifest
+    table = manifest.find(KIND, name)
+    waiting = manifest.find(_WAITING, name)
+    assert table is not None, "the names were compared"
+    is_dynamic = note.buckets is not None
+    kinds = [manifest.find(kind, name) is not None for kind in (_KEY, _SCORE)]
+    wrong = ""
+    if note.rows != table.shape[0]:
+        wrong = f"{note.rows} rows noted, {table.shape[0]} stored"
+    elif kinds != [is_dynamic] * 2 or (waiting is not None) != (note.waiting is not None):
+        wrong = "keys, scores, keys that wait and their buckets do not go together"
+    elif note.buckets is not None and sum(note.buckets) != note.rows:
+        wrong = f"buckets of {sum(note.buckets)} rows, {note.rows} stored"
+    elif note.waiting is not None and waiting is not None and sum(note.waiting) != waiting.shape[0]:
+        wrong = f"buckets of {sum(note.waiting)} keys that wait, {waiting.shape[0]} stored"
+    if wrong:
+        raise DamagedError(f"{reader.path / TRAINER}: table {name[:80]!r}: {wrong}")
+
+
+def _check_keys(reader: Reader, name: str, note: TableNote, part: tuple[int, int], steps: int) -> None:
+    """The keys and scores of this rank's part of the chunks."""
+    counts = torch.tensor(note.buckets)
+    for number, (start, stop) in enumerate(chunks(counts, _CHUNK_BYTES // 16)):
+        if number % part[1] != part[0]:
+            continue
+        keys, scores = (torch.empty(stop - start, dtype=torch.int64) for _ in range(2))
+        reader.fill(
+            [
+                Item(kind, name, (note.rows,), torch.int64, [Piece(start, stop, held)])
+                for kind, held in ((_KEY, keys), (_SCORE, scores))
+            ]
+        )
+        _check_buckets(reader, name, keys, counts, start)
+        most = torch.iinfo(torch.int64).max if note.eviction in ("lfu", None) else steps
+        if keys.numel() and not 0 <= int(scores.min()) <= int(scores.max()) <= most:
+            raise DamagedError(
+                f"{reader.path}: table {name[:80]!r}: scores from {int(scores.min())} to {int(scores.max())} after "
+                f"{steps} steps"
+            )
+
+
+def _check_waiting(
+    reader: Reader, name: str, buckets: Sequence[int], part: tuple[int, int], steps: int
+) -> None:
+    counts = torch.tensor(buckets)
+    total = int(counts.sum())
+    for number, (start, stop) in enumerate(chunks(counts, _CHUNK_BYTES // 16)):
+        if number % part[1] != part[0]:
+            continue
+        pairs = torch.empty((stop - start) * 2, dtype=torch.int64)
+        reader.fill([Item(_WAITING, name, (total, 2), torch.int64, [Piece(start * 2, stop * 2, pairs)])])
+        keys, scores = pairs.view(-1, 2).unbind(1)
+        _check_buckets(reader, name, keys, counts, start)
+        if bool(((scores < 0) | (step_of(scores) > steps) | (count_of(scores) < 1)).any()):
+            raise DamagedError(
+                f"{reader.path}: table {name[:80]!r}: keys wait with counts and steps that {steps} steps do not give"
+            )
+
+
+def _check_buckets(reader: Reader, name: str, keys: Tensor, counts: Tensor, start: int) -> None:
+    """Each key lies in its bucket, and behind the one before."""
+    ends = counts.cumsum(0)
+    place = torch.arange(start, start + keys.numel())
+    buckets = torch.searchsorted(ends, place, right=True)
+    follows = (keys[1:] > keys[:-1]) | (buckets[1:] != buckets[:-1])
+    if not bool((dynamic_bucket(keys) == buckets).all()) or not bool(follows.all()):
+        raise DamagedError(
+            f"{reader.path}: table {name[:80]!r}: keys of rows {start} to {start + keys.numel() - 1} are not those of "
+            "their buckets in rising order"
         )
 
 
@@ -141,33 +330,54 @@ def load(
     checkpoints: Checkpoints,
     step: Path,
     manifest: Manifest,
-    notes: Mapping[str, Any],
+    notes: Notes,
     weights_only: bool,
 ) -> None:
-    """Fill every table from a step that :func:`check` passed. Collective."""
+    """Fill every table from a step that :func:`check` and :func:`examine` passed. Collective."""
     for name, collection in tables.collections.items():
         collection.clear()
-        if not weights_only:
-            collection.load_progress(notes["collections"][name])
+        if not weights_only and name in notes.collections:
+            collection.load_progress(notes.collections[name].model_dump())
     wishes: list[_Wish] = []
     held = 0
     for name, collection, table in tables.each():
-        note = notes["tables"][name]
-        counts = static_counts(note["rows"]) if table.rows is not None else torch.tensor(note["buckets"])
+        note = notes.tables.get(name)
+        if table.rows is not None and (note is None or note.rows < table.rows):
+            collection.restart(table.name)
+        if note is None:
+            continue
+        counts = static_counts(note.rows) if note.buckets is None else torch.tensor(note.buckets)
         labels = () if weights_only else _labels(manifest, name)
         line = sum(_row_bytes(manifest, kind, name) for kind in (KIND, *labels))
+        keeps_scores = _keeps_scores(name, table, note, weights_only)
         for within in chunks(counts, max(_CHUNK_BYTES // max(line, 1), 1)):
             size = (within[1] - within[0]) * line
             if wishes and held + size > _CHUNK_BYTES:
                 _read(wishes, checkpoints, step)
                 wishes, held = [], 0
-            wishes.append(_Wish(name, collection, table, manifest, counts, within, labels))
+            wishes.append(_Wish(name, collection, table, manifest, counts, within, labels, keeps_scores))
             held += size
-        if "waiting" in note and not weights_only:
-            waiting = torch.tensor(note["waiting"])
+        if note.waiting is not None and not weights_only:
+            waiting = torch.tensor(note.waiting)
             wishes.append(_Waiting(name, collection, table, manifest, waiting, (0, int(waiting.sum()))))
     if wishes:
         _read(wishes, checkpoints, step)
+
+
+def _keeps_scores(name: str, table: TablePolicy, note: TableNote, weights_only: bool) -> bool:
+    """Scores of another eviction type mean something else, and steps count anew where weights alone are loaded."""
+    if table.dynamic is None:
+        return False
+    ours = table.dynamic.eviction.type
+    if note.eviction is not None and note.eviction != ours:
+        _log.warning(
+            "table %s was saved with eviction %s and now has %s: its rows count as used in this step, once",
+            name,
+            note.eviction,
+            ours,
+        )
+        return False
+    return ours == "lfu" or not weights_only
 
 
 class _Wish:
@@ -182,8 +392,10 @@ class _Wish:
         counts: Tensor,
         within: Range,
         labels: Iterable[str] = (),
+        keeps_scores: bool = True,
     ):
         self._collection, self._table = collection, table.name
+        self._keeps_scores = keeps_scores
         place, group = collection.place_of(table.name)
         self._ranges = ranges_to_read(counts, place, group.index, group.size, within)
         self._keys = static_keys_at(counts, self._ranges) if table.rows is not None else None
@@ -221,7 +433,8 @@ class _Wish:
             for kind, tensor in self._read.items()
             if kind not in (KIND, _KEY, _SCORE)
         }
-        rows = Rows(keys, self._read[KIND], state, self._read.get(_SCORE))
+        scores = self._read.get(_SCORE) if self._keeps_scores else None
+        rows = Rows(keys, self._read[KIND], state, scores)
         self._collection.load_rows(self._table, rows)
 
 
@@ -240,18 +453,20 @@ class _Waiting(_Wish):
 
 def tables_in(step: Path) -> tuple[int, list[StoredTable]]:
     """(step, tables) of a checkpoint, read in chunks: what is exported for serving."""
-    manifest = open_step(step, Files())
-    trainer = json.loads(Reader(step, manifest, Files()).text(TRAINER))
-    notes = trainer.get("engine", {}).get("tables", {"tables": {}})["tables"]
-    return manifest.step, [_stored(step, manifest, name, note) for name, note in notes.items()]
+    reader = Reader(step, open_step(step, Files()), Files())
+    _check_tensors(reader.manifest)
+    notes = examine(reader)
+    return reader.manifest.step, [
+        _stored(step, reader.manifest, name, note) for name, note in notes.tables.items()
+    ]
 
 
-def _stored(step: Path, manifest: Manifest, name: str, note: Mapping[str, Any]) -> StoredTable:
+def _stored(step: Path, manifest: Manifest, name: str, note: TableNote) -> StoredTable:
     stored = manifest.find(KIND, name)
     assert stored is not None, "a table that is noted is stored"
     rows, width = stored.shape
-    is_dynamic = "buckets" in note
-    counts = torch.tensor(note["buckets"]) if is_dynamic else static_counts(rows)
+    is_dynamic = note.buckets is not None
+    counts = static_counts(rows) if note.buckets is None else torch.tensor(note.buckets)
 
     def parts() -> Iterator[tuple[int, Tensor, Tensor]]:
         checkpoints = Checkpoints(step.parent)

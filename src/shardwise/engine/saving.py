@@ -15,6 +15,7 @@ ones and the exceptions by name.
 """
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, Solo
+from shardwise.checkpoint.load import Reader
 from shardwise.engine import saved_tables
 from shardwise.engine.parts import Parts
 from shardwise.engine.state import buckets, own_buffers
@@ -34,6 +36,8 @@ from shardwise.plan.unit import Slot
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
+
+_log = logging.getLogger(__name__)
 
 _OURS = ("weight", "buffer", "master")
 
@@ -71,27 +75,37 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
     )
 
 
-def load(engine: "Engine", parts: Parts, folder: Path, weights_only: bool) -> dict[str, Any] | None:
+def load(
+    engine: "Engine", parts: Parts, folder: Path, weights_only: bool, missing: Sequence[str] = ()
+) -> dict[str, Any] | None:
     """See ``Engine.load``. None where the folder holds no step."""
     is_step = (folder / "manifest.json").is_file()
     moments: dict[int, dict[str, Tensor]] = {}
+    lacking: list[str] = []
 
     def choose(manifest: Manifest) -> list[Item]:
-        saved_tables.check(parts.tables, manifest, weights_only)
+        lacking[:] = saved_tables.check(parts.tables, manifest, weights_only, missing)
         moments.clear()
         moments.update({} if weights_only else _empty_moments(parts, manifest))
         return _items_to_load(parts, manifest, moments)
 
     checkpoints = checkpoints_in(engine, parts, folder.parent if is_step else folder)
-    loaded = checkpoints.load(choose, path=folder if is_step else None)
+
+    def examine(reader: Reader) -> None:
+        if parts.tables:
+            saved_tables.examine(reader, (parts.world.rank, parts.world.size))
+
+    loaded = checkpoints.load(choose, path=folder if is_step else None, examine=examine)
     if loaded is None:
         return None
     for bucket in buckets(parts):
         bucket.publish()
         bucket.gather_update().wait()
     if parts.tables:
-        told = loaded.trainer["engine"]["tables"]
-        saved_tables.load(parts.tables, checkpoints, loaded.path, loaded.manifest, told, weights_only)
+        notes = saved_tables.notes_of(loaded.trainer, str(loaded.path))
+        saved_tables.load(parts.tables, checkpoints, loaded.path, loaded.manifest, notes, weights_only)
+    if lacking and parts.world.rank == 0:
+        _log.warning("step %d has not, and so begins as it starts: %s", loaded.step, ", ".join(lacking))
     if not weights_only:
         _restore(engine, parts, loaded.trainer.get("engine", {}), loaded.manifest, moments)
     return dict(loaded.trainer.get("user", {}))

@@ -5,6 +5,7 @@
 
     vectors = Vectors("exported")
     vectors.lookup("tables.user", torch.tensor([7, 12]))           # [2, D]
+    model.tables.load_rows("user", vectors.rows("tables.user"))    # back into a table, to train on
 
 The files are mapped: a lookup reads the pages of its rows alone, and many processes share one copy in memory.
 
@@ -28,8 +29,10 @@ import torch
 from torch import Tensor
 
 from shardwise.models.safetensors import StoredTensor, Writer, read_header
+from shardwise.parallel.embedding.rows import Rows
 from shardwise.plan.errors import CheckpointError, DamagedError, DataError, UsageError
 from shardwise.plan.policy import nearest
+from shardwise.plan.strict_json import JSON_BYTES, Count, Entry, read_object, validated
 
 _INDEX = "tables.json"
 _FORMAT = 1
@@ -130,7 +133,7 @@ class Vectors:
         index = self._read_index()
         while True:
             try:
-                maps = {name: self._map(name, entry) for name, entry in index["tables"].items()}
+                maps = {name: self._map(name, entry) for name, entry in index.tables.items()}
                 break
             except FileNotFoundError as error:
                 # An export that ended after the index was read has removed them; then there is a new index.
@@ -139,9 +142,9 @@ class Vectors:
                     raise DamagedError(
                         f"{self.folder / _INDEX}: names {error.filename}, which is not there; export again"
                     ) from None
-        self.step = int(index["step"])
+        self.step = index.step
         """Optimizer steps done when it was saved."""
-        self._entries: dict[str, dict[str, Any]] = index["tables"]
+        self._entries = index.tables
         self._maps = maps
         self._order: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         """Of tables that were asked: keys in order, and the rows of these."""
@@ -149,20 +152,25 @@ class Vectors:
     @property
     def tables(self) -> dict[str, tuple[int, int]]:
         """(rows, width) by name."""
-        return {name: (entry["rows"], entry["width"]) for name, entry in self._entries.items()}
+        return {name: (entry.rows, entry.width) for name, entry in self._entries.items()}
 
     def lookup(self, table: str, keys: Tensor) -> Tensor:
         """Vectors of keys: int64 [n] -> [n, D]. A key that a dynamic table has not reads zeros, as in training.
 
         Errors: UsageError for an unknown table, DataError for a key outside a static one.
         """
-        if table not in self._entries:
-            raise UsageError(f"{self.folder}: there is no table {table!r}{nearest(table, self._entries)}")
-        vectors = self._maps[table].vectors
+        self._check_name(table)
+        vectors, is_dynamic = self._maps[table].vectors, self._entries[table].dynamic
         if table not in self._order:
             stored = self._maps[table].keys
             order = np.argsort(stored, kind="stable")
-            self._order[table] = stored[order], order
+            in_order = stored[order]
+            is_whole = np.array_equal(in_order, np.arange(in_order.size))
+            if not (is_dynamic or is_whole) or bool((in_order[1:] == in_order[:-1]).any()):
+                raise DamagedError(
+                    f"{self.folder / self._entries[table].file}: the keys of table {table!r} are not one for each row"
+                )
+            self._order[table] = in_order, order
         sorted_keys, order = self._order[table]
         asked = keys.detach().cpu().reshape(-1).numpy()
         places = np.searchsorted(sorted_keys, asked)
@@ -170,32 +178,58 @@ class Vectors:
         if sorted_keys.size:
             places = np.minimum(places, sorted_keys.size - 1)
             found = sorted_keys[places] == asked
-        if not found.all() and not self._entries[table]["dynamic"]:
+        if not found.all() and not is_dynamic:
             key = int(asked[~found][0])
             raise DataError(f"table {table!r}: key {key} of a table with keys 0 to {sorted_keys.size - 1}")
         rows = np.zeros((asked.size, vectors.shape[1]), vectors.dtype)
         rows[found] = vectors[order[places[found]]]
         return torch.from_numpy(rows).view(*keys.shape, vectors.shape[1])
 
-    def _read_index(self) -> dict[str, Any]:
+    def rows(self, table: str) -> Rows:
+        """All rows of a table, for ``EmbeddingCollection.load_rows``; their optimizer state starts anew.
+
+        Errors: UsageError for an unknown table.
+        """
+        self._check_name(table)
+        held = self._maps[table]
+        return Rows.of_weights(torch.from_numpy(held.keys.copy()), torch.from_numpy(held.vectors.copy()))
+
+    def _check_name(self, table: str) -> None:
+        if table not in self._entries:
+            raise UsageError(f"{self.folder}: there is no table {table!r}{nearest(table, self._entries)}")
+
+    def _read_index(self) -> "_Index":
         file = self.folder / _INDEX
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            with file.open("rb") as stream:
+                text = stream.read(JSON_BYTES + 1)
         except OSError as error:
             raise CheckpointError(
                 f"{self.folder}: no {_INDEX} ({error.strerror}); expected a folder that shardwise convert made of a run"
             ) from None
-        except ValueError as error:
-            raise DamagedError(f"{file}: not JSON: {error}") from None
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        content = read_object(text, str(file))
+        if content.get("format") != _FORMAT:
             raise CheckpointError(f"{file}: another format; this version reads format {_FORMAT}")
-        return content
+        return validated(_Index, content, str(file))
 
-    def _map(self, table: str, entry: dict[str, Any]) -> "_Table":
-        file = self.folder / str(entry["file"])
-        if file.parent != self.folder:
+    def _map(self, table: str, entry: "_Entry") -> "_Table":
+        file = self.folder / entry.file
+        if Path(entry.file).name != entry.file:
             raise DamagedError(f"{self.folder / _INDEX}: table {table!r} names a file outside the folder")
         header = read_header(file)
+        keys, vectors = header.get("keys"), header.get("vectors")
+        if (
+            keys is None
+            or vectors is None
+            or tuple(keys.shape) != (entry.rows,)
+            or tuple(vectors.shape) != (entry.rows, entry.width)
+            or keys.dtype != torch.int64
+            or vectors.dtype not in (torch.float64, torch.float32, torch.float16)
+        ):
+            raise DamagedError(
+                f"{file}: expected int64 keys [{entry.rows}] and floating vectors [{entry.rows}, {entry.width}], as "
+                f"{_INDEX} says"
+            )
 
         def mapped(stored: StoredTensor) -> np.ndarray:
             if stored.elements == 0:
@@ -203,6 +237,21 @@ class Vectors:
             return np.memmap(file, _CARRIERS[stored.dtype], "r", stored.offset, stored.shape)
 
         return _Table(mapped(header["keys"]), mapped(header["vectors"]))
+
+
+class _Entry(Entry):
+    file: str
+    rows: Count
+    width: Count
+    dynamic: bool
+
+
+class _Index(Entry):
+    """``tables.json``."""
+
+    format: int
+    step: Count
+    tables: dict[str, _Entry]
 
 
 class _Table(NamedTuple):

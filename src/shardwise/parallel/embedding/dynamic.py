@@ -140,6 +140,14 @@ class Dynamic:
         self.pin(self.index.keys_of(new), new)
         return rows, new
 
+    def load(self, keys: Tensor, scores: Tensor | None, step: int) -> Tensor:
+        """Rows of keys that are given from outside; without scores, new ones count as used once, in ``step``."""
+        rows, _ = self.index.find_or_insert(keys, 1 if self.policy.eviction.type == "lfu" else step)
+        if scores is not None:
+            self.index.set_scores(rows, scores)
+        self.pin(keys, rows)
+        return rows
+
     def pin(self, keys: Tensor, rows: Tensor) -> None:
         """Keep rows whose keys the policy pins."""
         if self._pinned.numel() and rows.numel():
@@ -215,12 +223,21 @@ class Dynamic:
         rows, _ = self._candidates.find_or_insert(distinct.keys)
         scores = self._candidates.scores_of(rows)
         self._waited.append((distinct.keys, torch.where(known, scores, -1)))
-        counts = scores & ((1 << _COUNT_BITS) - 1)
-        counts = counts + (scores >> _COUNT_BITS != step).long()
+        counts = count_of(scores) + (step_of(scores) != step).long()
         self._candidates.set_scores(rows, (step << _COUNT_BITS) + counts)
         enough = counts >= admission.count
         self._candidates.remove(distinct.keys[enough])
         return enough[distinct.inverse]
+
+
+def step_of(scores: Tensor) -> Tensor:
+    """Of keys that wait: the step in which each came last."""
+    return scores >> _COUNT_BITS
+
+
+def count_of(scores: Tensor) -> Tensor:
+    """Of keys that wait: the steps in which each came."""
+    return scores & ((1 << _COUNT_BITS) - 1)
 
 
 def capacity_of(policy: DynamicPolicy, row_bytes: int) -> int | None:

@@ -396,10 +396,7 @@ class Store:
         keys = rows.keys[mine]
         if self._dynamic:
             table = self._dynamic[place]
-            found, _ = table.index.find_or_insert(keys)
-            if rows.scores is not None:
-                table.index.set_scores(found, rows.scores[mine])
-            table.pin(keys, found)
+            found = table.load(keys, None if rows.scores is None else rows.scores[mine], self._steps)
             if rows.candidates is not None:
                 table.wait(rows.candidates[self._belongs(place, rows.candidates[:, 0])])
             places = found + table.base
