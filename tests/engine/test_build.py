@@ -204,7 +204,9 @@ def groups_by_name(world: World) -> float:
     largest = 0.0
     for stage in range(4):
         engine = shardwise.initialize(
-            seeded(Language), {"zero": {"stage": stage}, "optimizer": settings}, world=world
+            seeded(Language),
+            {"zero": {"stage": stage}, "optimizer": settings, "batch": {"equal": "allow"}},
+            world=world,
         )
         for wanted in truth:
             engine.train_step([(tokens, tokens)])

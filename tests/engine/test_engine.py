@@ -211,7 +211,7 @@ def looks_and_edits(world: World) -> None:
         for precision in ("fp64", "bf16"):
             engine = start(world, seeded(Language), zero={"stage": stage}, precision=precision)
             tokens = torch.arange(10).view(2, 5)
-            engine.train_step([(tokens, tokens)])
+            engine.train_step([(tokens.roll(world.rank), tokens)])
             state = engine.state_dict()
             with engine.full_parameters() as parameters:
                 assert set(parameters) == {name for name in state}

@@ -509,7 +509,7 @@ def with_other_memory(world: World) -> list[str]:
         model = Capped("auto")
         model.tables.tables = (TablePolicy(name="user", width=4, rows=30),)
         engine = shardwise.initialize(model, {}, world=world)
-    engine.train_step([{"sparse": {"user": Ragged.of_lists([[3]])}}])
+    engine.train_step([{"sparse": {"user": Ragged.of_lists([[3, world.rank]])}}])
     places = [choice.place.placement for choice in engine.tables["tables"].choices]
     engine.close()
     return places

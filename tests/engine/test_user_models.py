@@ -110,7 +110,7 @@ def trained(world: Any, kind: str, pp: int, schedule: str, dp: int = 1, stage: i
         "mesh": {"pp": pp, "dp": dp},
         "zero": {"stage": stage},
         "pipeline": {"schedule": schedule, "interleave": 2 if schedule == "interleaved_1f1b" else 1},
-        "batch": {"accumulation": MICROBATCHES},
+        "batch": {"accumulation": MICROBATCHES, "equal": "allow"},
         "optimizer": {"type": "adamw", "lr": 0.01},
         "clip": 0.5,
     }

@@ -17,6 +17,8 @@ SIZES = (3, 1, 4, 2)
 STARTS = [sum(SIZES[:i]) + 2 * i for i in range(len(SIZES))]
 TOTAL = sum(SIZES) + 2 * len(SIZES)
 
+AS_MADE: list[dict[str, Any]] = [{}]
+"""Numbers of the only group: those that the optimizer was made with."""
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.3),
     "amsgrad": lambda ps: optim.Adam(ps, lr=0.1, amsgrad=True),
@@ -63,7 +65,7 @@ def test_equals_torch_on_single_parameters(name: str, absent: list[set[int]], sa
         for i, (single, gradient) in enumerate(zip(singles, gradients, strict=True)):
             single.grad = None if i in missing else gradient.clone()
         truth.step()
-        flat.step(flat_of(gradients) * 8.0, 8.0, 1.0, ranges(missing))
+        flat.step(flat_of(gradients) * 8.0, 8.0, AS_MADE, ranges(missing))
         torch.testing.assert_close(master, flat_of([s.detach() for s in singles]), rtol=1e-12, atol=1e-14)
         if step == saved:
             flat = reloaded(flat, master, shape)
@@ -87,8 +89,8 @@ def reloaded(old: FlatOptimizer, master: Tensor, make: Any) -> FlatOptimizer:
 def test_a_split_segment_stays_a_view() -> None:
     master = torch.zeros(8)
     flat = FlatOptimizer(master, from_policy(OptimizerPolicy(type="adamw", lr=1.0)), 0)
-    flat.step(torch.ones(8), 1.0, 1.0)
-    flat.step(torch.ones(8), 1.0, 1.0, [(2, 5)])
+    flat.step(torch.ones(8), 1.0, AS_MADE)
+    flat.step(torch.ones(8), 1.0, AS_MADE, [(2, 5)])
     assert [(row.start, row.stop, row.scalars["step"]) for row in flat.scalars()] == [
         (0, 2, 2.0),
         (2, 5, 1.0),
@@ -101,7 +103,7 @@ def test_a_split_segment_stays_a_view() -> None:
     ]
     assert master[:2].tolist() == master[5:7].tolist() != master[2:4].tolist()
     # A range across several segments, and one that is there already.
-    flat.step(torch.ones(8), 1.0, 1.0, [(1, 6), (2, 5)])
+    flat.step(torch.ones(8), 1.0, AS_MADE, [(1, 6), (2, 5)])
     assert [(row.start, row.stop, row.scalars["step"]) for row in flat.scalars()] == [
         (0, 1, 3.0),
         (1, 2, 2.0),
@@ -114,19 +116,19 @@ def test_a_split_segment_stays_a_view() -> None:
 def test_state_of_one_element_is_told_from_single_numbers() -> None:
     """A segment of one element: its moments have as many elements as its step count."""
     flat = FlatOptimizer(torch.zeros(3), from_torch(optim.NAdam([torch.zeros(1)])), 0)
-    flat.step(torch.ones(3), 1.0, 1.0, [(1, 2)])
-    flat.step(torch.ones(3), 1.0, 1.0, [(0, 1)])
+    flat.step(torch.ones(3), 1.0, AS_MADE, [(1, 2)])
+    flat.step(torch.ones(3), 1.0, AS_MADE, [(0, 1)])
     assert {label for label, *_ in flat.moments()} == {"exp_avg", "exp_avg_sq"}
     assert all(set(row.scalars) == {"step", "mu_product"} for row in flat.scalars())
 
 
-def test_learning_rate_is_the_top_times_the_factor() -> None:
+def test_each_step_works_with_the_numbers_it_is_given() -> None:
     master = torch.zeros(2)
     flat = FlatOptimizer(master, from_policy(OptimizerPolicy(type="sgd", lr=0.5)), 0)
-    flat.step(torch.ones(2), 1.0, 0.5)
-    assert flat.lr == 0.25 and flat.top_lr == 0.5
-    flat.step(torch.ones(2), 1.0, 1.0)
-    assert flat.lr == 0.5 and master.tolist() == [-0.75, -0.75]
+    flat.step(torch.ones(2), 1.0, [{"lr": 0.25}])
+    assert master.tolist() == [-0.25, -0.25]
+    flat.step(torch.ones(2), 1.0, [{"lr": 0.5}])
+    assert master.tolist() == [-0.75, -0.75]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
@@ -138,7 +140,7 @@ def test_divisor_is_applied_once(kind: Any, dtype: torch.dtype) -> None:
         master = torch.ones(64, dtype=dtype)
         flat = FlatOptimizer(master, from_policy(policy), 0)
         for _ in range(2):
-            flat.step(torch.linspace(0.1, 1, 64, dtype=dtype) * divisor, divisor, 1.0)
+            flat.step(torch.linspace(0.1, 1, 64, dtype=dtype) * divisor, divisor, AS_MADE)
         results.append(master)
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=0)
 
@@ -146,7 +148,7 @@ def test_divisor_is_applied_once(kind: Any, dtype: torch.dtype) -> None:
 def test_gradients_of_another_dtype() -> None:
     master = torch.zeros(4)
     FlatOptimizer(master, from_policy(OptimizerPolicy(type="sgd", lr=1.0)), 0).step(
-        torch.ones(4, dtype=torch.bfloat16), 2.0, 1.0
+        torch.ones(4, dtype=torch.bfloat16), 2.0, AS_MADE
     )
     assert master.tolist() == [-0.5] * 4
 
@@ -160,7 +162,7 @@ def test_moments_are_known_before_the_first_step() -> None:
 def test_state_bytes() -> None:
     flat = FlatOptimizer(torch.zeros(10), from_policy(OptimizerPolicy()), 0)
     assert flat.state_bytes == 0
-    flat.step(torch.ones(10), 1.0, 1.0)
+    flat.step(torch.ones(10), 1.0, AS_MADE)
     assert flat.state_bytes == 2 * 10 * 4
 
 

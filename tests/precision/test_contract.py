@@ -159,7 +159,7 @@ def sums_are_wide(world: World) -> None:
                 stage,
                 {"compute": "bf16", "grad": grad},
                 batch={"accumulation": 16},
-                optimizer={"type": "sgd", "lr": 0.0},
+                optimizer={"type": "sgd", "lr": 1e-9},
             )
             for i in range(16):
                 engine.backward(engine(torch.full((4,), 256.0 if i == 0 else 1.0)))

@@ -5,6 +5,8 @@
 The user's number is the global one; the others follow and are printed.
 """
 
+from typing import Literal
+
 from pydantic import NonNegativeInt, PositiveInt
 
 from shardwise.observe.early_stop import EarlyStopPolicy
@@ -21,6 +23,9 @@ class BatchPolicy(Policy):
     """Samples per rank and forward pass."""
     accumulation: PositiveInt | None = None
     """Microbatches per optimizer step; follows from the other two where both are given."""
+    equal: Literal["refuse", "allow"] = "refuse"
+    """What to do where two data-parallel ranks are given the same batches in the first step: an error, as with a
+    DataLoader that every rank iterates by itself, or ``allow`` where that is meant."""
 
     def derived(self, dp: int) -> "BatchPolicy":
         """All three numbers on ``dp`` data-parallel ranks, as far as they are determined.
@@ -48,7 +53,9 @@ class BatchPolicy(Policy):
         accumulation = accumulation or 1
         if micro is not None and total is None:
             total = micro * accumulation * dp
-        return BatchPolicy(global_size=total, micro_size=micro, accumulation=accumulation)
+        return self.model_copy(
+            update={"global_size": total, "micro_size": micro, "accumulation": accumulation}
+        )
 
 
 class TrainPolicy(Policy):

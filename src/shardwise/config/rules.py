@@ -83,6 +83,11 @@ RULES = (
         ),
     ),
     Rule(
+        "learning rate",
+        lambda c: c.optimizer.lr > 0 or any(group.lr for group in c.optimizer.groups),
+        lambda c: "optimizer: lr is 0 for every group, so no weight would ever move; give an lr above 0",
+    ),
+    Rule(
         "momentum",
         lambda c: c.optimizer.type == "sgd" or (c.optimizer.momentum == 0 and not c.optimizer.nesterov),
         lambda c: f"optimizer: momentum and nesterov belong to sgd, not to {c.optimizer.type}; use betas",

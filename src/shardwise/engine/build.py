@@ -42,6 +42,7 @@ from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
 from shardwise.models.initial import Rule
 from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moments_of
+from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings, absent
@@ -77,8 +78,9 @@ def initialize(
 
     config     a path (YAML, JSON), a dictionary, or a RunConfig
     loss       function of (model, batch) that returns the loss; left out, the model returns it
-    optimizer  a torch optimizer on the model's parameters, or a callable that makes one; its class and groups are
-               rebuilt on the shards. Left out, ``config.optimizer``
+    optimizer  a torch optimizer on the model's parameters, or a callable that makes one; its class is rebuilt on the
+               shards, and lr, betas, momentum, weight decay are read from its ``param_groups`` before every step, so
+               that any scheduler of torch or transformers on it works. Left out, ``config.optimizer``
     elementwise  says of an unknown optimizer class that it treats each element alone
     initial    start rule per parameter name, for a model on ``meta``
     world      from ``comm.world.join``; left out, found in the environment
@@ -141,8 +143,8 @@ class _Recipe(NamedTuple):
     """Optimizer group of a parameter, by name."""
     moments: tuple[str, ...]
     """Names of the moments, where they are known before the first step."""
-    top_lr: float
-    """Learning rate of the first group."""
+    groups: OptimizerGroups
+    """Where the numbers of its groups come from, step by step."""
 
     def optimizer_of(self, bucket: BucketState) -> FlatOptimizer:
         """That of one bucket."""
@@ -155,17 +157,18 @@ def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elemen
         given = given(model.parameters())
     if given is None:
         policy = settings.optimizer
-        return _Recipe(from_policy(policy), policy.group_of, moments_of(policy), policy.lr)
+        groups = OptimizerGroups(policy, settings.schedule)
+        return _Recipe(from_policy(policy), policy.group_of, moments_of(policy), groups)
     if "optimizer" in settings.model_fields_set:
         raise ConfigError(
             "optimizer: given in the configuration and as an argument of initialize(); keep one"
         )
-    groups = {id(p): i for i, group in enumerate(given.param_groups) for p in group["params"]}
+    group_of = {id(p): i for i, group in enumerate(given.param_groups) for p in group["params"]}
     by_name: dict[str, int] = {}
     missing = []
     for name, parameter in model.named_parameters():
-        if id(parameter) in groups:
-            by_name[name] = groups[id(parameter)]
+        if id(parameter) in group_of:
+            by_name[name] = group_of[id(parameter)]
         elif parameter.requires_grad:
             missing.append(name)
     if missing:
@@ -173,8 +176,8 @@ def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elemen
             f"optimizer: {len(missing)} trained parameters are not in it: {', '.join(missing[:5])}; give it all of "
             "them, or set requires_grad = False on those that shall not train"
         )
-    top_lr = float(given.param_groups[0]["lr"])
-    return _Recipe(from_torch(given, elementwise), by_name.__getitem__, (), top_lr)
+    groups = OptimizerGroups(settings.optimizer, settings.schedule, given)
+    return _Recipe(from_torch(given, elementwise), by_name.__getitem__, (), groups)
 
 
 # The whole model ---------------------------------------------------------------------------------------------------
@@ -394,7 +397,7 @@ def _parts(model: nn.Module, site: _Site, recipe: _Recipe, share: _Share, stages
         traffic=site.traffic,
         loss_scale=loss_scale,
         accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
-        top_lr=recipe.top_lr,
+        optimizer_groups=recipe.groups,
         replay=share.replay,
         number=world.next_engine(),
     )

@@ -29,12 +29,14 @@ from shardwise.config.run import RunConfig
 from shardwise.data.loader import Loader
 from shardwise.engine import saving, state
 from shardwise.engine.ahead import Ahead
+from shardwise.engine.alike import check_alike, loss_tolerance
+from shardwise.engine.fingerprint import Fingerprint
 from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import first_non_finite
 from shardwise.engine.parts import Parts
-from shardwise.engine.step import StepResult, Totals, exchange, gradient_norm, update
+from shardwise.engine.step import Local, StepResult, Totals, exchange, gradient_norm, update
 from shardwise.observe.lanes_picture import Lanes
-from shardwise.optim.schedule import factor
+from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
@@ -69,6 +71,8 @@ class Engine:
         """Resolved configuration."""
         self.step_count = 0
         """Optimizer steps done."""
+        self.applied_steps = 0
+        """Of them those that were not skipped: what the schedule counts."""
         self.on_step: list[OnStep] = list(on_step)
         """Called with (engine, result) after every optimizer step."""
         self._parts = parts
@@ -76,6 +80,9 @@ class Engine:
         self._pipeline = pipeline
         self._accumulation = parts.accumulation
         self._pending: Any = None
+        self._first_batches: Fingerprint | None = Fingerprint()
+        self._passes: list[Any] = []
+        self._loss_tolerance = loss_tolerance(parts, config)
         self._told_of_depth = False
 
     # Training --------------------------------------------------------------------------------------------------
@@ -95,7 +102,10 @@ class Engine:
                 f"engine(batch): {self._accumulation.microbatches} microbatches have run; call engine.step() after "
                 "each backward"
             )
-        self._pending = (args, kwargs)
+        if torch.is_grad_enabled():
+            self._pending = (args, kwargs)
+            if self._first_batches is not None:
+                self._passes.append(self._pending)
         with self._at((args, kwargs), self._accumulation.done):
             if len(args) == 1 and not kwargs:
                 return call_model(self.module, self._loss, args[0], self._parts.device)
@@ -114,6 +124,12 @@ class Engine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"backward: expected a loss of one number, given {shape}; take its mean or sum")
+        if not loss.requires_grad:
+            raise UsageError(
+                "backward: the loss has no graph: it was computed under torch.no_grad(), detached, or from nothing "
+                "that trains; return the tensor that the model computed (a rank without data runs any batch with "
+                "weight 0)"
+            )
         if self._accumulation.is_complete:
             raise UsageError("backward: the step's microbatches are complete; call engine.step() first")
         if self._accumulation.done == 0:
@@ -127,7 +143,14 @@ class Engine:
                 lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             )
         executor.mark_gradients()
+        self._note(self._passes, weight)
         self._accumulation.count(loss, weight)
+
+    def _note(self, batches: Sequence[Any], weight: float | None) -> None:
+        """What went into a microbatch of the first step: several forward passes may make a loss."""
+        if self._first_batches is not None and weight != 0 and self._parts.world.size > 1:
+            self._first_batches.add(batches)
+        self._passes = []
 
     def step(self) -> StepResult | None:
         """At the accumulation boundary: update the weights; before it, do nothing and return None."""
@@ -138,31 +161,38 @@ class Engine:
                 )
             return None
         parts = self._parts
+        step = self._accumulation
+        batches = None if self._first_batches is None else self._first_batches.value
         with self.discard_on_error():
             for executor in parts.executors:
                 executor.unmark_gradients(at_step=True)
-        flags = float(self._stop_wanted)
-        local = (self._accumulation.weight, float(self._accumulation.loss), flags)
-        with self.discard_on_error():
+            rates = parts.optimizer_groups.rates(self.applied_steps)
+            local = Local(step.weight, float(step.loss), float(self._stop_wanted), mark_of(rates), batches)
             totals = exchange(parts, local)
-        scale = self._accumulation.scale
-        norm = gradient_norm(totals, scale)
-        finite = math.isfinite(norm)
-        if not finite:
-            self._explain_overflow()
-        lr_factor = factor(self.config.schedule, self.step_count)
+            scale = step.scale
+            norm = gradient_norm(totals, scale)
+            finite = math.isfinite(norm)
+            check_alike(totals, self.config.batch.equal, finite, self._loss_tolerance)
+        self._first_batches = None
+        if not finite or math.isnan(totals.loss):
+            self._explain_overflow(finite)
+        lr = float(rates[0]["lr"])
         if finite and totals.weight:
             divisor = totals.weight * scale
-            update(parts, totals, divisor, norm, self.config.clip, lr_factor)
+            factor = parts.optimizer_groups.tables_factor(self.applied_steps)
+            update(parts, totals, divisor, norm, self.config.clip, rates, factor)
         else:
             parts.tables.drop()
+        if finite:
+            self.applied_steps += 1
+            parts.optimizer_groups.note_step()
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
         if totals.orders_agree:
             for executor in parts.executors:
                 executor.adopt_order()
         self._stop_seen = totals.flags > 0
-        return self._close_step(totals, norm, lr_factor, skipped=not finite)
+        return self._close_step(totals, norm, lr, skipped=not finite)
 
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
         """All microbatches of one optimizer step. ``weights``: as ``backward``'s, one per microbatch.
@@ -178,6 +208,8 @@ class Engine:
         if weights is not None and len(weights) != len(batches):
             raise UsageError(f"train_step: given {len(batches)} microbatches but {len(weights)} weights")
         if self._pipeline is not None:
+            for i, batch in enumerate(batches):
+                self._note([batch], None if weights is None else weights[i])
             return self._pipeline.train_step(self, batches, weights)
         result = None
         with self.discard_on_error():
@@ -217,13 +249,12 @@ class Engine:
         self._told_of_depth = True
         return 0
 
-    def _close_step(self, totals: Totals, norm: float, lr_factor: float, skipped: bool) -> StepResult:
+    def _close_step(self, totals: Totals, norm: float, lr: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
             bucket.forget_gradients()
         self._parts.shared.reset()
         self.step_count += 1
         loss = totals.loss / totals.weight if totals.weight else 0.0
-        lr = self._parts.top_lr * lr_factor
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped)
         self._accumulation.clear()
         self._parts.clock.steps_done += 1
@@ -231,14 +262,17 @@ class Engine:
             callback(self, result)
         return result
 
-    def _explain_overflow(self) -> None:
-        """A non-finite gradient: fine while the loss scale can fall, else the end."""
+    def _explain_overflow(self, is_loss_alone: bool) -> None:
+        """A non-finite gradient: fine while the loss scale can fall, else the end. A NaN loss of finite gradients
+        (``is_loss_alone``) is the end always: it would not move the weights in whatever is NaN, step after step."""
         scale = self._parts.loss_scale
-        if scale is not None and not scale.at_floor:
+        if not is_loss_alone and scale is not None and not scale.at_floor:
             return
         where = first_non_finite(self, self._pending)
         self.discard()
         what = f"the loss scale is at its floor {scale.policy.floor}" if scale else "gradients are not finite"
+        if is_loss_alone:
+            what = "the loss is nan while every gradient is finite, so what is nan in it trains no weight"
         raise NonFiniteError(
             f"step {self.step_count + 1}: {what}; {where}. The weights are those of step {self.step_count}. "
             "Look at the data of this step, lower the learning rate, clip gradients, or widen precision.compute"
@@ -360,7 +394,7 @@ class Engine:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self._parts.top_lr * factor(self.config.schedule, self.step_count)
+        return float(self._parts.optimizer_groups.rates(self.applied_steps)[0]["lr"])
 
     @property
     def weight_reference(self) -> float:
@@ -493,6 +527,8 @@ class Engine:
     def discard(self) -> None:
         """Drop the microbatches of this step and their gradients, as ``zero_grad()`` does in a plain loop; all ranks
         alike."""
+        if self._first_batches is not None:
+            self._first_batches, self._passes = Fingerprint(), []
         for executor in self._parts.executors:
             executor.abandon()
         self._parts.shared.reset()

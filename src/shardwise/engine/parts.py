@@ -20,6 +20,7 @@ from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
 from shardwise.engine.tables import Tables
 from shardwise.memory.replay import Place, Replay
+from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import Strategy
 from shardwise.plan.mesh import Mesh
@@ -66,8 +67,8 @@ class Parts:
     """Only under fp16."""
     accumulation: Accumulation
     """The microbatches of the running step."""
-    top_lr: float
-    """Learning rate of the first optimizer group, before the schedule."""
+    optimizer_groups: OptimizerGroups
+    """Where lr, betas, momentum and their like come from, step by step."""
     replay: Replay
     """The microbatch that random numbers are drawn for."""
     number: int = 0

@@ -56,6 +56,8 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
     common, stateless, labels = _agree_on_scalars(engine, parts)
     state = {
         "step": engine.step_count,
+        "applied": engine.applied_steps,
+        "groups": parts.optimizer_groups.state(),
         "reference": parts.accumulation.reference,
         "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
         "optimizer": {"common": common[0], "exceptions": common[1]},
@@ -306,6 +308,8 @@ def _restore(
     moments: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     engine.step_count = int(state.get("step", manifest.step))
+    engine.applied_steps = int(state.get("applied", engine.step_count))
+    parts.optimizer_groups.load_state(state.get("groups"))
     parts.accumulation.reference = float(state.get("reference", 0.0))
     if parts.loss_scale is not None and state.get("loss_scale"):
         parts.loss_scale.load_state(state["loss_scale"])

@@ -3,8 +3,9 @@
     1  every gradient has arrived where its master lies                       (REDUCE, started in the backward pass),
        and what model-parallel ranks hold in common is summed                 (engine/shared.py)
     2  one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units, a
-       hash of the collectives so far                                         (ranks that differ in it stop here);
-       a second one over the ranks that share a model
+       hash of the collectives so far                                         (ranks that differ in it stop here),
+       one of learning rates and their like, of the batches in the first step;
+       a second one over the ranks that share a model, who also compare the losses that they report
     3  all ranks decide alike: scale, clip, or skip
     4  STEP, Unit by Unit: update masters and moments, round into the weights; then the rows of tables
     5  UNSHARD what is kept whole but updated in pieces                       (stages 1 and 2)
@@ -15,8 +16,8 @@ Gradients are sums over ranks and microbatches; they are scaled once, by the glo
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,20 @@ class Trained(NamedTuple):
     optimizer: FlatOptimizer
 
 
+class Local(NamedTuple):
+    """What this rank brings to the end of a step."""
+
+    weight: float
+    """Σ w_i of its microbatches."""
+    loss: float
+    """Σ w_i loss_i."""
+    flags: float
+    rates: int
+    """20 bits of the numbers that its optimizer groups work with (``optim.groups.mark_of``)."""
+    batches: int | None
+    """In a process's first step the fingerprint of its batches (0: none); later None."""
+
+
 class Totals(NamedTuple):
     """What the one small all-reduce brings."""
 
@@ -65,6 +80,13 @@ class Totals(NamedTuple):
     used: list[bool]
     orders_agree: bool
     flags: int
+    rates_agree: bool = True
+    batches: tuple[int, ...] = ()
+    """Fingerprints of the first step's batches, by data-parallel rank."""
+    batches_agree: bool = True
+    """Whether the ranks that share a model were given the same batches."""
+    loss_spread: float = 0.0
+    """Standard deviation of the mean loss over the ranks of one model that report it."""
 
 
 def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> None:
@@ -74,11 +96,8 @@ def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> No
     shared.sum()
 
 
-def exchange(parts: "Parts", local: Sequence[float]) -> Totals:
-    """Sum over the data-parallel ranks, then over those that share a model.
-
-    ``local``: (weight, weighted loss, flags) of this rank.
-    """
+def exchange(parts: "Parts", local: Local) -> Totals:
+    """Sum over the data-parallel ranks, then over those that share a model."""
     trained, shared, executors, both = parts.trained, parts.shared, parts.executors, parts.both
     finish_reductions(trained, shared)
     squares = parts.tables.square_sum()
@@ -92,9 +111,12 @@ def exchange(parts: "Parts", local: Sequence[float]) -> Totals:
         used += map(float, bucket.used)
     order = float(sum(executor.order_hash for executor in executors) % (1 << 20))
     sequence = float(both.traffic.sequence >> 12)
-    own = torch.tensor(
-        [*local, order, order * order, sequence, sequence * sequence, *used], dtype=torch.float64
-    )
+    rates = float(local.rates)
+    pairs = (order, order * order, sequence, sequence * sequence, rates, rates * rates)
+    seats = [0.0] * (0 if local.batches is None else both.size)
+    if seats:
+        seats[both.index] = float(local.batches or 0)
+    own = torch.tensor([local.weight, local.loss, local.flags, *pairs, *seats, *used], dtype=torch.float64)
     on_device: Tensor = torch.cat([squares.reshape(1), own]).to(parts.device)
     both.all_reduce(on_device, "the gradient norm", purpose="control").wait()
     total = on_device.tolist()
@@ -110,25 +132,49 @@ def exchange(parts: "Parts", local: Sequence[float]) -> Totals:
         weight=total[1],
         loss=total[2],
         squares=total[0],
-        used=[count > 0 for count in total[8:]],
+        used=[count > 0 for count in total[10 + len(seats) :]],
         orders_agree=_agree(both.size, total[4], total[5]),
         flags=int(total[3]),
+        rates_agree=_agree(both.size, total[8], total[9]),
+        batches=tuple(map(int, total[10 : 10 + len(seats)])),
     )
-    model = parts.groups["model"]
-    return totals if model.size == 1 else _over_model(totals, model, parts.speaks, parts.device)
+    if parts.groups["model"].size == 1:
+        return totals
+    return _over_model(
+        totals, local, parts.groups["model"], (parts.speaks, parts.has_last_stage), parts.device
+    )
 
 
-def _over_model(totals: Totals, model: Group, speaks: bool, device: torch.device) -> Totals:
-    """What differs between the ranks that share a model: each holds some of the gradients, one stage the loss."""
+def _over_model(
+    totals: Totals, local: Local, model: Group, says: tuple[bool, bool], device: torch.device
+) -> Totals:
+    """What differs between the ranks that share a model: each holds some of the gradients, the last stage's the loss.
+
+    ``says``: whether this rank brings the loss, and whether it knows it. What must be equal travels as (x, x²).
+    """
+    speaks, knows = says
+    mean = totals.loss / totals.weight if knows and totals.weight else 0.0
+    batches, rates = float((local.batches or 0) % (1 << 20)), float(local.rates)
     vector = torch.tensor(
-        [totals.squares, totals.weight * speaks, totals.loss * speaks, totals.flags, not totals.orders_agree],
+        [
+            *(totals.squares, totals.weight * speaks, totals.loss * speaks, totals.flags),
+            *(not totals.orders_agree, not totals.rates_agree),
+            *(knows, mean, mean * mean, rates, rates * rates, batches, batches * batches),
+        ],
         dtype=torch.float64,
         device=device,
     )
     model.all_reduce(vector, "the gradient norm over the model", purpose="control").wait()
-    squares, weight, loss, flags, disagreements = vector.tolist()
+    squares, weight, loss, flags, disorders, departures, reports, *sums = vector.tolist()
     return totals._replace(
-        squares=squares, weight=weight, loss=loss, flags=int(flags), orders_agree=disagreements == 0
+        squares=squares,
+        weight=weight,
+        loss=loss,
+        flags=int(flags),
+        orders_agree=disorders == 0,
+        rates_agree=departures == 0 and _agree(model.size, sums[2], sums[3]),
+        batches_agree=_agree(model.size, sums[4], sums[5]),
+        loss_spread=math.sqrt(max(sums[1] / reports - (sums[0] / reports) ** 2, 0.0)),
     )
 
 
@@ -145,19 +191,25 @@ def gradient_norm(totals: Totals, scale: float) -> float:
 
 
 def update(
-    parts: "Parts", totals: Totals, divisor: float, norm: float, max_norm: float | None, lr_factor: float
+    parts: "Parts",
+    totals: Totals,
+    divisor: float,
+    norm: float,
+    max_norm: float | None,
+    rates: Sequence[Mapping[str, Any]],
+    tables_factor: float,
 ) -> None:
-    """STEP for every bucket and every table, then the gathers of updated weights."""
+    """STEP for every bucket and every table, then the gathers of updated weights. ``rates``: by optimizer group."""
     divisor = divisor / clip_factor(norm, max_norm)
     place = 0
     gathers = []
     for bucket, optimizer in parts.trained:
         used = totals.used[place : place + len(bucket.parameters)]
         place += len(bucket.parameters)
-        optimizer.step(bucket.owned_grad, divisor, lr_factor, unused_ranges(bucket, used))
+        optimizer.step(bucket.owned_grad, divisor, rates, unused_ranges(bucket, used))
         bucket.publish()
         gathers.append(bucket.gather_update())
-    parts.tables.step(lr_factor, divisor)
+    parts.tables.step(tables_factor, divisor)
     for gather in gathers:
         gather.wait()
 

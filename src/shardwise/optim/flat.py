@@ -105,21 +105,25 @@ class FlatOptimizer:
     def __init__(self, master: Tensor, make: Make, group: int):
         self._segments = [Segment(0, master.numel(), master.detach())]
         self._optimizer = make([self._segments[0].leaf], group)
-        self._top_lr = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._group = group
         self._divides = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False)) and (
             master.dtype == torch.float32
         )
 
     def step(
-        self, grad: Tensor, divisor: float, lr_factor: float, unused: Sequence[tuple[int, int]] = ()
+        self,
+        grad: Tensor,
+        divisor: float,
+        rates: Sequence[Mapping[str, Any]],
+        unused: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Update from ``grad / divisor`` (flat, as the master); ``unused`` ranges are skipped. ``grad`` is spent."""
+        """Update from ``grad / divisor`` (flat, as the master) with the numbers of this bucket's group in ``rates``
+        (groups.py); ``unused`` ranges are skipped. ``grad`` is spent."""
         for start, stop in unused:
             self._split_around(start, stop)
         if grad.dtype != self._segments[0].leaf.dtype:
             grad = grad.to(self._segments[0].leaf.dtype)
-        for group, top in zip(self._optimizer.param_groups, self._top_lr, strict=True):
-            group["lr"] = top * lr_factor
+        self._optimizer.param_groups[0].update(rates[self._group])
         if self._divides and divisor != 1.0:
             self._optimizer.grad_scale = torch.tensor(divisor, device=grad.device)  # type: ignore[attr-defined]
             self._optimizer.found_inf = torch.zeros((), device=grad.device)  # type: ignore[attr-defined]
@@ -133,16 +137,6 @@ class FlatOptimizer:
             segment.leaf.grad = None
         if self._divides:
             self._optimizer.grad_scale = self._optimizer.found_inf = None  # type: ignore[attr-defined]
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the last step (of the first group)."""
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    @property
-    def top_lr(self) -> float:
-        """Learning rate that the schedule multiplies."""
-        return self._top_lr[0]
 
     @property
     def state_bytes(self) -> int:

@@ -134,7 +134,7 @@ def bytes_of(world: Any, stage: int, grad: str) -> tuple[float, float, bool]:
     before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
     config = {"zero": {"stage": stage}, "precision": {"compute": "bf16", "grad": grad}}
     engine = shardwise.initialize(model, config, world=world)
-    engine.train_step([torch.randn(2, 192)])
+    engine.train_step([torch.randn(2, 192) + world.rank])
     kept, planned = sum(engine.state_bytes().values()), sum(engine.plan.bytes_per_rank().values())
     first_weights_are_gone = all(storage.expired() for storage in before)
     engine.close()

@@ -1,0 +1,128 @@
+"""Where the numbers of an optimizer's groups come from: lr, betas, momentum, weight decay, eps.
+
+    the configuration      the options of ``optimizer:``, lr by ``schedule:``
+    a user's optimizer     what stands in its ``param_groups`` when a step begins. A scheduler of torch or transformers
+                           holds that object and writes there; so does ``optimizer.param_groups[0]["lr"] = x``.
+
+The update itself is the flat optimizers' (flat.py); the user's object lends its class and its numbers and never steps.
+Its numbers are part of a checkpoint and come back into it, as with ``optimizer.load_state_dict``.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, optim
+
+from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
+from shardwise.optim.schedule import factor, rates
+from shardwise.plan.errors import MismatchError, UsageError
+
+_MARK_BITS = 20
+
+
+class OptimizerGroups:
+    """See the module's docstring."""
+
+    def __init__(
+        self, policy: OptimizerPolicy, schedule: SchedulePolicy, given: optim.Optimizer | None = None
+    ) -> None:
+        self.given = given
+        """The user's optimizer, if one was given."""
+        self._options = policy.options()
+        self._schedule = schedule
+        self._first_lr = 0.0 if given is None else float(given.param_groups[0]["lr"])
+        self._count = len(self._options if given is None else given.param_groups)
+
+    def rates(self, applied: int) -> list[dict[str, Any]]:
+        """What each group works with in the step after ``applied`` ones.
+
+        Errors: UsageError where two schedules meet, where groups were added, and where nothing would ever move.
+        """
+        if self.given is None:
+            return rates(self._schedule, self._options, applied)
+        groups = self.given.param_groups
+        if len(groups) != self._count:
+            raise UsageError(
+                f"optimizer: it has {len(groups)} groups now and had {self._count} in initialize(); give it all groups "
+                "before initialize()"
+            )
+        is_scheduled = any("initial_lr" in group for group in groups)
+        if is_scheduled and (self._schedule.type != "constant" or self._schedule.warmup_steps):
+            raise UsageError(
+                "schedule: the configuration has one and the given optimizer has a scheduler of its own (its groups "
+                "carry initial_lr); both would multiply the learning rate, keep one"
+            )
+        if not is_scheduled and not any(float(group["lr"]) for group in groups):
+            raise UsageError(
+                "optimizer: the learning rate of every group is 0 and no scheduler is attached that could raise it, so "
+                "no weight would ever move; give the optimizer a learning rate above 0"
+            )
+        return rates(self._schedule, groups, applied)
+
+    def tables_factor(self, applied: int) -> float:
+        """What the learning rates of embedding tables are multiplied by: the schedule's factor; with a user's optimizer
+        the lr of its first group as a part of its top (``max_lr``, else ``initial_lr``, else the lr that it came with).
+        """
+        part = factor(self._schedule, applied)
+        if self.given is None:
+            return part
+        first = self.given.param_groups[0]
+        top = float(first.get("max_lr", first.get("initial_lr", self._first_lr)))
+        return part * float(first["lr"]) / top if top else part
+
+    def note_step(self) -> None:
+        """A step was applied. torch's schedulers warn where they step first, by this mark of their own."""
+        if self.given is not None:
+            self.given._opt_called = True  # type: ignore[attr-defined]
+
+    def state(self) -> list[dict[str, Any]] | None:
+        """The numbers in the given optimizer's groups, as JSON; None without one."""
+        if self.given is None:
+            return None
+        return [
+            {key: _plain(value) for key, value in group.items() if key != "params" and _is_number(value)}
+            for group in self.given.param_groups
+        ]
+
+    def load_state(self, state: Sequence[Mapping[str, Any]] | None) -> None:
+        """Write saved numbers into the given optimizer's groups. Errors: MismatchError where the groups are others."""
+        if self.given is None or state is None:
+            return
+        groups = self.given.param_groups
+        if len(state) != len(groups):
+            raise MismatchError(
+                f"optimizer: the step was saved with {len(state)} groups, the one given now has {len(groups)}; give "
+                "the groups it was saved with, or load(..., weights_only=True)"
+            )
+        for group, saved in zip(groups, state, strict=True):
+            for key, value in saved.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def mark_of(rates_of_groups: Sequence[Mapping[str, Any]]) -> int:
+    """20 bits that tell whether ranks work with the same numbers: a scheduler fed with a rank's own loss parts them."""
+    numbers = [
+        sorted((key, _plain(value)) for key, value in group.items() if _is_number(value))
+        for group in rates_of_groups
+    ]
+    return zlib.crc32(repr(numbers).encode()) % (1 << _MARK_BITS)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_number(each) for each in value)
+    return (
+        value is None
+        or isinstance(value, bool | int | float)
+        or (isinstance(value, Tensor) and value.numel() == 1)
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return float(value) if isinstance(value, Tensor) else value
