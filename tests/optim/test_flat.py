@@ -30,6 +30,53 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+class Counting(optim.Optimizer):
+    """Keeps its count beside the weights, as fused and capturable optimizers do, and numbers of other kinds."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("step", torch.zeros((), dtype=torch.int32, device=p.device))
+                    state.setdefault("decay", torch.ones((), dtype=torch.float64))
+                    state.setdefault("calls", 0)
+                    state.setdefault("average", torch.zeros_like(p))
+                    state["step"] += 1
+                    state["calls"] += 1
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+def kinds_of(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {
+            label: (value.device, value.dtype, value.dim()) if isinstance(value, Tensor) else type(value)
+            for label, value in state.items()
+        }
+        for state in optimizer.state.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((name, "cpu") for name in sorted(OPTIMIZERS)), ("counting", "cpu"), ("counting", "meta")],
+)
+def test_state_after_a_load_is_of_the_kind_of_the_state_before(name: str, device: str) -> None:
+    """A fused Adam whose count came back in host memory read it through a device's pointer and took the process along;
+    "meta" stands for the device here."""
+    make = OPTIMIZERS.get(name, lambda ps: Counting(ps))
+    flat = FlatOptimizer(torch.zeros(TOTAL, device=device), lambda leaves, group: make(leaves), 0)
+    flat.step(torch.ones(TOTAL, device=device), 1.0, AS_MADE)
+    before = kinds_of(flat._optimizer)
+    moments = {label: tensor for label, _, _, tensor in flat.moments()}
+    scalars = dict.fromkeys((label for label, kind in before[0].items() if label not in moments), 3.0)
+    flat.restore(moments, [(TOTAL, scalars)])
+    assert kinds_of(flat._optimizer) == before
+
+
 def flat_of(parts: list[Tensor]) -> Tensor:
     flat = torch.zeros(TOTAL, dtype=torch.float64)
     for start, part in zip(STARTS, parts, strict=True):

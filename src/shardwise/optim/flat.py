@@ -106,6 +106,7 @@ class FlatOptimizer:
         self._segments = [Segment(0, master.numel(), master.detach())]
         self._optimizer = make([self._segments[0].leaf], group)
         self._group = group
+        self._remake = lambda leaf: make([leaf], group)
         self._divides = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False)) and (
             master.dtype == torch.float32
         )
@@ -179,17 +180,27 @@ class FlatOptimizer:
             merged.append((stop, scalars))
         merged[-1] = (elements, merged[-1][1])
         self._optimizer.state.clear()
+        kinds = self._scalar_kinds(whole)
         self._segments, start = [], 0
         for stop, scalars in merged:
             leaf = whole[start:stop].detach()
             self._segments.append(Segment(start, stop, leaf))
             if scalars is not None:
-                state: dict[str, Any] = {label: torch.tensor(value) for label, value in scalars.items()}
+                state = {label: _like(kinds.get(label), value) for label, value in scalars.items()}
                 self._optimizer.state[leaf] = state | {
                     label: flat[start:stop] for label, flat in moments.items()
                 }
             start = stop
         self._optimizer.param_groups[0]["params"] = [segment.leaf for segment in self._segments]
+
+    def _scalar_kinds(self, whole: Tensor) -> dict[str, Any]:
+        """Its single numbers as the optimizer itself makes them, from a step on one element. A fused or capturable one
+        keeps its step count beside the weights: a count in host memory would be read through a device's pointer."""
+        probe = torch.zeros(1, dtype=whole.dtype, device=whole.device)
+        probe.grad = torch.zeros_like(probe)
+        optimizer = self._remake(probe)
+        optimizer.step()
+        return dict(optimizer.state.get(probe, {}))
 
     def _split_around(self, start: int, stop: int) -> None:
         """Make [start, stop) a segment of its own. [Note: segments]"""
@@ -209,6 +220,13 @@ class FlatOptimizer:
         for first, last, _ in self._segments:  # the range spans segments that were split before
             if start < last and first < stop:
                 self._split_around(max(start, first), min(stop, last))
+
+
+def _like(kind: Any, value: float) -> Any:
+    """``value`` as a number or a tensor of the kind of ``kind``."""
+    if isinstance(kind, Tensor):
+        return torch.tensor(value, dtype=kind.dtype, device=kind.device).reshape(kind.shape)
+    return torch.tensor(value) if kind is None else type(kind)(value)
 
 
 def _cut_state(state: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
