@@ -1,11 +1,17 @@
 """All ranks go on or all raise the same."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints
 from shardwise.checkpoint.peers import Conversation, Solo
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 
-from .crew import Died, ThreadPeers, crew
+from .crew import TINY, Died, ThreadPeers, crew, items_of, make_state
+
+POLICY = CheckpointPolicy(asynchronous=False, timeout_s=20)
 
 
 def test_results_come_by_rank() -> None:
@@ -73,3 +79,60 @@ def test_conversations_do_not_meet() -> None:
         ]
 
     assert crew(2, work) == [[str(n) for n in range(5) for _ in range(2)]] * 2
+
+
+class Forging:
+    """A store in which somebody else than rank 0 answers one question."""
+
+    def __init__(self, peers: ThreadPeers, phase: str, lie: str) -> None:
+        self.rank, self.size, self._peers, self._phase, self._lie = peers.rank, peers.size, peers, phase, lie
+
+    def barrier(self) -> None:
+        self._peers.barrier()
+
+    def post(self, key: str, text: str) -> None:
+        self._peers.post(key, text)
+
+    def collect(self, key: str, timeout_s: float) -> list[str]:
+        answers = self._peers.collect(key, timeout_s)
+        lies = self.rank == 1 and key.endswith(self._phase)
+        return [self._lie, *answers[1:]] if lies else answers
+
+
+@pytest.mark.parametrize(
+    "name", ["{outside}", "../outside", "step_00000001", "step_00000002.tmp-0-12", "a\nb"]
+)
+def test_a_directory_that_no_rank_makes_is_not_written(tmp_path: Path, name: str) -> None:
+    """Names came over the store and were joined to the folder as they were: an absolute one was written over."""
+    outside = tmp_path / "outside"
+    (outside / "weights").mkdir(parents=True)
+    (outside / "weights" / "model-00001.safetensors").write_bytes(b"precious")
+    lie = "+" + json.dumps(name.format(outside=outside))
+
+    def work(peers: ThreadPeers) -> None:
+        checkpoints = Checkpoints(tmp_path / "run", Forging(peers, "directory", lie), POLICY, sizes=TINY)
+        checkpoints.save(1, items_of(make_state(1), peers.rank, 2), {})
+
+    results = crew(2, work)
+    assert all(isinstance(result, CheckpointError) for result in results)
+    assert all("which no rank makes" in str(result) for result in results)
+    assert (outside / "weights" / "model-00001.safetensors").read_bytes() == b"precious"
+
+
+def test_a_step_outside_the_folder_is_not_loaded(tmp_path: Path) -> None:
+    """A forged list of steps made a rank load another run's weights."""
+
+    def save(peers: ThreadPeers, root: Path, step: int) -> None:
+        Checkpoints(root, peers, POLICY, sizes=TINY).save(step, items_of(make_state(step), peers.rank, 2), {})
+
+    for root, step in ((tmp_path / "run", 1), (tmp_path / "other", 2)):
+        assert crew(2, lambda peers, root=root, step=step: save(peers, root, step)) == [None, None]  # type: ignore[misc]
+    lie = "+" + json.dumps([str(tmp_path / "other" / "step_00000002")])
+
+    def load(peers: ThreadPeers) -> None:
+        checkpoints = Checkpoints(tmp_path / "run", Forging(peers, "candidates", lie), POLICY, sizes=TINY)
+        checkpoints.load(items_of(make_state(0), peers.rank, 2))
+
+    results = crew(2, load)
+    assert all(isinstance(result, CheckpointError) for result in results)
+    assert all("which no rank makes" in str(result) for result in results)

@@ -30,7 +30,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.peers import Conversation
 from shardwise.checkpoint.piece import Item, bytes_of, check_pieces
-from shardwise.checkpoint.steps import Folder, Found, open_step
+from shardwise.checkpoint.steps import Folder, Found, open_step, step_of
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.plan.strict_json import read_object
 
@@ -288,7 +288,7 @@ class Load:
         problems: list[str] = []
         for number, name in enumerate(names):
             try:
-                return self._one(self._folder.root / name, choose, str(number))
+                return self._one(self._folder.root / str(name), choose, str(number), name)
             except DamagedError as damage:
                 problems.append(str(damage))
                 older = (
@@ -320,12 +320,12 @@ class Load:
         """This step and no other."""
         return self._one(path, choose, "only")
 
-    def _one(self, path: Path, choose: Choose, turn: str) -> Loaded:
-        """Check ``path`` together, then fill."""
+    def _one(self, path: Path, choose: Choose, turn: str, told: object = None) -> Loaded:
+        """Check ``path`` together, then fill. ``told``: its name where another rank gave it."""
         opened: list[tuple[Reader, Sequence[Item]]] = []
 
         def check() -> dict[str, Any]:
-            manifest = open_step(path, self._files)
+            manifest = open_step(path if told is None else step_of(self._folder.root, told), self._files)
             items = list(choose(manifest)) if callable(choose) else list(choose)
             check_pieces(items)
             reader = Reader(path, manifest, self._files)
@@ -339,9 +339,9 @@ class Load:
                 self._examine(reader)
             return {"seal": manifest.sha256, "asked": _asked(items, manifest), "wrong": wrong}
 
-        told = [json.loads(text) for text in self._talk.gather(f"check {turn}", check)]
+        answers = [json.loads(text) for text in self._talk.gather(f"check {turn}", check)]
         reader, items = opened[0]
-        self._judge(told, reader)
+        self._judge(answers, reader)
 
         trainer: dict[str, Any] = {}
 

@@ -43,7 +43,7 @@ from shardwise.checkpoint.piece import (
     check_pieces,
     specs_of,
 )
-from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name
+from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name, temporary_of
 from shardwise.plan.errors import CheckpointError
 from shardwise.plan.words import in_words
 
@@ -114,8 +114,10 @@ class Save:
         try:
             layouts = self._agree(items)
             name = json.loads(self._talk.gather("directory", lambda: self._prepare(layouts))[0])
-            temporary = self._folder.root / name
-            told = self._talk.gather("write", lambda: self._write(temporary, layouts, items))
+            temporary = self._folder.root / str(name)
+            told = self._talk.gather(
+                "write", lambda: self._write(temporary_of(self._folder.root, name), layouts, items)
+            )
             sums: list[Sums] = []
             crcs = self._talk.gather("read back", lambda: self._read_back(temporary, layouts, told, sums))
             self._talk.gather("commit", lambda: self._commit(temporary, layouts, sums, crcs))

@@ -33,6 +33,7 @@ from shardwise.plan.strict_json import JSON_BYTES
 
 _STEP = re.compile(r"step_(\d{8,15})(\.old-[0-9a-f]+)?", re.ASCII)
 _STALE = re.compile(r"step_\d{8,15}\.tmp-.*|\.trash-.*", re.ASCII)
+_TEMPORARY = re.compile(r"step_\d{8,15}\.tmp-\d+-[0-9a-f]{12}", re.ASCII)
 LATEST = "latest"
 LOCK = ".writing"
 
@@ -53,6 +54,26 @@ class Found(NamedTuple):
 
 def step_name(step: int) -> str:
     return f"step_{step:08d}"
+
+
+def temporary_of(root: Path, name: object) -> Path:
+    """The directory in which a step is written, by the name that another rank told. Errors: CheckpointError."""
+    return _told(root, name, _TEMPORARY)
+
+
+def step_of(root: Path, name: object) -> Path:
+    """The directory of a step, by the name that another rank told. Errors: CheckpointError."""
+    return _told(root, name, _STEP)
+
+
+def _told(root: Path, name: object, form: re.Pattern[str]) -> Path:
+    """What comes over a wire may be an absolute path, or lead out of the folder: names of our own form alone."""
+    if isinstance(name, str) and form.fullmatch(name):
+        return root / name
+    raise CheckpointError(
+        f"{root}: rank 0 is said to have named the directory {str(name)[:100]!r}, which no rank makes; nothing was "
+        "read or written there. Another program writes into the store of this job"
+    )
 
 
 def open_step(path: Path, files: Files) -> Manifest:
