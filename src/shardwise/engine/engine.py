@@ -32,7 +32,7 @@ from shardwise.engine.ahead import Ahead
 from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.fingerprint import Fingerprint
 from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
-from shardwise.engine.nonfinite import first_non_finite
+from shardwise.engine.nonfinite import Look, origin
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import Local, StepResult, Totals, exchange, gradient_norm, update
 from shardwise.observe.lanes_picture import Lanes
@@ -79,7 +79,8 @@ class Engine:
         self._loss = loss
         self._pipeline = pipeline
         self._accumulation = parts.accumulation
-        self._pending: Any = None
+        self._pending: dict[int, tuple[Any, Any]] = {}
+        """Arguments of the running step's passes, by microbatch."""
         self._first_batches: Fingerprint | None = Fingerprint()
         self._passes: list[Any] = []
         self._loss_tolerance = loss_tolerance(parts, config)
@@ -103,9 +104,9 @@ class Engine:
                 "each backward"
             )
         if torch.is_grad_enabled():
-            self._pending = (args, kwargs)
+            self._pending[self._accumulation.done] = (args, kwargs)
             if self._first_batches is not None:
-                self._passes.append(self._pending)
+                self._passes.append((args, kwargs))
         with self._at((args, kwargs), self._accumulation.done):
             if len(args) == 1 and not kwargs:
                 return call_model(self.module, self._loss, args[0], self._parts.device)
@@ -255,12 +256,27 @@ class Engine:
         self._parts.shared.reset()
         self.step_count += 1
         loss = totals.loss / totals.weight if totals.weight else 0.0
+        self._pending.clear()
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped)
         self._accumulation.clear()
-        self._parts.clock.steps_done += 1
+        self._parts.clock.step_ended()
         for callback in self.on_step:
             callback(self, result)
         return result
+
+    def _look_again(self, look: Look) -> None:
+        """The passes of this step once more, without gradients."""
+        if self._pipeline is not None:
+            self._pipeline.look_again(self, look)
+            return
+        for i, (args, kwargs) in self._pending.items():
+            look.batch(i, (args, kwargs))
+            with self._at((args, kwargs), i):
+                if len(args) == 1 and not kwargs:
+                    output = call_model(self.module, self._loss, args[0], self._parts.device)
+                else:
+                    output = self.module(*args, **kwargs)
+            look.loss(i, output)
 
     def _explain_overflow(self, is_loss_alone: bool) -> None:
         """A non-finite gradient: fine while the loss scale can fall, else the end. A NaN loss of finite gradients
@@ -268,7 +284,7 @@ class Engine:
         scale = self._parts.loss_scale
         if not is_loss_alone and scale is not None and not scale.at_floor:
             return
-        where = first_non_finite(self, self._pending)
+        where = origin(self._parts, self._look_again)
         self.discard()
         what = f"the loss scale is at its floor {scale.policy.floor}" if scale else "gradients are not finite"
         if is_loss_alone:
@@ -512,6 +528,8 @@ class Engine:
         self.wait_for_save()
         for executor in self._parts.executors:
             executor.remove_hooks()
+        if self.world.ends_with_engine:
+            self.world.release()
 
     @contextmanager
     def discard_on_error(self) -> Iterator[None]:
@@ -533,4 +551,5 @@ class Engine:
             executor.abandon()
         self._parts.shared.reset()
         self._parts.tables.drop()
+        self._pending.clear()
         self._accumulation.clear()

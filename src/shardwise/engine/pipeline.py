@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.peers import Peers
 from shardwise.compose.schedule import forward_lists, step_lists, with_units
 from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
+from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult
 from shardwise.observe.schedule_picture import draw_text
@@ -55,6 +56,8 @@ class Pipeline:
         self.stages = self._group.size * policy.interleave
         self._executor = ScheduleExecutor(peers, self.stages)
         self._stages = {stage.index: stage for stage in parts.stages}
+        self._batches: Sequence[Any] = ()
+        """Of the running step."""
         self._step_lists = cache(lambda microbatches: step_lists(self._group.size, microbatches, policy))
 
     # A step ----------------------------------------------------------------------------------------------------
@@ -78,9 +81,20 @@ class Pipeline:
                     executor.let_go()
         for i, weight in enumerate(each):
             self._parts.accumulation.count(results.get(i), weight)
-        result = engine.step()
+        self._batches = batches
+        try:
+            result = engine.step()
+        finally:
+            self._batches = ()
         assert result is not None, "the last microbatch ends the step"
         return result
+
+    def look_again(self, engine: "Engine", look: Look) -> None:
+        """The forward passes of the running step once more, for ``look``."""
+        for i, batch in enumerate(self._batches):
+            look.batch(i, batch)
+        for i, loss in self._forward_only(engine, self._batches, self._loss_of).items():
+            look.loss(i, loss)
 
     # Without gradients -----------------------------------------------------------------------------------------
 
