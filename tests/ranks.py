@@ -14,9 +14,12 @@ _PATIENCE_S = 120.0
 
 
 class RankPool:
-    """n processes that have joined one World. A failed call closes the pool: its ranks may be out of step."""
+    """n processes that have joined one World, on gloo or on ``backend``.
 
-    def __init__(self, size: int):
+    A failed call closes the pool: its ranks may be out of step.
+    """
+
+    def __init__(self, size: int, backend: str | None = None):
         context = multiprocessing.get_context("spawn")
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
@@ -25,7 +28,9 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, str(store), theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, str(store), backend, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -83,15 +88,19 @@ class RanksError(AssertionError):
     """A call failed on at least one rank."""
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     from shardwise.comm.world import join
+    from tests.comm import strict
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    world = join(rank, size, store=dist.FileStore(store, size), quiet=True, timeout_s=60)
+    if backend == "strict":
+        strict.register(dist.FileStore(f"{store}.strict", size))
+    files = dist.FileStore(store, size)
+    world = join(rank, size, store=files, backend=backend, quiet=True, timeout_s=60, device="cpu")
     while True:
         try:
             (module, name), args = pipe.recv()

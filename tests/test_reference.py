@@ -141,5 +141,5 @@ def test_numbers_read_back_as_numbers() -> None:
 
 
 def test_keys_as_json() -> None:
-    (found,) = json.loads(keys.as_json(keys.find("comm.deadline_s")))
-    assert found["type"] == "number > 0" and found["unit"] == "seconds" and found["default"] == 300.0
+    (found,) = json.loads(keys.as_json(keys.find("comm.join_s")))
+    assert found["type"] == "number > 0" and found["unit"] == "seconds" and found["default"] == 60.0

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parallel.tensor.whole import tensor_group
 from torch import Tensor
 
 from shardwise.comm import duals
 from shardwise.comm.world import World
+from tests.parallel.tensor.whole import tensor_group
 
 B, T, D = 2, 8, 3
 

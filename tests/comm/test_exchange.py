@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.test_collectives import group_of
 from torch import Tensor
 
 from shardwise.comm.exchange import back, gather, send, share
 from shardwise.comm.world import World
+from tests.comm.test_collectives import group_of
 
 
 def rows_between(source: int, target: int, seed: int, largest: int) -> int:

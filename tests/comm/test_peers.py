@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import RankPool
 
 from shardwise.comm.collectives import Clock
 from shardwise.comm.peers import RING, Peers
@@ -14,6 +13,7 @@ from shardwise.comm.trace import Count, Traffic
 from shardwise.comm.world import World
 from shardwise.plan.errors import CommError, DeadlineError, UsageError
 from shardwise.plan.mesh import Mesh
+from tests.ranks import RankPool
 
 WIRES = pytest.mark.parametrize("transport", ["torch", "auto"])
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardwise.comm.world import World, find_seat, first_host, join
+from shardwise.comm.seat import find_seat, first_host
+from shardwise.comm.world import World, join
 from shardwise.plan.errors import CommError, ConfigError, DeadlineError
 
 TORCHRUN = {

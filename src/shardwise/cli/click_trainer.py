@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.trainer import Opened, Reading, Trainer
-from shardwise.comm.collectives import Clock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
@@ -49,7 +48,7 @@ class ClickTrainer(Trainer):
         super().__init__(world, resolved, folder, profile_steps)
         config = self.config
         # Of its own: an evaluation stands in no step's order of collectives.
-        self._ranks = world.group(self.mesh, "dp", config.comm, Clock(config.comm.deadline_s), Traffic())
+        self._ranks = world.group(self.mesh, "dp", config.comm, world.clock(config.comm), Traffic())
         self.score: ClickScore | None = None
         self.tally = self._earlier = Tally(0)
         """Rows of all tables at the last evaluation, and before this process."""

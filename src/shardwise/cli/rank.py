@@ -28,7 +28,7 @@ from shardwise.observe.sinks import Sinks, open_sinks
 def train(request: Request) -> int:
     """Train as one rank; returns the exit code."""
     config = request.load()
-    world = join(timeout_s=config.comm.deadline_s * 10)
+    world = join(timeout_s=config.comm.join_s, device=config.comm.device)
     folder = RunFolder(Path(config.out))
     console = Console(quiet=world.rank != 0)
     terminal = ConsoleHandler(console) if world.rank == 0 else None

@@ -125,7 +125,7 @@ class TextTrainer(Trainer):
             result = super().train_step(batches, weights)
         key = f"trainer/{self.world.next_engine()}/flops"
         self.world.post(key, str(counter.flops))
-        together = sum(map(int, self.world.collect(key, self.config.comm.deadline_s)))
+        together = sum(map(int, self.world.collect(key, self.config.comm.limit_s)))
         self._counted = float(together if weights is None else together / max(result.weight, 1.0))
         return result
 

@@ -15,7 +15,10 @@ Shapes: every tensor is flat; with N ranks a shard has 1/N of the elements of th
 """
 
 import random
+import re
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,10 +28,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
+from shardwise.comm.watch import Watch
 from shardwise.plan.errors import CommError, DeadlineError
 
 _PIECE_BYTES = 16 << 20
+_SLICE_S = 0.25
+"""A thread that waits inside torch looks this often whether it waits in vain."""
+_STEPS = 32
+"""Steps that the median is taken of."""
+_LIMIT_STEPS, _PATIENCE_STEPS = 10, 5
+_NCCL_SETTING = re.compile(r"timeout\(ms\)\s*=\s*\d+", re.IGNORECASE)
 
 
 class Pending:
@@ -70,19 +81,68 @@ class Transport(Protocol):
 
 
 class Clock:
-    """The step that the ranks are in, shared by all groups of a world; errors and deadlines read it."""
+    """The step that the ranks are in, shared by all groups of an engine; errors and deadlines read it.
 
-    def __init__(self, deadline_s: float, delay_s: float = 0.0):
+    ``deadline_s``: as ``comm.deadline_s``. ``watch`` hears of every wait; None where nobody watches.
+    """
+
+    def __init__(self, deadline_s: float | str, delay_s: float = 0.0, watch: Watch | None = None):
         self.step = 0
         self.steps_done = 0
+        self.watch = watch
         self._deadline_s = deadline_s
         self._delay_s = delay_s
         self._random = random.Random()
+        self._ended_s = 0.0
+        self._step_s: deque[float] = deque(maxlen=_STEPS)
+        self._median_s = 0.0
+        self._patience_s = self._patience()
+
+    def step_ended(self) -> None:
+        """One more step is done."""
+        now = time.monotonic()
+        if self.steps_done:
+            self._step_s.append(now - self._ended_s)
+            self._median_s = statistics.median(self._step_s)
+        self._ended_s = now
+        self.steps_done += 1
+        self._patience_s = self._patience()
 
     @property
     def timeout_s(self) -> float:
-        """Long in the first step of this process, short later."""
-        return self._deadline_s * (10 if self.steps_done == 0 else 1)
+        """When a wait ends the job at the latest: long in the first step of this process, short later."""
+        given = self._deadline_s
+        base = max(LONGEST_WAIT_S, _LIMIT_STEPS * self._median_s) if isinstance(given, str) else given
+        return base * (10 if self.steps_done == 0 else 1)
+
+    def begin_wait(self, what: tuple[Any, ...], give_up: Callable[[], None] | None = None) -> None:
+        """The calling thread waits for other ranks: ``what`` is (rank, operation, tensor). ``end_wait`` ends it."""
+        if self.watch is not None:
+            is_auto = isinstance(self._deadline_s, str)
+            patience_s, standstill_s = self._patience_s
+            self.watch.begin((*what, self.step), patience_s, is_auto, standstill_s, give_up)
+
+    def end_wait(self) -> None:
+        """It waits no longer."""
+        if self.watch is not None:
+            self.watch.end()
+
+    def _patience(self) -> tuple[float, float]:
+        """After how long the others are asked, and how long one of them may stand still."""
+        patience_s = max(PATIENCE_S, _PATIENCE_STEPS * self._median_s)
+        if not isinstance(self._deadline_s, str):
+            patience_s = min(patience_s, self.timeout_s / 2)
+        return patience_s, patience_s if self.steps_done else max(patience_s, FIRST_STEP_S)
+
+    @property
+    def verdict(self) -> str:
+        """Why waiting is in vain; empty while it may not be."""
+        return "" if self.watch is None else self.watch.verdict
+
+    @property
+    def story(self) -> str:
+        """Whom the others waited for, where they were asked."""
+        return f" When last asked: {self.watch.story}" if self.watch is not None and self.watch.story else ""
 
     def maybe_delay(self) -> None:
         """Debug mode's random pause."""
@@ -101,6 +161,8 @@ class Group:
     """None where the axis has one rank: every collective is then the identity."""
     clock: Clock
     traffic: Traffic
+    names: tuple[int, ...] = ()
+    """The ranks as the whole job counts them, for errors; left out, as ``ranks``."""
 
     @property
     def size(self) -> int:
@@ -201,38 +263,53 @@ class Group:
         self.traffic.add(operation, purpose, elements, full.itemsize, self.size, what, self.axis)
         self.clock.maybe_delay()
         timeout_s = self.clock.timeout_s
+        name = (self._name, operation, what)
+        self.clock.begin_wait(name)
         try:
             pending = start(self.transport, timeout_s)
         except (RuntimeError, CommError) as error:
             raise self._explained(error, operation, what, timeout_s) from error
+        finally:
+            self.clock.end_wait()
         if pending is None:
             return DONE
 
         def finish() -> None:
+            self.clock.begin_wait(name)
             try:
                 pending.wait()
             except (RuntimeError, CommError) as error:
                 raise self._explained(error, operation, what, timeout_s) from error
+            finally:
+                self.clock.end_wait()
 
         return Pending(finish)
 
+    @property
+    def _name(self) -> int:
+        return (self.names or self.ranks)[self.index]
+
     def _explained(self, error: Exception, operation: str, what: str, timeout_s: float) -> CommError:
+        if self.clock.verdict:
+            return DeadlineError(self.clock.verdict)
         where = (
-            f"rank {self.ranks[self.index]}: {operation} of {what} in step {self.clock.step} "
+            f"rank {self._name}: {operation} of {what} in step {self.clock.step} "
             f"over {self.size} ranks of axis {self.axis!r}"
         )
-        if isinstance(error, CommError) and not isinstance(error, DeadlineError):
-            return CommError(f"{where} failed: {error}")
-        if (
-            isinstance(error, DeadlineError)
-            or "timed out" in str(error).lower()
-            or "timeout" in str(error).lower()
-        ):
+        if isinstance(error, DeadlineError) or is_late(error):
             return DeadlineError(
                 f"{where}: another rank did not arrive within {timeout_s:.0f} s. Look at the last lines of the other "
-                f"ranks' logs; a rank that is merely slow needs a larger comm.deadline_s. ({error})"
+                f"ranks' logs; a rank that is merely slow needs a larger comm.deadline_s. ({error}){self.clock.story}"
             )
+        if isinstance(error, CommError):
+            return CommError(f"{where} failed: {error}")
         return CommError(f"{where} failed; most likely another rank ended. ({error})")
+
+
+def is_late(error: Exception) -> bool:
+    """Whether torch says that time ran out. NCCL writes "Timeout(ms)=..." into the text of any error."""
+    text = _NCCL_SETTING.sub("", str(error)).lower()
+    return "timed out" in text or "timeout" in text
 
 
 def _gather_call() -> Callable[..., Any]:
@@ -245,10 +322,23 @@ def _scatter_call() -> Callable[..., Any]:
 
 
 class TorchTransport:
-    """Collectives of torch.distributed on one process group; ``composed`` takes gloo's faster compositions."""
+    """Collectives of torch.distributed on one process group; ``composed`` takes gloo's faster compositions.
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: tuple[int, ...], index: int, composed: bool):
+    ``device``: of the tensors of a barrier; ``alarm`` is called by whoever waits, and may raise.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: tuple[int, ...],
+        index: int,
+        composed: bool,
+        device: torch.device | None = None,
+        alarm: Callable[[], None] | None = None,
+    ):
         self._group = group
+        self._device = device or torch.device("cpu")
+        self._alarm = alarm
         self._ranks = ranks
         self._index = index
         self._composed = composed
@@ -257,17 +347,16 @@ class TorchTransport:
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
         if not self._composed:
-            return _waiting([self._all_gather(output, shard, group=self._group, async_op=True)], timeout_s)
+            work = self._all_gather(output, shard, group=self._group, async_op=True)
+            return self._waiting([work], timeout_s, output)
         parts = output.view(len(self._ranks), -1)
         if parts[self._index].data_ptr() != shard.data_ptr():
             parts[self._index].copy_(shard)
-        return _waiting(
-            [
-                dist.broadcast(part, src=rank, group=self._group, async_op=True)
-                for part, rank in zip(parts, self._ranks, strict=True)
-            ],
-            timeout_s,
-        )
+        works = [
+            dist.broadcast(part, src=rank, group=self._group, async_op=True)
+            for part, rank in zip(parts, self._ranks, strict=True)
+        ]
+        return self._waiting(works, timeout_s, output)
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
@@ -281,7 +370,7 @@ class TorchTransport:
         work = self._reduce_scatter(received, sent, group=self._group, async_op=True)
 
         def finish() -> None:
-            work.wait(timedelta(seconds=timeout_s))
+            self._wait([work], timeout_s, sent)
             if accumulate:
                 shard_out.add_(received)
             elif received is not shard_out:
@@ -296,9 +385,9 @@ class TorchTransport:
         piece = max(_PIECE_BYTES // (ranks * full.itemsize), 1)
         for start in range(0, parts.shape[1], piece):
             sent = parts[:, start : start + piece]
-            received = torch.empty(sent.shape, dtype=full.dtype)
+            received = sent.new_empty(sent.shape)
             work = dist.all_to_all_single(received, sent.contiguous(), group=self._group, async_op=True)
-            work.wait(timedelta(seconds=timeout_s))
+            self._wait([work], timeout_s, sent)
             total = shard_out[start : start + piece]
             if accumulate:
                 total.add_(_sum_in_order(received, torch.empty_like(total)) if ranks > 1 else received[0])
@@ -306,11 +395,11 @@ class TorchTransport:
                 _sum_in_order(received, total)
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
-        return _waiting([dist.all_reduce(tensor, group=self._group, async_op=True)], timeout_s)
+        return self._waiting([dist.all_reduce(tensor, group=self._group, async_op=True)], timeout_s, tensor)
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
         work = dist.broadcast(tensor, src=self._ranks[root], group=self._group, async_op=True)
-        return _waiting([work], timeout_s)
+        return self._waiting([work], timeout_s, tensor)
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
@@ -323,13 +412,30 @@ class TorchTransport:
             group=self._group,
             async_op=True,
         )
-        return _waiting([work], timeout_s)
+        return self._waiting([work], timeout_s, sent)
 
     def barrier(self, timeout_s: float, what: str) -> Pending:
-        one = torch.ones(1)
-        if dist.get_backend(self._group) == "nccl":
-            one = one.to(torch.accelerator.current_accelerator())
-        return self.all_reduce(one, timeout_s, what)
+        return self.all_reduce(torch.ones(1, device=self._device), timeout_s, what)
+
+    def _waiting(self, works: list[Any], timeout_s: float, tensor: Tensor) -> Pending:
+        return Pending(lambda: self._wait(works, timeout_s, tensor))
+
+    def _wait(self, works: list[Any], timeout_s: float, tensor: Tensor) -> None:
+        """Until all have ended. gloo's may be waited for in slices; NCCL gives a communicator up where a wait does."""
+        end = time.monotonic() + timeout_s
+        for work in works:
+            while work is not None:
+                left_s = end - time.monotonic()
+                slices = tensor.device.type == "cpu" and left_s > _SLICE_S
+                try:
+                    work.wait(timedelta(seconds=_SLICE_S if slices else max(left_s, 0.001)))
+                    break
+                except RuntimeError:
+                    # It may have ended by itself: the next wait then says how.
+                    if not slices or work.is_completed():
+                        raise
+                if self._alarm is not None:
+                    self._alarm()
 
 
 def _sum_in_order(rows: Tensor, total: Tensor) -> Tensor:
@@ -340,14 +446,3 @@ def _sum_in_order(rows: Tensor, total: Tensor) -> Tensor:
     for row in rows[2:]:
         summed.add_(row)
     return total if summed is total else total.copy_(summed)
-
-
-def _waiting(works: list[Any], timeout_s: float) -> Pending:
-    limit = timedelta(seconds=timeout_s)
-
-    def finish() -> None:
-        for work in works:
-            if work is not None:
-                work.wait(limit)
-
-    return Pending(finish)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.comm.collectives import DONE, Group, Pending, is_late
 from shardwise.comm.shared_ring import Call, Layout, Rings
 from shardwise.comm.trace import Purpose
 from shardwise.plan.errors import CommError, DeadlineError, UsageError
@@ -180,21 +180,31 @@ class Peers:
 
     @contextlib.contextmanager
     def _explaining(self, operation: str, index: int, what: str) -> Iterator[Call]:
-        group, timeout_s = self.group, self.group.clock.timeout_s
+        group, clock, timeout_s = self.group, self.group.clock, self.group.clock.timeout_s
+        names = group.names or group.ranks
+        here, there = names[group.index], names[index]
+        direction = "to" if operation == "send" else "from"
+        clock.begin_wait(
+            (here, operation, f"{what} {direction} rank {there}"),
+            getattr(self._wires.get(index), "give_up", None),
+        )
         try:
             yield Call(operation, what, timeout_s)
         except (RuntimeError, CommError) as error:
+            if clock.verdict:
+                raise DeadlineError(clock.verdict) from error
             where = (
-                f"rank {group.ranks[group.index]}: {operation} of {what} {'to' if operation == 'send' else 'from'} "
-                f"rank {group.ranks[index]} in step {group.clock.step} (axis {group.axis!r})"
+                f"rank {here}: {operation} of {what} {direction} rank {there} in step {clock.step} "
+                f"(axis {group.axis!r})"
             )
-            late = isinstance(error, DeadlineError) or "timed out" in str(error).lower()
-            if late:
+            if isinstance(error, DeadlineError) or is_late(error):
                 raise DeadlineError(
                     f"{where}: the other rank did not arrive within {timeout_s:.0f} s. Look at the last lines of its "
-                    f"log; a rank that is merely slow needs a larger comm.deadline_s. ({error})"
+                    f"log; a rank that is merely slow needs a larger comm.deadline_s. ({error}){clock.story}"
                 ) from error
             raise CommError(f"{where} failed: {error}") from error
+        finally:
+            clock.end_wait()
 
 
 class TorchWire:
@@ -235,6 +245,15 @@ class TorchWire:
 
     def advance(self) -> None:
         """torch does so by itself."""
+
+    def give_up(self) -> None:
+        """Wake a thread that waits for a message, from another one. A wait of gloo's that runs out of time closes
+        the connections of its group, and with them every other wait."""
+        group = self._inward or dist.group.WORLD
+        if dist.get_backend(group) == "gloo":
+            nothing = dist.irecv(torch.zeros(1), src=self._rank, group=group, tag=_TAG + 1)
+            assert nothing is not None, "both ends are in the group"
+            nothing.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """The groups end with the World."""

@@ -76,7 +76,8 @@ class SharedMemoryTransport:
     """The collectives of one group of ranks on one host; every rank calls them in the same order.
 
     ``post`` and ``collect`` exchange short strings between these ranks and are used here alone, to find each other's
-    memory. ``names`` are the ranks' numbers in errors, where they differ from 0..size-1. Not to be shared by threads.
+    memory. ``names`` are the ranks' numbers in errors, where they differ from 0..size-1; ``alarm`` is called while a
+    rank waits, and may raise. Not to be shared by threads.
     Raises SharedMemoryUnavailable on all ranks where one of them cannot take part.
     """
 
@@ -89,6 +90,7 @@ class SharedMemoryTransport:
         timeout_s: float,
         ring_bytes: int = 8 << 20,
         names: Sequence[int] | None = None,
+        alarm: Callable[[], None] | None = None,
     ):
         # Eight slots of whole pages, in which every peer's part has at least one aligned piece.
         slot_bytes = (
@@ -98,7 +100,7 @@ class SharedMemoryTransport:
         self.size = size
         self._rank = rank
         self._names = range(size) if names is None else names
-        self._rings: Rings = meet(rank, post, collect, timeout_s, layout, self._names)
+        self._rings: Rings = meet(rank, post, collect, timeout_s, layout, self._names, alarm)
         self._layout = layout
         self._peers = self._rings.peers
         self._queue: deque[_Exchange] = deque()

@@ -25,6 +25,7 @@ import mmap
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,10 +174,18 @@ class Call(NamedTuple):
 class Rings:
     """The rings of a group as one rank uses them: it fills its own and reads those of its peers.
 
-    ``lives`` are pidfds of the peers; ``names`` are the ranks' numbers in errors.
+    ``lives`` are pidfds of the peers; ``names`` are the ranks' numbers in errors; ``alarm`` is called by whoever waits,
+    and may raise.
     """
 
-    def __init__(self, rank: int, rings: Sequence[Ring], lives: dict[int, int], names: Sequence[int]):
+    def __init__(
+        self,
+        rank: int,
+        rings: Sequence[Ring],
+        lives: dict[int, int],
+        names: Sequence[int],
+        alarm: Callable[[], None] | None = None,
+    ):
         layout = rings[rank].layout
         self.rings = rings
         self.layout = layout
@@ -186,6 +195,10 @@ class Rings:
         self._rank = rank
         self._names = names
         self._lives = lives
+        self._alarm = alarm
+        # Also where nobody says good-bye: an engine that is dropped and not closed.
+        self._let_go = weakref.finalize(self, _close_all, list(lives.values()))
+        self._let_go.atexit = False
         self._poll = select.poll()
         for life in lives.values():
             self._poll.register(life, select.POLLIN)
@@ -237,8 +250,7 @@ class Rings:
     def leave(self, reason: str, failed: bool) -> None:
         """Tell the peers that this rank takes part no longer, and let go of everything."""
         self.rings[self._rank].leave(reason, failed)
-        for life in self._lives.values():
-            os.close(life)
+        self._let_go()
         self._lives = {}
         self.rings = []
 
@@ -251,6 +263,8 @@ class Rings:
                 return
             os.sched_yield()
         while not self._semaphores.wait(address, _SLICE_S):
+            if self._alarm is not None:
+                self._alarm()
             missing = [other for other in awaited if self._semaphores.value(addresses[other]) == 0]
             gone = self._gone(missing)
             if gone:
@@ -289,6 +303,7 @@ def meet(
     timeout_s: float,
     layout: Layout,
     names: Sequence[int],
+    alarm: Callable[[], None] | None = None,
 ) -> Rings:
     """Make the own ring and open those of all peers; every rank succeeds, or all raise SharedMemoryUnavailable.
 
@@ -328,7 +343,12 @@ def meet(
         post("attached", reason)
         _refuse(collect("attached", timeout_s), names)
         undo.pop_all()
-    return Rings(rank, rings, lives, names)
+    return Rings(rank, rings, lives, names, alarm)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _create(layout: Layout) -> int:

@@ -1,140 +1,51 @@
 """World: which rank this process is, and how it reaches the others.
 
-The rank comes from the first of these that speaks; the winner is printed by rank 0:
-    1  arguments of ``join``
-    2  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT   torchrun, our own launcher, Kubernetes
-    3  SLURM_PROCID inside an srun step             (a batch script outside srun is one process)
-    4  OMPI_COMM_WORLD_RANK, PMI_RANK               Open MPI, MPICH, Intel MPI
-    5  none: one process
+``join`` finds the rank (comm/seat.py), meets the other ranks at the store (comm/handshake.py) and creates torch's
+default process group, or adopts the one that exists. It may be called any number of times in one job: each World has a
+part of the store of its own, so what two engines say never mixes, and groups of its own, which end with it.
+``World.among`` is a World of some of the ranks.
 
-``join`` creates torch's default process group. On one host everything binds the loopback interface; our launcher hands
-rank 0 a listening socket on 127.0.0.1, because a TCPStore that opens its own listens on every interface.
+On one host everything binds the loopback interface, however the ranks were started: our launcher hands rank 0 a socket
+that is bound to 127.0.0.1; without it rank 0 binds one itself, because a TCPStore that opens its own listens on every
+interface.
 """
 
-import hashlib
+import logging
 import os
-import re
+import socket
 import sys
-import time
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import handshake
 from shardwise.comm.collectives import Clock, Group, TorchTransport, Transport
+from shardwise.comm.device import choose_device
+from shardwise.comm.groups import backend_of_default, backends, end_group, is_bound, make_group
 from shardwise.comm.jobs import JobThread
 from shardwise.comm.peers import RING, Peers, SharedMemoryWire, TorchWire, Wire
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.seat import LOOPBACK, Seat, find_seat
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.comm.shared_ring import meet
+from shardwise.comm.store import missing_keys
 from shardwise.comm.trace import Traffic
-from shardwise.plan.errors import CommError, ConfigError, DeadlineError
+from shardwise.comm.watch import Watch
+from shardwise.plan.errors import CommError, ConfigError, DeadlineError, UsageError
 from shardwise.plan.mesh import Mesh
 
+_log = logging.getLogger(__name__)
 
-class Seat(NamedTuple):
-    """One rank's place in the job."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-    address: str
-    port: int
-    source: str
-
-
-def find_seat(environment: Mapping[str, str]) -> Seat:
-    """Read the rank from environment variables, in the order of the module's docstring."""
-    for reader in (_from_torchrun, _from_slurm, _from_mpi):
-        seat = reader(environment)
-        if seat is not None:
-            if not 0 <= seat.rank < seat.world_size:
-                raise ConfigError(f"{seat.source}: rank {seat.rank} does not fit {seat.world_size} ranks")
-            return seat
-    return Seat(0, 1, 0, 1, "127.0.0.1", 0, "none (one process)")
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name, "" if default is None else str(default))
-    if not re.fullmatch(r"\d+", text):
-        raise ConfigError(f"environment: {name}={text!r} is not a whole number")
-    return int(text)
-
-
-def _from_torchrun(env: Mapping[str, str]) -> Seat | None:
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return None
-    size = _number(env, "WORLD_SIZE")
-    return Seat(
-        _number(env, "RANK"),
-        size,
-        _number(env, "LOCAL_RANK", 0),
-        _number(env, "LOCAL_WORLD_SIZE", size if "MASTER_ADDR" not in env else 1),
-        env.get("MASTER_ADDR", "127.0.0.1"),
-        _number(env, "MASTER_PORT", 29500),
-        "shardwise launch" if "SHARDWISE_LAUNCHER" in env else "RANK and WORLD_SIZE",
-    )
-
-
-def _from_slurm(env: Mapping[str, str]) -> Seat | None:
-    # SLURM_STEP_NUM_TASKS exists inside srun alone: a batch script that runs python directly sees SLURM_NTASKS too, and
-    # would wait for ranks that nobody started.
-    if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
-        return None
-    size = _number(env, "SLURM_STEP_NUM_TASKS")
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "127.0.0.1")
-    per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "") or "1")
-    return Seat(
-        _number(env, "SLURM_PROCID"),
-        size,
-        _number(env, "SLURM_LOCALID", 0),
-        int(per_node.group()) if per_node else 1,
-        env.get("MASTER_ADDR") or first_host(nodes),
-        _number(env, "MASTER_PORT", _port_of(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", "0"))),
-        "SLURM",
-    )
-
-
-def _from_mpi(env: Mapping[str, str]) -> Seat | None:
-    if "OMPI_COMM_WORLD_RANK" in env:
-        prefix, rank, size = "OMPI_COMM_WORLD", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
-    elif "PMI_RANK" in env and "PMI_SIZE" in env:
-        prefix, rank, size = "MPI", "PMI_RANK", "PMI_SIZE"
-    else:
-        return None
-    world_size = _number(env, size)
-    local_size = _number(env, f"{prefix}_LOCAL_SIZE" if prefix != "MPI" else "MPI_LOCALNRANKS", world_size)
-    if "MASTER_ADDR" not in env and local_size != world_size:
-        raise ConfigError(
-            f"{world_size} MPI ranks on several hosts: set MASTER_ADDR to the first host's address "
-            "(mpirun -x MASTER_ADDR=...), for MPI's variables do not name it"
-        )
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PMI_ID", "0")
-    return Seat(
-        _number(env, rank),
-        world_size,
-        _number(env, f"{prefix}_LOCAL_RANK" if prefix != "MPI" else "MPI_LOCALRANKID", _number(env, rank)),
-        local_size,
-        env.get("MASTER_ADDR", "127.0.0.1"),
-        _number(env, "MASTER_PORT", _port_of(job)),
-        "MPI",
-    )
-
-
-def first_host(nodes: str) -> str:
-    """First host of a SLURM node list: ``gpu[07-09,12],cpu1`` gives ``gpu07``."""
-    first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
-    if first is None:
-        raise ConfigError(f"SLURM node list {nodes!r} names no host")
-    return first.group(1) + (first.group(2) or "")
-
-
-def _port_of(job: str) -> int:
-    return 20_000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 20_000
+JOIN_S = 60.0
+"""In which all ranks must have come, where nothing else is said."""
+_GROUP_TIMEOUT_S = 24 * 3600.0
+"""Of torch's own groups: beyond every deadline of ours, whose errors say more."""
 
 
 @dataclass
@@ -149,16 +60,71 @@ class World:
     backend: str = ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: dist.Store | None = None
+    members: tuple[int, ...] = ()
+    """Ranks of the job, by rank of this World; all of them where it is left out."""
+    word: str = ""
+    """First part of every key and name of this World: no other World of the job has it."""
+    watch: Watch | None = None
+    """Knows who keeps the others waiting; None for one process."""
+    is_part: bool = False
+    """Made by ``among``: the watch belongs to the whole."""
+    owns_default: bool = False
+    """Whether ``close`` ends torch's default group."""
+    ends_with_engine: bool = False
+    """Whether it was made for one engine, whose ``close`` gives back what it holds."""
     _engines: int = 0
-    _meetings: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
-    """How often these ranks have met: keeps the keys of each meeting apart in the store."""
-    _transports: dict[tuple[Any, ...], Transport] = field(default_factory=dict, repr=False)
-    _wires: dict[tuple[Any, ...], Wire] = field(default_factory=dict, repr=False)
+    _numbers: dict[tuple[Any, ...], int] = field(default_factory=dict, repr=False)
+    """How often these ranks have met for this: keeps the keys of each meeting apart."""
+    _transports: dict[tuple[Any, ...], Transport | None] = field(default_factory=dict, repr=False)
+    _wires: dict[tuple[Any, ...], Wire | None] = field(default_factory=dict, repr=False)
+    _groups: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
     _threads: dict[str, JobThread] = field(default_factory=dict, repr=False)
+    _everyone: list[dist.ProcessGroup | None] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.members = self.members or tuple(range(self.size))
+
+    def among(self, ranks: Sequence[int]) -> "World":
+        """A World of these ranks alone, in which they count from 0: for engines on a part of the job.
+
+        All of them call it in the same order; no other rank does. Errors: UsageError.
+        """
+        ranks = tuple(ranks)
+        if self.rank not in ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.size)):
+            raise UsageError(
+                f"among: rank {self.rank} of {self.size} asked for a World of the ranks {list(ranks)}; name each rank "
+                "once, and call it on those ranks alone"
+            )
+        if self.size > 1 and is_bound():
+            raise UsageError(
+                "among: torch's default group is bound to a device, so NCCL makes new groups with all of its "
+                "ranks alone; call init_process_group without device_id"
+            )
+        return World(
+            ranks.index(self.rank),
+            len(ranks),
+            self.local_rank,
+            len(ranks) if self.local_size == self.size else self.local_size,
+            self.source,
+            self.backend,
+            self.device,
+            self.store,
+            tuple(self.members[rank] for rank in ranks),
+            f"{self.word}/{self._number('among', ranks)}:{'-'.join(map(str, ranks))}",
+            self.watch,
+            is_part=True,
+        )
+
+    def clock(self, policy: CommPolicy) -> Clock:
+        """The clock of one engine."""
+        if self.watch is not None and self.watch.start():
+            _log.debug("rank %d: the watch begins", self.rank)
+        return Clock(policy.deadline_s, policy.delay_s, self.watch)
 
     def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
         """The ranks along ``axis``. Every rank calls this for the same axes in the same order."""
-        return self.group_among(mesh.ranks(axis, self.rank), axis, policy, clock, traffic)
+        ranks = mesh.ranks(axis, self.rank)
+        return self.group_among(ranks, axis, policy, clock, traffic, kin=mesh.groups(axis))
 
     def group_among(
         self,
@@ -168,108 +134,185 @@ class World:
         clock: Clock,
         traffic: Traffic,
         lane: str = "",
+        kin: Sequence[tuple[int, ...]] = (),
     ) -> Group:
-        """These ranks, this one among them; ``axis`` names them in errors. All of them call this.
+        """These ranks, this one among them; ``axis`` names them in errors.
 
-        Groups of the same ranks share a transport, whose collectives run in one order. What runs beside the main
-        thread takes a ``lane`` of its own, and runs in its ``thread``.
+        ``kin``: all groups of this kind in the World, in one order on all ranks; left out, all of ``ranks`` call this
+        and no other rank has one of its kind. Groups of the same ranks share a transport, whose collectives run in one
+        order. What runs beside the main thread takes a ``lane`` of its own, and runs in its ``thread``.
         """
-        transport = self._transport(ranks, policy, lane) if len(ranks) > 1 else None
-        return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic)
+        transport = self._transport(ranks, kin or (ranks,), policy, lane)
+        names = tuple(self.members[rank] for rank in ranks)
+        return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic, names)
+
+    def groups_among(
+        self, kin: Sequence[tuple[int, ...]], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
+    ) -> dict[tuple[int, ...], Group]:
+        """Those of the groups ``kin`` that this rank is in, which may be none. All ranks call this with one list."""
+        found = {}
+        for ranks in kin:
+            self._transport(ranks, (ranks,), policy, "")
+            if self.rank in ranks:
+                found[ranks] = self.group_among(ranks, axis, policy, clock, traffic)
+        return found
 
     def thread(self, lane: str) -> JobThread:
         """The thread of a lane: one for all engines, for they share its transports."""
         return self._threads.setdefault(lane, JobThread(f"shardwise-{lane}"))
 
-    def _transport(self, ranks: tuple[int, ...], policy: CommPolicy, lane: str = "") -> Transport:
+    def transports(self) -> str:
+        """What carries the collectives between ranks, in words."""
+        kinds = {type(each) for each in self._transports.values()}
+        names = ["shared memory"] * (SharedMemoryTransport in kinds) + [self.backend] * (
+            TorchTransport in kinds
+        )
+        return " and ".join(names) or "nothing: one rank"
+
+    def _number(self, *what: Any) -> int:
+        """0, 1, 2 ... each time that ``what`` is asked for."""
+        self._numbers[what] = self._numbers.get(what, -1) + 1
+        return self._numbers[what]
+
+    def _transport(
+        self, ranks: tuple[int, ...], kin: Sequence[tuple[int, ...]], policy: CommPolicy, lane: str
+    ) -> Transport | None:
+        """Over ``ranks``. All groups of ``kin`` are made where torch carries them."""
         key = (ranks, policy.transport, lane)
-        if key in self._transports:
-            return self._transports[key]
-        index = ranks.index(self.rank)
-        transport: Transport | None = None
+        if len(ranks) < 2 or key in self._transports:
+            return self._transports.get(key)
         local = self._is_one_cpu_host
         if policy.transport == "shared_memory" and not local:
             raise ConfigError(
                 f"comm.transport: shared_memory needs CPU ranks of one host; here device {self.device}, "
                 f"{self.local_size} of {self.size} ranks on this host, backend {self.backend!r}; use auto"
             )
+        if local and self.rank not in ranks:
+            return None  # between host tensors of one host nothing is split: members meet by name
         if local and policy.transport != "torch":
-            transport = self._shared_memory(ranks, index, policy)
-        if transport is None:
-            group = None
-            if len(ranks) != self.size or lane:
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
-            transport = TorchTransport(group, ranks, index, composed=self.backend == "gloo")
-        self._transports[key] = transport
-        return transport
+            found = self._shared_memory(ranks, ranks.index(self.rank), policy)
+            if found is not None:
+                self._transports[key] = found
+                return found
+        for each in (ranks,) if local else kin:
+            # Skipped alike on all ranks: they have walked the same lists before.
+            if len(each) > 1 and (each, policy.transport, lane) not in self._transports:
+                self._transports[each, policy.transport, lane] = self._torch_transport(each, lane)
+        return self._transports.get(key)
+
+    def _torch_transport(self, ranks: tuple[int, ...], lane: str) -> Transport | None:
+        """None on a rank that is not one of them, which walks along."""
+        group = self._torch_group(ranks, lane)
+        if self.rank not in ranks:
+            return None
+        members = tuple(self.members[rank] for rank in ranks)
+        index, composed = ranks.index(self.rank), self.backend == "gloo"
+        return TorchTransport(group, members, index, composed, self.device, self._alarm)
+
+    def _torch_group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+        """A group of torch's over ``ranks`` of this World, None for torch's default group or where this rank is not in
+        it. [Note: one function makes all groups]"""
+        members = tuple(self.members[rank] for rank in ranks)
+        if self.owns_default and not purpose and len(members) == dist.get_world_size():
+            return None
+        name = f"shardwise/{self.word}/{purpose}/{self._number('group', ranks, purpose)}/{'-'.join(map(str, members))}"
+        group = make_group(name, members, backends(self.device, self.backend), _GROUP_TIMEOUT_S)
+        if group is not None:
+            self._groups.append(group)
+        return group
 
     def _shared_memory(self, ranks: tuple[int, ...], index: int, policy: CommPolicy) -> Transport | None:
-        prefix = f"shm/{self._meetings.get(ranks, 0)}/{'-'.join(map(str, ranks))}"
-        self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
+        prefix = f"shm/{self._number('shm', ranks)}/{'-'.join(map(str, ranks))}"
         try:
             return SharedMemoryTransport(
                 index,
                 len(ranks),
                 post=lambda key, text: self._post(f"{prefix}/{key}", index, text),
                 collect=lambda key, timeout_s: self._collect(f"{prefix}/{key}", len(ranks), timeout_s),
-                timeout_s=policy.deadline_s,
-                names=ranks,
+                timeout_s=policy.limit_s,
+                names=tuple(self.members[rank] for rank in ranks),
+                alarm=self._alarm,
             )
         except SharedMemoryUnavailable as error:
-            if policy.transport == "shared_memory":
-                raise ConfigError(
-                    f"comm.transport: shared_memory cannot be used here: {error}; use auto"
-                ) from error
+            self._without_shared_memory(ranks, policy, error)
             return None
 
-    def peers(self, group: Group, policy: CommPolicy) -> Peers:
+    def _without_shared_memory(
+        self, ranks: tuple[int, ...], policy: CommPolicy, error: SharedMemoryUnavailable
+    ) -> None:
+        """Say it, or refuse."""
+        if policy.transport == "shared_memory":
+            raise ConfigError(
+                f"comm.transport: shared_memory cannot be used here: {error}; use auto"
+            ) from error
+        if self.rank == ranks[0] and not self._number("told of no shared memory"):
+            _log.warning("comm.transport: auto takes %s, not shared memory: %s", self.backend, error)
+
+    @property
+    def _alarm(self) -> Any:
+        """Called by whoever waits; raises where the watch has found that the waiting is in vain."""
+        return None if self.watch is None else self.watch.raise_verdict
+
+    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]] = ()) -> Peers:
         """Messages from and to the neighbours of this rank on the ring of ``group``'s ranks; all of them call this.
 
-        On gloo the other ranks of the group can be reached too.
+        ``kin``: as in ``group_among``. On gloo the other ranks of the group can be reached too.
         """
         wires: dict[int, Wire] = {}
-        size = group.size
-        # Everyone goes through the pairs in one order: of those that wait to meet, the first can always go on.
-        for low, high in sorted({(min(i, (i + 1) % size), max(i, (i + 1) % size)) for i in range(size)}):
-            if group.index in (low, high) and low != high:
-                other = high if group.index == low else low
-                wires[other] = self._wire(group.ranks[low], group.ranks[high], policy)
-        if self.backend == "gloo":
+        for ranks in kin or (group.ranks,):
+            size = len(ranks)
+            # Everyone goes through the pairs in one order: of those that wait to meet, the first can always go on.
+            for low, high in sorted({(min(i, (i + 1) % size), max(i, (i + 1) % size)) for i in range(size)}):
+                if low != high:
+                    wire = self._wire(ranks[low], ranks[high], policy)
+                    if ranks == group.ranks and wire is not None and group.index in (low, high):
+                        wires[high if group.index == low else low] = wire
+        if self.backend == "gloo" and group.size > 3:  # else all of them are neighbours
+            whole = None if self.owns_default else self._torch_group(group.ranks, "ring")
             for index, rank in enumerate(group.ranks):
                 if index != group.index:
-                    wires.setdefault(index, TorchWire(rank))
+                    wires.setdefault(index, TorchWire(self.members[rank], whole, whole))
         return Peers(group, wires, self.device)
 
-    def _wire(self, low: int, high: int, policy: CommPolicy) -> Wire:
+    def _wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
+        """Between two ranks; None on a rank that is neither, which walks along where groups are made."""
         key = (low, high, policy.transport)
         if key not in self._wires:
-            other = high if self.rank == low else low
+            is_end = self.rank in (low, high)
             wire: Wire | None = None
-            if self._is_one_cpu_host and policy.transport != "torch":
+            if self._is_one_cpu_host and policy.transport != "torch" and is_end:
                 wire = self._shared_wire(low, high, policy)
-            if wire is None and self.backend == "gloo":
-                wire = TorchWire(other)
-            if wire is None:
-                up, down = (dist.new_group([low, high], use_local_synchronization=True) for _ in range(2))
-                wire = TorchWire(other, up, down) if self.rank == low else TorchWire(other, down, up)
+            if wire is None and (is_end or not self._is_one_cpu_host):
+                wire = self._torch_wire(low, high, is_end)
             self._wires[key] = wire
         return self._wires[key]
 
+    def _torch_wire(self, low: int, high: int, is_end: bool) -> Wire | None:
+        """gloo tells the messages of two ranks apart in any group that holds both; NCCL wants one for each way."""
+        if self.backend == "gloo":
+            up = down = None if self.owns_default else self._torch_group((low, high), "pair")
+        else:
+            up, down = (self._torch_group((low, high), way) for way in ("up", "down"))
+        if not is_end:
+            return None
+        other = self.members[high if self.rank == low else low]
+        return TorchWire(other, up, down) if self.rank == low else TorchWire(other, down, up)
+
     def _shared_wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
         index = int(self.rank == high)
-        meeting = (low, high)
-        prefix = f"wire/{self._meetings.get(meeting, 0)}/{low}-{high}"
-        self._meetings[meeting] = self._meetings.get(meeting, 0) + 1
+        prefix = f"wire/{self._number('wire', low, high)}/{low}-{high}"
         try:
             rings = meet(
                 index,
                 lambda key, text: self._post(f"{prefix}/{key}", index, text),
                 lambda key, timeout_s: self._collect(f"{prefix}/{key}", 2, timeout_s),
-                policy.deadline_s,
+                policy.limit_s,
                 RING,
-                (low, high),
+                (self.members[low], self.members[high]),
+                self._alarm,
             )
-        except SharedMemoryUnavailable:
+        except SharedMemoryUnavailable as error:
+            self._without_shared_memory((low, high), policy, error)
             return None
         return SharedMemoryWire(rings, index)
 
@@ -284,8 +327,11 @@ class World:
 
     def barrier(self) -> None:
         """Return when every rank has arrived."""
-        if self.size > 1 and self.backend != "fake":
-            dist.barrier()
+        if self.size == 1 or self.backend == "fake":
+            return
+        if not self._everyone:
+            self._everyone.append(self._torch_group(tuple(range(self.size)), "barrier"))
+        dist.all_reduce(torch.zeros(1), group=self._everyone[0])
 
     def post(self, key: str, text: str) -> None:
         """Publish this rank's string under ``key``; usable from any thread."""
@@ -298,52 +344,67 @@ class World:
     def _post(self, key: str, index: int, text: str) -> None:
         if self.store is None:
             self.store = dist.HashStore()
-        self.store.set(f"shardwise/{key}/{index}", text)
+        self.store.set(f"shardwise/{self.word}/{key}/{index}", text)
 
     def _collect(self, key: str, size: int, timeout_s: float) -> list[str]:
         if self.store is None:
             raise CommError(f"store: nothing was ever posted under {key!r}")
-        keys = [f"shardwise/{key}/{index}" for index in range(size)]
-        end = time.monotonic() + timeout_s
-        pause_s = 0.0005
-        # A blocking wait would hold the store's connection, and with it every other thread of this rank.
-        while not self.store.check(keys):
-            if time.monotonic() > end:
-                missing = [index for index, name in enumerate(keys) if not self.store.check([name])]
-                raise DeadlineError(
-                    f"rank {self.rank}: {key!r}: no word from rank(s) {missing} within {timeout_s:.0f} s"
-                )
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, 0.05)
+        keys = [f"shardwise/{self.word}/{key}/{index}" for index in range(size)]
+        if self.watch is not None:  # so that nobody takes a rank that waits here for one that hangs
+            self.watch.begin((self.rank, "word", key, ""), timeout_s, False, timeout_s)
+        try:
+            missing = missing_keys(self.store, keys, timeout_s)
+        finally:
+            if self.watch is not None:
+                self.watch.end()
+        if missing:
+            raise DeadlineError(
+                f"rank {self.rank}: {key!r}: no word from rank(s) {missing} within {timeout_s:.0f} s"
+            )
         return [self.store.get(name).decode() for name in keys]
 
-    def close(self) -> None:
-        """Leave the job: all ranks together, after the last collective."""
+    def release(self) -> None:
+        """Give back what this World holds: shared memory, descriptors, groups, its watch. The job goes on."""
         for wire in self._wires.values():
-            wire.close()
+            if wire is not None:
+                wire.close()
         self._wires.clear()
         for transport in self._transports.values():
             close = getattr(transport, "close", None)
             if close is not None:
                 close()
         self._transports.clear()
-        if self.size > 1 and dist.is_initialized():
+        self._everyone.clear()
+        while self._groups:
+            end_group(self._groups.pop())
+        if self.watch is not None and not self.is_part:
+            self.watch.stop()
+
+    def close(self) -> None:
+        """Leave the job: all ranks together, after the last collective."""
+        self.release()
+        if self.size > 1 and dist.is_initialized() and self.owns_default:
             dist.destroy_process_group()
 
 
 def join(
     rank: int | None = None,
     world_size: int | None = None,
-    address: str = "127.0.0.1",
+    address: str = LOOPBACK,
     port: int = 29500,
     store: dist.Store | None = None,
     backend: str | None = None,
-    timeout_s: float = 1800.0,
+    timeout_s: float = JOIN_S,
     quiet: bool = False,
+    device: str = "auto",
 ) -> World:
-    """Find this process's rank and create torch's default group (or adopt the one that exists).
+    """Find this process's rank, meet the others, and create torch's default group (or adopt the one that exists).
 
-    Errors: ConfigError where the environment contradicts itself, CommError where the peers cannot be reached.
+    All ranks call it equally often. ``device``: "auto" takes an accelerator where there is one that can do all that is
+    needed, else the CPU; "cpu", "cuda", "cuda:1" and the like take what they say.
+
+    Errors: ConfigError where the environment contradicts itself or the devices do not suffice, DeadlineError names the
+    ranks that did not come within ``timeout_s``, CommError where the peers cannot be reached.
     """
     if rank is not None and world_size is not None:
         seat = Seat(rank, world_size, rank, world_size, address, port, "arguments")
@@ -351,17 +412,24 @@ def join(
         seat = _adopted()
     else:
         seat = find_seat(os.environ)
-    device, default_backend = _device(seat.local_rank)
-    backend = backend or default_backend
+    found, default_backend = choose_device(device, seat, os.environ.get("CUDA_VISIBLE_DEVICES"))
     world = World(
-        seat.rank, seat.world_size, seat.local_rank, seat.local_size, seat.source, backend, device, store
+        seat.rank,
+        seat.world_size,
+        seat.local_rank,
+        seat.local_size,
+        seat.source,
+        backend or default_backend,
+        found,
+        store,
     )
-    if seat.world_size > 1:
-        _meet(world, seat, timeout_s)
+    if seat.world_size > 1 and backend != "fake":
+        _meet(world, seat, timeout_s, backend)
     if seat.rank == 0 and not quiet:
         where = f", {seat.local_size} on this host" if seat.local_size != seat.world_size else ""
         print(
-            f"shardwise: {seat.world_size} rank(s){where} from {seat.source}, {device.type}, {backend or 'no backend'}"
+            f"shardwise: {seat.world_size} rank(s){where} from {seat.source}, {found.type}, "
+            f"{world.backend or 'no backend'}"
         )
         sys.stdout.flush()
     return world
@@ -374,57 +442,99 @@ def _adopted() -> Seat:
     return Seat(dist.get_rank(), size, found.local_rank, local, "", 0, "torch's existing default group")
 
 
-def _device(local_rank: int) -> tuple[torch.device, str]:
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "is_available() promised an accelerator"
-        device = torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
-        torch.accelerator.set_device_index(device.index)
-        return device, dist.get_default_backend_for_device(device)
-    return torch.device("cpu"), "gloo"
-
-
-def _meet(world: World, seat: Seat, timeout_s: float) -> None:
-    """Create the store and torch's default group."""
-    if dist.is_initialized():
-        if world.store is None:
-            world.store = dist.distributed_c10d._get_default_store()
-        world.backend = dist.get_backend()
-        return
-    limit = timedelta(seconds=timeout_s)
-    if seat.local_size == seat.world_size:
+def _meet(world: World, seat: Seat, timeout_s: float, backend: str | None) -> None:
+    """Meet the other ranks at the store; create torch's default group where there is none."""
+    adopts = dist.is_initialized()
+    one_host = seat.local_size == seat.world_size
+    if one_host:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         if world.backend == "nccl":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if world.store is None:
-        world.store = _connect(seat, limit)
+    if world.backend == "nccl":
+        # Several communicators at once: their kernels then start in the order of the calls, as all ranks make them.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if adopts and backend is None:
+        world.backend = backend_of_default(world.device)
+    base = world.store
+    if base is None and adopts:
+        base = dist.distributed_c10d._get_default_store()
+    if base is None:
+        base = _connect(seat, timeout_s)
+    # torchrun's agent serves one store for all lives of its ranks.
+    base = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
+    device = "" if world.device.type == "cpu" else str(world.device)
+    me = handshake.identity(device)
+    secret = os.environ.get("SHARDWISE_SECRET")
+    folder = handshake.private_folder(_private_candidates()) if one_host and not secret else None
+    met = handshake.meet(base, seat.rank, seat.world_size, me, secret, folder, timeout_s)
+    if met.secret_from == "none" and seat.rank == 0:
+        _log.warning(
+            "the store at %s:%s is open to whoever reaches it: give all ranks one SHARDWISE_SECRET in the environment",
+            seat.address or "its address",
+            seat.port,
+        )
+    world.store, world.word = met.store, met.word
+    world.watch = Watch(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
+    if adopts:
+        return
+    world.owns_default = True
     dist.init_process_group(
-        world.backend if world.device.type == "cpu" else f"cpu:gloo,{world.device.type}:{world.backend}",
-        store=dist.PrefixStore("torch", world.store),
+        backends(world.device, world.backend),
+        # On an accelerator torch's own threads ask the store, which must not need the interpreter for its answer.
+        store=dist.PrefixStore("torch", met.store if world.device.type == "cpu" else base),
         rank=seat.rank,
         world_size=seat.world_size,
-        timeout=limit,
-        device_id=None if world.device.type == "cpu" else world.device,
+        timeout=timedelta(seconds=_GROUP_TIMEOUT_S),
     )
 
 
-def _connect(seat: Seat, limit: timedelta) -> dist.Store:
+def _private_candidates() -> list[Path]:
+    """Folders in which ranks of one user and host may share a secret."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folders = [Path(runtime) / "shardwise"] if runtime else []
+    return [
+        *folders,
+        Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}",
+        Path.home() / ".cache" / "shardwise" / "jobs",
+    ]
+
+
+def _connect(seat: Seat, timeout_s: float) -> dist.Store:
     descriptor = os.environ.get("SHARDWISE_STORE_FD")
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent serves the store already
     listens = seat.rank == 0 and not under_agent
-    listening: dict[str, Any] = {"master_listen_fd": int(descriptor)} if descriptor and listens else {}
+    # All ranks here: nobody else shall reach the store, whatever name of this host the environment gives.
+    address = LOOPBACK if seat.local_size == seat.world_size and not under_agent else seat.address
+    listening: dict[str, Any] = {}
     try:
+        if descriptor and listens:
+            listening = {"master_listen_fd": int(descriptor)}
+        elif listens and address == LOOPBACK:
+            listening = {"master_listen_fd": _bound(seat.port)}
         return dist.TCPStore(
-            seat.address,
+            address,
             seat.port,
             world_size=None,
             is_master=listens,
-            timeout=limit,
+            timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             **listening,
         )
-    except (RuntimeError, dist.DistNetworkError) as error:
+    except (RuntimeError, dist.DistNetworkError, OSError) as error:
+        advice = (
+            ""
+            if listens
+            else f"; rank 0, which serves it, has not come within {timeout_s:.0f} s or has ended"
+        )
         raise CommError(
-            f"rank {seat.rank}: cannot reach the store at {seat.address}:{seat.port} (from {seat.source}): {error}"
+            f"rank {seat.rank}: cannot reach the store at {address}:{seat.port} (from {seat.source}){advice}: {error}"
         ) from error
+
+
+def _bound(port: int) -> int:
+    """Descriptor of a socket on the loopback interface, for a store to listen on; the store closes it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((LOOPBACK, port))
+        return opened.detach()

@@ -12,6 +12,7 @@ A model on ``meta`` gets its weights shard by shard: from ``initial`` rules (or 
 everywhere.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,8 @@ from shardwise.precision.loss_scale import LossScale
 
 GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None
 
+_log = logging.getLogger(__name__)
+
 _NEVER_SHARES = 1 << 30
 _AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -88,7 +91,11 @@ def initialize(
 
     Errors: ConfigError, MeshError, PlanError, UsageError.
     """
-    site = _site(join() if world is None else world, load({} if config is None else config))
+    policies = load({} if config is None else config)
+    if world is None:
+        world = join(timeout_s=policies.comm.join_s, device=policies.comm.device)
+        world.ends_with_engine = True
+    site = _site(world, policies)
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if loss is None and settings.loss is not None:
         loss = load_target("loss.target", settings.loss.target)
@@ -105,9 +112,11 @@ def initialize(
     parts = _parts(model, site, recipe, share, stages)
     pipeline = None
     if mesh.pp > 1:
-        peers = site.world.peers(site.groups["pp"], settings.comm)
+        peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
         pipeline = Pipeline(parts, settings.pipeline, loss, peers, settings.zero.regather == "step")
     site.traffic.clear()
+    if site.world.rank == 0 and site.world.size > 1:
+        _log.info("the ranks exchange through %s", site.world.transports())
     return Engine(parts, settings, loss, on_step, pipeline)
 
 
@@ -127,7 +136,7 @@ class _Site(NamedTuple):
 
 def _site(world: World, config: RunConfig) -> _Site:
     settings, mesh, _ = resolve(config, world.size, world.device.type)
-    clock, traffic = Clock(settings.comm.deadline_s, settings.comm.delay_s), Traffic()
+    clock, traffic = world.clock(settings.comm), Traffic()
     groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
     return _Site(world, settings, mesh, groups, clock, traffic)
 
@@ -372,7 +381,7 @@ def _parts(model: nn.Module, site: _Site, recipe: _Recipe, share: _Share, stages
         share.registry,
         mesh,
         world.rank,
-        lambda ranks: world.group_among(ranks, "shared", settings.comm, site.clock, site.traffic),
+        lambda kin: world.groups_among(kin, "shared", settings.comm, site.clock, site.traffic),
     )
     # Of the whole model: a stage without fp16 of its own scales and skips with the others.
     half = any(

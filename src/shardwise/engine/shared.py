@@ -11,14 +11,14 @@ gradient norm, follows from placements alone.
 Cost: 2 P (N-1)/N elements for P shared elements of the owned range.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from shardwise.comm.collectives import Group
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Partial, Replicate, runs
+from shardwise.plan.placement import Partial, Replicate, Shard, runs
 from shardwise.plan.registry import Registry
 
 Range = tuple[int, int]
@@ -34,7 +34,7 @@ class SharedGradients:
         registry: Registry,
         mesh: Mesh,
         rank: int,
-        group_of: Callable[[tuple[int, ...]], Group],
+        groups_of: Callable[[list[tuple[int, ...]]], Mapping[tuple[int, ...], Group]],
     ):
         self._held: dict[tuple[int, ...], dict[BucketState, list[Range]]] = {}
         """By the ranks that hold the same elements."""
@@ -69,9 +69,8 @@ class SharedGradients:
                 self._tied_ranks[name] = tuple(sorted({pp[other % len(pp)] for other in stages}))
             # One range where there is nothing to leave out: the padding between parameters is zero.
             self._counted[bucket] = [(0, bucket.owned_elements)] if counts_all else counted
-        # Every rank asks for its groups in the order of their ranks, so that no two wait for one another.
-        wanted = sorted({*self._held, *self._tied_ranks.values()})
-        self._groups = {ranks: group_of(ranks) for ranks in wanted if len(ranks) > 1}
+        # All ranks make all groups, those that they are not in as well. [Note: one function makes all groups]
+        self._groups = groups_of(holders(registry, mesh))
 
     def counted(self, bucket: BucketState) -> list[Range]:
         """The ranges whose squares this rank brings to the gradient norm, for all ranks that hold them."""
@@ -112,6 +111,26 @@ class SharedGradients:
     def reset(self) -> None:
         """After the step."""
         self._is_summed = False
+
+
+def holders(registry: Registry, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Every group of ranks in the mesh that hold the same elements of some trained parameter, in one order: what
+    ``SharedGradients`` may sum over, on whichever rank."""
+    found: set[tuple[int, ...]] = set()
+    size = mesh.size("tp")
+    for gradient in registry.of_kind("gradient"):
+        info = registry.get("parameter", gradient.name)
+        where = info.on("tp")
+        replicas: set[int] = set()
+        if isinstance(where, Shard):
+            replicas = {block.replicas(size) for block in where.blocks}
+        elif isinstance(info.grad_placement.get("tp", Replicate()), Partial):
+            replicas = {size}
+        for count in replicas:
+            found |= {tp[i : i + count] for tp in mesh.groups("tp") for i in range(0, size, count)}
+        if len(info.stages) > 1:
+            found |= {tuple(sorted({pp[s % len(pp)] for s in info.stages})) for pp in mesh.groups("pp")}
+    return sorted(ranks for ranks in found if len(ranks) > 1)
 
 
 def _extend(ranges: list[Range], found: Range) -> None:

@@ -3,6 +3,9 @@
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as torchrun sets them
     SHARDWISE_LAUNCHER=1       the ranks were started by this launcher
     SHARDWISE_STORE_FD         rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT, for the store to listen on
+    SHARDWISE_SECRET           random, of the job: the ranks seal what they tell one another with it
+    NCCL_LAUNCH_ORDER_IMPLICIT=1   unless it is set: kernels of several communicators start in the order of the calls
+                               (several of ours run at once; not measured yet)
     SHARDWISE_JOB              one random word per job; every descendant of a rank inherits it
     SHARDWISE_LAUNCHER_PID     whom to die with
     SHARDWISE_FAILURE          file in which the rank leaves its failure
@@ -23,7 +26,8 @@ STORE_FD = "SHARDWISE_STORE_FD"
 _LAUNCHER = "SHARDWISE_LAUNCHER"
 _LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"
 _FAILURE = "SHARDWISE_FAILURE"
-_OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE})
+_SECRET = "SHARDWISE_SECRET"
+_OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, _SECRET})
 
 
 class Job(NamedTuple):
@@ -36,6 +40,8 @@ class Job(NamedTuple):
     """Of the store, on the loopback interface."""
     failures: Path
     """Folder in which ranks leave their failures."""
+    secret: str
+    """Random; only the environment of the ranks has it, which this user alone can read."""
 
     def failure_path(self, rank: int) -> Path:
         """File in which one rank leaves its failure."""
@@ -76,12 +82,13 @@ def of_rank(
         _LAUNCHER_PID: os.getpid(),
         _FAILURE: job.failure_path(rank),
         JOB: job.word,
+        _SECRET: job.secret,
     }
     if store_fd is not None:
         ours[STORE_FD] = store_fd
     # Every rank would otherwise start a thread per core, and N ranks N times as many as there are cores.
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // job.ranks))}
-    return threads | kept | {name: str(value) for name, value in ours.items()}
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores() // job.ranks)), "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    return defaults | kept | {name: str(value) for name, value in ours.items()}
 
 
 def seat(environment: Mapping[str, str] = os.environ) -> Seat:

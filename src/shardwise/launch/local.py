@@ -40,6 +40,8 @@ from shardwise.plan.errors import UsageError
 
 _SETTLE_S = 0.5
 """After the first sign of failure: time for the others to say theirs, so that the cause can be told from the effect."""
+_CAUSE_S = 1.5
+"""The same where only effects have been seen."""
 GRACE_S = 2.5
 """Between SIGTERM and SIGKILL."""
 _STOP_S = 30.0
@@ -127,8 +129,12 @@ class Watch:
 
     def fail(self) -> int:
         """Show the first failure, end all ranks; returns the exit code of the job."""
-        until_s = time.monotonic() + _SETTLE_S
-        while time.monotonic() < until_s and not self.is_over():
+        since_s = time.monotonic()
+        # A failure of communication alone has its cause in another rank, which may be about to write it.
+        while not self.is_over():
+            only_effects = all(failure.is_of_peers for failure in self.failures.values())
+            if time.monotonic() > since_s + (_SETTLE_S if not only_effects else _CAUSE_S):
+                break
             time.sleep(ending.POLL_S)
             self.look(None)
         self.look(None)
@@ -213,7 +219,7 @@ def run(
         store = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         store.bind((LOOPBACK, 0))
-        job = Job(secrets.token_hex(16), ranks, store.getsockname()[1], Path(folder))
+        job = Job(secrets.token_hex(16), ranks, store.getsockname()[1], Path(folder), secrets.token_hex(32))
         watch = Watch(job, output, console)
         stack.enter_context(requests.listening())
         stack.callback(output.close, 1.0)

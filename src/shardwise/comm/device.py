@@ -1,0 +1,58 @@
+"""The device of a rank: its own accelerator where there is one that can do the work, else the CPU.
+
+"auto" asks the device for what every step needs: sums in fp64 (the norm and the loss are kept so), and a backend of
+torch's that exchanges its tensors. Apple's MPS has neither, so a laptop computes on its CPU, as it says.
+"""
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.seat import Seat
+from shardwise.plan.errors import ConfigError
+
+
+def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.device, str]:
+    """The device of a rank, and the backend for its tensors."""
+    if wanted == "cpu":
+        return torch.device("cpu"), "gloo"
+    try:
+        device = torch.device(wanted) if wanted != "auto" else _accelerator(seat)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"comm.device: {wanted!r} is no device of torch's; use auto, cpu, cuda or cuda:1"
+        ) from error
+    if device is None or device.type == "cpu":
+        return torch.device("cpu"), "gloo"
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    available = torch.accelerator.current_accelerator()
+    if available is None or available.type != device.type:
+        here = "no accelerator" if available is None else available.type
+        raise ConfigError(
+            f"comm.device: {wanted!r} is asked for, and torch finds {here} here; use auto or cpu"
+        )
+    if device.index is None:
+        if seat.local_size > count or seat.local_rank >= count:
+            limit = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+            raise ConfigError(
+                f"comm.device: {seat.local_size} ranks on this host (this one's place is {seat.local_rank}), but "
+                f"{count} devices of type {device.type}{limit}; start one "
+                "rank per device, or set comm.device: cpu"
+            )
+        device = torch.device(device.type, seat.local_rank)
+    torch.accelerator.set_device_index(device.index)
+    return device, dist.get_default_backend_for_device(device)
+
+
+def _accelerator(seat: Seat) -> torch.device | None:
+    """The kind of accelerator here, if it can do what a step needs: sums in fp64, a backend for several ranks."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    assert found is not None, "is_available() promised an accelerator"
+    try:
+        torch.zeros(1, dtype=torch.float64, device=found)
+    except (TypeError, RuntimeError):  # Apple's MPS
+        return None
+    if seat.world_size > 1 and found.type not in dist.Backend.default_device_backend_map:
+        return None
+    return torch.device(found.type)

@@ -1,0 +1,68 @@
+"""Process groups of torch, all made by one function, under names that say who meets and for what.
+
+torch's ``new_group`` names a group by how many groups *this process* has made, so ranks that have made different
+numbers of them (the middle of a pipeline has two neighbours, its ends have one) wait for one another under different
+names, for ever. Here the name follows from the job, the members and their purpose, so it cannot differ, and:
+
+    all ranks of a World walk all groups of a kind in one order   the first unfinished one can always go on; and where
+                                                                  the default group is bound to a device, NCCL splits
+                                                                  it, a collective of members and others alike
+    a group has a backend for host tensors and one for devices    whatever the user's default group was made with
+    its time-out is longer than our deadlines                     so that our error, which names ranks, comes first
+
+Cost: nothing is connected for the groups that a rank is not in.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def backends(device: torch.device, backend: str) -> str:
+    """What a group needs, as torch spells it: gloo for host tensors, ``backend`` for those on ``device``."""
+    return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+
+
+def backend_of_default(device: torch.device) -> str:
+    """The backend that torch's default group has for ``device``, or else the one that torch would choose."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config().split(",") if ":" in pair)
+    return dict(pairs).get(device.type) or dist.get_default_backend_for_device(device)
+
+
+def is_bound() -> bool:
+    """Whether torch's default group is bound to a device, so that new groups are split off its communicator by all
+    of its ranks together."""
+    return getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is not None
+
+
+def make_group(name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> dist.ProcessGroup | None:
+    """The group of ``ranks`` (of the job) called ``name``; None on a rank that is not in it.
+
+    ``name`` is the same on all members and used once in a job; ``backend`` as ``backends`` spells it.
+    """
+    state = dist.distributed_c10d
+    default = state._get_default_group()
+    rank = dist.get_rank()
+    # The public new_group takes no name. This is what it calls, with the same arguments from torch 2.11 to 2.13.
+    made, _ = state._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank) if rank in ranks else None,
+        list(ranks),
+        state.Backend(backend),
+        state._world.pg_map[default][1],
+        state.GroupName(name),
+        timeout=timedelta(seconds=timeout_s),
+        device_id=default.bound_device_id,
+        group_desc=name,
+    )
+    if rank not in ranks:
+        return None
+    state._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
+    return made
+
+
+def end_group(group: dist.ProcessGroup) -> None:
+    """Let go of one; nothing happens where torch's default group, and with it every other, has ended before."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)

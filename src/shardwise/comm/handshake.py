@@ -1,0 +1,220 @@
+"""The meeting of all ranks at the store: who is here, do they know the job's secret, and which key seals their texts.
+
+    rank r   hello/r     a number used once, and who it is (host, process, device)
+    rank 0   welcome/r   a random word for this meeting, and a seal over both with the secret
+    rank r   ready/r     sealed with the meeting's key = HMAC(secret, word)
+    rank 0   go          sealed: who sits where; or why the job cannot begin, the same sentence on every rank
+
+Both sides so prove that they know the secret, and no recorded value of another meeting fits. Where the secret is from:
+
+    environment   SHARDWISE_SECRET: our launcher draws one per job; for several hosts the user exports one
+    file          all ranks on one host, without it: rank 0 draws one and leaves it in a folder that this user alone may
+                  enter, under the meeting's word, until all have read it
+    none          several hosts without it: the seals then tell accidents, not attackers. Rank 0 says so
+
+Every rank finds by itself which of the three it must be, so nobody can talk it into a weaker one.
+
+Cost: two rounds over the store, some milliseconds; rank 0 writes one text per rank.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shardwise.comm.store import SealedStore, missing_keys, seal
+from shardwise.plan.errors import CommError, ConfigError, DeadlineError
+
+_WORD_BYTES = 16
+_PATIENCE_S = 15.0
+"""More than rank 0 waits for the others, so that it is rank 0 that says who is missing."""
+
+
+class Who(NamedTuple):
+    """One rank, as the others can find it."""
+
+    host: str
+    pid: int
+    device: str
+    """Empty on the CPU, which ranks may share."""
+
+
+class Meeting(NamedTuple):
+    """What the ranks have in common afterwards."""
+
+    store: SealedStore
+    word: str
+    """Random, of this meeting alone: the first part of every key that follows from it."""
+    who: list[Who]
+    """By rank."""
+    secret_from: str
+    """"environment", "file" or "none"."""
+
+
+def identity(device: str) -> Who:
+    """This process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        host = platform.node()
+    return Who(host, os.getpid(), device)
+
+
+def private_folder(candidates: Sequence[Path]) -> Path | None:
+    """The first of these folders that this user alone may enter, made if need be; None where there is none."""
+    for folder in candidates:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+                return folder
+    return None
+
+
+def meet(
+    base: dist.Store,
+    rank: int,
+    size: int,
+    me: Who,
+    given: str | None,
+    folder: Path | None,
+    timeout_s: float,
+) -> Meeting:
+    """Meet all ``size`` ranks at ``base``. ``given``: the secret from the environment; ``folder``: where ranks of one
+    host may share one, None where they cannot.
+
+    Errors: DeadlineError names the ranks that did not come within ``timeout_s``; CommError where a secret does not fit;
+    ConfigError where ranks share a device.
+    """
+    place = f"shardwise/join/{base.add(f'shardwise/joins/{rank}', 1)}"
+    nonce = secrets.token_hex(_WORD_BYTES)
+    base.set(f"{place}/hello/{rank}", json.dumps([nonce, *me]))
+    source = "environment" if given else "none" if folder is None else "file"
+    if rank == 0:
+        return _host(base, size, place, given, folder, source, timeout_s)
+    key = f"{place}/welcome/{rank}"
+    if missing_keys(base, [key], timeout_s + _PATIENCE_S):
+        raise DeadlineError(
+            f"rank {rank}: rank 0 has not joined within {timeout_s + _PATIENCE_S:.0f} s; see its log. Where ranks "
+            "start that far apart, raise comm.join_s"
+        )
+    said = json.loads(base.get(key))
+    if said["error"]:
+        raise DeadlineError(f"rank {rank}: {said['error']}")
+    word = _checked(said["word"])
+    secret = (given or "").encode()
+    if source == "file":
+        assert folder is not None, "a secret in a file has a folder"
+        try:
+            secret = (folder / word).read_bytes()
+        except OSError as error:
+            raise CommError(
+                f"rank {rank}: cannot read the job's secret in {folder}, where rank 0 should have left it ({error}). "
+                "Give all ranks the same SHARDWISE_SECRET in their environment"
+            ) from error
+    if said["seal"] != seal(secret, b"welcome", key.encode(), nonce.encode(), word.encode()).hex():
+        base.set(f"{place}/ready/{rank}", "refused")
+        raise CommError(
+            f"rank {rank}: what answers as rank 0 at the store does not know this job's secret (from {source}): the "
+            "ranks have different SHARDWISE_SECRET, or another program answers"
+        )
+    store = SealedStore(base, seal(secret, b"key", word.encode()))
+    store.set(f"{place}/ready/{rank}", b"ready")
+    if missing_keys(base, [f"{place}/go"], timeout_s + _PATIENCE_S):
+        raise DeadlineError(f"rank {rank}: rank 0 welcomed this rank and was not heard of again; see its log")
+    refusal, who = json.loads(store.get(f"{place}/go"))
+    if refusal:
+        raise ConfigError(refusal)
+    return Meeting(store, word, [Who(*each) for each in who], source)
+
+
+def _host(
+    base: dist.Store,
+    size: int,
+    place: str,
+    given: str | None,
+    folder: Path | None,
+    source: str,
+    timeout_s: float,
+) -> Meeting:
+    """Rank 0's side."""
+    absent = missing_keys(base, [f"{place}/hello/{rank}" for rank in range(size)], timeout_s)
+    if absent:
+        named = ", ".join(map(str, absent[:20])) + (" ..." if len(absent) > 20 else "")
+        error = (
+            f"rank{'s' * (len(absent) > 1)} {named} of {size} did not join within {timeout_s:.0f} s: they were not "
+            "started, have ended, or are still starting. See their logs; where ranks start that far apart, raise "
+            "comm.join_s"
+        )
+        for rank in set(range(1, size)) - set(absent):
+            base.set(f"{place}/welcome/{rank}", json.dumps({"error": error}))
+        raise DeadlineError(f"rank 0: {error}")
+    hellos = [json.loads(base.get(f"{place}/hello/{rank}")) for rank in range(size)]
+    who = [Who(str(host), int(pid), str(device)) for _, host, pid, device in hellos]
+    word = secrets.token_hex(_WORD_BYTES)
+    with _secret(given, folder if source == "file" else None, word) as secret:
+        for rank in range(1, size):
+            key = f"{place}/welcome/{rank}"
+            proof = seal(secret, b"welcome", key.encode(), hellos[rank][0].encode(), word.encode()).hex()
+            base.set(key, json.dumps({"error": "", "word": word, "seal": proof}))
+        store = SealedStore(base, seal(secret, b"key", word.encode()))
+        late = missing_keys(base, [f"{place}/ready/{rank}" for rank in range(1, size)], timeout_s)
+        if late:
+            raise DeadlineError(
+                f"rank 0: rank(s) {[rank + 1 for rank in late]} came to the store and fell silent"
+            )
+        for rank in range(1, size):
+            store.get(f"{place}/ready/{rank}")
+    error = _shared_devices(who)
+    store.set(f"{place}/go", json.dumps([error, who]))
+    if error:
+        raise ConfigError(error)
+    return Meeting(store, word, who, source)
+
+
+@contextlib.contextmanager
+def _secret(given: str | None, folder: Path | None, word: str) -> Iterator[bytes]:
+    """The job's secret; one that rank 0 draws lies in ``folder`` inside this context."""
+    if folder is None:
+        yield (given or "").encode()
+        return
+    secret = secrets.token_bytes(2 * _WORD_BYTES)
+    path = folder / word
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secret)
+    try:
+        yield secret
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _checked(word: object) -> str:
+    """A word is part of a path: hexadecimal digits and nothing else."""
+    if isinstance(word, str) and len(word) == 2 * _WORD_BYTES and set(word) <= set("0123456789abcdef"):
+        return word
+    raise CommError(
+        f"store: rank 0's welcome holds {word!r} where a word of {2 * _WORD_BYTES} digits belongs"
+    )
+
+
+def _shared_devices(who: Sequence[Who]) -> str:
+    """Why these ranks cannot begin; empty where they can."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, each in enumerate(who):
+        if not each.device:
+            continue
+        other = first.setdefault((each.host, each.device), rank)
+        if other != rank:
+            return (
+                f"ranks {other} and {rank} are on one host and both took {each.device}: their LOCAL_RANK is the same "
+                "or missing. Start them with shardwise launch, torchrun or srun, set LOCAL_RANK, or comm.device: cpu"
+            )
+    return ""

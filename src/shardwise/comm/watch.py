@@ -1,0 +1,422 @@
+"""The watch: who keeps the others waiting, and where it is.
+
+A rank that has waited long asks all ranks, over the store; a thread of each answers, also where its main thread hangs:
+
+    waits      what its main thread waits for in a collective, and how long        (it is not to blame)
+    stack      where its main thread is, in Python
+    unmoved    seconds since that stack changed, or the process and its children computed, read or wrote anything
+
+From the answers follows one of these, and what becomes of it under ``comm.deadline_s: auto``:
+
+    does not answer    its process is stopped, has no time, or is gone             the job ends
+    does not move      a lock, a sleep, a lost server: no work at all              the job ends
+    is at work         slow, or in a loop: from outside they look alike            named in the log; the job ends at
+                                                                                   300 s or ten median steps
+    all wait           for one another: ranks called different collectives         the job ends
+
+Being asked costs nothing that counts, so it happens early: after 20 s, or five median steps where steps are long; a
+number for ``comm.deadline_s`` asks before it, and ends the job then and not before. A debugger is no hang.
+
+Two threads, since a call of the store may block (rank 0, which serves it, may be the one that is stopped): ``_observe``
+looks at this process and at the clock, ``_talk`` speaks with the store. The verdict of the first to reach one is left
+in the store, so that all ranks tell the same story.
+
+Cost: each second two questions to the store and a look at one stack, about 0.2 ms.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from shardwise.comm.handshake import Who
+from shardwise.comm.store import SealedStore, missing_keys
+from shardwise.plan.errors import DeadlineError
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_ANSWER_S = 3.5
+"""For all answers to a question."""
+_STORE_S = 6.0
+"""A store that has said nothing for so long does not answer."""
+_AGAIN_S = 60.0
+"""Between two notices of one wait."""
+_FRAMES = 12
+_WORK_S = 0.2
+"""Processor time that counts as work; the watch itself takes less in a minute."""
+_WORK_BYTES = 256 << 10
+_STACK_BYTES = 4000
+
+
+class Wait(NamedTuple):
+    """One thread's wait in a collective or for a message."""
+
+    what: tuple[Any, ...]
+    """(rank, operation, tensor, step)"""
+    since_s: float
+    patience_s: float
+    """After which the others are asked."""
+    is_auto: bool
+    """Whether what they say may end the job before its deadline."""
+    standstill_s: float
+    """How long a rank may stand still."""
+    give_up: Callable[[], None] | None
+    """Wakes a thread that waits inside torch."""
+
+    def __str__(self) -> str:
+        rank, operation, what, step = self.what
+        return f"rank {rank}: {operation} of {what} in step {step}"
+
+
+class _Pulse:
+    """When this process last did anything."""
+
+    def __init__(self, thread_id: int | None, native_id: int | None):
+        self._thread_id = thread_id
+        self._native_id = native_id
+        self._place: tuple[Any, ...] = ()
+        self._seconds = 0.0
+        self._bytes = 0
+        self.moved_s = time.monotonic()
+
+    def frame(self) -> FrameType | None:
+        """Where the watched thread is."""
+        return None if self._thread_id is None else sys._current_frames().get(self._thread_id)
+
+    def look(self) -> None:
+        """Once a tick."""
+        place = []
+        frame = self.frame()
+        is_debugged = False
+        while frame is not None:
+            place.append((id(frame.f_code), frame.f_lasti))
+            is_debugged = is_debugged or frame.f_code.co_filename.endswith(("bdb.py", "pdb.py"))
+            frame = frame.f_back
+        now = (tuple(place), time.process_time() + _seconds_of_children(os.getpid()), _bytes_of(os.getpid()))
+        worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
+        if (
+            now[0] != self._place
+            or worked
+            or is_debugged
+            or _state(os.getpid(), self._native_id) in ("R", "D")
+        ):
+            self._place, self._seconds, self._bytes = now
+            self.moved_s = time.monotonic()
+
+
+class Watch:
+    """Of one rank of a job. ``who``: all ranks; ``prefix`` begins the keys in ``store``."""
+
+    def __init__(self, rank: int, who: Sequence[Who], store: SealedStore, prefix: str):
+        self._rank = rank
+        self._who = who
+        self._store = store
+        self._prefix = prefix
+        self._waits: dict[int, Wait] = {}
+        self._thread_id: int | None = None
+        self._pulse = _Pulse(None, None)
+        self._verdict = ""
+        self._story = ""
+        self._wanted = False
+        self._turn = 0
+        """The next question."""
+        self._contact_s = time.monotonic()
+        self._told_s = -_AGAIN_S
+        self._asked_s = 0.0
+        self._suspects: frozenset[int] = frozenset()
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    # The main thread's side ------------------------------------------------------------------------------------
+
+    def start(self) -> bool:
+        """Begin to watch the calling thread; False where it had begun."""
+        if self._threads or len(self._who) < 2:
+            return False
+        self._thread_id = threading.get_ident()
+        self._pulse = _Pulse(self._thread_id, threading.get_native_id())
+        self._contact_s = time.monotonic()
+        store = self._store.again()
+        # The threads hold no reference between two ticks: a World that is dropped and not closed ends them.
+        own, ended = weakref.ref(self), self._ended
+        for name, tick in (("observe", Watch._observe), ("talk", _talker(store))):
+            thread = threading.Thread(
+                target=_run, args=(own, ended, tick), name=f"shardwise-watch-{name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        atexit.register(_stop, own)  # the interpreter does not end well beneath a thread in torch
+        return True
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(2.0)
+        self._threads = []
+
+    def begin(
+        self,
+        what: tuple[Any, ...],
+        patience_s: float,
+        is_auto: bool,
+        standstill_s: float,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        """The calling thread begins to wait."""
+        self._waits[threading.get_ident()] = Wait(
+            what, time.monotonic(), patience_s, is_auto, standstill_s, give_up
+        )
+
+    def end(self) -> None:
+        """It waits no longer."""
+        self._waits.pop(threading.get_ident(), None)
+
+    @property
+    def verdict(self) -> str:
+        """Why waiting is in vain; empty while it may not be."""
+        return self._verdict
+
+    @property
+    def story(self) -> str:
+        """What the last question brought; empty where none was asked."""
+        return self._story
+
+    def raise_verdict(self) -> None:
+        """Raise where waiting is in vain."""
+        if self._verdict:
+            raise DeadlineError(self._verdict)
+
+    # This process and the clock --------------------------------------------------------------------------------
+
+    def _observe(self) -> None:
+        self._pulse.look()
+        longest = self._longest()
+        if longest is None:
+            self._story = ""
+            self._suspects = frozenset()
+            return
+        age_s = time.monotonic() - longest.since_s
+        if age_s > longest.patience_s and not self._verdict:
+            self._wanted = True
+            silence_s = time.monotonic() - self._contact_s
+            if silence_s > _STORE_S and age_s > longest.patience_s + _ANSWER_S:
+                self._judge_alone(longest, silence_s)
+        if self._verdict:
+            self._wake()
+
+    def _longest(self) -> Wait | None:
+        """The wait whose patience ends first."""
+        waits = self._waits.copy().values()
+        return min(waits, key=lambda wait: wait.since_s + wait.patience_s, default=None)
+
+    def _wake(self) -> None:
+        """Threads that wait inside torch do not look at the verdict."""
+        for wait in self._waits.copy().values():
+            if wait.give_up is not None:
+                with contextlib.suppress(Exception):
+                    wait.give_up()
+
+    def _judge_alone(self, wait: Wait, silence_s: float) -> None:
+        """The store does not answer: what can be seen of the ranks of this host without it."""
+        found = {rank: self._seen_from_outside(rank) for rank in self._here() if rank != self._rank}
+        stopped = [rank for rank, (ends, _) in found.items() if ends]
+        told = [f"rank {rank} does not answer: {found[rank][1]}" for rank in stopped]
+        if not stopped:
+            told = [
+                f"the store has not answered for {silence_s:.0f} s: rank 0, which serves it, hangs or is cut off"
+            ]
+        self._story = "; ".join(told)
+        if wait.is_auto and (stopped or silence_s > wait.patience_s):
+            self._verdict = self._sentence(wait, self._story)
+        else:
+            self._tell(wait)
+
+    def _here(self) -> list[int]:
+        host = self._who[self._rank].host
+        return [rank for rank, each in enumerate(self._who) if each.host == host]
+
+    def _seen_from_outside(self, rank: int) -> tuple[bool, str]:
+        """Whether this rank of this host can never answer, and what the kernel says of it."""
+        pid = self._who[rank].pid
+        state = _state(pid)
+        if state in ("T", "t"):
+            return (
+                True,
+                f"its process {pid} is stopped (SIGSTOP or a debugger), so its stack cannot be asked for",
+            )
+        if state in ("", "Z", "X"):
+            return True, f"its process {pid} has ended"
+        before = _seconds_of(pid)
+        time.sleep(0.3)
+        if state == "R" or _seconds_of(pid) > before:
+            return False, f"its process {pid} computes in one long call that lets no Python run beside it"
+        return False, f"its process {pid} sleeps (state {state})"
+
+    # The store -------------------------------------------------------------------------------------------------
+
+    def _talk(self, store: SealedStore) -> None:
+        while store.check([self._key("question", self._turn)]):
+            self._answer(store)
+        if not self._verdict and store.check([self._key("verdict")]):
+            self._verdict = store.get(self._key("verdict")).decode()
+            self._wake()
+        self._contact_s = time.monotonic()
+        wait = self._longest()
+        is_due = time.monotonic() - self._asked_s > (0 if self._suspects else _ANSWER_S)
+        if self._wanted and wait is not None and is_due and not self._verdict:
+            self._wanted = False
+            turn = self._turn
+            store.set(self._key("question", turn), str(self._rank))
+            self._answer(store)
+            self._judge(store, wait, self._collect(store, turn))
+            self._asked_s = time.monotonic()
+
+    def _key(self, *parts: Any) -> str:
+        return "/".join([self._prefix, *map(str, parts)])
+
+    def _answer(self, store: SealedStore) -> None:
+        wait = None if self._thread_id is None else self._waits.get(self._thread_id)
+        frame = self._pulse.frame()
+        said = {
+            "waits": None if wait is None else [str(wait), time.monotonic() - wait.since_s],
+            "unmoved_s": time.monotonic() - self._pulse.moved_s,
+            "stack": "" if frame is None else _stack_of(frame),
+        }
+        store.set(self._key("answer", self._turn, self._rank), json.dumps(said))
+        self._turn += 1
+
+    def _collect(self, store: SealedStore, turn: int) -> dict[int, dict[str, Any]]:
+        keys = [self._key("answer", turn, rank) for rank in range(len(self._who))]
+        missing = set(missing_keys(store, keys, _ANSWER_S))
+        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if rank not in missing}
+
+    def _judge(self, store: SealedStore, wait: Wait, answers: Mapping[int, dict[str, Any]]) -> None:
+        told: list[str] = []
+        ends = False
+        silent = frozenset(range(len(self._who))) - frozenset(answers)
+        here = self._here()
+        for rank in sorted(silent):
+            if rank in here:
+                is_over, seen = self._seen_from_outside(rank)
+                is_over = is_over or (rank in self._suspects and "sleeps" in seen)
+            else:
+                is_over, seen = rank in self._suspects, "nothing is heard from its host"
+            ends = ends or is_over
+            told.append(f"rank {rank} does not answer: {seen}")
+        self._suspects = silent
+        free = [rank for rank, said in answers.items() if said["waits"] is None]
+        for rank in free:
+            unmoved_s = float(answers[rank]["unmoved_s"])
+            if unmoved_s > wait.patience_s / 2:
+                state = f"has not moved for {unmoved_s:.0f} s: no line, no computing, no reading or writing"
+            else:
+                state = "is alive and at work"
+            ends = ends or unmoved_s >= wait.standstill_s
+            told.append(f"rank {rank} {state}. Its main thread is at\n{answers[rank]['stack']}")
+        if not told:
+            waits = {rank: said["waits"] for rank, said in answers.items()}
+            ends = min(seconds for _, seconds in waits.values()) > wait.patience_s
+            told = ["all ranks wait for one another:"]
+            told += [f"    {what}, for {seconds:.0f} s" for what, seconds in waits.values()]
+        self._story = "\n".join(told)
+        speakers = [rank for rank, said in answers.items() if said["waits"] is not None]
+        if self._rank == min(speakers, default=self._rank) and not (ends and wait.is_auto):
+            self._tell(wait)
+        if ends and wait.is_auto and self._longest() is not None and not store.check([self._key("verdict")]):
+            self._verdict = self._sentence(wait, self._story)
+            store.set(self._key("verdict"), self._verdict)
+            self._wake()
+
+    def _tell(self, wait: Wait) -> None:
+        """In the log, now and then."""
+        if time.monotonic() - self._told_s >= _AGAIN_S:
+            self._told_s = time.monotonic()
+            _log.warning("%s", self._sentence(wait, self._story))
+
+    def _sentence(self, wait: Wait, story: str) -> str:
+        return f"{wait} has waited {time.monotonic() - wait.since_s:.0f} s: {story}"
+
+
+def _talker(store: SealedStore) -> Callable[["Watch"], None]:
+    return lambda watch: watch._talk(store)
+
+
+def _run(own: "weakref.ref[Watch]", ended: threading.Event, tick: Callable[["Watch"], None]) -> None:
+    """One thread of a watch, until it is stopped or dropped."""
+    while not ended.wait(_TICK_S):
+        watch = own()
+        if watch is None:
+            return
+        try:
+            tick(watch)
+        except Exception as error:  # the store has ended, as it does when the job ends
+            _log.debug("the watch ends: %s", error)
+            return
+        del watch
+
+
+def _stop(own: "weakref.ref[Watch]") -> None:
+    watch = own()
+    if watch is not None:
+        watch.stop()
+
+
+def _stack_of(frame: FrameType) -> str:
+    """The last calls of a thread, as a traceback shows them."""
+    calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith("<frozen")]
+    lines = traceback.format_list(calls[-_FRAMES:])
+    return "".join(lines).rstrip()[-_STACK_BYTES:]
+
+
+def _fields(pid: int, thread: int | None = None) -> list[str]:
+    """/proc/PID/stat from the state on; empty where there is none."""
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    try:
+        return Path(path).read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _state(pid: int, thread: int | None = None) -> str:
+    """One letter, as ps shows it; empty where there is no such process, or no /proc."""
+    found = _fields(pid, thread)
+    return found[0] if found else ""
+
+
+def _seconds_of(pid: int) -> float:
+    """Processor time of a process and its threads."""
+    found = _fields(pid)
+    return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK") if found else 0.0
+
+
+def _seconds_of_children(pid: int) -> float:
+    """Processor time of all that descends from a process: workers of a loader, of a compiler, a copying program."""
+    total = 0.0
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:
+            continue
+        total += sum(_seconds_of(int(child)) + _seconds_of_children(int(child)) for child in children)
+    return total
+
+
+def _bytes_of(pid: int) -> int:
+    """What a process has read and written."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
