@@ -10,15 +10,17 @@
 
 A block's forward is wrapped on the instance, so that hooks on the block stay outside: its weights are gathered when its
 backward window opens, once. Recomputation is torch's non-reentrant checkpoint; it puts back torch's random state and
-ours (``memory.replay``), and stops at the last tensor that is needed, so that a block's last product is not repeated.
+ours (``memory.replay``), runs on the buffers that the first run saw, and stops at the last tensor that is needed, so
+that a block's last product is not repeated.
 Collectives inside run again, in the order of the blocks' backward passes, which is the same on every rank.
 
 Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective).
 Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Annotated, Any, Literal, Self
 
@@ -41,6 +43,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 _ATTENTION = "attention"
 """Name of the attribute that holds a block's attention function."""
+
+_SMALL_BYTES = 1 << 16
+"""Buffers up to this size are copied in every pass, whether they have changed before or not."""
 
 _HUGGING_FACE_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -122,7 +127,7 @@ def recomputed(
     function: Callable[..., Any],
     replay: Replay,
     saves: Callable[..., CheckpointPolicy] | None = None,
-    block: nn.Module | None = None,
+    buffers: "_Buffers | None" = None,
 ) -> Callable[..., Any]:
     """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps.
 
@@ -136,7 +141,7 @@ def recomputed(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        contexts = partial(_contexts, replay, saves, block)
+        contexts = partial(_contexts, replay, saves, buffers)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
@@ -159,50 +164,133 @@ class _Both(AbstractContextManager[None]):
         self._stacks.pop().__exit__(*exception)
 
 
-class _StandingStatistics(AbstractContextManager[None]):
-    """What a batch norm of ``block`` counted in the forward pass is not counted again: its averages move by nothing.
+class _Buffers:
+    """The buffers of one block: batch statistics, counters, codebooks, the vectors of a spectral norm.
 
-    They must be there, for autograd saves them, and the second run has to save what the first one did.
+    What the forward pass changes in them stands once: a second run begins with the values that the first one saw, or
+    it would compute other numbers, and what it changes is dropped. The first pass shows which buffers change; of those,
+    and of all that are small, a pass keeps a copy until its backward pass.
     """
 
-    def __init__(self, block: nn.Module | None):
-        modules = () if block is None else block.modules()
-        self._norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-        self._before: list[list[tuple[float | None, Tensor | None]]] = []
+    def __init__(self, block: nn.Module, name: str):
+        self._block = block
+        self._name = name
+        self._modules: list[nn.Module] = []
+        self._changing: set[tuple[int, str]] | None = None
+        """(module by its place, name) of what a pass has changed; None before the first pass."""
+
+    def before(self) -> "_Snapshot":
+        """The values now, at the beginning of a pass."""
+        if self._changing is None:
+            self._modules = list(self._block.modules())
+        held = list(self._each())
+        keeps_all = self._changing is None
+        kept = {
+            (place, name): buffer.detach().clone()
+            for place, name, buffer in held
+            if keeps_all or buffer.nbytes <= _SMALL_BYTES or (place, name) in (self._changing or ())
+        }
+        versions = {(place, name): (buffer, buffer._version) for place, name, buffer in held}
+        return _Snapshot(self, kept, versions, keeps_all)
+
+    def note(self, snapshot: "_Snapshot") -> None:
+        """After the first run: which buffers has it changed?
+
+        Errors: UsageError where a large one changes that did not change in the first pass.
+        """
+        changing = set() if self._changing is None else self._changing
+        for place, name, buffer in self._each():
+            key = (place, name)
+            before, version = snapshot.versions.get(key, (None, 0))
+            changed = buffer is not before or buffer._version != version
+            # A write by way of .data counts no version.
+            if not changed and snapshot.is_first:
+                changed = not torch.equal(buffer, snapshot.kept[key])
+            if not changed:
+                if snapshot.is_first and buffer.nbytes > _SMALL_BYTES:
+                    del snapshot.kept[key]
+                continue
+            if before is not None and key not in snapshot.kept:
+                raise UsageError(
+                    f"recompute: block {self._name} changed its buffer {name!r} ({buffer.nbytes} bytes) in this "
+                    "pass and not in its first one, so that no copy was kept for the second run, which would compute "
+                    "other numbers. Leave the block out of recompute.blocks, or set recompute: none"
+                )
+            changing.add(key)
+        self._changing = changing
+
+    def put(self, values: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], Tensor]:
+        """Let the block hold ``values``; returns what it held in their places."""
+        held = {}
+        for (place, name), value in values.items():
+            buffers = self._modules[place]._buffers
+            held[place, name] = buffers[name]
+            buffers[name] = value
+        return held  # type: ignore[return-value]
+
+    def _each(self) -> Iterator[tuple[int, str, Tensor]]:
+        for place, module in enumerate(self._modules):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield place, name, buffer
+
+
+@dataclass
+class _Snapshot(AbstractContextManager[None]):
+    """A pass: entered around its first run; ``again`` around every further one."""
+
+    buffers: _Buffers
+    kept: dict[tuple[int, str], Tensor]
+    versions: dict[tuple[int, str], tuple[Tensor, int]]
+    is_first: bool
 
     def __enter__(self) -> None:
-        counts = [norm.num_batches_tracked for norm in self._norms]
-        self._before.append(
-            [
-                (norm.momentum, None if count is None else count.clone())
-                for norm, count in zip(self._norms, counts, strict=True)
-            ]
-        )
-        for norm in self._norms:
-            norm.momentum = 0.0
+        """The values were taken already."""
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        if kind is None:
+            self.buffers.note(self)
+        self.versions.clear()
+
+    def again(self) -> "_Before":
+        """With the buffers as they were."""
+        return _Before(self)
+
+
+class _Before(AbstractContextManager[None]):
+    def __init__(self, snapshot: _Snapshot):
+        self._snapshot = snapshot
+        self._held: list[dict[tuple[int, str], Tensor]] = []
+
+    def __enter__(self) -> None:
+        snapshot = self._snapshot
+        self._held.append(snapshot.buffers.put({key: kept.clone() for key, kept in snapshot.kept.items()}))
 
     def __exit__(self, *exception: Any) -> None:
-        for norm, (momentum, count) in zip(self._norms, self._before.pop(), strict=True):
-            norm.momentum = momentum
-            if count is not None and norm.num_batches_tracked is not None:
-                norm.num_batches_tracked.copy_(count)
+        self._snapshot.buffers.put(self._held.pop())
 
 
 def _contexts(
-    replay: Replay, saves: Callable[..., CheckpointPolicy] | None, block: nn.Module | None
+    replay: Replay, saves: Callable[..., CheckpointPolicy] | None, buffers: _Buffers | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the forward pass, and around each recomputation."""
-    again = _Both(replay.again(), _StandingStatistics(block))
-    if saves is None:
-        return nullcontext(), again
-    forward, backward = create_selective_checkpoint_contexts(saves)
-    return forward, _Both(again, backward)
+    first: list[AbstractContextManager[Any]] = []
+    again: list[AbstractContextManager[Any]] = [replay.again()]
+    if buffers is not None:
+        snapshot = buffers.before()
+        first.append(snapshot)
+        again.append(snapshot.again())
+    if saves is not None:
+        forward, backward = create_selective_checkpoint_contexts(saves)
+        first.append(forward)
+        again.append(backward)
+    return _Both(*first), _Both(*again)
 
 
 def _wrap_forward(
     block: nn.Module, name: str, replay: Replay, saves: Callable[..., CheckpointPolicy] | None
 ) -> None:
-    inner = recomputed(block.forward, replay, saves, block)
+    inner = recomputed(block.forward, replay, saves, _Buffers(block, name))
 
     @wraps(block.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
