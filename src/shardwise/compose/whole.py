@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.parallel.tensor.layout import Place
 from shardwise.parallel.zero import layout
-from shardwise.parallel.zero.modules import holdings
+from shardwise.parallel.zero.modules import check_memory, holdings
 from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Partial, Replicate
 from shardwise.plan.registry import Registry, TensorInfo
@@ -49,7 +49,7 @@ class Whole:
 
 
 def describe(model: nn.Module) -> Whole:
-    """Errors: PlanError where the model has no parameters, or complex ones."""
+    """Errors: PlanError where the model has no parameters, complex ones, or two over one memory."""
     parameters: dict[str, Entry] = {}
     canonical: dict[str, str] = {}
     for holding in holdings(model):
@@ -65,6 +65,7 @@ def describe(model: nn.Module) -> Whole:
         canonical |= dict.fromkeys((holding.name, *holding.aliases), holding.name)
     if not parameters:
         raise PlanError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
+    check_memory(model)
     persistent = model.state_dict(keep_vars=True)
     buffers = {
         name: (tuple(buffer.shape), buffer.dtype, name in persistent)

@@ -32,7 +32,7 @@ from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine, Loss, OnStep
 from shardwise.engine.inputs import call_model, cast_inputs
-from shardwise.engine.parts import Parts, Stage
+from shardwise.engine.parts import REPLACED, Parts, Stage
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
@@ -49,12 +49,13 @@ from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings, absent
 from shardwise.parallel.zero.executor import Executor, UnitState
 from shardwise.parallel.zero.layout import strategy_of
-from shardwise.parallel.zero.modules import Holding, repeated_blocks
+from shardwise.parallel.zero.modules import Holding, check_renormalized, repeated_blocks
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.registry import Registry
 from shardwise.plan.target import load_target
 from shardwise.precision.loss_scale import LossScale
+from shardwise.precision.norms import with_wide_norms
 
 GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None
 
@@ -96,10 +97,16 @@ def initialize(
         world = join(timeout_s=policies.comm.join_s, device=policies.comm.device)
         world.ends_with_engine = True
     site = _site(world, policies)
+    precision, notes = with_wide_norms(site.settings.precision, model)
+    site = site._replace(settings=site.settings.model_copy(update={"precision": precision}), notes=notes)
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if loss is None and settings.loss is not None:
         loss = load_target("loss.target", settings.loss.target)
     recipe = _recipe(model, settings, optimizer, elementwise)
+    own_calls = {
+        module: {key: value for key, value in vars(module).items() if key in REPLACED}
+        for module in model.modules()
+    }
     whole, start = _whole(model, site, initial)
     if example is not None and mesh.pp > 1:
         check_stages(model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, device))
@@ -110,6 +117,7 @@ def initialize(
     ]
     _forget_foreign(model, stages)
     parts = _parts(model, site, recipe, share, stages)
+    parts.own_calls = own_calls
     pipeline = None
     if mesh.pp > 1:
         peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
@@ -132,6 +140,8 @@ class _Site(NamedTuple):
     groups: Mapping[str, Group]
     clock: Clock
     traffic: Traffic
+    notes: tuple[str, ...] = ()
+    """For the Plan."""
 
 
 def _site(world: World, config: RunConfig) -> _Site:
@@ -196,6 +206,7 @@ def _whole(model: nn.Module, site: _Site, initial: Mapping[str, Rule] | None) ->
     """The model as all ranks have it in common."""
     if site.settings.batch_norm == "synchronized":
         synchronize_batch_norm(model, site.groups["dp"])
+    check_renormalized(model, site.mesh.size("dp") * site.mesh.tp)
     whole = describe(model)
     start = start_weights(model, site.settings, initial, whole)
     take_rank_0(model, site.world.device, site.groups["world"], start.names)
@@ -282,9 +293,9 @@ def _stage(
     recompute_blocks(module, share.to_recompute, settings.recompute, share.replay)
     executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
     is_last = index == site.mesh.pp * settings.pipeline.interleave - 1
-    _cast_at_the_root(module, settings, device, casts_output and is_last)
-    plan = replace(drawn.plan, notes=(*drawn.plan.notes, *share.tables.choices))
-    return Stage(index, module, plan, executor, run)
+    handles = _cast_at_the_root(module, settings, device, casts_output and is_last)
+    plan = replace(drawn.plan, notes=(*drawn.plan.notes, *site.notes, *share.tables.choices))
+    return Stage(index, module, plan, executor, run, handles)
 
 
 def _surroundings(drawn: Draft, site: _Site) -> Surroundings:
@@ -336,7 +347,7 @@ def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.
 
 def _cast_at_the_root(
     model: nn.Module, settings: RunConfig, device: torch.device, casts_output: bool
-) -> None:
+) -> list[Any]:
     """The 16-bit contract: floating inputs in the compute dtype, and what a loss function gets in fp32."""
     dtype = settings.precision.compute_dtype
 
@@ -346,9 +357,10 @@ def _cast_at_the_root(
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         return cast_inputs(output, device, torch.float32)
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
+    handles = [model.register_forward_pre_hook(before, with_kwargs=True)]
     if casts_output and dtype in _SIXTEEN_BITS:
-        model.register_forward_hook(after)
+        handles.append(model.register_forward_hook(after))
+    return handles
 
 
 def _compile_blocks(states: Sequence[UnitState], backend: str) -> None:

@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class LossScalePolicy(Policy):
@@ -61,7 +61,8 @@ class PrecisionPolicy(Policy):
     master: Name | None = None
     """Dtype of the weights that the optimizer updates; left out, fp32 for 16-bit compute, else as ``compute``."""
     keep_fp32: list[str] = Field(default_factory=list)
-    """Patterns of parameter names that stay in fp32 under 16-bit compute."""
+    """Patterns of parameter names that stay in fp32 under 16-bit compute. Norms with running statistics do so
+    without being named."""
     loss_scale: LossScalePolicy = Field(default_factory=LossScalePolicy)
     """Dynamic loss scale of fp16."""
 
@@ -80,9 +81,9 @@ class PrecisionPolicy(Policy):
         if not own.is_floating_point:
             return Dtypes(own, own, own, own)
         compute = self.compute_dtype or own
-        if compute in _SIXTEEN_BITS and any(fnmatchcase(name, pattern) for pattern in self.keep_fp32):
+        if compute in SIXTEEN_BITS and any(fnmatchcase(name, pattern) for pattern in self.keep_fp32):
             compute = torch.float32
-        wide = torch.float32 if compute in _SIXTEEN_BITS else compute
+        wide = torch.float32 if compute in SIXTEEN_BITS else compute
         grad = DTYPES[self.grad] if self.grad else wide
         return Dtypes(
             compute,

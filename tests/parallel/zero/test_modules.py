@@ -1,9 +1,20 @@
 """Which modules become Units, and where a parameter lives."""
 
 import pytest
+import torch
 from torch import nn
 
-from shardwise.parallel.zero.modules import Found, find_units, holdings, repeated_blocks, unit_names
+import shardwise
+from shardwise.comm.world import join
+from shardwise.parallel.zero.modules import (
+    Found,
+    check_memory,
+    check_renormalized,
+    find_units,
+    holdings,
+    repeated_blocks,
+    unit_names,
+)
 from shardwise.plan.errors import ConfigError, PlanError
 from tests.engine.nets import Language
 from tests.parallel.zero.nets import Block, Nested, Net, Shared, TiedAcrossBlocks, TiedInsideABlock
@@ -90,3 +101,56 @@ def test_units_without_parameters_are_left_out() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     assert list(homes(model, ["*"])) == ["", "1"]
     assert homes(model, ["*"])[""] == []
+
+
+# Memory that parameters share ----------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self, one: torch.Tensor, other: torch.Tensor, is_buffer: bool = False) -> None:
+        super().__init__()
+        self.one = nn.Parameter(one)
+        if is_buffer:
+            self.register_buffer("other", other)
+        else:
+            self.other = nn.Parameter(other)
+
+
+def test_two_parameters_over_one_memory_are_refused() -> None:
+    """head.weight.data = embedding.weight.data tied nothing: the two came apart by 65 % of an update."""
+    flat = torch.randn(8, 6)
+    for one, other in [
+        (flat, flat),
+        (flat, flat[2:4]),
+        (flat[:, :3], flat[:, 2:]),
+        (flat, flat.t()),
+        (flat, flat.view(torch.int32).view(torch.float32)),
+    ]:
+        with pytest.raises(PlanError, match="one and other are two tensors over one memory"):
+            check_memory(Two(one, other))
+    with pytest.raises(PlanError, match="over one memory"):
+        check_memory(Two(flat, flat[0], is_buffer=True))
+    for one, other in [(flat[:4], flat[4:]), (flat[:, :3], flat[:, 3:]), (flat[:, 0], flat[:, 1])]:
+        check_memory(Two(one, other))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    check_memory(model)
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(PlanError, match=r"0\.weight and 1\.weight"):
+        check_memory(model)
+    check_memory(nn.LSTM(3, 4, bidirectional=True))
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    check_memory(tied)
+    tied[1].weight = nn.Parameter(tied[0].weight.data)
+    with pytest.raises(PlanError, match=r"hold one Parameter"):
+        shardwise.initialize(tied, {}, world=join(quiet=True))
+
+
+def test_renormalized_embeddings_are_refused_on_more_ranks() -> None:
+    """Each rank renormalised the rows of its own batch: the copies came apart for good."""
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0))
+    check_renormalized(model, 1)
+    with pytest.raises(PlanError, match=r"0 has max_norm 1\.0.*torch\.renorm"):
+        check_renormalized(model, 2)
+    check_renormalized(nn.Sequential(nn.Embedding(5, 3)), 2)

@@ -5,13 +5,17 @@ modules of one class with parameters. By name: ``zero.units`` patterns. Whatever
 root, whose window is the whole forward pass.
 
 A parameter that several modules hold (tied weights) is one slot with several names; it moves up to the innermost Unit
-that contains all its holders, so that its window covers every use.
+that contains all its holders, so that its window covers every use. Two Parameter objects over one memory are no tie:
+torch updates them one after the other, and the engine, which gives each a place of its own, would part them. They are
+refused.
 """
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwise.plan.errors import PlanError
 from shardwise.plan.names import chosen_by
@@ -73,6 +77,58 @@ def holdings(model: nn.Module) -> list[Holding]:
         by_identity.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     return [Holding(found[0], tuple(found[1:]), parameters[key]) for key, found in by_identity.items()]
+
+
+def check_memory(model: nn.Module) -> None:
+    """Errors: PlanError where a parameter shares elements with another tensor of the model."""
+    named = list(model.named_parameters()) + list(model.named_buffers())
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in named:
+        if tensor.layout is torch.strided and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+    for sharing in by_storage.values():
+        for (first, one), (second, other) in combinations(sharing, 2):
+            is_trained = isinstance(one, nn.Parameter) or isinstance(other, nn.Parameter)
+            if is_trained and _overlap(one, other):
+                raise PlanError(
+                    f"model: {first} and {second} are two tensors over one memory (as p.data = q.data makes them), "
+                    "which would come apart at the first step. To tie two weights let both modules hold one "
+                    "Parameter (head.weight = embedding.weight); to part them copy one (p.data = p.data.clone())"
+                )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    spans = []
+    for tensor in (one, other):
+        start = tensor.storage_offset() * tensor.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((start, start + (last + 1) * tensor.element_size()))
+    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
+        return False
+    if one.element_size() != other.element_size() or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    places = torch.arange(int(max(stop for _, stop in spans)) // one.element_size() - int(first))
+    ones, others = (
+        places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first).flatten()
+        for tensor in (one, other)
+    )
+    return bool(torch.isin(others, ones).any())
+
+
+def check_renormalized(model: nn.Module, ranks: int) -> None:
+    """Errors: PlanError where a forward pass would edit weights on one rank and not on the others."""
+    if ranks == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise PlanError(
+                f"model: {name or type(module).__name__} has max_norm {module.max_norm}, so that its forward "
+                f"pass edits the rows of its weight that the batch names: on each of the {ranks} ranks others, and the "
+                "copies would come apart. Set max_norm to None and clip the rows in forward "
+                "(torch.renorm(embedding(ids), 2, 0, max_norm)), or train on one rank"
+            )
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
