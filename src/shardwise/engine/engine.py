@@ -32,6 +32,7 @@ from shardwise.engine.ahead import Ahead
 from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.fingerprint import Fingerprint
 from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
+from shardwise.engine.model_calls import ModelCalls
 from shardwise.engine.nonfinite import Look, origin
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import Local, StepResult, Totals, exchange, gradient_norm, update
@@ -85,6 +86,7 @@ class Engine:
         self._passes: list[Any] = []
         self._loss_tolerance = loss_tolerance(parts, config)
         self._told_of_depth = False
+        self._model_calls = ModelCalls(parts)
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -450,9 +452,45 @@ class Engine:
         Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes."""
         return state.lent_parameters(self._parts)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the CPU, under the model's own names (tied names both). Collective."""
-        return state.state_dict(self._parts)
+    def state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
+        """The whole model on the CPU, under the model's own names (tied names both). Collective.
+
+        ``trained_only``: of the parameters that train and nothing else, such as the adapters of a frozen base.
+        """
+        return state.state_dict(self._parts, trained_only)
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Weights and buffers from whole tensors under the model's own names, the same on all ranks. Collective.
+
+        Masters take them in their own dtype; the optimizer's moments stay. Parameters that are not among the names
+        stay too where ``strict`` is false.
+        Errors: MismatchError where names or shapes are those of another model.
+        """
+        state.load_state_dict(self._parts, tensors, strict)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """The whole model as a folder that transformers opens, from any mesh and stage. Collective.
+
+        For models with a ``save_pretrained`` of their own, which the first rank calls with the whole state;
+        ``options`` go to it.
+        """
+        save = getattr(self.module, "save_pretrained", None)
+        if save is None:
+            raise UsageError(
+                f"save_pretrained: a {type(self.module).__name__} has none of its own, as models of transformers do; "
+                "save engine.state_dict(), or call engine.save(directory)"
+            )
+        whole = self.state_dict()
+        failed = None
+        if self.world.rank == 0:
+            try:
+                save(str(folder), state_dict=whole, **options)
+            except Exception as error:
+                failed = error
+        if self.agree(failed is not None) and failed is None:
+            raise UsageError(f"save_pretrained: rank 0 could not write {folder}; its own error says why")
+        if failed is not None:
+            raise failed
 
     def train(self, mode: bool = True) -> "Engine":
         """The model's training mode."""
@@ -523,11 +561,19 @@ class Engine:
         for checkpoints in self._parts.checkpoints.values():
             checkpoints.wait()
 
-    def close(self) -> None:
-        """Finish what runs behind training and give the model back without hooks."""
+    def close(self, whole: bool = True) -> None:
+        """Finish what runs behind training and give the model back: without hooks, and with its weights whole again.
+
+        Collective at zero stage 3, where every rank gathers all weights; ``whole=False`` leaves them in pieces, for a
+        model that is not used any more. Under tp and pp a rank keeps its own part of the model either way.
+        """
         self.wait_for_save()
+        self._model_calls.remove()
         for executor in self._parts.executors:
             executor.remove_hooks()
+        state.unwrap(self._parts)
+        if whole:
+            state.give_back(self._parts)
         if self.world.ends_with_engine:
             self.world.release()
 

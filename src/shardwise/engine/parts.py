@@ -29,6 +29,9 @@ from shardwise.plan.pytree import tensors_in
 from shardwise.plan.registry import Registry
 from shardwise.precision.loss_scale import LossScale
 
+REPLACED = ("forward", "attention")
+"""Attributes of modules that recomputation, compilation and synchronized batch norm put wrappers in."""
+
 
 @dataclass
 class Stage:
@@ -39,6 +42,8 @@ class Stage:
     plan: Plan
     executor: Executor
     run: RunStage | None = None
+    handles: list[Any] = field(default_factory=list)
+    """Of hooks beside the executor's."""
 
 
 @dataclass
@@ -76,6 +81,8 @@ class Parts:
     checkpoints: dict[Path, Checkpoints] = field(default_factory=dict)
     """By folder."""
     saves: int = 0
+    own_calls: Mapping[nn.Module, Mapping[str, Any]] = field(default_factory=dict)
+    """What the model's modules held themselves in the places of ``REPLACED`` before they were wrapped."""
 
     @property
     def both(self) -> Group:

@@ -13,11 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.parts import Parts
+from shardwise.engine.parts import REPLACED, Parts
+from shardwise.engine.start_weights import StartWeights
 from shardwise.engine.step import finish_reductions
+from shardwise.models.dropout import KeyedDropout
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import MismatchError, UsageError
 from shardwise.plan.placement import Placement, Shard, local_shape, pieces
+from shardwise.plan.unit import Slot
 
 
 def buckets(parts: Parts) -> list[BucketState]:
@@ -119,10 +122,35 @@ def _lend(parts: Parts) -> list[tuple[BucketState, Tensor]]:
     return lent
 
 
-def state_dict(parts: Parts) -> dict[str, Tensor]:
+def give_back(parts: Parts) -> None:
+    """The model's parameters hold the weights from here on, whole over the data-parallel ranks; a second call does
+    nothing."""
+    for bucket in buckets(parts):
+        bucket.give_back()
+
+
+def unwrap(parts: Parts) -> None:
+    """Hooks beside the executors' are removed, and modules call what they called before ``initialize``."""
+    for stage in parts.stages:
+        for handle in stage.handles:
+            handle.remove()
+    for module, own in parts.own_calls.items():
+        for key in REPLACED:
+            if key in own:
+                setattr(module, key, own[key])
+            elif key in vars(module):
+                delattr(module, key)
+        for name, child in module._modules.items():
+            if isinstance(child, KeyedDropout):
+                module._modules[name] = nn.Dropout(child.p).train(child.training)
+
+
+def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
     """See ``Engine.state_dict``. Parameters are copies; buffers too."""
     whole: dict[str, Tensor] = {}
     for bucket in buckets(parts):
+        if trained_only and not bucket.layout.key.trained:
+            continue
         full = bucket.gathered_copy()
         for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
             whole[slot.name] = view.detach().to("cpu", copy=True)
@@ -131,7 +159,7 @@ def state_dict(parts: Parts) -> dict[str, Tensor]:
     held = own_buffers(parts)
     pp = parts.groups["pp"]
     for name, (shape, dtype, is_persistent) in parts.whole.buffers.items():
-        if not is_persistent:
+        if not is_persistent or trained_only:
             continue
         owner = parts.registry.get("buffer", name).stages[0] % pp.size
         flat = torch.empty(prod(shape), dtype=dtype, device=parts.device)
@@ -140,6 +168,49 @@ def state_dict(parts: Parts) -> dict[str, Tensor]:
         pp.broadcast(flat, owner, name).wait()
         whole[name] = flat.view(shape).to("cpu", copy=True)
     return {name: whole[name] for name in parts.whole.order if name in whole}
+
+
+def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
+    """See ``Engine.load_state_dict``: each rank writes the elements that it owns, so that nothing is put together."""
+    whole = parts.whole
+    _check_names(parts, given, strict)
+    if any(bucket.is_lent for bucket in buckets(parts)):
+        raise UsageError(
+            "load_state_dict: not inside engine.full_parameters() or engine.gathered(); call it outside of them"
+        )
+    tensors = {whole.canonical[name]: tensor for name, tensor in given.items() if name in whole.canonical}
+
+    def elements(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return tensors[slot.name].detach().reshape(-1)[start:stop].to(dtype)
+
+    fill = StartWeights(elements, tensors).of_pieces(parts.registry, parts.groups["tp"]).fill
+    assert fill is not None, "there are elements to write"
+    with torch.no_grad():
+        for bucket in buckets(parts):
+            bucket.fill(fill, lambda slot: slot.name in tensors)
+        for name, buffer in own_buffers(parts).items():
+            if name in given and whole.buffers[name][2]:
+                buffer.copy_(given[name])
+
+
+def _check_names(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
+    whole = parts.whole
+    missing = [name for name in whole.order if name not in given]
+    unknown = [name for name in given if name not in whole.order]
+    shapes = {name: entry.shape for name, entry in whole.parameters.items()}
+    shapes |= {alias: shapes[name] for alias, name in whole.canonical.items()}
+    shapes |= {name: shape for name, (shape, _, _) in whole.buffers.items()}
+    others = [
+        f"{name} {tuple(tensor.shape)} for {shapes[name]}"
+        for name, tensor in given.items()
+        if name in shapes and tuple(tensor.shape) != shapes[name]
+    ]
+    if others or (strict and (missing or unknown)):
+        raise MismatchError(
+            f"load_state_dict: a state of another model: missing {missing[:5] or 'nothing'}, not known here "
+            f"{unknown[:5] or 'nothing'}, of another shape {others[:5] or 'nothing'}. It takes whole tensors under the "
+            "model's own names, as engine.state_dict() returns them; strict=False loads those names that are known"
+        )
 
 
 def own_buffers(parts: Parts) -> dict[str, Tensor]:

@@ -85,6 +85,9 @@ class SlotPool:
         free = [slot for slot in row if slot.holder is None]
         if free and len(row) > self._spare:
             return free[0]
-        slot = _Slot(torch.zeros(elements, dtype=dtype, device=self._device), None)
+        with torch.inference_mode(
+            False
+        ):  # an evaluation may be first, and autograd saves no tensor that it makes
+            slot = _Slot(torch.zeros(elements, dtype=dtype, device=self._device), None)
         row.append(slot)
         return slot

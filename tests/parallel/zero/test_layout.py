@@ -14,6 +14,7 @@ from shardwise.parallel.zero.layout import (
     registration_brackets,
     step_actions,
     strategy_of,
+    with_absent,
 )
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
@@ -167,3 +168,37 @@ def test_a_whole_step() -> None:
         "STEP(0) UNSHARD(0) STEP(1) UNSHARD(1)"
     )
     assert "UNSHARD" not in text(step_actions(units, opens(1), ZERO3, 1)[-2:])
+
+
+def test_units_that_did_not_run_keep_their_places() -> None:
+    """They stood behind all others, so that a step that used one again on a rank alone was out of order."""
+    assert with_absent(opens(2, 3), opens(1, 2, 3)) == tuple(opens(1, 2, 3))
+    assert with_absent(opens(1, 3), opens(1, 2, 3)) == tuple(opens(1, 2, 3))
+    assert with_absent(opens(), opens(1, 2, 3)) == tuple(opens(1, 2, 3))
+    assert with_absent(opens(3, 1), opens(3, 2, 1)) == tuple(opens(3, 2, 1))
+    assert with_absent(opens(1, 2, 1), opens(1, 2, 3)) == tuple(opens(1, 2, 3, 1))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
+def test_any_units_may_be_absent(depths: list[int], data: st.DataObject) -> None:
+    """The order stays a nest of brackets with every Unit in it, what ran stays in order, and others keep theirs."""
+    names, path = [""], [""]
+    for i, depth in enumerate(depths):
+        path = path[: min(depth, len(path) - 1) + 1]
+        path.append(f"{path[-1]}.{i}".lstrip("."))
+        names.append(path[-1])
+    before = registration_brackets(names)
+    absent = data.draw(st.sets(st.integers(1, len(depths))))
+    seen = [bracket for bracket in before if bracket.unit not in absent]
+    assert with_absent(seen, seen) == tuple(seen)
+    found = with_absent(seen, before)
+    assert [bracket for bracket in found if bracket.unit not in absent] == seen
+    assert {bracket.unit for bracket in found} == set(range(len(names)))
+    around: list[int] = []
+    for opened, unit in found:
+        if opened:
+            around.append(unit)
+        else:
+            assert around.pop() == unit
+    if set(depths) == {0}:
+        assert found == tuple(before)

@@ -159,7 +159,8 @@ def behind_the_engines_back(world: Any) -> None:
         )
         engine.close()
         engine = start(world, stage, seeded(Net, dtype=torch.float32), precision="bf16")
-        engine.module.load_state_dict(seeded(Net, seed=1).state_dict())
+        with torch.no_grad():
+            engine.module.first.weight.mul_(2)
         assert "first.weight was changed in place" in raised(
             UsageError,
             lambda engine=engine, x=x, flag=flag: engine.train_step([(x, flag)]),  # type: ignore[misc]
@@ -304,6 +305,47 @@ def orders_that_differ(world: Any) -> None:
         assert error <= 1e-10, (stage, error)
 
 
+class Drops(Net):
+    """Leaves out one block, which the flag names."""
+
+    def middle(self, x: Tensor, flag: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x) if i != int(flag) else x
+        return x
+
+
+def layer_drop(world: Any) -> None:
+    """First all ranks leave out the same block, which then stood last in the order; then each rank another."""
+
+    def dropped(step: int, i: int) -> tuple[Tensor, Tensor]:
+        block = [1, i % 2, (i + 1) % 4, 3, 2 * (i % 2)][step]
+        return piece(step, i)[0], torch.tensor(block)
+
+    for stage in STAGES:
+        for zero in ({}, {"prefetch_units": 1, "debug": True}):
+            config = {"zero": {"stage": stage, **zero}, "comm": {"deadline_s": 10.0}}
+            error = against_plain(world, lambda: seeded(Drops, 4), dropped, config, steps=5)
+            assert error <= 1e-10, (stage, zero, error)
+
+
+def evaluation_first(world: Any) -> None:
+    """What is made in an evaluation under inference_mode serves the training steps after it."""
+
+    def look(engine: Any) -> None:
+        with torch.inference_mode():
+            engine(piece(3, 0))
+
+    for stage in STAGES:
+        engine = start(world, stage)
+        look(engine)
+        engine.train_step([piece(0, world.rank)])
+        engine.close()
+        error = against_plain(
+            world, lambda: seeded(Net), piece, {"zero": {"stage": stage}}, before_backward=look
+        )
+        assert error <= 1e-10, (stage, error)
+
+
 def order_that_changes(world: Any) -> None:
     """All ranks change their order together, again and again, after the lists were made."""
 
@@ -428,6 +470,8 @@ WORKS = [
     failures_leave_nothing,
     orders_that_differ,
     order_that_changes,
+    layer_drop,
+    evaluation_first,
     other_methods,
     same_bits,
     few_slots,

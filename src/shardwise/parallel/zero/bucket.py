@@ -17,7 +17,8 @@ not there fails in autograd's own check, and a forward pass gives NaN. Neither g
 [Note: landing]
 Autograd hands each gradient to a hook, which copies it into the flat buffer (the first time since the buffer was last
 reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. What never landed is zeroed just before
-the reduction. From the end of the backward pass to the step ``p.grad`` holds a mark that cannot be read (``taken``).
+the reduction. From the end of the backward pass to the step ``p.grad`` holds a mark that cannot be read
+(``taken``).
 
 [Note: gradients between steps]
 The gradient buffer lives from the first gradient of a step to its end. When a step's backward pass begins, activations
@@ -97,7 +98,8 @@ class BucketState:
         self._views: dict[int, list[Tensor]] = {}
         self._absent = [absent(slot.shape, dtypes.compute, around.device) for slot in layout.slots]
         self._is_attached = False
-        self._is_lent = False
+        self.is_lent = False
+        """Between ``lend`` and ``reclaim``: the parameters are whole."""
         self._lent_versions: list[int] = []
         self._fresh = [parameter._version for parameter in parameters]
         self._stale = [version + 1 for version in self._fresh]
@@ -160,15 +162,20 @@ class BucketState:
         """True while the parameters can be read."""
         return self._full is not None
 
-    def fill(self, fill: Fill) -> None:
-        """Write the start weights: each rank asks for the elements that it owns and no others."""
+    def fill(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
+        """Write weights from outside, those of ``wanted`` slots: each rank asks for the elements that it owns and no
+        others."""
         index, count = self.owned_range
         target = self.weight if self.master is None else self.master
         if self.master is None and not self._around.strategy.cuts_weight:
             index, count = 0, 1  # frozen and kept whole
         for slot, start, stop, local in self.layout.overlaps(index, count):
+            if not wanted(slot):
+                continue
             target[local : local + stop - start].copy_(fill(slot, start, stop, target.dtype))
-        if self.master is not None:
+        if self.master is None:
+            self._bump()
+        else:
             self.publish()
             self.gather_update().wait()
 
@@ -190,7 +197,7 @@ class BucketState:
 
     def start_gather(self) -> None:
         """Begin to gather a cut weight into its slot."""
-        if self._full is not None or self._is_lent:
+        if self._full is not None or self.is_lent:
             return
         self._full = self._around.weights.acquire(self._owner, self.layout.elements, self.dtypes.compute)
         self._gathering = self._around.shard.all_gather(self._full, self.weight, self.what)
@@ -225,7 +232,7 @@ class BucketState:
     def lend(self, full: Tensor) -> None:
         """Let the parameters point into ``full`` until ``reclaim``; gathers and releases do nothing meanwhile."""
         self.release()
-        self._is_lent = True
+        self.is_lent = True
         for parameter, view in zip(self.parameters, self.fresh_views(full), strict=True):
             parameter.data = view
         self._lent_versions = [parameter._version for parameter in self.parameters]
@@ -245,19 +252,25 @@ class BucketState:
         if keep:
             if self._around.strategy.cuts_weight:
                 self.weight.copy_(full[self._own])
-            if self.master is not None and not self._shares_master:
+            if self.master is not None and not self.shares_master:
                 self.master.copy_(full[self._own] if self._around.strategy.cuts_master else full)
             self._bump()
-        self._is_lent = False
+        self.is_lent = False
         self.attach()
         return edited
+
+    def give_back(self) -> None:
+        """The engine ends: the parameters hold their values, whole, in memory of their own. Collective where the weight
+        is cut."""
+        if self._around.strategy.cuts_weight and not self.is_lent:
+            self.lend(self.gathered_copy())
 
     def publish(self) -> None:
         """After an update of the master: round it into the weight."""
         if self.master is None:
             return
         self._check_attached()
-        if not self._shares_master:
+        if not self.shares_master:
             cut = self._around.strategy.cuts_master and not self._around.strategy.cuts_weight
             (self.weight[self._own] if cut else self.weight).copy_(self.master)
         self._bump()
@@ -274,7 +287,7 @@ class BucketState:
                     f"{self.what}: parameter {slot.name} does not lie in the engine's memory any more, so it would not "
                     "train. Move or convert the model (model.to(), .half(), p.data = ...) before initialize()"
                 )
-            if parameter._version != version and not self._shares_master:
+            if parameter._version != version and not self.shares_master:
                 raise UsageError(
                     f"{self.what}: parameter {slot.name} was changed in place, which its {self.dtypes.master} master "
                     "would overwrite. Edit inside engine.full_parameters(write=True), or load before initialize()"
@@ -310,23 +323,25 @@ class BucketState:
 
     def mark_gradients(self) -> None:
         """After a backward pass: ``p.grad`` of what has landed since the last step cannot be read."""
-        for parameter, mark, used in zip(self.parameters, self._marks, self.used, strict=True):
-            if used:
-                parameter.grad = mark
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer by way of Python
+            for parameter, mark, used in zip(self.parameters, self._marks, self.used, strict=True):
+                if used:
+                    parameter.grad = mark
 
     def unmark_gradients(self) -> tuple[list[str], list[str]]:
         """Before anything lands, and in the step. Returns the parameters whose mark was taken away meanwhile, and those
         that were given a gradient in its place."""
         dropped: list[str] = []
         given: list[str] = []
-        for slot, parameter, mark, used in zip(
-            self.layout.slots, self.parameters, self._marks, self.used, strict=True
-        ):
-            if not used:
-                continue
-            grad, parameter.grad = parameter.grad, None
-            if grad is not mark:
-                (dropped if grad is None else given).append(slot.name)
+        with torch._C.DisableTorchFunctionSubclass():
+            for place, (parameter, mark, used) in enumerate(
+                zip(self.parameters, self._marks, self.used, strict=True)
+            ):
+                if not used:
+                    continue
+                grad, parameter.grad = parameter.grad, None
+                if grad is not mark:
+                    (dropped if grad is None else given).append(self.layout.slots[place].name)
         return dropped, given
 
     @property
@@ -444,9 +459,8 @@ class BucketState:
         """The parameters as views of a whole flat buffer; kept for buffers whose address stays."""
         key = full.data_ptr()
         if key not in self._views or self._views[key][0].dtype != full.dtype:
-            self._views[key] = [
-                full[slot.offset : slot.offset + slot.elements].view(slot.shape) for slot in self.layout.slots
-            ]
+            with torch.inference_mode(False):
+                self._views[key] = self.fresh_views(full)
         return self._views[key]
 
     def fresh_views(self, full: Tensor) -> list[Tensor]:
@@ -460,8 +474,9 @@ class BucketState:
         return self.what
 
     @property
-    def _shares_master(self) -> bool:
-        return self.dtypes.master == self.dtypes.compute
+    def shares_master(self) -> bool:
+        """True where the weight is its own master: what is written into it stays."""
+        return self.master is None or self.dtypes.master == self.dtypes.compute
 
     def _point_into(self, full: Tensor) -> None:
         for parameter, view in zip(self.parameters, self.views(full), strict=True):

@@ -54,6 +54,7 @@ from shardwise.parallel.zero.layout import (
     forward_actions,
     is_inside,
     registration_brackets,
+    with_absent,
 )
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import UsageError
@@ -92,6 +93,23 @@ class UnitState:
     def is_complete(self) -> bool:
         """True when nothing of the Unit's backward pass can be outstanding."""
         return self.missing == 0 and self.trained_parameters > 0 and not self.has_frozen
+
+
+class _Hook(partial[Any]):
+    """A method of the executor on a module. A copy of the module has nothing to do with the executor."""
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return unhooked
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "torch.save(model), pickle: the engine's hooks hang on the model, and a pickle would be code. Save "
+            "engine.state_dict(), or call engine.close() first"
+        )
+
+
+def unhooked(*args: Any, **kwargs: Any) -> None:
+    """What stands in a copied module where the engine's hooks were."""
 
 
 class Executor:
@@ -323,12 +341,13 @@ class Executor:
     def begin_backward(self, last: bool) -> None:
         """Before autograd runs. ``last``: the last microbatch of the step."""
         self.unmark_gradients()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"backward: {name} was frozen when the engine was made and requires a gradient now, for which "
-                    "there is no buffer; set requires_grad before initialize(), or save, make a new engine and load"
-                )
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer by way of Python
+            unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            raise UsageError(
+                f"backward: {unfrozen[0]} was frozen when the engine was made and requires a gradient now, for which "
+                "there is no buffer; set requires_grad before initialize(), or save, make a new engine and load"
+            )
         order = self._order_of_passes()
         if (order, last) not in self._backward:
             if len(self._backward) > 8:
@@ -496,10 +515,7 @@ class Executor:
 
     def _completed(self, seen: Sequence[Bracket]) -> tuple[Bracket, ...]:
         """An order with the Units that did not run: a later step may use them on some ranks, and all are reduced."""
-        ran = {bracket.unit for bracket in seen}
-        absent = [state.unit.index for state in self.states if state.unit.index not in ran]
-        brackets = [bracket for unit in absent for bracket in (Bracket(True, unit), Bracket(False, unit))]
-        return (*seen[:-1], *brackets, seen[-1])
+        return with_absent(seen, self.brackets)
 
     def _depart(self, text: str) -> None:
         self.departures.append(text)
@@ -513,8 +529,8 @@ class Executor:
             # The lists need a window for the root even where it holds no parameter itself.
             self._handles += [
                 # First of all: a hook of the user's (weight_norm, say) reads the weights.
-                state.module.register_forward_pre_hook(partial(self._before_forward, index), prepend=True),
-                state.module.register_forward_hook(partial(self._after_forward, index)),
+                state.module.register_forward_pre_hook(_Hook(self._before_forward, index), prepend=True),
+                state.module.register_forward_hook(_Hook(self._after_forward, index)),
             ]
             for bucket in state.buckets:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):

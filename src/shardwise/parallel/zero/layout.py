@@ -230,6 +230,37 @@ def registration_brackets(names: Sequence[str]) -> list[Bracket]:
     return brackets + [Bracket(False, unit) for unit in reversed(open_units)]
 
 
+def with_absent(seen: Sequence[Bracket], before: Sequence[Bracket]) -> tuple[Bracket, ...]:
+    """The order ``seen`` of a forward pass with the Units that did not run, each where it stood in the order
+    ``before``: behind the neighbour in front of it. So data that skips blocks, now these and now those, finds them in
+    their places.
+
+    Both begin and end with the root's bracket.
+    """
+    order = list(seen)
+    ran = {bracket.unit for bracket in seen}
+    around: list[int] = []
+    last_inside: dict[int, int] = {}
+    """Of each Unit whose window is open in ``before``: the last Unit that stood directly in it."""
+    for opens, unit in before:
+        if not opens:
+            around.pop()
+            continue
+        if unit not in ran:
+            parent = around[-1]
+            neighbour = last_inside.get(parent)
+            if neighbour is None:
+                place = order.index(Bracket(True, parent)) + 1
+            else:  # behind its last window
+                place = len(order) - order[::-1].index(Bracket(False, neighbour))
+            order[place:place] = [Bracket(True, unit), Bracket(False, unit)]
+            ran.add(unit)
+        if around:
+            last_inside[around[-1]] = unit
+        around.append(unit)
+    return tuple(order)
+
+
 def is_inside(name: str, outer: str) -> bool:
     """True where the module ``outer`` contains the module ``name``, by their names."""
     return not outer or name.startswith(outer + ".")

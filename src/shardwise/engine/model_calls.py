@@ -1,0 +1,126 @@
+"""Calls on the model itself that scripts make by habit between passes: right, or refused where they are made.
+
+    call                              weights whole here         cut (stage 3)                tp or pp above 1
+    model.state_dict(), torch.save    as ever                    engine.state_dict()          engine.state_dict()
+    model.save_pretrained(folder)     as ever                    engine.save_pretrained       engine.save_pretrained
+    model.load_state_dict(state)      where no master of         engine.load_state_dict       engine.load_state_dict
+                                      its own would undo it
+    copy.deepcopy(model), EMA         a plain model              engine.full_parameters()     a new model
+    torch.save(model), pickle         refused: functions of the engine's hang on it
+
+"as ever" holds at stage 3 too inside ``engine.full_parameters()``. A refusal names the call of its table cell.
+
+The means are torch's own: hooks on state dicts, and hooks that say themselves how they are copied.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine import state
+from shardwise.engine.parts import Parts
+from shardwise.parallel.zero.executor import unhooked
+from shardwise.plan.errors import UsageError
+
+_ON_ALL = "on all ranks"
+
+
+class ModelCalls:
+    """The hooks of one engine's model; ``remove`` takes them away."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        self._handles: list[Any] = []
+        for name, module in parts.model.named_modules():
+            has_weights = any(parameter is not None for parameter in module._parameters.values())
+            if not has_weights and "forward" not in vars(module):
+                continue
+            saves = _Hook(self, name, module, lambda: self._check_saving())
+            loads = _Hook(self, name, module, lambda: self._check_loading())
+            self._handles += [
+                module.register_state_dict_pre_hook(saves),
+                module.register_load_state_dict_pre_hook(loads),
+            ]
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _in_pieces(self) -> str | None:
+        """How the weights of this rank are less than the model, if they are."""
+        parts = self._parts
+        if parts.groups["model"].size > 1:
+            return f"with mesh.tp {parts.mesh.tp} and mesh.pp {parts.mesh.pp} this rank holds a part of the model alone"
+        if parts.strategy.cuts_weight and not all(bucket.is_lent for bucket in state.buckets(parts)):
+            return "at zero stage 3 the weights lie in pieces on all ranks"
+        return None
+
+    def _check_saving(self) -> None:
+        pieces = self._in_pieces()
+        if pieces is not None:
+            raise UsageError(
+                f"model.state_dict(): {pieces}, and a file would hold no more. Call engine.state_dict() {_ON_ALL} and "
+                "save what it returns on one of them (model.save_pretrained(folder, state_dict=...) takes it too), or "
+                f"engine.save_pretrained(folder) {_ON_ALL}"
+            )
+
+    def _check_loading(self) -> None:
+        pieces = self._in_pieces()
+        held = state.buckets(self._parts)
+        if pieces is None and all(bucket.is_lent or bucket.shares_master for bucket in held):
+            return
+        why = pieces or "the masters that the optimizer updates would overwrite what is loaded into the model"
+        raise UsageError(
+            f"model.load_state_dict(): {why}. Call engine.load_state_dict(state) {_ON_ALL} with the same state, or "
+            "load before initialize()"
+        )
+
+    def check_copy(self, name: str, module: nn.Module) -> None:
+        """Errors: UsageError where a copy of ``module`` would not be a model of its own."""
+        pieces = self._in_pieces()
+        if pieces is not None:
+            instead = (
+                "Copy inside engine.full_parameters()"
+                if self._parts.groups["model"].size == 1
+                else "Build a new model and load engine.state_dict() into it"
+            )
+            raise UsageError(
+                f"copy.deepcopy(model): {pieces}. {instead} {_ON_ALL}, or copy before initialize()"
+            )
+        if "forward" in vars(module) or self._parts.tables:
+            what = (
+                f"the forward of module {name or '(root)'} was replaced (by recompute, compile or synchronized batch "
+                "norm, say) and the copy would go on calling the original's"
+                if "forward" in vars(module)
+                else "embedding tables are not copied"
+            )
+            raise UsageError(
+                f"copy.deepcopy(model): {what}. Copy before initialize(), or build a new model and load "
+                "engine.state_dict() into it"
+            )
+
+
+class _Hook:
+    """A hook on state dicts; in a copy of the model it does nothing."""
+
+    def __init__(self, calls: ModelCalls, name: str, module: nn.Module, check: Callable[[], None]):
+        self._calls = calls
+        self._name = name
+        self._module = module
+        self._check = check
+
+    def __call__(self, *args: Any) -> None:
+        self._check()
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        self._calls.check_copy(self._name, self._module)
+        return unhooked
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "torch.save(model), pickle: the engine's hooks hang on the model, and a pickle would be code. Save "
+            "engine.state_dict(), or call engine.close() first"
+        )
