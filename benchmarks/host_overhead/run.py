@@ -117,7 +117,7 @@ def shardwise(passes: int) -> Step:
         "zero": {"stage": 3},
         "batch": {"global_size": TOKENS * ranks * passes, "micro_size": TOKENS},
         "precision": "fp32",
-        "optimizer": {"type": "adamw", "lr": 0.0, "weight_decay": 0.0},
+        "optimizer": {"type": "adamw", "lr": 1e-3},
     }
     engine = initialize(Stack(), config=config, world=join(quiet=True))
 
