@@ -24,6 +24,7 @@ from shardwise.parallel.zero.modules import Found, Holding, find_units, unit_nam
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.names import chosen_by
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import Registry
 from shardwise.plan.unit import BucketKey, Unit, lay_out
@@ -47,6 +48,9 @@ class Draft:
 def names_of_units(model: nn.Module, zero: ZeroPolicy) -> list[str]:
     """Modules of the whole model whose parameters move together, the root left out: as the user, the model or its
     repeated blocks say."""
+    if zero.whole_pass:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        chosen_by(zero.whole_pass, names, "zero.whole_pass", "parameter")
     own = getattr(model, "unit_patterns", None)
     return unit_names(model, own() if zero.units == "auto" and own is not None else zero.units)
 
@@ -67,7 +71,7 @@ def draft(
     ``units``: from ``names_of_units``; ``group_of``: optimizer group of a parameter name; ``moments``: names of the
     optimizer's moments.
     """
-    found = find_units(model, units)
+    found = find_units(model, units, zero.whole_pass)
     strategy = layout.strategy_of(zero, mesh)
     shards = mesh.size("dp_shard")
     laid, buffers, dtypes = [], {}, {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.plan.errors import CommError, NonFiniteError, UsageError
+from shardwise.plan.errors import CommError, ConfigError, NonFiniteError, UsageError
 from tests.engine.nets import seeded
 from tests.engine.plain import against_plain, train, worst
 from tests.parallel.zero.nets import WIDTH, Block, Net
@@ -448,6 +448,24 @@ def penalized(model: nn.Module, batch: Any) -> Tensor:
     return value + (slope.norm() - 1).square()
 
 
+def three_passes(model: nn.Module, batch: Any) -> Tensor:
+    """As a critic is trained: on what is real, on what is made, and on the gradient in between."""
+    x, flag = batch
+    loss: Tensor = model(x, flag) - model(x + 1, flag) + penalized(model, (x * 0.5, flag))
+    return loss
+
+
+class Forces(Net):
+    """The gradient of the energy in the middle of the forward pass; weights of the root are used after it."""
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = self.last(self.middle(self.first(x), flag)).square().mean()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        result: Tensor = energy + self.last(force).square().mean()
+        return result
+
+
 def gradient_penalty(world: Any) -> None:
     """Exact where weights stay; where they are gathered the second walk is refused, not wrong."""
     for stage in (0, 1, 2):
@@ -455,15 +473,70 @@ def gradient_penalty(world: Any) -> None:
             world, lambda: seeded(Net), piece, {"zero": {"stage": stage}}, loss_of=penalized
         )
         assert error <= 1e-10, (stage, error)
+    for loss_of in (penalized, three_passes):
+        for accumulation in (1, 2):
+            config = {"zero": {"stage": 3, "share_memory": False}, "batch": {"accumulation": accumulation}}
+            error = against_plain(world, lambda: seeded(Net), piece, config, loss_of=loss_of)
+            assert error <= 1e-10, (loss_of, accumulation, error)
+    error = against_plain(
+        world, lambda: seeded(Forces), piece, {"zero": {"stage": 3, "share_memory": False}}, steps=2
+    )
+    assert error <= 1e-10, error
     engine = start(world, 3)
     loss = penalized(engine.module, piece(0, world.rank))
-    assert "after its Unit had been released" in raised(UsageError, lambda: engine.backward(loss))
+    assert "zero.share_memory: false" in raised(UsageError, lambda: engine.backward(loss))
+    penalized(engine.module, piece(0, world.rank))  # looked at and never walked back
     engine.train_step([piece(0, world.rank)])
     engine.close()
 
 
+def use_elsewhere(world: Any) -> None:
+    """A weight that another module uses: named in zero.whole_pass it is there, like an external parameter."""
+    for stage in STAGES:
+        config = {"zero": {"stage": stage, "whole_pass": ["blocks.1.up.weight"]}}
+        error = against_plain(world, lambda: seeded(Inside), piece, config)
+        assert error <= 1e-10, (stage, error)
+    with pytest.raises(ConfigError, match=r"zero\.whole_pass: pattern 'blocks\.9\.\*' matches no parameter"):
+        start(world, 3, zero={"whole_pass": ["blocks.9.*"]})
+
+
+class Methods(Net):
+    """A block's method other than forward, called from outside; and a loss as Lightning has it."""
+
+    def middle(self, x: Tensor, flag: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + block.inner(x)  # type: ignore[operator]
+        return x
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss: Tensor = self(*batch) + self.first.weight.square().sum()
+        return loss + self.blocks[0].inner(batch[0]).mean()  # type: ignore[operator]
+
+
+def methods_by_name(world: Any) -> None:
+    for stage in STAGES:
+        config = {"zero": {"stage": stage, "methods": ["blocks.*.inner", "training_step"]}}
+        for accumulation in (1, 2):
+            error = against_plain(
+                world,
+                lambda: seeded(Methods),
+                piece,
+                {**config, "batch": {"accumulation": accumulation}},
+                loss_of=lambda model, batch: model.training_step(batch),
+            )
+            assert error <= 1e-10, (stage, error)
+    for pattern in ("blocks.*.outer", "first.forward"):
+        with pytest.raises(ConfigError, match="zero.methods"):
+            start(world, 3, zero={"methods": [pattern]})
+    engine = start(world, 3, seeded(Methods), zero={"methods": ["blocks.*.inner"]})
+    engine.close()
+    assert "inner" not in vars(engine.module.blocks[0])
+
+
 WORKS = [
     gradient_penalty,
+    use_elsewhere,
+    methods_by_name,
     siamese,
     evaluation_in_between,
     forgotten_pass,

@@ -34,14 +34,20 @@ version check does not see what a checkpoint saved, so a gradient that lands in 
 A loss of another engine may pass through this model (a generator's loss through the discriminator). Its Units are then
 gathered and released as ever, but nothing may land: its parameters must not require gradients meanwhile.
 
+[Note: second derivatives]
+``autograd.grad(..., create_graph=True)`` before ``engine.backward`` (a gradient penalty, a force) is a foreign backward
+whose own graph is walked again in the step's backward pass. That graph saved weights in the order of a backward pass,
+and no output says when it will be needed. So after it all Units are gathered for the whole of the step's backward pass,
+which needs memory of their own (zero.share_memory: false).
+
 Cost: two hooks per Unit and pass, one per parameter.
 """
 
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +114,17 @@ class _Hook(partial[Any]):
         )
 
 
+class _Method(NamedTuple):
+    """A method that was wrapped on its module."""
+
+    module: nn.Module
+    name: str
+
+    def remove(self) -> None:
+        """What the class defines counts again."""
+        vars(self.module).pop(self.name, None)
+
+
 def unhooked(*args: Any, **kwargs: Any) -> None:
     """What stands in a copied module where the engine's hooks were."""
 
@@ -146,6 +163,10 @@ class Executor:
         self._is_last = True
         self._adds_up = False
         """Whether earlier microbatches of the step wait for this one."""
+        self._is_differentiated_twice = False
+        """[Note: second derivatives]"""
+        self._interrupted: tuple[list[Action], int, list[int]] | None = None
+        """List, cursor and open Units of a forward pass in whose middle a foreign backward pass runs."""
         self._root_is_open = False
         self._root_is_held = False
         self._holders: dict[Hashable, UnitState] = {
@@ -315,9 +336,12 @@ class Executor:
 
     def hold(self) -> None:
         """Gather every Unit and keep it through all microbatches of a step; memory must not be shared then."""
+        self._gather_all()
+        self._is_held = True
+
+    def _gather_all(self) -> None:
         for state in self.states:
             state.gather()
-        self._is_held = True
 
     def let_go(self) -> None:
         """End of ``hold``."""
@@ -362,6 +386,17 @@ class Executor:
             state.is_reduced = state.in_backward = state.recomputes = state.made_way = False
             for bucket in state.buckets:
                 bucket.reduces_alone = last and not self._adds_up
+        if self._is_differentiated_twice and not self._is_held:
+            self._hold_for_second_derivatives()
+
+    def _hold_for_second_derivatives(self) -> None:
+        """[Note: second derivatives] Where Units share memory nothing is held, and autograd's version check decides."""
+        try:
+            self._gather_all()
+        except UsageError:
+            self._release_all()
+        else:
+            self._is_held = True
 
     def run_backward(self, run: Callable[[], None]) -> None:
         """``run``, which is autograd's part, and what is left to do after it."""
@@ -373,7 +408,10 @@ class Executor:
                 raise UsageError(
                     "backward: a weight was needed after its Unit had been released, or was changed in place between "
                     "forward and backward. Call the module's forward (not its inner functions) so that its hooks run, "
-                    f"or name one Unit around what belongs together in zero.units. ({error})"
+                    "or name one Unit around what belongs together in zero.units; a block returns tensors in tuples, "
+                    "lists, dictionaries or dataclasses, where hooks find them, and not in objects of another kind; "
+                    "for a loss on gradients (autograd.grad with create_graph=True) set zero.share_memory: false. "
+                    f"({error})"
                 ) from error
             raise
 
@@ -385,8 +423,12 @@ class Executor:
         """[Note: foreign backward]"""
         untrained = [False] * len(self.states)
         order = self._order_of_passes()
+        if self._root_is_open:
+            self._interrupted = self._list, self._cursor, [state.in_forward for state in self.states]
         self._begin(backward_actions(order, self.strategy, untrained, False, self.prefetch_units))
         self._is_backward = self._is_foreign = True
+        if torch.is_grad_enabled() and self.strategy.cuts_weight:
+            self._is_differentiated_twice = True
         for state in self.states:
             state.missing = state.trained_parameters
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -394,11 +436,22 @@ class Executor:
     def end_backward(self) -> None:
         """After autograd has run: whatever did not close by itself closes now."""
         self._finish_list()
+        if self._is_differentiated_twice and not self._is_foreign:
+            self._is_held = False
         self._release_all()
+        self._is_backward = False
         if not self._is_foreign:
             self._adds_up = not self._is_last
-        self._is_backward = False
-        self._passes.pop(self.microbatch, None)
+            self._is_differentiated_twice = False
+        if self._interrupted is not None:
+            actions, self._cursor, in_forward = self._interrupted
+            self._list, self._interrupted = actions, None
+            for state, calls in zip(self.states, in_forward, strict=True):
+                state.in_forward = calls
+                if calls:
+                    state.gather()
+        elif not (self._is_foreign and self._is_differentiated_twice):
+            self._passes.pop(self.microbatch, None)
 
     def mark_gradients(self) -> None:
         """The user's code goes on: what it reads in ``p.grad`` is an error from here to the step."""
@@ -436,7 +489,8 @@ class Executor:
             for bucket in self._trained_buckets:
                 bucket.unmark_gradients()
         self._begin([])
-        self._is_backward = self._adds_up = self._is_held = False
+        self._is_backward = self._adds_up = self._is_held = self._is_differentiated_twice = False
+        self._interrupted = None
         self._passes.clear()
         self._release_all()
         for state in self.states:
@@ -465,8 +519,9 @@ class Executor:
             parameter.grad = None
             raise UsageError(
                 f"backward: the gradient of {name} arrived outside engine.backward(loss), which alone knows when to "
-                "reduce. Call it instead of loss.backward(); where another engine's loss passes through this model, "
-                "set model.requires_grad_(False) meanwhile"
+                "reduce. Call it instead of loss.backward(). Where another engine's loss passes through this model (a "
+                "generator's through its discriminator) torch would let the gradients land for zero_grad() to drop; "
+                "here set model.requires_grad_(False) before that loss is computed and True again after its backward"
             )
         if state.is_reduced:
             raise UsageError(
@@ -536,6 +591,25 @@ class Executor:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
                     hook = partial(self._land, index, bucket, place)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def gather_around(self, index: int, method: str) -> None:
+        """Let ``method`` of a Unit's module be called as its forward is: its weights are there while it runs."""
+        state, module = self.states[index], self.states[index].module
+        function = getattr(module, method)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if state.in_forward or (index == 0 and self._root_is_open):
+                return function(*args, **kwargs)  # from its own forward
+            if index == 0:
+                return self.run_as_forward(function, args, kwargs)
+            self._before_forward(index, module, args)
+            output = function(*args, **kwargs)
+            self._after_forward(index, module, args, output)
+            return output
+
+        setattr(module, method, call)
+        self._handles.append(_Method(module, method))
 
     def remove_hooks(self) -> None:
         """Give the model back as it was."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.errors import PlanError
-from shardwise.plan.names import chosen_by
+from shardwise.plan.names import chosen_by, matching
 
 
 class Holding(NamedTuple):
@@ -48,10 +48,11 @@ def unit_names(model: nn.Module, units: Sequence[str] | str) -> list[str]:
     return chosen_by(units, names, "zero.units", "module")
 
 
-def find_units(model: nn.Module, named: Sequence[str]) -> list[Found]:
+def find_units(model: nn.Module, named: Sequence[str], whole_pass: Sequence[str] = ()) -> list[Found]:
     """Units in order of registration, the root first; those without parameters are left out, the root never.
 
-    ``named``: from ``unit_names``, of this model or of the whole one that it is a stage of.
+    ``named``: from ``unit_names``, of this model or of the whole one that it is a stage of. ``whole_pass``: patterns of
+    parameters that belong to the root wherever they lie.
     Errors: PlanError where a Unit cannot be called.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -59,7 +60,9 @@ def find_units(model: nn.Module, named: Sequence[str]) -> list[Found]:
     names = _distinct([name for name in modules if name in wanted], modules)
     held: dict[str, list[Holding]] = {name: [] for name in names}
     for holding in holdings(model):
-        held[_home((holding.name, *holding.aliases), names)].append(holding)
+        own = (holding.name, *holding.aliases)
+        is_the_roots = any(matching(own, pattern) for pattern in whole_pass)
+        held["" if is_the_roots else _home(own, names)].append(holding)
     for name in names:
         if held[name] and isinstance(modules[name], nn.ModuleList | nn.ModuleDict) and name:
             raise PlanError(

@@ -15,6 +15,12 @@ class ZeroPolicy(Policy):
     units: Literal["auto"] | list[str] = "auto"
     """Modules whose parameters move together: ``auto`` takes the repeated blocks; or patterns of module names, in which
     ``*`` stands for one part of the name (``blocks.*``)."""
+    whole_pass: list[str] = Field(default_factory=list)
+    """Stage 3: patterns of parameter names that are gathered for the whole pass and not with their Unit, because code
+    outside their own module uses them (``blocks.0.weight``; ``*`` stands for one part of the name)."""
+    methods: list[str] = Field(default_factory=list)
+    """Stage 3: methods of Units beside ``forward`` that are called from outside, as patterns (``encoder.encode``,
+    ``blocks.*.step``): the Unit's weights are gathered for them too."""
     prefetch_units: Literal["auto"] | NonNegativeInt = "auto"
     """Units gathered ahead of their use at stage 3; ``auto`` is 1 where a collective runs beside the computation
     (GPUs), else 0."""
