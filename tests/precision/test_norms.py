@@ -70,7 +70,7 @@ def by_hand(dtype: torch.dtype, pieces: int) -> dict[str, Tensor]:
 
 def trained(world: Any, precision: str, config: dict[str, Any]) -> tuple[float, list[str]]:
     """It was "expected scalar type BFloat16 but found Float" at the first norm."""
-    settings = {"precision": precision, "optimizer": {"type": "sgd", "lr": 0.0}, **config}
+    settings = {"precision": precision, "optimizer": {"type": "sgd", "lr": 0.1}, **config}
     if precision == "fp16":
         settings["precision"] = {"compute": "fp16", "loss_scale": {"start": 1.0}}
     model = seeded(Vision, dtype=F32)
