@@ -14,6 +14,8 @@ from shardwise.precision.norms import norms_with_statistics, with_wide_norms
 from shardwise.precision.policy import PrecisionPolicy
 
 F32 = torch.float32
+SCALE = 1024.0
+"""Keeps what is small above the least numbers of fp16, on both sides alike."""
 
 
 class Stage(nn.Module):
@@ -61,10 +63,10 @@ def by_hand(dtype: torch.dtype, pieces: int) -> dict[str, Tensor]:
     for i in range(pieces):
         model.zero_grad()
         pictures, labels = images(i)
-        model(pictures.to(dtype), labels).backward()
+        (model(pictures.to(dtype), labels) * SCALE).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            sums[name] += parameter.grad.float() / pieces
+            sums[name] += parameter.grad.float() / (pieces * SCALE)
     return sums
 
 
@@ -72,7 +74,7 @@ def trained(world: Any, precision: str, config: dict[str, Any]) -> tuple[float, 
     """It was "expected scalar type BFloat16 but found Float" at the first norm."""
     settings = {"precision": precision, "optimizer": {"type": "sgd", "lr": 0.1}, **config}
     if precision == "fp16":
-        settings["precision"] = {"compute": "fp16", "loss_scale": {"start": 1.0}}
+        settings["precision"] = {"compute": "fp16", "loss_scale": {"start": SCALE}}
     model = seeded(Vision, dtype=F32)
     engine = shardwise.initialize(model, settings, world=world)
     engine.backward(engine(*images(world.rank)))
