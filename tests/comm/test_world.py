@@ -1,10 +1,16 @@
 """Where the rank comes from, in which order, and what a contradiction says."""
 
-import pytest
+import socket
+from pathlib import Path
 
-from shardwise.comm.seat import find_seat, first_host
+import pytest
+import torch
+
+from shardwise.comm import world as world_module
+from shardwise.comm.device import choose_device
+from shardwise.comm.seat import Seat, find_seat, first_host
 from shardwise.comm.world import World, join
-from shardwise.plan.errors import CommError, ConfigError, DeadlineError
+from shardwise.plan.errors import CommError, ConfigError, DeadlineError, UsageError
 
 TORCHRUN = {
     "RANK": "3",
@@ -92,3 +98,100 @@ def test_a_missing_text_names_the_rank() -> None:
     world.post("plan", "text")
     with pytest.raises(DeadlineError, match=r"'plan': no word from rank\(s\) \[1\]"):
         world.collect("plan", 0.05)
+
+
+def listens_at(port: int) -> set[str]:
+    """Addresses of this host on which somebody listens at ``port``, as the kernel spells them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, _, state = line.split()[1:4]
+            if state == "0A" and int(address.rpartition(":")[2], 16) == port:
+                found.add(address.rpartition(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "192.0.2.1"])
+def test_the_store_of_one_host_listens_on_loopback_alone(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where RANK stands in the environment or mpirun started the ranks: torch's own store listens everywhere."""
+    for name in ("SHARDWISE_STORE_FD", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = world_module._connect(Seat(0, 2, 0, 2, address, port, "test"), 5.0)
+    store.set("k", "v")
+    assert listens_at(port) == {"0100007F"}
+
+
+def test_a_loopback_address_says_that_all_ranks_are_here() -> None:
+    env = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert find_seat(env)[2:4] == (2, 4)
+    assert find_seat(env | {"MASTER_ADDR": "10.0.0.1"})[2:4] == (0, 1)
+
+
+class Accelerators:
+    """Stands in for torch.accelerator on a host with ``count`` devices of one kind."""
+
+    def __init__(self, kind: str, count: int):
+        self._kind, self._count = kind, count
+        self.chosen: int | None = None
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device(self._kind)
+
+    def device_count(self) -> int:
+        return self._count
+
+    def set_device_index(self, index: int) -> None:
+        self.chosen = index
+
+
+def seat_at(local_rank: int, local_size: int) -> Seat:
+    return Seat(local_rank, local_size, local_rank, local_size, "127.0.0.1", 0, "test")
+
+
+def test_without_an_accelerator_ranks_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert choose_device("auto", seat_at(0, 2), None) == (torch.device("cpu"), "gloo")
+    with pytest.raises(ConfigError, match="'cuda' is asked for, and torch finds no accelerator here"):
+        choose_device("cuda", seat_at(0, 2), None)
+    with pytest.raises(ConfigError, match="'gpu' is no device of torch's"):
+        choose_device("gpu", seat_at(0, 2), None)
+
+
+def test_auto_leaves_a_device_without_fp64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's: the first step would end in a TypeError."""
+    monkeypatch.setattr(torch, "accelerator", Accelerators("mps", 1))
+    assert choose_device("auto", seat_at(0, 1), None)[0].type == "cpu"
+
+
+def test_cpu_can_be_asked_for_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "accelerator", Accelerators("cuda", 2))
+    assert choose_device("cpu", seat_at(0, 8), None) == (torch.device("cpu"), "gloo")
+
+
+def test_ranks_get_devices_of_their_own_or_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A modulo once put two ranks on one device, and NCCL said so in its own way."""
+    fake = Accelerators("cuda", 2)
+    monkeypatch.setattr(torch, "accelerator", fake)
+    assert choose_device("cuda", seat_at(1, 2), None) == (torch.device("cuda:1"), "nccl")
+    assert fake.chosen == 1
+    assert choose_device("cuda:0", seat_at(1, 3), None)[0] == torch.device("cuda:0")
+    with pytest.raises(
+        ConfigError, match=r"3 ranks on this host .*, but 2 devices .*CUDA_VISIBLE_DEVICES=0,1"
+    ):
+        choose_device("cuda", seat_at(0, 3), "0,1")
+
+
+def test_a_part_names_each_rank_once() -> None:
+    with pytest.raises(UsageError, match="rank 0 of 2 asked for a World of the ranks \\[1\\]"):
+        World(0, 2).among((1,))
+    with pytest.raises(UsageError, match="name each rank once"):
+        World(0, 2).among((0, 0))

@@ -134,10 +134,9 @@ class Clock:
             patience_s = min(patience_s, self.timeout_s / 2)
         return patience_s, patience_s if self.steps_done else max(patience_s, FIRST_STEP_S)
 
-    @property
     def verdict(self) -> str:
-        """Why waiting is in vain; empty while it may not be."""
-        return "" if self.watch is None else self.watch.verdict
+        """Why waiting was in vain; empty where nobody said so."""
+        return "" if self.watch is None else self.watch.last_word()
 
     @property
     def story(self) -> str:
@@ -290,8 +289,9 @@ class Group:
         return (self.names or self.ranks)[self.index]
 
     def _explained(self, error: Exception, operation: str, what: str, timeout_s: float) -> CommError:
-        if self.clock.verdict:
-            return DeadlineError(self.clock.verdict)
+        verdict = self.clock.verdict()
+        if verdict:
+            return DeadlineError(verdict)
         where = (
             f"rank {self._name}: {operation} of {what} in step {self.clock.step} "
             f"over {self.size} ranks of axis {self.axis!r}"

@@ -191,8 +191,9 @@ class Peers:
         try:
             yield Call(operation, what, timeout_s)
         except (RuntimeError, CommError) as error:
-            if clock.verdict:
-                raise DeadlineError(clock.verdict) from error
+            verdict = clock.verdict()
+            if verdict:
+                raise DeadlineError(verdict) from error
             where = (
                 f"rank {here}: {operation} of {what} {direction} rank {there} in step {clock.step} "
                 f"(axis {group.axis!r})"

@@ -40,7 +40,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from shardwise.comm.handshake import Who
-from shardwise.comm.store import SealedStore, missing_keys
+from shardwise.comm.store import SealedStore
 from shardwise.plan.errors import DeadlineError
 
 _log = logging.getLogger(__name__)
@@ -50,6 +50,9 @@ _ANSWER_S = 3.5
 """For all answers to a question."""
 _STORE_S = 6.0
 """A store that has said nothing for so long does not answer."""
+_RECENT_S = 10.0
+"""A question so long ago has been judged."""
+_LAST_WORD_S = 2.5
 _AGAIN_S = 60.0
 """Between two notices of one wait."""
 _FRAMES = 12
@@ -134,6 +137,7 @@ class Watch:
         self._contact_s = time.monotonic()
         self._told_s = -_AGAIN_S
         self._asked_s = 0.0
+        self._answered_s = -_RECENT_S
         self._suspects: frozenset[int] = frozenset()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -183,9 +187,11 @@ class Watch:
         """It waits no longer."""
         self._waits.pop(threading.get_ident(), None)
 
-    @property
-    def verdict(self) -> str:
-        """Why waiting is in vain; empty while it may not be."""
+    def last_word(self) -> str:
+        """The verdict. A rank that sees another one leave, just after a question, waits a moment for the reason."""
+        until_s = time.monotonic() + _LAST_WORD_S
+        while not self._verdict and time.monotonic() < min(until_s, self._answered_s + _RECENT_S):
+            time.sleep(0.02)
         return self._verdict
 
     @property
@@ -269,9 +275,7 @@ class Watch:
     def _talk(self, store: SealedStore) -> None:
         while store.check([self._key("question", self._turn)]):
             self._answer(store)
-        if not self._verdict and store.check([self._key("verdict")]):
-            self._verdict = store.get(self._key("verdict")).decode()
-            self._wake()
+        self._is_judged(store)
         self._contact_s = time.monotonic()
         wait = self._longest()
         is_due = time.monotonic() - self._asked_s > (0 if self._suspects else _ANSWER_S)
@@ -280,7 +284,9 @@ class Watch:
             turn = self._turn
             store.set(self._key("question", turn), str(self._rank))
             self._answer(store)
-            self._judge(store, wait, self._collect(store, turn))
+            answers = self._collect(store, turn)
+            if not self._is_judged(store):
+                self._judge(store, wait, answers)
             self._asked_s = time.monotonic()
 
     def _key(self, *parts: Any) -> str:
@@ -296,11 +302,21 @@ class Watch:
         }
         store.set(self._key("answer", self._turn, self._rank), json.dumps(said))
         self._turn += 1
+        self._answered_s = time.monotonic()
 
     def _collect(self, store: SealedStore, turn: int) -> dict[int, dict[str, Any]]:
         keys = [self._key("answer", turn, rank) for rank in range(len(self._who))]
-        missing = set(missing_keys(store, keys, _ANSWER_S))
-        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if rank not in missing}
+        until_s = time.monotonic() + _ANSWER_S
+        while not store.check(keys) and time.monotonic() < until_s and not self._is_judged(store):
+            time.sleep(_TICK_S / 20)
+        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+
+    def _is_judged(self, store: SealedStore) -> bool:
+        """Whether another rank has come to a verdict, which is then ours too."""
+        if not self._verdict and store.check([self._key("verdict")]):
+            self._verdict = store.get(self._key("verdict")).decode()
+            self._wake()
+        return bool(self._verdict)
 
     def _judge(self, store: SealedStore, wait: Wait, answers: Mapping[int, dict[str, Any]]) -> None:
         told: list[str] = []
@@ -334,9 +350,10 @@ class Watch:
         speakers = [rank for rank, said in answers.items() if said["waits"] is not None]
         if self._rank == min(speakers, default=self._rank) and not (ends and wait.is_auto):
             self._tell(wait)
-        if ends and wait.is_auto and self._longest() is not None and not store.check([self._key("verdict")]):
-            self._verdict = self._sentence(wait, self._story)
-            store.set(self._key("verdict"), self._verdict)
+        if ends and wait.is_auto and self._longest() is not None and not self._is_judged(store):
+            sentence = self._sentence(wait, self._story)
+            store.set(self._key("verdict"), sentence)  # before this rank leaves, which the others notice
+            self._verdict = sentence
             self._wake()
 
     def _tell(self, wait: Wait) -> None:
