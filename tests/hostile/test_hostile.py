@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from . import safetensors_files, torch_files
+from . import configurations, folders, safetensors_files, steps, token_files, torch_files
 from .trial import Case, Kind, Trials
 
-KINDS: tuple[Kind, ...] = (safetensors_files.KIND, torch_files.KIND)
-SAMPLE, SOAK = 8, 120
+KINDS: tuple[Kind, ...] = (
+    safetensors_files.KIND,
+    torch_files.KIND,
+    token_files.KIND,
+    configurations.KIND,
+    steps.KIND,
+    *folders.KINDS,
+)
+SAMPLE, SOAK = 7, 120
 """Cases of each kind."""
 
 

@@ -167,7 +167,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         gpt_policy_from_huggingface(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DamagedError, match="not JSON"):
+    with pytest.raises(DamagedError, match="not the JSON that was written"):
         gpt_policy_from_huggingface(tmp_path)
 
 

@@ -102,6 +102,7 @@ def _show_folder(console: "Console", folder: "FolderSummary") -> None:
 
 
 def _show_step(console: "Console", step: "StepSummary", tensors: bool) -> None:
+    from shardwise.engine.saved_state import SavedState
     from shardwise.observe.progress import bytes_text, count_text
 
     def say(text: str, style: str = "") -> None:
@@ -112,8 +113,8 @@ def _show_step(console: "Console", step: "StepSummary", tensors: bool) -> None:
         say(f"    {damage}", "red")
     if step.problem:
         return
-    layout = (step.trainer or {}).get("engine", {}).get("layout", {})
-    saved_from = f", saved from {layout.get('mesh')}, ZeRO-{layout.get('zero_stage')}" if layout else ""
+    layout = SavedState.of(step.trainer, step.path).engine.layout
+    saved_from = f", saved from {layout.mesh}, ZeRO-{layout.zero_stage}" if layout else ""
     size = f"{count_text(step.elements)} parameters, {bytes_text(step.bytes)}"
     say(f"step {step.step} of run {step.run}{saved_from}; {size}")
     for kind, kind_bytes in (step.bytes_by_kind or {}).items():

@@ -9,9 +9,11 @@ from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, StepSummary
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, Tokenizer, load_tokenizer
+from shardwise.engine.saved_state import SavedState
 from shardwise.models import Gpt, GptPolicy
+from shardwise.models.huggingface import joined_shape, parts_of
 from shardwise.models.policy import reads_clicks
-from shardwise.plan.errors import CheckpointError, UsageError
+from shardwise.plan.errors import CheckpointError, MismatchError, UsageError
 
 
 class Trained(NamedTuple):
@@ -35,7 +37,7 @@ def newest_step(path: Path) -> StepSummary:
 
 def gpt_of(step: StepSummary) -> tuple[GptPolicy, RunConfig]:
     """The model in a step of ``shardwise train``, and the whole configuration. Errors: UsageError."""
-    user: dict[str, Any] = (step.trainer or {}).get("user", {})
+    user = SavedState.of(step.trainer, step.path).user
     if "config" not in user:
         raise UsageError(
             f"{step.path} was saved by a loop of your own and does not say which model it holds; "
@@ -47,7 +49,28 @@ def gpt_of(step: StepSummary) -> tuple[GptPolicy, RunConfig]:
             f"{step.path} holds {_described(config.model)}, which writes no text that we know of; "
             f"its weights are plain safetensors in {step.path / 'model'}"
         )
+    _check_shapes(config.model, step)
     return config.model, config
+
+
+def _check_shapes(policy: GptPolicy, step: StepSummary) -> None:
+    """The model that the configuration describes is the one that is stored: seen before any of it is built, for a
+    configuration may ask for a million layers. Errors: MismatchError."""
+    stored = {row.name: row.shape for row in step.tensors if row.kind == "weight"}
+    for name, others in (step.aliases or {}).items():
+        stored.update(dict.fromkeys(others, stored.get(name, ())))
+    layers = len({name.split(".")[1] for name in stored if name.startswith("blocks.")})
+    wrong = [] if layers == policy.layers else [f"layers is {policy.layers}, stored are {layers}"]
+    wrong += [
+        f"{name} is {list(joined_shape(parts))} by the configuration, stored is {list(stored.get(name, ()))}"
+        for name, parts in ({} if wrong else parts_of(policy.resolved())).items()
+        if stored.get(name) != joined_shape(parts)
+    ]
+    if wrong:
+        raise MismatchError(
+            f"{step.path}: trainer.json describes another model than the weights are of: {'; '.join(wrong[:3])}"
+            + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        )
 
 
 def tokenizer_of(config: RunConfig) -> str:

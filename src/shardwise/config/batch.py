@@ -13,6 +13,9 @@ from shardwise.observe.early_stop import EarlyStopPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import Policy
 
+_ACCUMULATION_LIMIT = 65_536
+"""Microbatches of one step on a rank: the plan has a few Actions for each."""
+
 
 class BatchPolicy(Policy):
     """Keys under ``batch:``, in samples."""
@@ -51,6 +54,11 @@ class BatchPolicy(Policy):
                 )
             accumulation = found
         accumulation = accumulation or 1
+        if accumulation > _ACCUMULATION_LIMIT:
+            raise ConfigError(
+                f"batch: {accumulation} microbatches of {micro} samples in one step on each of {dp} ranks; at most "
+                f"{_ACCUMULATION_LIMIT} are planned. Raise micro_size, or lower global_size"
+            )
         if micro is not None and total is None:
             total = micro * accumulation * dp
         return self.model_copy(

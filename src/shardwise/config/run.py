@@ -4,9 +4,10 @@ YAML, JSON, and JSON with comments. Unknown keys are an error at every level, wi
 twice is an error. ``load(path, ["zero.stage=3"])`` overrides values as the command line's ``--set`` does.
 """
 
+import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import json5
 import yaml
@@ -31,6 +32,14 @@ from shardwise.precision.policy import PrecisionPolicy
 
 ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope"}
 """Policies that one word sets, and the key that it stands for."""
+
+
+_FILE_LIMIT_BYTES = 256 << 10
+"""No configuration is larger."""
+_SHOWN = 300
+"""Characters of a value that an error repeats."""
+_FAULTS = 20
+"""Faults that one error names."""
 
 
 class LossPolicy(Policy):
@@ -99,7 +108,7 @@ class RunConfig(Policy):
     """When the state is saved."""
     monitor: MonitorPolicy = Field(default_factory=MonitorPolicy)
     """Where numbers go."""
-    out: str = "runs/run"
+    out: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] = "runs/run"
     """Folder of the run."""
 
     @model_validator(mode="before")
@@ -116,6 +125,8 @@ class RunConfig(Policy):
     @classmethod
     def parse(cls, given: Mapping[str, Any], where: str = "config") -> "RunConfig":
         """Check a dictionary. Errors: ConfigError that names every wrong key by its path."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{where}: expected keys and values, found a {type(given).__name__}")
         try:
             return cls.model_validate(dict(given))
         except ValidationError as error:
@@ -141,23 +152,61 @@ def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequen
 def read_file(path: Path) -> dict[str, Any]:
     """The dictionary in a YAML or JSON file. Errors: ConfigError with the line where it does not parse."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_FILE_LIMIT_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"config: cannot read {path}: {error.strerror}; give the path of a YAML or JSON file"
         ) from None
+    if len(data) > _FILE_LIMIT_BYTES:
+        raise ConfigError(
+            f"config: {path} has more than {_FILE_LIMIT_BYTES >> 10} KiB; is it a configuration?"
+        )
     try:
-        if path.suffix in (".json", ".jsonc", ".json5"):
-            given = json5.loads(text, allow_duplicate_keys=False)
-        else:
-            given = yaml.load(text, _UniqueKeys)
+        text = data.decode("utf-8-sig")
+        given = _parsed(text, is_json=path.suffix in (".json", ".jsonc", ".json5"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"config: {path} is not text in UTF-8 (byte {error.start} is {data[error.start]:#04x}); save it as UTF-8"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"config: {path} is nested too deeply, or refers to itself") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"config: {path} does not parse: {error}") from None
+        raise ConfigError(f"config: {path} does not parse: {_short(str(error))}") from None
     if given is None:
         given = {}
     if not isinstance(given, dict):
         raise ConfigError(f"config: {path} holds a {type(given).__name__}; expected keys and values")
     return given
+
+
+def _parsed(text: str, is_json: bool) -> Any:
+    """What the text says. A file of plain JSON goes past the parser of JSON with comments, which is slow."""
+    if not is_json:
+        return yaml.load(text, _UniqueKeys)
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError:
+        return json5.loads(text, allow_duplicate_keys=False)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"key {twice!r} is given twice")
+    return found
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _short(repr(value))
+    except ValueError:  # a number of more digits than Python writes out
+        return f"a {type(value).__name__} of very many digits"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -194,8 +243,10 @@ def _override(given: dict[str, Any], text: str) -> None:
         raise ConfigError(f"override {text!r}: expected key=value, as in zero.stage=3")
     try:
         parsed = yaml.load(value, _UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {text!r}: the value does not parse: {error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"override {_short(repr(text))}: the value does not parse: {_short(str(error))}"
+        ) from None
     *outer, last = path.strip().split(".")
     target = given
     for key in outer:
@@ -218,9 +269,10 @@ def _explained(error: ValidationError, where: str) -> str:
         message = detail["msg"].removeprefix("Value error, ")
         given = detail["input"]
         shown = (
-            f" (given {given!r})"
+            f" (given {_shown(given)})"
             if not isinstance(given, Mapping | Policy) and "unknown key" not in message
             else ""
         )
-        lines.append(f"{path}: {message}{shown}")
-    return f"{where}: " + "; ".join(lines)
+        lines.append(f"{_short(path)}: {_short(message)}{shown}")
+    more = f"; and {len(lines) - _FAULTS} more" if len(lines) > _FAULTS else ""
+    return f"{where}: " + "; ".join(lines[:_FAULTS]) + more

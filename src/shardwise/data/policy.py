@@ -41,7 +41,7 @@ class DataPolicy(Policy):
     """Keyword arguments of ``target``."""
     shuffle: bool = True
     """Read the samples of each epoch in an order drawn from (seed, epoch); false: as they lie."""
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that read samples ahead, per rank (DeepSpeed: ``data_efficiency.data_sampling.num_workers``).
     Text needs none: a thread reads it ahead."""
     cache: str | None = None

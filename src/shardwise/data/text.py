@@ -31,7 +31,8 @@ import numpy.typing as npt
 
 from shardwise.data.token_file import SUFFIX, TokenFile, TokenWriter, is_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
-from shardwise.plan.errors import DataError
+from shardwise.plan.errors import DataError, SourceError
+from shardwise.plan.words import in_words
 
 STDLIB = "stdlib"
 _PIECE_BYTES = 1 << 20
@@ -40,6 +41,9 @@ _PIECE_BYTES = 1 << 20
 _CHECK_FIRST_BYTES = 256 << 20
 # Not part of the library's own source: installed packages, tests, and what the build wrote for this one machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+# Of a source's name in that of its cached file: at most 4 bytes each, and no file name has more than 255.
+_LABEL_CHARACTERS = 50
 
 Progress = Callable[[int, int], None]
 """Called with (bytes tokenised, bytes in all)."""
@@ -63,25 +67,41 @@ def find_files(source: str, pattern: str = "*") -> TextFiles:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [path for path in _walk(root, _NOT_STDLIB) if path.suffix == ".py" and _is_portable(path)]
         if not paths:
-            raise DataError(
+            raise SourceError(
                 f"source stdlib: no *.py under {root} in this Python; give a file or a folder of text"
             )
         return TextFiles(STDLIB, root, _in_order(root, paths))
-    root = Path(source).expanduser()
+    try:
+        return _files_at(source, Path(source).expanduser(), pattern)
+    except OSError as error:
+        raise SourceError(f"data source {source!r} cannot be read: {in_words(error)}") from None
+    except ValueError as error:
+        raise SourceError(f"data source {source[:200]!r} is no path: {error}") from None
+
+
+def _files_at(source: str, root: Path, pattern: str) -> TextFiles:
     if root.is_file():
         if root.stat().st_size == 0:
-            raise DataError(f"data source {source} is empty; give a file that holds text")
+            raise SourceError(f"data source {source} is empty; give a file that holds text")
         return TextFiles(root.stem, root.parent, [root])
+    if root.resolve() == Path(root.anchor or "/"):
+        raise SourceError(
+            f"data source {source!r} is the whole file system; give the folder that holds the text"
+        )
+    if root.exists() and not root.is_dir():
+        raise SourceError(
+            f"data source {source!r} is a device, a pipe or a socket; expected a file or a folder"
+        )
     if not root.is_dir():
-        raise DataError(f"data source {source!r} does not exist{_close_to(root)}")
+        raise SourceError(f"data source {source!r} does not exist{_close_to(root)}")
     paths = [path for path in _walk(root, set()) if _matches(path, root, pattern)]
     if not paths:
-        raise DataError(
+        raise SourceError(
             f"data source {source} is a folder without a file that matches {pattern!r}; set data.pattern"
         )
     paths = [path for path in paths if path.stat().st_size > 0]
     if not paths:
-        raise DataError(f"data source {source}: all files that match {pattern!r} are empty")
+        raise SourceError(f"data source {source}: all files that match {pattern!r} are empty")
     return TextFiles(root.resolve().name or "root", root, _in_order(root, paths))
 
 
@@ -216,6 +236,11 @@ def open_source(
                     f"token file {file.path} was made with tokenizer {file.tokenizer_name!r}, but data.tokenizer is "
                     f"{tokenizer.name!r}; set data.tokenizer to that one, or convert the text again"
                 )
+            if file.vocab_size != tokenizer.vocab_size:
+                raise DataError(
+                    f"token file {file.path} has a vocabulary of {file.vocab_size} tokens, its tokenizer "
+                    f"{tokenizer.name!r} one of {tokenizer.vocab_size}; convert the text again"
+                )
         return opened
     if any(are_tokens):
         raise DataError(
@@ -231,7 +256,7 @@ def _cached(files: TextFiles, tokenizer: Tokenizer, cache: Path, progress: Progr
         state = path.stat()
         inside = os.fsencode(path.relative_to(files.root).as_posix())
         digest.update(inside + f"\0{state.st_size} {state.st_mtime_ns}\n".encode())
-    out = cache / f"{files.label}-{digest.hexdigest()[:16]}{SUFFIX}"
+    out = cache / f"{files.label[:_LABEL_CHARACTERS]}-{digest.hexdigest()[:16]}{SUFFIX}"
     if (found := _open_whole(out)) is not None:
         return found
     try:

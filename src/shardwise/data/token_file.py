@@ -22,12 +22,14 @@ import zlib
 from array import array
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from shardwise.plan.errors import DataError
+from shardwise.plan.strict_json import Count, Entry, read_object, validated
 
 SUFFIX = ".tokens"
 MAGIC = b"SHDWTOKN"
@@ -161,6 +163,16 @@ class TokenWriter:
         return DataError(f"token file {self.path} cannot be written ({error.strerror}); {advice}")
 
 
+class _Header(Entry):
+    count: Count
+    documents: Count
+    tokenizer: Annotated[str, Field(min_length=1, max_length=200)]
+    vocab_size: Annotated[int, Field(ge=1, le=2**32)]
+    dtype: Literal["u8", "u16", "u32"]
+    blocks: Count
+    tables_crc: Annotated[int, Field(ge=0, lt=2**32)]
+
+
 class TokenFile:
     """One token file, mapped. ``read(start, stop)`` is the only way to its tokens."""
 
@@ -173,12 +185,12 @@ class TokenFile:
         except OSError as error:
             raise DataError(f"token file {self.path} cannot be read ({error.strerror})") from error
         header = self._header(page)
-        self.count: int = header["count"]
-        self.documents: int = header["documents"]
-        self.tokenizer_name: str = header["tokenizer"]
-        self.vocab_size: int = header["vocab_size"]
-        self.dtype = _DTYPES[header["dtype"]]
-        self._blocks: int = header["blocks"]
+        self.count = header.count
+        self.documents = header.documents
+        self.tokenizer_name = header.tokenizer
+        self.vocab_size = header.vocab_size
+        self.dtype = _DTYPES[header.dtype]
+        self._blocks = header.blocks
         tables_start = _TOKENS_START_BYTES + -(-self.count * self.dtype.itemsize // 8) * 8
         expected_bytes = tables_start + 8 * self.documents + 4 * self._blocks
         if size_bytes != expected_bytes:
@@ -189,16 +201,22 @@ class TokenFile:
             )
         self._map = np.memmap(self.path, dtype=np.uint8, mode="r")
         tables = self._map[tables_start:]
-        if zlib.crc32(tables.data) != header["tables_crc"]:
+        if zlib.crc32(tables.data) != header.tables_crc:
             raise DataError(f"token file {self.path} is damaged: the CRC-32 of its tables differs; {_REPAIR}")
         self.ends: npt.NDArray[np.uint64] = tables[: 8 * self.documents].view("<u8")
+        if self.documents and (
+            int(self.ends[-1]) > self.count or not bool((self.ends[1:] > self.ends[:-1]).all())
+        ):
+            raise DataError(
+                f"token file {self.path} is damaged: its documents do not follow one another; {_REPAIR}"
+            )
         self._checksums = tables[8 * self.documents :].view("<u4")
         token_bytes = self._map[_TOKENS_START_BYTES : _TOKENS_START_BYTES + self.count * self.dtype.itemsize]
         self._token_bytes = token_bytes
         self._tokens = token_bytes.view(self.dtype)
         self._is_checked = np.zeros(self._blocks, dtype=bool)
 
-    def _header(self, page: bytes) -> dict[str, Any]:
+    def _header(self, page: bytes) -> "_Header":
         if not page:
             raise DataError(f"token file {self.path} is empty; {_REPAIR}")
         if len(page) < _PREFIX.size or page[:8] != MAGIC:
@@ -214,7 +232,16 @@ class TokenFile:
         text = page[_PREFIX.size : _PREFIX.size + length]
         if len(text) != length or zlib.crc32(text) != checksum:
             raise DataError(f"token file {self.path} is damaged: the CRC-32 of its header differs; {_REPAIR}")
-        header: dict[str, Any] = json.loads(text)
+        where = f"token file {self.path}, header"
+        header = validated(_Header, read_object(text, where, kind=DataError), where, kind=DataError)
+        itemsize = _DTYPES[header.dtype].itemsize
+        if header.blocks != -(-header.count * itemsize // _BLOCK_BYTES) or header.dtype != dtype_for(
+            header.vocab_size
+        ):
+            raise DataError(
+                f"{where}: {header.count} tokens of {header.dtype} in {header.blocks} blocks, of a vocabulary of "
+                f"{header.vocab_size}, do not go together; {_REPAIR}"
+            )
         return header
 
     def __len__(self) -> int:
@@ -248,6 +275,13 @@ class TokenFile:
                 raise DataError(
                     f"token file {self.path} is damaged: the CRC-32 of bytes {begin} to "
                     f"{min(begin + _BLOCK_BYTES, _TOKENS_START_BYTES + self._token_bytes.size) - 1} differs; {_REPAIR}"
+                )
+            first_token = start // self.dtype.itemsize
+            highest = int(self._tokens[first_token : first_token + _BLOCK_BYTES // self.dtype.itemsize].max())
+            if highest >= self.vocab_size:
+                raise DataError(
+                    f"token file {self.path} holds token {highest}, which its vocabulary of {self.vocab_size} has not; "
+                    f"{_REPAIR}"
                 )
             self._is_checked[block] = True
 

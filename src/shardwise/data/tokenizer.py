@@ -10,13 +10,19 @@ a tokenizer.json it carries the first digits of the file's SHA-256, so the file 
 """
 
 import hashlib
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.plan.errors import DataError
+from shardwise.plan.errors import DataError, SourceError
+from shardwise.plan.words import in_words
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+_LIMIT_BYTES = 64 << 20
+_GAP_LIMIT = 65_536
+"""Ids that no token has, beside three for each that one has."""
 
 
 class Tokenizer(Protocol):
@@ -57,29 +63,40 @@ class JsonTokenizer:
                 f"tokenizer {path} needs the package tokenizers, which is not installed; "
                 "pip install tokenizers, or use tokenizer: bytes"
             ) from error
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise DataError(
-                f"tokenizer {path} cannot be read ({error.strerror}); expected a tokenizer.json"
-            ) from error
+        self._path = path
+        content = _read(path)
         try:
             self._inner: Any = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                f"tokenizer {path} is no tokenizer.json of the tokenizers library ({error}); "
+        except (
+            BaseException
+        ) as error:  # the library raises bare Exception, and where it panics no Exception at all
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise SourceError(
+                f"tokenizer {path} is no tokenizer.json of the tokenizers library ({str(error)[:400]}); "
                 "a SentencePiece .model or a vocab.txt must be converted first"
             ) from error
         self.name = f"tokenizer.json:{hashlib.sha256(content).hexdigest()[:12]}"
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         # Ids may have gaps; the embedding needs a row up to the largest.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if not vocabulary or self.vocab_size > 4 * len(vocabulary) + _GAP_LIMIT:
+            raise SourceError(
+                f"tokenizer {path} has {len(vocabulary)} tokens and ids up to {self.vocab_size - 1}: an embedding "
+                "would have a row for each id; number them without such gaps"
+            )
         self.end_of_document = next(
             (vocabulary[word] for word in _END_OF_DOCUMENT if word in vocabulary), None
         )
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"tokenizer {self._path} cannot read a text ({str(error)[:400]}); is it whole, and does it know its "
+                "own token for what it has no token for?"
+            ) from error
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -87,15 +104,34 @@ class JsonTokenizer:
         return text
 
 
+def _read(path: Path) -> bytes:
+    """The whole of a regular file that may be a tokenizer: whose path it is may be a stranger's choice."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not hang us
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _LIMIT_BYTES:
+                raise SourceError(
+                    f"tokenizer {path} is no regular file of at most {_LIMIT_BYTES >> 20} MiB; expected a "
+                    "tokenizer.json"
+                )
+            return file.read(_LIMIT_BYTES)
+    except OSError as error:
+        raise SourceError(f"tokenizer {in_words(error)}; expected a tokenizer.json") from error
+
+
 def load_tokenizer(given: str) -> Tokenizer:
     """The tokenizer that ``data.tokenizer`` names: ``bytes``, a tokenizer.json, or a folder that holds one."""
     if given == "bytes":
         return ByteTokenizer()
     path = Path(given).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.exists():
-        raise DataError(
+    try:
+        path = path / "tokenizer.json" if path.is_dir() else path
+        is_there = path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        is_there = False
+    if not is_there:
+        raise SourceError(
             f"data.tokenizer is {given!r}, but there is no file {path}; expected 'bytes' or the "
             "path of a tokenizer.json"
         )

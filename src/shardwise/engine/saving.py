@@ -28,6 +28,7 @@ from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, Solo
 from shardwise.checkpoint.load import Reader
 from shardwise.engine import saved_tables
 from shardwise.engine.parts import Parts
+from shardwise.engine.saved_state import SavedState
 from shardwise.engine.state import buckets, own_buffers
 from shardwise.plan.errors import CheckpointError, MismatchError
 from shardwise.plan.placement import runs
@@ -100,6 +101,7 @@ def load(
     loaded = checkpoints.load(choose, path=folder if is_step else None, examine=examine)
     if loaded is None:
         return None
+    saved = SavedState.of(loaded.trainer, loaded.path)
     for bucket in buckets(parts):
         bucket.publish()
         bucket.gather_update().wait()
@@ -110,7 +112,7 @@ def load(
         _log.warning("step %d has not, and so begins as it starts: %s", loaded.step, ", ".join(lacking))
     if not weights_only:
         _restore(engine, parts, loaded.trainer.get("engine", {}), loaded.manifest, moments)
-    return dict(loaded.trainer.get("user", {}))
+    return dict(saved.user)
 
 
 # Saving ------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ _HIDDEN_MULTIPLE = 64
 """The default SwiGLU hidden width is rounded up to it: matrix units like multiples."""
 
 
+Size = Annotated[int, Field(ge=1, le=2**31)]
+"""A number of features, heads or tokens: beyond it is a slip, or a stranger's file."""
+
+
 class RopeStretch(Policy):
     """LLaMA 3.1's slower rotary angles for a context longer than the one first trained on."""
 
@@ -63,21 +67,21 @@ class GptPolicy(Policy):
     """Which of the models that come with the package."""
     manner: Literal["llama", "gpt2"] = "llama"
     """The family whose parts are used: the table in the module's docstring."""
-    layers: PositiveInt = 6
+    layers: Annotated[int, Field(ge=1, le=10_000)] = 6
     """Transformer blocks."""
-    width: PositiveInt = 384
+    width: Size = 384
     """Features of a token between the blocks."""
-    heads: PositiveInt = 6
+    heads: Size = 6
     """Attention heads (queries)."""
-    kv_heads: PositiveInt | None = None
+    kv_heads: Size | None = None
     """Heads of keys and values, shared by equal groups of query heads; left out: as many as ``heads``."""
-    head_size: PositiveInt | None = None
+    head_size: Size | None = None
     """Features of a head; left out: width / heads."""
-    context: PositiveInt = 256
+    context: Size = 256
     """Tokens in the longest sequence."""
-    vocab: PositiveInt | None = None
+    vocab: Size | None = None
     """Tokens in the vocabulary; left out: the tokenizer's."""
-    hidden: PositiveInt | None = None
+    hidden: Size | None = None
     """Features inside the feed-forward part; left out: 8/3 of the width (llama, rounded up to 64) or 4 times it."""
     tied_head: bool | None = None
     """Whether the head uses the embedding's weights; left out: only in the gpt2 manner."""

@@ -11,6 +11,8 @@ A configuration is accepted only where our model computes the same function; any
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from shardwise.models.gpt import GptPolicy, RopeStretch
 from shardwise.plan.errors import ConfigError
 
@@ -105,14 +107,24 @@ def policy_of(config: Mapping[str, Any], where: str) -> GptPolicy:
     family = config.get("model_type")
     readers: dict[Any, Callable[[Mapping[str, Any], str], GptPolicy]]
     readers = {"llama": _llama_policy, "mistral": _llama_policy, "gpt2": _gpt2_policy}
-    if family not in readers:
-        raise ConfigError(f"{where}: model_type is {family!r}; a Gpt can be a {', a '.join(readers)}")
+    if not isinstance(family, str) or family not in readers:
+        raise ConfigError(f"{where}: model_type is {family!r:.200}; a Gpt can be a {', a '.join(readers)}")
     if config.get("quantization_config"):
         raise ConfigError(f"{where}: the weights are quantised; take the model's 16-bit or 32-bit weights")
     try:
         return readers[family](config, where)
     except KeyError as error:
         raise ConfigError(f"{where}: the key {error} of a {family} model is missing") from None
+    except ConfigError:
+        raise
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{where}: {place or family}: {first['msg'][:400]}") from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: not the configuration of a {family} model ({str(error)[:400]})"
+        ) from None
 
 
 def _refuse(config: Mapping[str, Any], where: str, supported: Mapping[str, tuple[Any, ...]]) -> None:

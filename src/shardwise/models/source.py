@@ -9,14 +9,14 @@ stored one transposed (``models/huggingface.py``). A user's own model reads its 
 Cost: one open map and the memory of the slice.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from shardwise.models.gpt import GptPolicy
@@ -24,6 +24,8 @@ from shardwise.models.huggingface import joined_shape, parts_of, policy_of
 from shardwise.models.safetensors import StoredTensor, read_header
 from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, MismatchError
 from shardwise.plan.policy import nearest
+from shardwise.plan.strict_json import JSON_BYTES, Entry, read_object, validated
+from shardwise.plan.words import in_words
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5
@@ -31,6 +33,11 @@ _SHOWN = 5
 
 _SAME_FUNCTION = frozenset({"name", "dropout", "context"})
 """Keys that may differ between a folder's configuration and the policy."""
+
+
+class _Index(Entry):
+    weight_map: dict[str, Annotated[str, Field(min_length=1, max_length=255)]]
+    """File by tensor."""
 
 
 class _Piece(NamedTuple):
@@ -196,7 +203,7 @@ def _stored_tensors(where: Path) -> dict[str, StoredTensor]:
 def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
-        names = sorted(set(_json(index)["weight_map"].values()))
+        names = sorted(set(validated(_Index, _json(index), str(index)).weight_map.values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise CheckpointError(f"{index}: names files outside its folder: {_list(outside)}")
@@ -217,12 +224,12 @@ def _files(folder: Path) -> list[Path]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DamagedError(f"{file}: not JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise DamagedError(f"{file}: a JSON {type(loaded).__name__}; expected an object")
-    return loaded
+        size = file.stat().st_size
+        if size > JSON_BYTES:
+            raise DamagedError(f"{file}: {size} bytes; at most {JSON_BYTES} are read")
+        return read_object(file.read_bytes(), str(file))
+    except OSError as error:
+        raise CheckpointError(in_words(error)) from None
 
 
 def _list(items: list[str]) -> str:

@@ -135,8 +135,8 @@ def _parse(path: Path, number: int, line: str, kind: type[Record]) -> Record:
                 values.append(int(cell) if name in _INTEGERS else float(cell))
     except ValueError as error:
         raise DataError(
-            f"{path}, line {number}: {line.rstrip()!r} is not a row of {len(kind._fields)} numbers ({error}); "
-            f"repair or remove the line"
+            f"{path}, line {number}: {line.rstrip()[:400]!r} is not a row of {len(kind._fields)} numbers "
+            f"({str(error)[:200]}); repair or remove the line"
         ) from None
     return kind(*values)  # type: ignore[arg-type]
 
@@ -144,9 +144,11 @@ def _parse(path: Path, number: int, line: str, kind: type[Record]) -> Record:
 def read(path: str | os.PathLike[str]) -> list[Record]:
     """All whole rows of a metrics file; a last line that a kill cut short is left out."""
     path = Path(path)
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = [f"{line}\n" for line in lines[:-1]] + lines[
+        -1:
+    ]  # and at no other sign that ends a line in Python
+    lines.pop()
     if not lines:
         return []
     header = lines[0].rstrip("\n")
@@ -154,7 +156,7 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
     if kind is None:
         expected = " or ".join(repr(_header(kind)) for kind in _KINDS)
         raise DataError(
-            f"{path}: the header is {header!r}, expected {expected}; "
+            f"{path}: the header is {header[:400]!r}, expected {expected}; "
             f"this is not a metrics file of this version, move it away"
         )
     return [_parse(path, number, line, kind) for number, line in enumerate(lines[1:], start=2)]

@@ -7,6 +7,7 @@
     ├── UsageError         a call that cannot work where it was made
     ├── TableFullError     an embedding table that met more keys than it may hold
     ├── DataError          a missing, empty or damaged source of data
+    │   └── SourceError    ... because the configuration names what is not there  (also a ConfigError)
     ├── NonFiniteError     a NaN or an infinity in loss or gradients
     ├── CommError          a collective that failed, by rank, operation, Unit and step
     │   └── DeadlineError  ... because another rank did not arrive in time
@@ -44,6 +45,10 @@ class TableFullError(ShardwiseError):
 
 class DataError(ShardwiseError):
     """A missing, empty or damaged source of data."""
+
+
+class SourceError(DataError, ConfigError):
+    """A source of data, or a tokenizer, that the configuration names and that is not there or is none."""
 
 
 class NonFiniteError(ShardwiseError):

@@ -21,7 +21,9 @@ def nearest(given: str, known: Iterable[str]) -> str:
 class Policy(BaseModel):
     """Base of every policy: frozen, keyword-only, unknown keys refused with a suggestion."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
