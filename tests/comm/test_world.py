@@ -82,7 +82,7 @@ def test_one_process_prints_where_its_rank_came_from(
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert join().size == 1
-    assert "1 rank(s) from none" in capsys.readouterr().out
+    assert "shardwise: one process, cpu" in capsys.readouterr().out
 
 
 def test_texts_under_a_key() -> None:

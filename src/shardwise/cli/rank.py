@@ -117,7 +117,8 @@ def _show_lanes(trainer: Trainer, console: Console) -> None:
     for line in draw_lanes_text(lanes.figures(spans)).splitlines():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if spans and trainer.config.monitor.picture:
-        draw_lanes({"rank 0": spans}, trainer.folder.lanes, f"keys {lanes.depth} step(s) ahead")
+        steps = "1 step" if lanes.depth == 1 else f"{lanes.depth} steps"
+        draw_lanes({"rank 0": spans}, trainer.folder.lanes, f"keys {steps} ahead")
 
 
 def _last_words(trainer: Trainer, console: Console) -> None:

@@ -18,6 +18,7 @@ from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
 from shardwise.data import Corpus, DataPolicy, build
+from shardwise.data.windows import Windows
 from shardwise.engine.step import StepResult
 from shardwise.models import Gpt, GptPolicy, TargetPolicy, flops_per_token
 from shardwise.models import build as build_model
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _IGNORED = -100
 """Target that no loss counts."""
+_PROMPT_TOKENS = 16
 _TEMPERATURE, _TOP_K = 0.8, 50
 """How the sample at the end is drawn."""
 
@@ -57,7 +59,7 @@ class TextTrainer(Trainer):
         assert isinstance(config.data, DataPolicy), "clicks have a trainer of their own"
         reading = Reading("tokenising") if self.world.rank == 0 else None
         corpus: Corpus = build(config.data, context_of(config, config.data), self.folder.cache, reading)
-        self.tokenizer = corpus.tokenizer
+        self.tokenizer, self._train = corpus.tokenizer, corpus.train
         if isinstance(config.model, GptPolicy):
             config = config.model_copy(update={"model": config.model.resolved(corpus.vocab_size)})
         return Opened(config, corpus.train, corpus.validation, corpus.fingerprint())
@@ -171,13 +173,20 @@ class TextTrainer(Trainer):
         train, tokenizer = self.config.train, self.tokenizer
         if not isinstance(self.engine.module, Gpt) or tokenizer is None or train.sample_tokens == 0:
             return None
-        prompt = torch.tensor([tokenizer.encode(train.sample_prompt) or [0]], device=self.world.device)
+        given = None if train.sample_prompt is None else tokenizer.encode(train.sample_prompt)
+        prompt = torch.tensor([given or self._first_tokens()], device=self.world.device)
         context = self.engine.module.policy.context
         with self._callable_model() as model:
             tokens = generate(
                 model, prompt, train.sample_tokens, _TEMPERATURE, _TOP_K, train.seed, context=context
             )
         return tokenizer.decode(tokens[0].tolist())
+
+    def _first_tokens(self) -> list[int]:
+        """Of the held-out text, else of the text learnt from: what the model writes then is of their kind."""
+        text = self._train if self.validation is None else self.validation
+        first = text[0] if isinstance(text, Windows) else {"tokens": [0]}
+        return [int(token) for token in first["tokens"][:_PROMPT_TOKENS]]
 
     @contextlib.contextmanager
     def _callable_model(self) -> Iterator[Callable[..., Tensor]]:

@@ -200,7 +200,7 @@ class Trainer(ABC):
         self.load_state(state)
         if self.folder.checkpoints.resolve() in (start.resolve(), start.resolve().parent):
             self.saved_step = self.engine.step_count
-        _log.info("going on from step %d of %s", self.engine.step_count, start)
+        _log.info("resuming from step %d of %s", self.engine.step_count, start)
 
     def run(self, sink: Sink) -> bool:
         """All steps that remain; False where a signal ended them early."""

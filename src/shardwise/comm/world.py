@@ -427,10 +427,8 @@ def join(
         _meet(world, seat, timeout_s, backend)
     if seat.rank == 0 and not quiet:
         where = f", {seat.local_size} on this host" if seat.local_size != seat.world_size else ""
-        print(
-            f"shardwise: {seat.world_size} rank(s){where} from {seat.source}, {found.type}, "
-            f"{world.backend or 'no backend'}"
-        )
+        many = f"{seat.world_size} ranks{where} from {seat.source}, {found.type}, {world.backend}"
+        print("shardwise: " + (many if seat.world_size > 1 else f"one process, {found.type}"))
         sys.stdout.flush()
     return world
 

@@ -79,5 +79,5 @@ class TrainPolicy(Policy):
     """Start weights, order of the data and samples follow from it, on any number of ranks."""
     sample_tokens: NonNegativeInt = 200
     """Tokens of the text that is generated at the end of a language model's run; 0: none."""
-    sample_prompt: str = "def "
-    """What that text starts with."""
+    sample_prompt: str | None = None
+    """What that text starts with; left out: the first words of the held-out text."""

@@ -202,7 +202,7 @@ def _draw_lanes(
                     height=height,
                     color=colour,
                     edgecolor="white",
-                    linewidth=0.6 if (right - left) / longest_s > 0.004 else 0,
+                    linewidth=0.6 if (right - left) / longest_s > _SEEN else 0,
                 )
                 room = (stop_s if following is None else following.start_s) - right
                 _write_step(
@@ -215,6 +215,10 @@ def _draw_lanes(
             )  # fmt: skip
 
 
+_SEEN = 0.004
+"""Share of the picture's width from which a bar is one to the eye."""
+
+
 def _write_step(
     axes: Any,
     step: int,
@@ -224,7 +228,7 @@ def _write_step(
     height: float,
     longest_s: float,
 ) -> None:
-    """The number in its bar, or beside a narrow one where there is room."""
+    """The number in its bar, or beside a narrow one where there is room; none beside a bar too narrow to be seen."""
     label = str(step)
     needed_s = len(label) * longest_s / 125
     size = min(9.0, 18 * height)
@@ -232,7 +236,7 @@ def _write_step(
         return
     if bar[1] - bar[0] > needed_s:
         at, side, colour = (bar[0] + bar[1]) / 2, "center", "white"
-    elif room_s > 1.5 * needed_s:
+    elif room_s > 1.5 * needed_s and bar[1] - bar[0] > _SEEN * longest_s:
         at, side, colour = bar[1] + longest_s / 400, "left", PALETTE[step % len(PALETTE)]
     else:
         return

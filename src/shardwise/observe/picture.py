@@ -79,7 +79,8 @@ def draw_auc(
         axes.axhline(best, color=_TRAIN, linewidth=1.2, linestyle="--", label=f"best possible, {best:.4f}")
     axes.set_ylabel("area under the ROC curve")
     if evaluated:
-        axes.legend(frameon=False, loc="lower right")
+        # Above the axes: inside, its marker would read as one more measurement.
+        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
     _write(axes, path)
 
 
