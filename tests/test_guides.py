@@ -11,8 +11,8 @@ A page is one folder. In the order of the page:
 import inspect
 import os
 import re
+import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,35 +21,28 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from shardwise.cli.main import app
+from shardwise.cli.main import app, main
 from shardwise.config.run import RunConfig, _UniqueKeys
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/techniques/*.md"), ROOT / "README.md"])
 KINDS = {"python", "yaml", "bash", "bash elsewhere", "text", ""}
-SMALL = ["train.steps=2", "train.eval_every=0", "train.sample_tokens=4", "data.validation_samples=8"]
-"""Of a printed training run, so that it takes seconds."""
-SMALL_TEXT = ["model.layers=2", "model.width=16", "model.heads=2", "model.context=16", "data.pattern=ab*.py"]
-SMALL_CLICKS = [
-    "data.synthetic.samples=4000",
-    "data.synthetic.validation_samples=200",
-    "batch.global_size=256",
-]
-SHIM = """#!{python}
-import sys
-from shardwise.cli.main import main
-words = sys.argv[1:]
-if words[:1] == ["train"]:
-    text = open(words[1]).read() if words[1].endswith(".yaml") else words[1]
-    small = {clicks} if any(w in text for w in ("dlrm", "clicks")) else {text} if "target" not in text else []
-    if "source: stdlib" not in text and "stdlib" not in text:
-        small = [w for w in small if "pattern" not in w]
-    if ".clicks" in text:
-        small = [w for w in small if "synthetic" not in w]
-    sys.argv += [part for word in {small} + small for part in ("--set", word)]
-    sys.argv += ["--set", "schedule.total_steps=100", "--set", "checkpoint.every=2"]
-main()
-"""
+SMALL = "train.steps=2 train.eval_every=0 train.sample_tokens=4 data.validation_samples=8 checkpoint.every=2"
+SMALL_TEXT = "model.layers=2 model.width=16 model.heads=2 model.context=16 data.pattern=ab*.py schedule.total_steps=100"
+SMALL_CLICKS = "data.synthetic.samples=4000 data.synthetic.validation_samples=200 batch.global_size=256 schedule.total_steps=100"
+
+
+def small(words: list[str]) -> list[str]:
+    """``shardwise train ...`` for a few steps of a small model, which takes what the page sets last."""
+    if words[1] != "train":
+        return words
+    text = Path(words[2]).read_text() if words[2].endswith(".yaml") else words[2]
+    more = f"{SMALL} {SMALL_CLICKS if 'dlrm' in text else SMALL_TEXT}".split()
+    return [*words[:3], *(part for each in more for part in ("--set", each)), *words[3:]]
+
+
+def starts_processes(words: list[str]) -> bool:
+    return words[1] == "launch" or (words[1] == "train" and "--check" not in words)
 
 
 class Block(NamedTuple):
@@ -90,18 +83,6 @@ def known_flags(command: str) -> set[str]:
     return names
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``shardwise`` and ``python`` of this checkout."""
-    folder = tmp_path_factory.mktemp("bin")
-    shim = folder / "shardwise"
-    shim.write_text(SHIM.format(python=sys.executable, small=SMALL, text=SMALL_TEXT, clicks=SMALL_CLICKS))
-    shim.chmod(0o755)
-    for name in ("python", "python3"):
-        (folder / name).symlink_to(sys.executable)
-    return folder
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_is_of_a_kind_and_in_good_form(page: Path) -> None:
     for block in blocks(page):
@@ -136,31 +117,40 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_block_runs(page: Path, programs: Path, tmp_path: Path) -> None:
-    environment = os.environ | {
-        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What starts no ranks runs in this process, which has torch already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cells: list[str] = []
-
-    def run(words: list[str], where: str) -> None:
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
-        )
-        assert done.returncode == 0, f"{where}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-
-    if page.name == "README.md":
-        for name in ("examples", "src"):
-            (tmp_path / name).symlink_to(ROOT / name)
     for block in blocks(page):
         if block.file:
-            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+            Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.kind == "python":
             cells.append(block.text)
         elif block.kind == "bash":
-            run([shutil.which("bash") or "bash", "-euc", block.text], f"{page.name}:{block.line}")
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    call(words, f"{page.name}:{block.line}: {line}", monkeypatch)
     if cells:
-        (tmp_path / "cells.py").write_text("\n".join(cells), encoding="utf-8")
-        run([sys.executable, "cells.py"], f"{page.name}: its cells")
+        Path("cells.py").write_text("\n".join(cells), encoding="utf-8")
+        runpy.run_path("cells.py", run_name="cells")
+
+
+def call(words: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run one line of a page."""
+    if words[0] == "shardwise":
+        words = small(words)
+        if not starts_processes(words):
+            monkeypatch.setattr(sys, "argv", words)
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert not end.value.code, where
+            return
+        words = ["-m", *words]
+    else:
+        assert words[0] == "python", f"{where}: neither python nor shardwise"
+        del words[0]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 0, f"{where}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
