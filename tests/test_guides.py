@@ -29,7 +29,8 @@ PAGES = sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/techniques/*.md
 KINDS = {"python", "yaml", "bash", "bash elsewhere", "text", ""}
 SMALL = "train.steps=2 train.eval_every=0 train.sample_tokens=4 data.validation_samples=8 checkpoint.every=2"
 SMALL_TEXT = "model.layers=2 model.width=16 model.heads=2 model.context=16 data.pattern=ab*.py schedule.total_steps=100"
-SMALL_CLICKS = "data.synthetic.samples=4000 data.synthetic.validation_samples=200 batch.global_size=256 schedule.total_steps=100"
+SMALL_CLICKS = "data.synthetic.samples=4000 data.synthetic.validation_samples=200 batch.global_size=256"
+SMALL_CLICKS += " schedule.total_steps=100"
 
 
 def small(words: list[str]) -> list[str]:
