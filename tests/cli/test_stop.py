@@ -7,7 +7,7 @@ import pytest
 from shardwise.cli.stop import StopFlag
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_remembered_and_told(number: signal.Signals) -> None:
     told: list[str] = []
     flag = StopFlag(lambda: told.append("stop"))
@@ -45,3 +45,14 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert failures == []
+
+
+def test_under_nohup_a_closing_terminal_is_no_request() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        flag = StopFlag(lambda: None)
+        with flag.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert flag.signal is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwise.config.foreign_keys import FOREIGN_KEYS
 from shardwise.config.run import RunConfig, load, read_file
+from shardwise.data.policy import DataPolicy
+from shardwise.models.gpt import GptPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
@@ -140,3 +143,40 @@ def test_yaml_and_back(tmp_path: Path) -> None:
     path = write(tmp_path, "a.yaml", config.to_yaml())
     assert load(path) == config
     assert yaml.safe_load(config.to_yaml())["zero"]["stage"] == 2
+
+
+def test_all_unknown_keys_are_named_at_once_with_what_else_is_wrong() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.parse(
+            {
+                "max_iters": 5,
+                "learning_rate": 1e-3,
+                "train": {"eval_interval": 2, "stepz": 3, "seed": "x"},
+                "zero": {"stage": 7, "stag": 1},
+            }
+        )
+    said = str(caught.value)
+    for part in (
+        "'max_iters'; here it is train.steps",
+        "'learning_rate'; here it is optimizer.lr",
+        "train: unknown key 'eval_interval'; here it is train.eval_every",
+        "train: unknown key 'stepz'; did you mean 'steps'?",
+        "train.seed: ",
+        "zero: unknown key 'stag'; did you mean 'stage'?",
+        "zero.stage: ",
+    ):
+        assert part in said, part
+
+
+def test_every_suggestion_for_a_foreign_key_is_a_key() -> None:
+    def is_key(path: str) -> bool:
+        policy: Any = RunConfig
+        for part in path.split("."):
+            if part not in policy.model_fields:
+                return False
+            kind = policy.model_fields[part].annotation
+            policy = GptPolicy if part == "model" else DataPolicy if part == "data" else kind
+        return True
+
+    for key, ours in FOREIGN_KEYS.items():
+        assert is_key(ours.partition(",")[0].partition(" ")[0].partition(":")[0]), (key, ours)

@@ -10,12 +10,12 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import shardwise
 from shardwise.cli import config, convert, examples, generate, inspect, launch, train
 from shardwise.launch.failure import exit_code, headline
 from shardwise.launch.report import show_answer
+from shardwise.launch.terminal import lasting_console, open_standard_streams
 from shardwise.plan.errors import ShardwiseError
 
 app = typer.Typer(
@@ -51,10 +51,11 @@ def _options(
 
 def main() -> None:
     """Entry point of the installed ``shardwise`` program."""
+    open_standard_streams()
     try:
         app()
     except ShardwiseError as error:
-        show_answer(Console(stderr=True), headline(error))
+        show_answer(lasting_console(stderr=True), headline(error))
         sys.exit(exit_code(error))
 
 

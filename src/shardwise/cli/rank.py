@@ -17,6 +17,7 @@ from shardwise.comm.world import join
 from shardwise.config.auto import resolve
 from shardwise.data.clicks import ClickPolicy
 from shardwise.launch.environment import is_in_job
+from shardwise.launch.terminal import lasting_console
 from shardwise.observe.lanes_picture import draw_picture as draw_lanes
 from shardwise.observe.lanes_picture import draw_text as draw_lanes_text
 from shardwise.observe.log import rank_log
@@ -30,7 +31,7 @@ def train(request: Request) -> int:
     config = request.load()
     world = join(timeout_s=config.comm.join_s, device=config.comm.device)
     folder = RunFolder(Path(config.out))
-    console = Console(quiet=world.rank != 0)
+    console = lasting_console(quiet=world.rank != 0)
     terminal = ConsoleHandler(console) if world.rank == 0 else None
     start = folder.start_from(request.resume)
     # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read.
@@ -87,7 +88,10 @@ def _train(trainer: Trainer, console: Console, request: Request) -> int:
         console.print(f"stopped after step {engine.step_count}, which is saved. Go on with:", style="bold")
         console.print(f"    {request.command()}", markup=False, highlight=False, soft_wrap=True)
         # A scheduler must not take a run that it interrupted for one that finished.
-        return 128 + signal.SIGTERM if engine.agree(stop.signal == signal.SIGTERM) else 0
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if engine.agree(stop.signal == number):
+                return 128 + number
+        return 0
     _last_words(trainer, console)
     return 0
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: remembered, and acted on between two steps."""
+"""Ctrl-C, SIGTERM and SIGHUP during training: remembered, and acted on between two steps."""
 
 import contextlib
 import signal
@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+from shardwise.launch.local import stop_signals
 
 
 class StopFlag:
@@ -30,7 +32,7 @@ class StopFlag:
     def listening(self) -> Iterator[None]:
         """Take the signals over; outside the main thread Python does not let us, and they stay as they are."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in stop_signals():
                 self._before[number] = signal.signal(number, self._remember)
         try:
             yield

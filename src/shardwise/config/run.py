@@ -16,6 +16,7 @@ from pydantic import Field, PositiveFloat, ValidationError, model_validator
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
 from shardwise.config.batch import BatchPolicy, TrainPolicy
+from shardwise.config.foreign_keys import FOREIGN_KEYS
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.recompute import RecomputePolicy
 from shardwise.models.policy import ModelPolicy, reads_clicks
@@ -27,7 +28,7 @@ from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import MeshPolicy
-from shardwise.plan.policy import Policy
+from shardwise.plan.policy import UNKNOWN, Policy
 from shardwise.precision.policy import PrecisionPolicy
 
 ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope"}
@@ -268,6 +269,8 @@ def _explained(error: ValidationError, where: str) -> str:
         path = ".".join(steps) or "(top level)"
         message = detail["msg"].removeprefix("Value error, ")
         given = detail["input"]
+        if message.startswith(UNKNOWN) and isinstance(given, str) and given in FOREIGN_KEYS:
+            message = f"{UNKNOWN} {given!r}; here it is {FOREIGN_KEYS[given]}"
         shown = (
             f" (given {_shown(given)})"
             if not isinstance(given, Mapping | Policy) and "unknown key" not in message

@@ -36,6 +36,7 @@ from shardwise.launch import report
 from shardwise.launch.environment import LOOPBACK, Job, cores, is_in_job, of_rank
 from shardwise.launch.failure import Failure
 from shardwise.launch.output import Output
+from shardwise.launch.terminal import lasting_console
 from shardwise.plan.errors import UsageError
 
 _SETTLE_S = 0.5
@@ -56,8 +57,15 @@ class Program(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals by which somebody asks a run to stop: Ctrl-C, a scheduler's SIGTERM, and the SIGHUP of a terminal
+    that closes, unless that one is ignored, as under nohup."""
+    asked = [signal.SIGINT, signal.SIGTERM]
+    return asked if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*asked, signal.SIGHUP]
+
+
 class StopRequests:
-    """Ctrl-C and SIGTERM, as they come in while the ranks run."""
+    """Ctrl-C, SIGTERM and SIGHUP, as they come in while the ranks run."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -68,7 +76,7 @@ class StopRequests:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = stop_signals()
         before = {n: signal.signal(n, lambda n, _: self.received.append(signal.Signals(n))) for n in numbers}
         try:
             yield
@@ -206,11 +214,13 @@ def run(
     check_ranks(ranks)
     if program.kind == "script" and not os.path.exists(program.name):
         raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
-    console = console or Console(stderr=True)
+    console = console or lasting_console(stderr=True)
     if ranks > cores():
         text = f"warning: {ranks} ranks share {cores()} cores: expect them to wait for one another"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
-    sys.stdout.flush()  # what was said before the ranks began stands above what they say
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError):  # nobody reads any more
+            sys.stdout.flush()  # what was said before the ranks began stands above what they say
     output = Output(None if logs is None else Path(logs))
     requests = StopRequests()
     folder = tempfile.mkdtemp(prefix="shardwise_")  # readable by this user alone
@@ -237,6 +247,6 @@ def run(
                 console.print(
                     f"processes {pids} do not end: the kernel holds them", style="bold red", soft_wrap=True
                 )
-            if sys.stdout.isatty():
+            if sys.stdout is not None and sys.stdout.isatty():
                 console.show_cursor()  # a rank that was killed while it drew left it hidden
         return code

@@ -6,9 +6,13 @@ span several policies are rows of ``config/rules.py``. An unknown key is an erro
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+UNKNOWN = "unknown key"
+"""How the fault of an unknown key begins; the key itself is its input."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -25,11 +29,25 @@ class Policy(BaseModel):
         frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_unknown_keys(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            for key in given:
-                if key not in cls.model_fields:
-                    raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}")
-        return given
+    def _refuse_unknown_keys(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Every unknown key is a fault of its own, and what stands beside it is checked all the same."""
+        unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, dict) else []
+        if not unknown:
+            return handler(given)
+        faults = [
+            _fault(f"{UNKNOWN} {key!r:.100}{nearest(str(key), cls.model_fields)}", (), key) for key in unknown
+        ]
+        try:
+            handler({key: value for key, value in given.items() if key not in unknown})
+        except ValidationError as error:
+            faults += [_fault(e["msg"], e["loc"], e["input"]) for e in error.errors(include_url=False)]
+        raise ValidationError.from_exception_data(cls.__name__, faults)
+
+
+def _fault(said: str, place: tuple[int | str, ...], given: Any) -> InitErrorDetails:
+    # The sentence goes in as a value: a brace in it is no placeholder.
+    return InitErrorDetails(
+        type=PydanticCustomError("fault", "{said}", {"said": said}), loc=place, input=given
+    )
