@@ -318,6 +318,24 @@ def test_close_gives_the_model_back_whole(ranks: Any, stage: int) -> None:
     ranks(2).run(closed_and_opened, stage)
 
 
+def fails_alone(world: Any) -> None:
+    """One rank fails and closes on its way out; the others are elsewhere."""
+    engine = start(world, zero={"stage": 3})
+    engine.train_step([piece(0, world.rank)])
+    if world.rank == 0:
+        with pytest.raises(ValueError, match="alone"):
+            try:
+                raise ValueError("alone")
+            finally:
+                engine.close()
+    else:
+        engine.close(whole=False)
+
+
+def test_close_waits_for_nobody_after_an_error(ranks: Any) -> None:
+    ranks(2).run(fails_alone)
+
+
 class Adapted(Language):
     """A frozen base with one adapter."""
 

@@ -12,6 +12,7 @@
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -349,7 +350,8 @@ class Engine:
         if self._parts.groups["tp"].size > 1 and self.config.tensor.sequence_parallel:
             raise UsageError(
                 "run: under sequence parallelism a pass begins with the model's own forward, which decides whether the "
-                "sequence is cut; set tensor.sequence_parallel: false, or use engine.predict(batches)"
+                "sequence is cut. To generate call engine.module.generate(...) on all ranks; for outputs such as logits "
+                "use engine.predict(batches); for other methods set tensor.sequence_parallel: false"
             )
         function = getattr(self.module, method) if isinstance(method, str) else method
         device, dtype = self._parts.device, self.config.precision.compute_dtype
@@ -565,14 +567,15 @@ class Engine:
         """Finish what runs behind training and give the model back: without hooks, and with its weights whole again.
 
         Collective at zero stage 3, where every rank gathers all weights; ``whole=False`` leaves them in pieces, for a
-        model that is not used any more. Under tp and pp a rank keeps its own part of the model either way.
+        model that is not used any more, and so does an exception on its way through (``finally: engine.close()``), for
+        other ranks may not come. Under tp and pp a rank keeps its own part of the model either way.
         """
         self.wait_for_save()
         self._model_calls.remove()
         for executor in self._parts.executors:
             executor.remove_hooks()
         state.unwrap(self._parts)
-        if whole:
+        if whole and sys.exc_info()[0] is None:
             state.give_back(self._parts)
         if self.world.ends_with_engine:
             self.world.release()
