@@ -350,8 +350,8 @@ class Engine:
         if self._parts.groups["tp"].size > 1 and self.config.tensor.sequence_parallel:
             raise UsageError(
                 "run: under sequence parallelism a pass begins with the model's own forward, which decides whether the "
-                "sequence is cut. To generate call engine.module.generate(...) on all ranks; for outputs such as logits "
-                "use engine.predict(batches); for other methods set tensor.sequence_parallel: false"
+                "sequence is cut. To generate call engine.module.generate(...) on all ranks; for outputs such as "
+                "logits use engine.predict(batches); for other methods set tensor.sequence_parallel: false"
             )
         function = getattr(self.module, method) if isinstance(method, str) else method
         device, dtype = self._parts.device, self.config.precision.compute_dtype
