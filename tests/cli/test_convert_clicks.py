@@ -7,7 +7,7 @@ import pytest
 from tests.data.clicks.criteo_text import lines, write
 
 from shardwise.cli.main import main
-from shardwise.data.clicks import PackedClicks
+from shardwise.data.clicks import Feature, PackedClicks, Schema
 
 
 def call(
@@ -31,3 +31,20 @@ def test_a_log_becomes_packed_clicks(
     code, said = call(monkeypatch, capsys, "convert", str(log), str(out), "--malformed-limit", "1")
     assert code == 0 and "13 numbers, 26 features" in said and "1 malformed rows skipped" in said
     assert len(PackedClicks(out)) == 20
+
+
+def test_a_table_becomes_packed_clicks_with_the_columns_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What types leave open is refused until it is named."""
+    pytest.importorskip("pyarrow")
+    log, out = tmp_path / "log.txt", tmp_path / "log.clicks"
+    log.write_text("click;buy;age;user\n1;0;30;u1\n0;1;31;u2\n")
+    given = ("convert", str(log), str(out), "--separator", ";", "--label", "click")
+    code, said = call(monkeypatch, capsys, *given)
+    assert code != 0 and "as a second label does" in " ".join(said.split()) and not out.exists()
+    code, said = call(monkeypatch, capsys, *given, "--dense", "age")
+    assert code != 0 and "--sparse" in said
+    code, said = call(monkeypatch, capsys, *given, "--dense", "age", "--sparse", "user")
+    assert code == 0 and "2 rows, 1 numbers, 1 features" in " ".join(said.split()), said
+    assert PackedClicks(out).schema == Schema(("age",), (Feature("user"),))

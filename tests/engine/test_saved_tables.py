@@ -1,10 +1,6 @@
 """Tables saved on any number of ranks with any placements load on any others, to the bit."""
 
-import hashlib
-import json
 import shutil
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from shardwise.parallel.embedding.policy import (
 from shardwise.plan.errors import DamagedError, MismatchError
 from shardwise.plan.ragged import Ragged
 from tests.engine.tables_net import SAMPLES, Net, batch, build, rows_of, train
+from tests.hostile.table_files import rewrite
 
 TABLES = ("large", "grows", "rare", "wide")
 ROUTE = [
@@ -309,25 +306,3 @@ def test_notes_that_do_not_fit_the_rows_are_refused(tmp_path: Path, change: Any,
         saved_tables.tables_in(step)
     for each in (engine, other):
         each.close()
-
-
-def rewrite(step: Path, file: str, change: Callable[[Any], Any]) -> None:
-    """Change a JSON file of a step, and the sums that vouch for it."""
-    content = json.loads((step / file).read_text())
-    change(content)
-    data = json.dumps(content).encode()
-    (step / file).write_bytes(data)
-    manifest = json.loads((step / "manifest.json").read_text())
-    seal(step, manifest, file)
-
-
-def seal(step: Path, manifest: dict[str, Any], *files: str) -> None:
-    """Write a manifest with right sums for ``files``."""
-    for file in files:
-        data, size = (step / file).read_bytes(), manifest["block_bytes"]
-        sums = [zlib.crc32(data[at : at + size]) for at in range(0, len(data), size)]
-        manifest["files"][file] = {"bytes": len(data), "crc32": "".join(f"{each:08x}" for each in sums)}
-    manifest.pop("sha256", None)
-    body = json.dumps(manifest)[:-1].encode()
-    tail = f',\n"sha256":"{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
-    (step / "manifest.json").write_bytes(body + tail)

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from . import configurations, folders, safetensors_files, steps, token_files, torch_files
+from . import (
+    clicks_files,
+    configurations,
+    folders,
+    safetensors_files,
+    steps,
+    table_files,
+    token_files,
+    torch_files,
+)
 from .trial import Case, Kind, Trials
 
 KINDS: tuple[Kind, ...] = (
@@ -18,6 +27,8 @@ KINDS: tuple[Kind, ...] = (
     configurations.KIND,
     steps.KIND,
     *folders.KINDS,
+    clicks_files.KIND,
+    table_files.KIND,
 )
 SAMPLE, SOAK = 7, 120
 """Cases of each kind."""

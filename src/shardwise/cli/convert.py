@@ -1,7 +1,7 @@
 """``shardwise convert SOURCE OUT``: from one form to another.
 
 text (a file, a folder, stdlib)      a token file that training maps into memory
-click logs, into a .clicks file      packed clicks: Criteo text (also .gz), Parquet, folders of them
+click logs, into a .clicks file      packed clicks: Criteo text, CSV (both also .gz), Parquet, folders of them
 a run, its checkpoints or one step   a folder that Hugging Face's from_pretrained opens; of a model with embedding
                                      tables the tables' (key, vector) pairs, for serving
 a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
@@ -10,12 +10,15 @@ a .pt, .pth or .bin of torch         a safetensors file; nothing in it is execut
 import math
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.plan.errors import DamagedError, UsageError
+from shardwise.plan.errors import ConfigError, DamagedError, UsageError
 from shardwise.plan.words import printable
+
+if TYPE_CHECKING:
+    from shardwise.data.clicks import Schema
 
 _PICKLES = (".pt", ".pth", ".bin")
 
@@ -39,7 +42,20 @@ def command(
     pattern: Annotated[
         str, typer.Option("--pattern", help="For text and click logs: which files of a folder are read.")
     ] = "*",
-    label: Annotated[str, typer.Option("--label", help="For Parquet: the column of the label.")] = "label",
+    label: Annotated[
+        str, typer.Option("--label", help="For Parquet and CSV: the column of the label.")
+    ] = "label",
+    dense: Annotated[
+        str | None,
+        typer.Option("--dense", help="For Parquet and CSV: columns that are numbers, with commas between."),
+    ] = None,
+    sparse: Annotated[
+        str | None, typer.Option("--sparse", help="For Parquet and CSV: columns that are keys.")
+    ] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option("--separator", help="For text with a header that is not called .csv or .tsv."),
+    ] = None,
     malformed_limit: Annotated[
         int, typer.Option("--malformed-limit", min=0, help="For click logs: rows that may be skipped.")
     ] = 0,
@@ -50,7 +66,16 @@ def command(
     if path.suffix in _PICKLES and path.is_file():
         _weights(path, out)
     elif out.suffix == ".clicks":
-        _pack(source, out, pattern, label, malformed_limit)
+        schema = _columns(dense, sparse)
+        _pack(
+            source,
+            out,
+            pattern=pattern,
+            schema=schema,
+            label=label,
+            malformed_limit=malformed_limit,
+            separator=separator,
+        )
     elif _is_checkpoint(path):
         _export(path, out)
     else:
@@ -89,7 +114,21 @@ def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
     )
 
 
-def _pack(source: str, out: Path, pattern: str, label: str, malformed_limit: int) -> None:
+def _columns(dense: str | None, sparse: str | None) -> "Schema | None":
+    """The columns that are named, all of them, or None where types decide."""
+    from shardwise.data.clicks import Feature, Schema
+
+    if dense is None and sparse is None:
+        return None
+    if dense is None or sparse is None:
+        raise ConfigError(
+            "--dense and --sparse name the columns together; give both, one of them empty if need be, or neither"
+        )
+    numbers, keys = ([name for name in names.split(",") if name] for names in (dense, sparse))
+    return Schema(tuple(numbers), tuple(Feature(name) for name in keys))
+
+
+def _pack(source: str, out: Path, **options: Any) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -102,9 +141,7 @@ def _pack(source: str, out: Path, pattern: str, label: str, malformed_limit: int
         made = convert_clicks(
             source,
             out,
-            pattern=pattern,
-            label=label,
-            malformed_limit=malformed_limit,
+            **options,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     columns = f"{len(made.schema.dense)} numbers, {len(made.schema.features)} features"

@@ -209,6 +209,10 @@ def examine(reader: Reader, part: tuple[int, int] = (0, 1)) -> Notes:
         name = sorted(stored.keys() ^ notes.tables.keys())[0]
         raise DamagedError(f"{where}: table {name[:80]!r} is noted there or stored, but not both")
     for name, collection in notes.collections.items():
+        if collection.steps > manifest.step:
+            raise DamagedError(
+                f"{where}: {collection.steps} steps in collection {name[:80]!r} at step {manifest.step}"
+            )
         if len(collection.lr_factors) not in (0, collection.steps):
             raise DamagedError(
                 f"{where}: {len(collection.lr_factors)} rates of {collection.steps} steps in collection {name[:80]!r}"
@@ -306,7 +310,8 @@ def _check_waiting(
         reader.fill([Item(_WAITING, name, (total, 2), torch.int64, [Piece(start * 2, stop * 2, pairs)])])
         keys, scores = pairs.view(-1, 2).unbind(1)
         _check_buckets(reader, name, keys, counts, start)
-        if bool(((scores < 0) | (step_of(scores) > steps) | (count_of(scores) < 1)).any()):
+        last, count = step_of(scores), count_of(scores)
+        if bool(((last > steps) | (count < 1) | (count > last)).any()):
             raise DamagedError(
                 f"{reader.path}: table {name[:80]!r}: keys wait with counts and steps that {steps} steps do not give"
             )

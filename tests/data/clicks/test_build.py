@@ -113,6 +113,14 @@ def test_text_is_converted_once_and_again_when_it_changed(tmp_path: Path) -> Non
     assert changed.best is None
 
 
+@pytest.mark.parametrize("letter", ["a", "\u00e4", "\U0001f40d"])
+def test_a_source_with_the_longest_name_is_cached(tmp_path: Path, letter: str) -> None:
+    long = letter * ((255 - len(".tsv")) // len(letter.encode()))
+    source = write(tmp_path / f"{long}.tsv", lines(5))
+    corpus = build_clicks(ClickPolicy(source=str(source), validation=0.2), tmp_path / "cache")
+    assert len(corpus.train) == 4
+
+
 def test_validation_files_of_their_own(tmp_path: Path) -> None:
     train, held_out = write(tmp_path / "a.tsv", lines(30)), write(tmp_path / "b.tsv", lines(7, seed=1))
     corpus = build_clicks(ClickPolicy(source=str(train), validation=[str(held_out)]), tmp_path / "cache")

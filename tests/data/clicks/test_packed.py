@@ -131,6 +131,16 @@ def test_every_damaged_byte_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             PackedClicks(path)
 
 
+def test_a_file_that_is_cut_while_it_is_in_use_is_named(tmp_path: Path) -> None:
+    """Reading the map beyond the end would end the process with a signal."""
+    path = tmp_path / "x.clicks"
+    clicks = write_packed(path, SCHEMA, [made(5000)])
+    with path.open("r+b") as file:
+        file.truncate(8192)
+    with pytest.raises(DataError, match="were cut to 8192 bytes while they are in use"):
+        clicks.rows(np.array([4000]))
+
+
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "x.clicks"
     one = Schema((), (Feature("k"),))

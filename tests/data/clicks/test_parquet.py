@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.data.clicks import CRITEO, Feature, Malformed, Schema, parquet_schema, read_parquet
 from shardwise.data.clicks import parquet as module
-from shardwise.data.clicks.parquet import key_of_text
+from shardwise.data.clicks.columns import key_of_text
 from shardwise.plan.errors import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow")
@@ -105,12 +105,64 @@ def test_errors_name_file_and_column(tmp_path: Path) -> None:
     nulls = write(tmp_path / "n.parquet", {"label": [0], "k": pa.array([[1, None]])})
     with pytest.raises(DataError, match="nulls inside its lists"):
         list(read_parquet(nulls, parquet_schema(nulls), Malformed()))
-    big = write(tmp_path / "b.parquet", {"label": [0], "k": pa.array([1 << 63], pa.uint64())})
+    part = write(tmp_path / "b.parquet", {"label": [0], "k": [1.5]})
     with pytest.raises(DataError, match="no keys of 64 bits"):
-        list(read_parquet(big, parquet_schema(big), Malformed()))
+        list(read_parquet(part, Schema((), (Feature("k"),)), Malformed()))
     (tmp_path / "torn.parquet").write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="cannot be read as a Parquet file"):
         parquet_schema(tmp_path / "torn.parquet")
+
+
+def test_types_that_pandas_and_others_write(tmp_path: Path) -> None:
+    """Categories, lists of a fixed size, unsigned integers of 64 bits; truth values and gaps where they are named."""
+    columns = {
+        "label": [True, False, True],
+        "color": pa.array(["red", None, "red"]).dictionary_encode(),
+        "pair": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int64(), 2)),
+        "hashed": pa.array([1 << 63, 7, (1 << 64) - 1], pa.uint64()),
+        "flag": [True, None, False],
+        "gaps": [3.0, None, 9007199254740992.0],
+        "on": [False, True, True],
+    }
+    path = write(tmp_path / "x.parquet", columns)
+    features = ("color", "pair", "hashed", "flag", "gaps")
+    given = Schema(("on",), tuple(Feature(name) for name in features))
+    (rows,) = read_parquet(path, parquet_schema(path, given=given), Malformed())
+    assert rows.labels.tolist() == [1, 0, 1] and rows.dense[:, 0].tolist() == [0, 1, 1]
+    red = key_of_text("red")
+    assert [lists(keys) for keys in rows.keys] == [
+        [[red], [], [red]],
+        [[1, 2], [3, 4], [5, 6]],
+        [[-(1 << 63)], [7], [-1]],
+        [[1], [], [0]],
+        [[3], [], [9007199254740992]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        ([3.0, None, 7.0], "whole numbers with gaps as floating point, as ids do where one is missing"),
+        ([3.0, float("nan"), 7.0], "whole numbers with gaps"),
+        ([1, 0, 1], "holds 0 and 1 alone, as a second label does"),
+        ([True, False, None], "holds true and false, as a second label does"),
+        (pa.array([None, None, None], pa.float64()), "has no value in the first rows"),
+        (pa.array([None, None, None], pa.string()), "has no value in the first rows"),
+    ],
+)
+def test_what_a_type_does_not_decide_is_refused(tmp_path: Path, column: Any, said: str) -> None:
+    """A second label would leak into the features, an id become log(1 + id), and nobody be told."""
+    path = write(tmp_path / "x.parquet", {"label": [0, 1, 0], "x": [0.5, 1.5, 2.0], "second": column})
+    with pytest.raises(DataError, match=f"column 'second' .*{said}.*data.dense"):
+        parquet_schema(path)
+    given = Schema(("x",), ())
+    assert parquet_schema(path, given=given) == given, "columns in neither list are left out"
+
+
+def test_a_column_of_weights_is_not_learnt_from_in_silence(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", {"label": [0, 1], "Weight": [0.5, 1.5], "k": [5, 6]})
+    with pytest.raises(DataError, match="'Weight' is called as the weights of samples are"):
+        parquet_schema(path)
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

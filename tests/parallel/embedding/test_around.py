@@ -315,6 +315,19 @@ def test_a_state_dict_without_the_rows_is_refused() -> None:
         one().load_state_dict(spread)
 
 
+def test_an_engine_takes_the_weights_of_a_state_dict() -> None:
+    """Its steps and its optimizer begin anew, that of the tables too."""
+    net = Net()
+    net.learn([1, 2])
+    other = Net()
+    other.load_state_dict(net.state_dict())
+    engine = shardwise.initialize(other, {"precision": "fp64"})
+    mine, theirs = other.tables.rows_here("t"), net.tables.rows_here("t")
+    assert mine.weights.equal(theirs.weights) and other.tables.steps == 0
+    assert bool(theirs.state["row_sum"].any()) and not mine.state["row_sum"].any()
+    engine.close()
+
+
 def test_a_state_dict_goes_to_any_number_of_ranks() -> None:
     net = Net()
     net.learn([1, 2])

@@ -1,12 +1,14 @@
 """From ``data:`` to clicks to learn from and to be evaluated on; from files of any kind to one packed file.
 
 packed clicks      mapped as they are
-Criteo, Parquet    converted once into the cache folder; the name carries a hash of paths, sizes, times and of what
+Criteo, CSV,
+Parquet            converted once into the cache folder; the name carries a hash of paths, sizes, times and of what
                    decides the content, so that changed files are converted anew. One rank of a host works, the
                    others wait.
 """
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.data.clicks.criteo import read_criteo
+from shardwise.data.clicks.criteo import is_criteo_line, read_criteo, whole_lines
+from shardwise.data.clicks.csv_text import csv_schema, read_csv, separator_of
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.packed import SUFFIX, KeyType, PackedClicks, PackedWriter, is_packed
 from shardwise.data.clicks.parquet import MAGIC as PARQUET
@@ -28,7 +31,11 @@ from shardwise.data.text import Progress, find_files, locked
 from shardwise.observe.auc import ClickMetrics, ClickScore
 from shardwise.plan.errors import DataError
 
+_log = logging.getLogger(__name__)
+
 _ROWS_AT_ONCE = 1 << 15
+_STEM_LETTERS = 50
+"""Of a source's name that its cached file keeps: what is added to it fits a name of 255 bytes in any letters."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +128,13 @@ def convert_clicks(
     schema: Schema | None = None,
     label: str = "label",
     malformed_limit: int = 0,
+    separator: str | None = None,
     progress: Progress | None = None,
 ) -> PackedClicks:
     """Click logs, one behind the other in the order given (files of a folder by name), as the packed file ``out``.
 
-    ``schema`` names the columns of Parquet files; left out, the types of the first file decide.
+    ``schema`` names the columns of Parquet and CSV files; left out, the first file decides by types, and what they do
+    not decide is refused. ``separator``: of text with a header, where a file's name does not end in .csv or .tsv.
     """
     out = Path(out)
     if out.is_dir():
@@ -135,7 +144,7 @@ def convert_clicks(
     if out.exists() and not is_packed(out):
         raise DataError(f"{out} exists and holds no packed clicks; it is not overwritten, give another path")
     files = _files([sources] if isinstance(sources, str) else list(sources), pattern)
-    return _convert(files, out, schema, label, Malformed(malformed_limit), progress)
+    return _convert(files, out, schema, label, separator, Malformed(malformed_limit), progress)
 
 
 def _convert(
@@ -143,11 +152,12 @@ def _convert(
     out: Path,
     schema: Schema | None,
     label: str,
+    separator: str | None,
     malformed: Malformed,
     progress: Progress | None,
 ) -> PackedClicks:
-    kinds = {file: _kind(file) for file in files}
-    schemas = {file: _schema_of(file, kinds[file], schema, label) for file in files}
+    kinds = {file: _kind(file, separator) for file in files}
+    schemas = {file: _schema_of(file, kinds[file], schema, label, separator) for file in files}
     first = schemas[files[0]]
     for file, found in schemas.items():
         if found != first:
@@ -165,19 +175,27 @@ def _convert(
 
     with PackedWriter(out, first, key_type) as writer:
         for file in files:
-            for rows in _read(file, kinds[file], first, label, malformed, advance):
+            for rows in _read(file, kinds[file], first, label, separator, malformed, advance):
                 writer.append(rows)
         writer.skipped = malformed.count
     return PackedClicks(out)
 
 
 def _read(
-    file: Path, kind: str, schema: Schema, label: str, malformed: Malformed, advance: Callable[[int], None]
+    file: Path,
+    kind: str,
+    schema: Schema,
+    label: str,
+    separator: str | None,
+    malformed: Malformed,
+    advance: Callable[[int], None],
 ) -> Iterator[Rows]:
     if kind == "criteo":
         yield from read_criteo(file, malformed, advance)
     elif kind == "parquet":
         yield from read_parquet(file, schema, malformed, label, advance)
+    elif kind == "csv":
+        yield from read_csv(file, separator_of(file, separator) or ",", schema, malformed, label, advance)
     else:
         packed = PackedClicks(file)
         for start in range(0, len(packed), _ROWS_AT_ONCE):
@@ -186,20 +204,27 @@ def _read(
             advance((stop - start) * file.stat().st_size // len(packed))
 
 
-def _schema_of(file: Path, kind: str, schema: Schema | None, label: str) -> Schema:
+def _schema_of(file: Path, kind: str, schema: Schema | None, label: str, separator: str | None) -> Schema:
     if kind == "criteo":
         return CRITEO
     if kind == "packed":
         return PackedClicks(file).schema
+    if kind == "csv":
+        return csv_schema(file, separator_of(file, separator) or ",", label, schema)
     return parquet_schema(file, label, schema)
 
 
-def _kind(file: Path) -> str:
+def _kind(file: Path, separator: str | None = None) -> str:
     with file.open("rb") as opened:
         head = opened.read(4)
     if head == PARQUET:
         return "parquet"
-    return "packed" if is_packed(file) or file.suffix == SUFFIX else "criteo"
+    if is_packed(file) or file.suffix == SUFFIX:
+        return "packed"
+    if separator_of(file, separator) is None:
+        return "criteo"
+    # Criteo's text has no header, whatever its files are called.
+    return "criteo" if separator is None and is_criteo_line(next(whole_lines(file), b"")) else "csv"
 
 
 def _files(sources: list[str], pattern: str) -> list[Path]:
@@ -220,22 +245,38 @@ def _open(
     schema = None
     if policy.dense is not None and policy.sparse is not None:
         schema = Schema(tuple(policy.dense), tuple(Feature(name) for name in policy.sparse))
-    digest = hashlib.sha256(repr((schema, policy.label, policy.malformed_limit)).encode())
+    decisive = (schema, policy.label, policy.malformed_limit, policy.separator)
+    digest = hashlib.sha256(repr(decisive).encode())
     for file in files:
         state = file.stat()
         digest.update(os.fsencode(file.resolve()) + f"\0{state.st_size} {state.st_mtime_ns}\n".encode())
-    out = cache / f"{files[0].stem}-{digest.hexdigest()[:16]}{SUFFIX}"
+    out = cache / f"{files[0].stem[:_STEM_LETTERS]}-{digest.hexdigest()[:16]}{SUFFIX}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"cache folder {cache} cannot be made ({error.strerror}); set data.cache") from error
     with locked(cache) as is_locked:
-        if (found := _opened(out)) is not None:
-            return found
-        if is_locked:
-            for leftover in cache.glob(f".{out.name}.*.tmp"):  # of a process that was killed while it wrote
-                leftover.unlink(missing_ok=True)
-        return _convert(files, out, schema, policy.label, Malformed(policy.malformed_limit), progress)
+        found = _opened(out)
+        if found is None:
+            if is_locked:
+                for leftover in cache.glob(
+                    f".{out.name}.*.tmp"
+                ):  # of a process that was killed while it wrote
+                    leftover.unlink(missing_ok=True)
+            malformed = Malformed(policy.malformed_limit)
+            found = _convert(files, out, schema, policy.label, policy.separator, malformed, progress)
+    if schema is None and found.schema != CRITEO and _kind(files[0], policy.separator) != "packed":
+        _log.info("data: taken from %s: %s", files[0].name, _assigned(found.schema, policy.label))
+    return found
+
+
+def _assigned(schema: Schema, label: str) -> str:
+    """Which column is what, as it followed from types."""
+    keys = ", ".join(feature.name + (" (lists)" if feature.many else "") for feature in schema.features)
+    return (
+        f"label {label}; numbers {', '.join(schema.dense) or 'none'}; keys {keys or 'none'}. Types decided that; "
+        "data.dense and data.sparse name the columns otherwise"
+    )
 
 
 def _opened(path: Path) -> PackedClicks | None:

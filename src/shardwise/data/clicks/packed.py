@@ -10,12 +10,16 @@
 Row i is found by multiplication, so any rows can be read in any order: a shuffled epoch, another number of ranks, a
 resumed run. A Criteo row takes 164 bytes, less than its text, and no parsing.
 Writing streams and commits by one rename; reading checks a block's CRC when it is first touched, as token files do.
+What a right CRC vouches for may still be wrong: the header is held against a schema and the size of the file before
+memory is taken for what it says, and rows against what a writer writes (labels 0 and 1, no infinite numbers, keys of
+one row right behind those of the row before).
 """
 
 import contextlib
 import errno
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -24,14 +28,16 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, model_validator
 
 from shardwise.data.clicks.rows import Feature, Keys, Rows, Schema
 from shardwise.data.token_file import fsync_folder
 from shardwise.plan.errors import DataError
+from shardwise.plan.strict_json import Count, Entry, read_object, validated
 
 SUFFIX = ".clicks"
 MAGIC = b"SHDWCLIK"
@@ -45,6 +51,42 @@ _REPAIR = "make it again with `shardwise convert`, or delete it where it stands 
 
 KeyType = Literal["u32", "i64"]
 _KEYS: dict[str, np.dtype[Any]] = {"u32": np.dtype("<u4"), "i64": np.dtype("<i8")}
+_MOST_HEADER_BYTES = 1 << 24
+
+
+class Header(Entry):
+    """What stands at the beginning of a file."""
+
+    dense: list[str]
+    features: list[Annotated[list[str | bool], Field(min_length=2, max_length=2)]]
+    """Name, and whether a row may have many keys."""
+    key_type: KeyType
+    rows: Annotated[Count, Field(ge=1)]
+    keys: Count
+    """Of the features with many, over all rows."""
+    skipped: Count
+    start: Annotated[Count, Field(multiple_of=_PAGE_BYTES, ge=_PAGE_BYTES)]
+    table_crc: Annotated[int, Field(ge=0, lt=2**32)]
+
+    @model_validator(mode="after")
+    def _has_columns(self) -> "Header":
+        names = [*self.dense, *(name for name, _ in self.features)]
+        if any(not isinstance(name, str) or not isinstance(many, bool) for name, many in self.features):
+            raise ValueError("a feature is [name, whether it has many keys]")
+        if len(set(names)) != len(names) or not all(
+            isinstance(name, str) and name and name.isprintable() for name in names
+        ):
+            raise ValueError("columns have one printable name each")
+        if self.keys and not any(many for _, many in self.features):
+            raise ValueError("keys of features with many, but no such feature")
+        return self
+
+    @property
+    def columns(self) -> Schema:
+        """Beside the label."""
+        return Schema(
+            tuple(self.dense), tuple(Feature(str(name), bool(many)) for name, many in self.features)
+        )
 
 
 def record_dtype(schema: Schema, key_type: KeyType) -> np.dtype[Any]:
@@ -128,6 +170,7 @@ class PackedWriter:
             raise DataError(
                 f"{self.path}: row {at} has no label (NaN); rows without one cannot be learnt from"
             )
+        _check_rows(self.path, np.arange(self.count, self.count + n), rows.labels, rows.dense)
         records = np.zeros(n, self._dtype)
         records["label"] = rows.labels
         records["dense"] = rows.dense
@@ -236,20 +279,22 @@ class PackedClicks:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            size_bytes = self.path.stat().st_size
             with self.path.open("rb") as file:
-                header = self._read_header(file)
+                size_bytes = os.fstat(file.fileno()).st_size
+                header = self._read_header(file, size_bytes)
+                self._map = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
         except OSError as error:
             raise DataError(f"packed clicks {self.path} cannot be read ({error.strerror})") from error
-        features = tuple(Feature(name, many) for name, many in header["features"])
-        self.schema = Schema(tuple(header["dense"]), features)
-        self.skipped: int = header["skipped"]
-        self._count: int = header["rows"]
+        self.schema = header.columns
+        self.skipped = header.skipped
+        self._count = header.rows
+        self._size_bytes = size_bytes
+        features = self.schema.features
         self._single = [i for i, feature in enumerate(features) if not feature.many]
         self._many = [i for i, feature in enumerate(features) if feature.many]
-        dtype = record_dtype(self.schema, header["key_type"])
-        self._start: int = header["start"]
-        records_bytes, heap_bytes = self._count * dtype.itemsize, header["keys"] * 8
+        dtype = record_dtype(self.schema, header.key_type)
+        self._start = header.start
+        records_bytes, heap_bytes = self._count * dtype.itemsize, header.keys * 8
         heap_start = self._start + -(-records_bytes // 8) * 8
         self._record_blocks = -(-records_bytes // _BLOCK_BYTES)
         blocks = self._record_blocks + -(-heap_bytes // _BLOCK_BYTES)
@@ -260,9 +305,9 @@ class PackedClicks:
                 f"packed clicks {self.path} are {state}: {size_bytes} bytes where the header says {expected_bytes}; "
                 f"{_REPAIR}"
             )
-        mapped = np.asarray(np.memmap(self.path, dtype=np.uint8, mode="r"))
+        mapped = np.frombuffer(self._map, np.uint8)
         table = mapped[heap_start + heap_bytes :]
-        if zlib.crc32(table.data) != header["table_crc"]:
+        if zlib.crc32(table.data) != header.table_crc:
             raise DataError(
                 f"packed clicks {self.path} are damaged: the CRC-32 of their table differs; {_REPAIR}"
             )
@@ -273,7 +318,7 @@ class PackedClicks:
         self._checksums = np.frombuffer(table, "<u4")
         self._is_checked = np.zeros(blocks, bool)
 
-    def _read_header(self, file: IO[bytes]) -> dict[str, Any]:
+    def _read_header(self, file: IO[bytes], size_bytes: int) -> Header:
         prefix = file.read(_PREFIX.size)
         if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
             raise DataError(
@@ -285,12 +330,16 @@ class PackedClicks:
             raise DataError(
                 f"packed clicks {self.path} have version {version}, this release reads version {VERSION}; {_REPAIR}"
             )
-        text = file.read(length)
+        text = b"" if length > min(_MOST_HEADER_BYTES, size_bytes) else file.read(length)
         if len(text) != length or zlib.crc32(text) != checksum:
             raise DataError(
                 f"packed clicks {self.path} are damaged: the CRC-32 of the header differs; {_REPAIR}"
             )
-        header: dict[str, Any] = json.loads(text)
+        where = f"packed clicks {self.path}, header"
+        found = read_object(text, where, limit_bytes=_MOST_HEADER_BYTES, kind=DataError)
+        header = validated(Header, found, where, kind=DataError)
+        if header.start < _PREFIX.size + length:
+            raise DataError(f"{where}: rows from byte {header.start} on, inside the header")
         return header
 
     def __len__(self) -> int:
@@ -302,9 +351,15 @@ class PackedClicks:
             raise IndexError(
                 f"rows {samples.min()} to {samples.max()} of {self.path}, which holds {self._count}"
             )
+        if self._map.size() < self._size_bytes:
+            raise DataError(
+                f"packed clicks {self.path} were cut to {self._map.size()} bytes while they are in use; {_REPAIR}"
+            )
         itemsize = self._records.itemsize
-        self._check(samples * itemsize, (samples + 1) * itemsize, self._record_bytes, 0)
+        stops = samples + (2 if self._many else 1)  # keys end where those of the next row begin
+        self._check(samples * itemsize, np.minimum(stops, self._count) * itemsize, self._record_bytes, 0)
         records = self._records[samples]
+        _check_rows(self.path, samples, records["label"], records["dense"])
         keys: dict[int, Keys] = {}
         if self._single:
             values = records["keys"].T.astype(np.int64, order="C")
@@ -312,7 +367,7 @@ class PackedClicks:
             for i, own, absent in zip(self._single, values, missing.astype(bool), strict=True):
                 keys[i] = Keys.of_ones(own, absent)
         if self._many:
-            keys |= self._from_heap(records["start"].astype(np.int64), records["lengths"].astype(np.int64))
+            keys |= self._from_heap(samples, records["start"], records["lengths"].astype(np.int64))
         return Rows(
             records["label"].copy(),
             # A copy, always: numpy calls [n, 0] contiguous whatever its strides, and torch does not take such.
@@ -320,11 +375,26 @@ class PackedClicks:
             [keys[i] for i in range(len(keys))],
         )
 
-    def _from_heap(self, start: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> dict[int, Keys]:
+    def _from_heap(
+        self,
+        samples: npt.NDArray[np.int64],
+        start: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.int64],
+    ) -> dict[int, Keys]:
         """Keys of the features with many, by number: rows begin at ``start`` [b, 1], ``lengths`` [b, features]."""
-        stops = start + np.cumsum(lengths, axis=1)
+        is_last = samples + 1 == self._count
+        ends = np.where(is_last, self._heap.size, self._records["start"][samples + ~is_last, 0])
+        begins = np.minimum(start, self._heap.size).astype(np.int64)
+        stops = begins + np.cumsum(lengths, axis=1)
+        fits = (start[:, 0] == begins[:, 0]) & (stops[:, -1] == ends) & ((samples > 0) | (begins[:, 0] == 0))
+        if not fits.all() or (stops[:, -1] > self._heap.size).any():
+            row = samples[~(fits & (stops[:, -1] <= self._heap.size))][0]
+            raise DataError(
+                f"packed clicks {self.path} are damaged: row {row} has other keys than lie between it and the next; "
+                f"{_REPAIR}"
+            )
         held = np.flatnonzero(lengths.any(1))
-        self._check(start[held, 0] * 8, stops[held, -1] * 8, self._heap_bytes, self._record_blocks)
+        self._check(begins[held, 0] * 8, stops[held, -1] * 8, self._heap_bytes, self._record_blocks)
         keys = {}
         for column, i in enumerate(self._many):
             offsets = np.r_[0, np.cumsum(lengths[:, column])]
@@ -368,6 +438,19 @@ class PackedClicks:
         digest = hashlib.sha256(repr((self.schema, self._count, self._records.dtype.descr)).encode())
         digest.update(self._checksums.tobytes())
         return digest.hexdigest()[:16]
+
+
+def _check_rows(
+    path: Path, rows: npt.NDArray[np.int64], labels: npt.NDArray[np.float32], dense: npt.NDArray[np.float32]
+) -> None:
+    """Labels are 0 or 1, numbers are not infinite."""
+    good = ((labels == 0) | (labels == 1)) & ~np.isinf(dense).any(1)
+    if not good.all():
+        i = int(np.flatnonzero(~good)[0])
+        raise DataError(
+            f"{path}: row {rows[i]} has the label {labels[i]:g} and numbers up to {np.abs(dense[i]).max(initial=0):g}; "
+            "expected a label of 0 or 1 and finite numbers, NaN where one is missing"
+        )
 
 
 def _places(begins: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

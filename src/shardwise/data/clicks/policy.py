@@ -69,8 +69,8 @@ class ClickPolicy(Policy):
     kind: Literal["clicks"] = "clicks"
     """Tells a click log from text."""
     source: str | Annotated[list[str], Field(min_length=1)] = SYNTHETIC
-    """``synthetic``, or files and folders of Criteo text (also .gz), Parquet, or packed clicks made by
-    ``shardwise convert``. A folder called synthetic is written ``./synthetic``."""
+    """``synthetic``, or files and folders of Criteo text, text with a header (.csv, .tsv; both also .gz), Parquet, or
+    packed clicks made by ``shardwise convert``. A folder called synthetic is written ``./synthetic``."""
     pattern: str = "*"
     """Which files of a folder are read: a glob held against the file's name and its path inside the folder."""
     validation: Annotated[float, Field(gt=0, lt=1)] | str | list[str] = 0.1
@@ -78,11 +78,16 @@ class ClickPolicy(Policy):
     validation_samples: Count | None = None
     """At most this many validation rows, evenly spread, are used in one evaluation; left out: all of them."""
     label: str = "label"
-    """Parquet: the column of the label."""
+    """Parquet, CSV: the column of the label."""
+    separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """What stands between the fields of text with a header; left out, a comma for .csv and a tab for .tsv, and files of
+    other names are Criteo's text."""
     dense: list[str] | None = None
-    """Parquet: columns that are numbers; left out with ``sparse``: by type."""
+    """Parquet, CSV: columns that are numbers; left out with ``sparse``: by type, and what a type does not decide is
+    refused. Columns in neither list are left out."""
     sparse: list[str] | None = None
-    """Parquet: columns that are keys; lists of keys are features with many keys."""
+    """Parquet, CSV: columns that are keys; lists of keys are features with many keys. Text becomes a number by its
+    SHA-256, the same everywhere."""
     numbers: Literal["log", "raw"] = "log"
     """``log``: sign(x) · log(1 + |x|); ``raw``: as they are. Missing ones are 0."""
     missing_key: int | None = None

@@ -171,7 +171,12 @@ class EmbeddingCollection(nn.Module):
             self._parts.append(Part(tables, way, store))
 
         if self._progress_to_load is not None:
-            self.load_progress(self._progress_to_load)
+            if is_led:  # an engine counts its own steps, and its other optimizer begins anew too
+                self._to_load = [
+                    (name, Rows.of_weights(rows.keys, rows.weights)) for name, rows in self._to_load
+                ]
+            else:
+                self.load_progress(self._progress_to_load)
             self._progress_to_load = None
         for name, rows in self._to_load:
             self.load_rows(name, of_first_rank(rows, group, f"rows given for table {name}", self.device))
@@ -417,7 +422,7 @@ class EmbeddingCollection(nn.Module):
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Take what ``get_extra_state`` gave, on every rank the same.
+        """Take what ``get_extra_state`` gave, on every rank the same. Before an engine takes the model: weights alone.
 
         Errors: MismatchError where it has no rows, or those of other tables.
         """

@@ -1,0 +1,214 @@
+"""Click logs as text with a header: CSV, TSV, plain or gzip.
+
+    user,age,city,label                the first line names the columns; quotes as in RFC 4180
+    17,34,Rome,1                       an empty field is missing
+
+Which column becomes what: columns.py, by the texts of the first rows where nobody named it: numbers with a point or an
+exponent are numbers, all else are keys. A key that is a whole number in its plain form (7 or, as pandas writes it
+beside gaps, 7.0), of 64 bits, is that number; any other text is the first 63 bits of its SHA-256. A field that is no
+number where one is expected makes its row malformed, and so does another number of fields. Memory: one batch of rows.
+"""
+
+import csv
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, key_of_text, rows_of
+from shardwise.data.clicks.malformed import Malformed
+from shardwise.data.clicks.rows import CRITEO, Feature, Rows, Schema
+from shardwise.plan.errors import DataError
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+"""By the ending of a file's name, before .gz."""
+_PIECE_BYTES = 1 << 22
+_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
+_MOST = 1 << 63
+
+
+def separator_of(path: Path, given: str | None) -> str | None:
+    """What stands between the fields of a file; None where its name does not say that it is a table."""
+    name = Path(path.stem) if path.suffix == ".gz" else path
+    return given or SEPARATORS.get(name.suffix.lower())
+
+
+def csv_schema(path: Path, separator: str, label: str = "label", given: Schema | None = None) -> Schema:
+    """Which columns of a file are numbers and which are keys: as given, else by the texts of the first rows.
+
+    Errors: DataError for columns of which the texts do not say it.
+    """
+    names = _header(path, separator)
+    check_names(path, names, label)
+    if given is not None:
+        return Schema(given.dense, tuple(Feature(f.name) for f in given.features))
+    if is_criteo(names):
+        return CRITEO
+    first = next(_batches(path, separator, names, names, []), None)
+    if first is None:
+        raise DataError(f"{path} has a header and no rows")
+    api = arrow()
+    columns = [_typed(column) for column in first.columns]
+    return infer(path, api.RecordBatch.from_arrays(columns, names=names), label)
+
+
+def read_csv(
+    path: Path,
+    separator: str,
+    schema: Schema,
+    malformed: Malformed,
+    label: str = "label",
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Rows]:
+    """The rows of one file in its order, some thousands at a time; ``progress`` gets the bytes of text read."""
+    api = arrow()
+    names = _header(path, separator)
+    check_names(path, names, label)
+    wanted = [label, *schema.dense, *(feature.name for feature in schema.features)]
+    if absent := [name for name in wanted if name not in names]:
+        raise DataError(f"{path} has no column {', '.join(absent)}; its columns are {', '.join(names)}")
+    first_row, skipped = 0, 0
+    bad_lines: list[str] = []
+    for batch in _batches(path, separator, names, wanted, bad_lines, progress):
+        for reason in bad_lines[skipped:]:
+            malformed.skip(f"{path}", reason)
+        skipped = len(bad_lines)
+        numbers = np.arange(first_row, first_row + batch.num_rows)
+        first_row += batch.num_rows
+        good = np.ones(batch.num_rows, bool)
+        columns: list[Any] = []
+        for name in wanted[: 1 + len(schema.dense)]:
+            column, bad = _as_numbers(batch.column(name))
+            columns.append(column)
+            for row in np.flatnonzero(bad & good).tolist():
+                text = str(batch.column(name)[row])
+                what = "the label" if name == label else name
+                malformed.skip(f"{path}: row {numbers[row]}", f"{what} is {text[:40]!r}; expected a number")
+            good &= ~bad
+        columns += [_as_keys(batch.column(feature.name)) for feature in schema.features]
+        typed = api.RecordBatch.from_arrays(columns, names=wanted)
+        if not good.all():
+            typed, numbers = typed.filter(api.array(good)), numbers[good]
+        yield rows_of(typed, schema, label, path, numbers, malformed)
+    for reason in bad_lines[skipped:]:
+        malformed.skip(f"{path}", reason)
+
+
+def _header(path: Path, separator: str) -> list[str]:
+    """Names of the columns. Errors: DataError where the first line names none."""
+    try:
+        with _opened(path) as file:
+            line = file.readline(_PIECE_BYTES)
+        names = next(csv.reader(io.StringIO(line.decode("utf-8-sig")), delimiter=separator), [])
+    except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"click log {path} cannot be read ({reason})") from error
+    if any(not name or not name.isprintable() for name in names) or not names:
+        raise DataError(f"{path}: the first line does not name every column; expected a header")
+    if all(re.fullmatch(_NUMBER, name) for name in names):
+        raise DataError(
+            f"{path}: the first line holds numbers; expected a header with the names of the columns"
+        )
+    return names
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path)  # type: ignore[return-value]  # noqa: SIM115
+    return path.open("rb")
+
+
+class _Counted(io.RawIOBase):
+    """A file that tells how much of it was read."""
+
+    def __init__(self, file: IO[bytes], progress: Callable[[int], None] | None) -> None:
+        self._file, self._progress = file, progress
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        if self._progress is not None and data:
+            self._progress(len(data))
+        return data
+
+
+def _batches(
+    path: Path,
+    separator: str,
+    names: list[str],
+    wanted: list[str],
+    bad_lines: list[str],
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
+    """Batches of texts, null where a field is empty; what is said of lines with other numbers of fields."""
+    api = arrow()
+
+    def wrong(row: Any) -> str:
+        bad_lines.append(f"{row.actual_columns} fields in {str(row.text)[:40]!r}; expected {len(names)}")
+        return "skip"
+
+    read = api.csv.ReadOptions(use_threads=False, block_size=_PIECE_BYTES)
+    parse = api.csv.ParseOptions(delimiter=separator, invalid_row_handler=wrong)
+    convert = api.csv.ConvertOptions(
+        include_columns=wanted,
+        column_types={name: api.string() for name in names},
+        null_values=[""],
+        strings_can_be_null=True,
+    )
+    try:
+        with _opened(path) as file:
+            reader = api.csv.open_csv(
+                _Counted(file, progress), read_options=read, parse_options=parse, convert_options=convert
+            )
+            yield from reader
+    except (OSError, EOFError, zlib.error, api.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"click log {path} cannot be read ({reason})") from error
+
+
+def _as_numbers(column: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
+    """fp64, null where empty or no number, and where that is so."""
+    api = arrow()
+    fits = api.compute.match_substring_regex(column, _NUMBER)
+    bad = api.compute.invert(fits.fill_null(True)).to_numpy(zero_copy_only=False)
+    column = api.compute.if_else(fits.fill_null(False), column, None)
+    signless = api.compute.replace_substring_regex(column, r"^\+", "")
+    return signless.cast(api.float64()), bad
+
+
+def _as_keys(column: Any) -> Any:
+    """int64, null where empty."""
+    api = arrow()
+    encoded = column.dictionary_encode()
+    keys = np.asarray([_key(text) for text in encoded.dictionary.to_pylist()], np.int64)
+    return api.DictionaryArray.from_arrays(encoded.indices, api.array(keys)).dictionary_decode()
+
+
+def _key(text: str) -> int:
+    number = text.removesuffix(".0")
+    return int(number) if _is_whole(number) else key_of_text(text)
+
+
+def _is_whole(text: str) -> bool:
+    return _WHOLE.fullmatch(text) is not None and -_MOST <= int(text) < _MOST
+
+
+def _typed(column: Any) -> Any:
+    """A column of texts as what all of them are: whole numbers, numbers, or texts."""
+    api = arrow()
+    texts = column.drop_null().to_pylist()
+    if texts and all(map(_is_whole, texts)):
+        return column.cast(api.int64())
+    numbers, bad = _as_numbers(column)
+    # Whole numbers in another form, 007 say, are codes.
+    is_number = texts and not bad.any() and any(not text.lstrip("+-").isdigit() for text in texts)
+    return numbers if is_number else column
