@@ -105,8 +105,22 @@ class StrictGroup(dist.ProcessGroup):
         return self._gloo.recv(tensors, source, tag)
 
 
+class DeviceGroup(StrictGroup):
+    """Carries tensors of a device alone, as a group of NCCL's does."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    allreduce = broadcast = barrier = send = recv = _refuse
+    all_gather_single = reduce_scatter_single = all_to_all_single = _refuse
+    _allgather_base = _reduce_scatter_base = alltoall_base = _refuse
+
+
 def register(base: dist.Store) -> None:
-    """Make "strict" a backend of this process; ``base`` is where its groups compare."""
+    """Make "strict" and "deviceonly" backends of this process; ``base`` is where their groups compare."""
+    dist.Backend.register_backend(
+        "deviceonly", lambda options, given: DeviceGroup(base, options), extended_api=True, devices=["meta"]
+    )
     dist.Backend.register_backend(
         "strict", lambda options, given: StrictGroup(base, options), extended_api=True, devices=["cpu"]
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.comm.world import World
+from shardwise.comm.world import World, join
 from tests.comm import strict
 from tests.ranks import RankPool
 
@@ -93,6 +93,32 @@ def test_engines_start_and_train(strict_ranks: RankPool, name: str) -> None:
     alone = shardwise.initialize(Tied().double(), settings, loss=loss_of, world=World(0, 1))
     expected = [alone.train_step([tokens(seed) for seed in seeds]).grad_norm for _ in range(3)]
     assert found[0] == pytest.approx(expected, rel=1e-9)
+
+
+def adopted(world: World) -> list[float]:
+    """What ``init_process_group("nccl")`` leaves in a user's script: a default group that carries no host tensors."""
+    dist.destroy_process_group()
+    store = world.store
+    assert store is not None
+    dist.init_process_group(
+        "meta:deviceonly", store=dist.PrefixStore("theirs", store), rank=world.rank, world_size=world.size
+    )
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1))
+    whole = join(device="cpu")
+    assert whole.backend == "gloo"
+    whole.barrier()
+    config = {"mesh": {"pp": 4}, "batch": {"accumulation": 2}}
+    norms = [trained(whole, {**config, "comm": {"transport": kind}}) for kind in ("torch", "auto")]
+    whole.close()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12) and dist.is_initialized()
+    return norms[0]
+
+
+def test_a_default_group_without_a_host_backend_is_adopted(strict_ranks: RankPool) -> None:
+    expected = strict_ranks.run(on_first, 4, CONFIGS["pp 4, tied"][1])
+    for norms in strict_ranks.run(adopted):
+        assert norms == pytest.approx(expected[0], rel=1e-12)
 
 
 def by_count(world: World) -> str:

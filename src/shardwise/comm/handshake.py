@@ -56,6 +56,8 @@ class Meeting(NamedTuple):
     """By rank."""
     secret_from: str
     """"environment", "file" or "none"."""
+    turn: int
+    """1 for the first meeting of this job."""
 
 
 def identity(device: str) -> Who:
@@ -94,12 +96,13 @@ def meet(
     Errors: DeadlineError names the ranks that did not come within ``timeout_s``; CommError where a secret does not fit;
     ConfigError where ranks share a device.
     """
-    place = f"shardwise/join/{base.add(f'shardwise/joins/{rank}', 1)}"
+    turn = base.add(f"shardwise/joins/{rank}", 1)
+    place = f"shardwise/join/{turn}"
     nonce = secrets.token_hex(_WORD_BYTES)
     base.set(f"{place}/hello/{rank}", json.dumps([nonce, *me]))
     source = "environment" if given else "none" if folder is None else "file"
     if rank == 0:
-        return _host(base, size, place, given, folder, source, timeout_s)
+        return _host(base, size, turn, given, folder, source, timeout_s)
     key = f"{place}/welcome/{rank}"
     if missing_keys(base, [key], timeout_s + _PATIENCE_S):
         raise DeadlineError(
@@ -133,19 +136,20 @@ def meet(
     refusal, who = json.loads(store.get(f"{place}/go"))
     if refusal:
         raise ConfigError(refusal)
-    return Meeting(store, word, [Who(*each) for each in who], source)
+    return Meeting(store, word, [Who(*each) for each in who], source, turn)
 
 
 def _host(
     base: dist.Store,
     size: int,
-    place: str,
+    turn: int,
     given: str | None,
     folder: Path | None,
     source: str,
     timeout_s: float,
 ) -> Meeting:
     """Rank 0's side."""
+    place = f"shardwise/join/{turn}"
     absent = missing_keys(base, [f"{place}/hello/{rank}" for rank in range(size)], timeout_s)
     if absent:
         named = ", ".join(map(str, absent[:20])) + (" ..." if len(absent) > 20 else "")
@@ -177,7 +181,7 @@ def _host(
     store.set(f"{place}/go", json.dumps([error, who]))
     if error:
         raise ConfigError(error)
-    return Meeting(store, word, who, source)
+    return Meeting(store, word, who, source, turn)
 
 
 @contextlib.contextmanager

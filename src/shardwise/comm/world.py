@@ -70,6 +70,8 @@ class World:
     """Made by ``among``: the watch belongs to the whole."""
     owns_default: bool = False
     """Whether ``close`` ends torch's default group."""
+    is_first: bool = True
+    """No World of this job was made before."""
     ends_with_engine: bool = False
     """Whether it was made for one engine, whose ``close`` gives back what it holds."""
     _engines: int = 0
@@ -425,7 +427,7 @@ def join(
     )
     if seat.world_size > 1 and backend != "fake":
         _meet(world, seat, timeout_s, backend)
-    if seat.rank == 0 and not quiet:
+    if seat.rank == 0 and world.is_first and not quiet:
         where = f", {seat.local_size} on this host" if seat.local_size != seat.world_size else ""
         many = f"{seat.world_size} ranks{where} from {seat.source}, {found.type}, {world.backend}"
         print("shardwise: " + (many if seat.world_size > 1 else f"one process, {found.type}"))
@@ -466,11 +468,12 @@ def _meet(world: World, seat: Seat, timeout_s: float, backend: str | None) -> No
     secret = os.environ.get("SHARDWISE_SECRET")
     folder = handshake.private_folder(_private_candidates()) if one_host and not secret else None
     met = handshake.meet(base, seat.rank, seat.world_size, me, secret, folder, timeout_s)
-    if met.secret_from == "none" and seat.rank == 0:
+    world.is_first = met.turn == 1
+    if met.secret_from == "none" and seat.rank == 0 and world.is_first:
         _log.warning(
-            "the store at %s:%s is open to whoever reaches it: give all ranks one SHARDWISE_SECRET in the environment",
-            seat.address or "its address",
-            seat.port,
+            "the job's store is open to every program that reaches %s: give all ranks one SHARDWISE_SECRET in their "
+            "environment",
+            f"{seat.address}:{seat.port}" if seat.address else "it",
         )
     world.store, world.word = met.store, met.word
     world.watch = Watch(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
