@@ -67,7 +67,6 @@ CASES = {
         PP2 | {"pipeline": {"partition": ["2"]}},
         ("stage 1", "no parameters", "neighbour"),
     ),
-    "sequence": Case(gpt(), TP2, ("7 tokens", "tp=2", "6 or 8"), (TOKENS, TOKENS)),
     "microbatches": Case(
         gpt(),
         PP2 | {"batch": {"global_size": 10, "micro_size": 4}},

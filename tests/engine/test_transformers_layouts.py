@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import join
+from shardwise.plan.errors import DataError, UsageError
 from tests.engine.nets import seeded
 
 transformers = pytest.importorskip("transformers")
@@ -92,3 +93,125 @@ def test_on_one_rank(tied: bool) -> None:
 @pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)], ids=["tp2", "pp2"])
 def test_on_two_ranks(ranks: Any, pp: int, tp: int, tied: bool) -> None:
     check(ranks(2).run(trained, pp, tp, tied), tied)
+
+
+# What of tp shows to the user ----------------------------------------------------------------------------------------
+
+
+def wide_llama() -> nn.Module:
+    config = transformers.LlamaConfig(**SHAPE)
+    made: nn.Module = seeded(transformers.LlamaForCausalLM, config)
+    return made
+
+
+def engine_of(world: Any, tp: int, loss: Any = None, make: Any = wide_llama, **more: Any) -> Any:
+    config = {"mesh": {"tp": tp}, "optimizer": {"type": "sgd", "lr": 0.1}, **more}
+    return shardwise.initialize(make(), config, world=world, loss=loss)
+
+
+def policy_gradient(world: Any, tp: int, length: int) -> Any:
+    """Gradients of a loss of log-probabilities, with an advantage for each token and a target that does not count."""
+    engine = engine_of(world, tp)
+    tokens = batches(3)[0]["input_ids"][:, : length + 1]
+    targets = tokens[:, 1:].clone()
+    targets[0, 1] = -100
+    advantage = torch.linspace(-1, 2, targets.numel(), dtype=torch.float64).view(targets.shape)
+    found = engine.log_probs({"input_ids": tokens[:, :-1]}, targets)
+    engine.backward(-(advantage * found).mean())
+    gradients = {name: value.tolist() for name, value in engine.gradients().items()}
+    engine.step()
+    engine.close()
+    return found.tolist(), gradients
+
+
+@pytest.mark.parametrize("length", [6, 7])
+def test_log_probs_of_given_tokens_and_their_gradients(ranks: Any, length: int) -> None:
+    (expected, gradients) = policy_gradient(join(quiet=True), 1, length)
+    tokens = batches(3)[0]["input_ids"][:, : length + 1]
+    whole = wide_llama()(tokens[:, :-1]).logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    whole[0, 1] = 0
+    assert torch.tensor(expected) == pytest.approx(whole.detach().float(), abs=1e-6)
+    for found, found_gradients in ranks(2).run(policy_gradient, 2, length):
+        assert torch.tensor(found) == pytest.approx(torch.tensor(expected), abs=1e-6)
+        for name, value in gradients.items():
+            assert torch.tensor(found_gradients[name]) == pytest.approx(torch.tensor(value), abs=1e-6), name
+
+
+def generated(world: Any, tp: int) -> Any:
+    engine = engine_of(world, tp)
+    tokens = batches(5)[0]["input_ids"][:, :5]
+    settings = dict(max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None)
+    found = [engine.run("generate", tokens, **settings).tolist()]
+    engine.backward(engine(batches(5)[0]).loss)
+    engine.step()
+    found += [engine.run("generate", tokens, **settings).tolist()]
+    found += [engine.module.generate(tokens, **settings).tolist()]
+    with torch.no_grad():
+        hidden = engine.run(lambda: engine.module.model(tokens).last_hidden_state)  # five tokens on two ranks
+    if tp > 1:
+        with pytest.raises(UsageError, match="gradients begin and end with the model's own forward"):
+            engine.run(lambda: engine.module.model(tokens).last_hidden_state)
+    engine.close()
+    return found, hidden.tolist()
+
+
+def test_generation_and_functions_of_the_model_give_what_one_process_gives(ranks: Any) -> None:
+    expected, hidden = generated(join(quiet=True), 1)
+    for found, found_hidden in ranks(2).run(generated, 2):
+        assert found == expected
+        assert torch.tensor(found_hidden) == pytest.approx(torch.tensor(hidden), abs=1e-6)
+
+
+def whole_logits(world: Any, tp: int) -> Any:
+    engine = engine_of(world, tp, tensor={"whole_logits": True})
+    output = engine(batches(5)[0])
+    engine.backward(output.loss + output.logits.square().mean())
+    norm = engine.step().grad_norm
+    engine.close()
+    return output.logits.tolist(), norm
+
+
+def test_whole_logits_beside_the_loss_on_request(ranks: Any) -> None:
+    expected, norm = whole_logits(join(quiet=True), 1)
+    for found, found_norm in ranks(2).run(whole_logits, 2):
+        assert torch.tensor(found) == pytest.approx(torch.tensor(expected), abs=1e-6)
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+
+
+def penalised(model: nn.Module, batch: Any) -> Tensor:
+    """A penalty by hand, over what this rank holds."""
+    loss: Tensor = model(**batch).loss
+    return loss + sum(parameter.sum() for parameter in model.parameters())
+
+
+def penalty(world: Any) -> str:
+    engine = engine_of(world, 2, penalised)
+    with pytest.raises(UsageError) as caught:
+        engine.train_step([batches(1)[0]])
+    engine.close()
+    return str(caught.value)
+
+
+def test_a_penalty_over_slices_of_weights_is_an_error(ranks: Any) -> None:
+    for text in ranks(2).run(penalty):
+        assert "the ranks of one model (along tp) report losses that differ" in text
+
+
+def strange_tokens(world: Any, tp: int, key: str, value: int) -> str:
+    engine = engine_of(world, tp)
+    batch = {name: each.clone() for name, each in batches(1)[0].items()}
+    batch[key][1, 2] = value
+    with pytest.raises(DataError) as caught:
+        engine.train_step([batch])
+    engine.train_step([batches(1)[0]])  # as if nothing had happened
+    engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("input_ids", VOCABULARY), ("labels", VOCABULARY + 7), ("labels", -3)]
+)
+def test_a_token_outside_the_vocabulary_is_named_before_any_work(ranks: Any, key: str, value: int) -> None:
+    texts = [strange_tokens(join(quiet=True), 1, key, value), *ranks(2).run(strange_tokens, 2, key, value)]
+    for text in texts:
+        assert f"{key!r} holds {value} at [1, 2]" in text and f"knows {VOCABULARY} tokens" in text

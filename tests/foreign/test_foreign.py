@@ -13,6 +13,7 @@ from tests.foreign import case, sweep  # noqa: E402
 
 SUITE = [
     ("causal", "LlamaForCausalLM", "llama"),
+    ("causal", "Gemma2ForCausalLM", "gemma2"),
     ("causal", "GPTNeoXForCausalLM", "gpt_neox"),
     ("masked", "BertForMaskedLM", "bert"),
 ]

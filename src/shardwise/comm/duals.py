@@ -7,6 +7,7 @@
     scatter   reduce-scatter      all-gather          their addends become a cut sequence
     cut       slice               all-gather          a whole activation, alike on all ranks, is cut
     join      all-gather          slice               pieces become whole for a computation alike on all ranks
+    scale     identity            times a number      gradients that are alike become addends, and back
 
 Each row is its own transpose read backwards: copy and reduce, gather and scatter, cut and join. The all-reduce of the
 first pair is the gather and the scatter of the second: cutting the sequence sends the same bytes.
@@ -132,6 +133,12 @@ def join(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
     return x if group.size == 1 else _Join.apply(x, group, what, dim)
 
 
+@uncompiled
+def scale(x: Tensor, factor: float) -> Tensor:
+    """Identity; the gradient is multiplied."""
+    return _Scale.apply(x, factor)
+
+
 class _Dual(torch.autograd.Function):
     """Keeps the group, the name and the dim; nothing of the activation is saved."""
 
@@ -209,3 +216,15 @@ class _Join(_Dual):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return piece_of(grad, *ctx.place), None, None, None
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad * ctx.factor, None

@@ -7,6 +7,7 @@ recompute   around the blocks that are left                                     
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -49,6 +50,8 @@ def cut_model(
             "whose matrices cannot be cut; give built modules in the list, or set mesh.tp: 1"
         )
     table = table_of(model, tensor.table) if tp.size > 1 else None
+    if table is not None and tensor.whole_logits:
+        table = replace(table, causal_loss=False)
     is_cut = table is not None and table.sequence and tensor.sequence_parallel
     cuts = {} if table is None else dropout_cuts(model, table, tp.index, tp.size, is_cut)
     replace_dropout(model, seed, replay, cuts)
@@ -59,7 +62,7 @@ def cut_model(
             "would go on from different numbers; use nn.Dropout, or set its share to 0"
         )
     if table is not None:
-        placed = make_parallel(model, table, tp, is_cut)
+        placed = make_parallel(model, table, tp, is_cut, replay=replay)
         whole.places.update({name: placed[name] for name in whole.parameters})
     if pp.size == 1 and not isinstance(model, Layers):
         return {0: (model, None)}

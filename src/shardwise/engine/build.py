@@ -38,6 +38,7 @@ from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.step import Trained
 from shardwise.engine.tables import Tables, check_mesh, register_tables, take_over
+from shardwise.engine.vocabulary import Vocabulary
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
@@ -108,6 +109,7 @@ def initialize(
         module: {key: value for key, value in vars(module).items() if key in REPLACED}
         for module in model.modules()
     }
+    vocabulary = Vocabulary(model)
     whole, start = _whole(model, site, initial)
     if example is not None and mesh.pp > 1:
         check_stages(model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, device))
@@ -117,7 +119,7 @@ def initialize(
         _stage(index, site, recipe, share, start, casts_output=loss is not None) for index in share.stages
     ]
     _forget_foreign(model, stages)
-    parts = _parts(model, site, recipe, share, stages)
+    parts = _parts(model, site, recipe, share, stages, vocabulary)
     parts.own_calls = own_calls
     pipeline = None
     if mesh.pp > 1:
@@ -407,7 +409,14 @@ def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
             parameter.data = absent(tuple(parameter.shape), parameter.dtype, parameter.device)
 
 
-def _parts(model: nn.Module, site: _Site, recipe: _Recipe, share: _Share, stages: list[Stage]) -> Parts:
+def _parts(
+    model: nn.Module,
+    site: _Site,
+    recipe: _Recipe,
+    share: _Share,
+    stages: list[Stage],
+    vocabulary: Vocabulary,
+) -> Parts:
     settings, world, mesh, groups = site.settings, site.world, site.mesh, site.groups
     owned = [
         (stage.index, bucket)
@@ -448,5 +457,6 @@ def _parts(model: nn.Module, site: _Site, recipe: _Recipe, share: _Share, stages
         accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
         optimizer_groups=recipe.groups,
         replay=share.replay,
+        vocabulary=vocabulary,
         number=world.next_engine(),
     )

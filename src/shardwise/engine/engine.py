@@ -41,8 +41,10 @@ from shardwise.observe.lanes_picture import Lanes
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
+from shardwise.parallel.tensor.log_probs import log_probs_of
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
+from shardwise.plan.pytree import tensors_in
 from shardwise.plan.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -342,22 +344,59 @@ class Engine:
         """Call another method of the model than ``forward`` (by name), or a function of it, as one forward pass.
 
         The weights outside the repeated blocks are there while it runs, and gradients flow as after ``engine(batch)``.
+        ``engine.run("generate", tokens, max_new_tokens=20)`` gives the tokens of one process on every rank of any mesh
+        without a pipeline. Under sequence parallelism its result may not ask for gradients: where the cut of the
+        sequence begins and ends is known of the model's own forward alone.
         """
         if self._pipeline is not None:
             raise UsageError(
                 "run: with mesh.pp above 1 only forward is cut into stages; use engine.predict(batches)"
             )
-        if self._parts.groups["tp"].size > 1 and self.config.tensor.sequence_parallel:
-            raise UsageError(
-                "run: under sequence parallelism a pass begins with the model's own forward, which decides whether the "
-                "sequence is cut. To generate call engine.module.generate(...) on all ranks; for outputs such as "
-                "logits use engine.predict(batches); for other methods set tensor.sequence_parallel: false"
-            )
         function = getattr(self.module, method) if isinstance(method, str) else method
         device, dtype = self._parts.device, self.config.precision.compute_dtype
         args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
-        with self._at((args, kwargs), self._accumulation.done):
-            return self._parts.executors[0].run_as_forward(function, args, kwargs)
+        with self._at((args, kwargs), self._accumulation.done), self._parts.replay.whole():
+            output = self._parts.executors[0].run_as_forward(function, args, kwargs)
+        cuts = self._parts.groups["tp"].size > 1 and self.config.tensor.sequence_parallel
+        if cuts and any(each.requires_grad for each in tensors_in(output)):
+            raise UsageError(
+                "run: under sequence parallelism gradients begin and end with the model's own forward, which decides "
+                "where the sequence is cut; set tensor.sequence_parallel: false, call engine(batch) or "
+                "engine.log_probs(batch, targets), or run it under torch.no_grad()"
+            )
+        return output
+
+    def log_probs(self, batch: Any, targets: Tensor) -> Tensor:
+        """Log-probability of ``targets`` [B, T] under the model, each from the logits at its place: [B, T], with
+        gradients outside of ``torch.no_grad()``. 0 where a target is -100; fp32, or fp64 for an fp64 model.
+
+        ``batch`` is what the model is called with, without labels. ``logits[:, t]`` are about what follows token t, so
+        for a causal model: ``engine.log_probs({"input_ids": tokens[:, :-1]}, tokens[:, 1:])``. Under tensor parallelism
+        a causal model of transformers never makes the whole logits for it. For distillation and other uses of whole
+        logits call the model without labels.
+
+            loss = -(advantage * engine.log_probs({"input_ids": tokens[:, :-1]}, tokens[:, 1:])).mean()
+            engine.backward(loss)
+
+        Errors: UsageError with mesh.pp above 1, and where the model gives no logits of that shape.
+        """
+        if self._pipeline is not None:
+            raise UsageError(
+                "log_probs: with mesh.pp above 1 the last stage alone knows the logits; compute them in the function "
+                "given as initialize(loss=...), or from the logits of engine.predict(batches)"
+            )
+        if self._accumulation.is_complete and torch.is_grad_enabled():
+            raise UsageError(
+                f"log_probs: {self._accumulation.microbatches} microbatches have run; call engine.step() after each "
+                "backward"
+            )
+        if torch.is_grad_enabled():
+            self._pending[self._accumulation.done] = ((batch,), {})
+        device = self._parts.device
+        with self._at(batch, self._accumulation.done):
+            return log_probs_of(
+                self.module, lambda: apply(self.module, cast_inputs(batch, device, None)), targets
+            )
 
     # Looking at the state --------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Parts: what ``build`` made and the engine runs."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
 from shardwise.engine.tables import Tables
+from shardwise.engine.vocabulary import Vocabulary
 from shardwise.memory.replay import Place, Replay
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import Strategy
+from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.pytree import tensors_in
@@ -76,6 +78,8 @@ class Parts:
     """Where lr, betas, momentum and their like come from, step by step."""
     replay: Replay
     """The microbatch that random numbers are drawn for."""
+    vocabulary: Vocabulary
+    """What the tokens of a batch may be."""
     number: int = 0
     """Which engine of its world: keeps the keys of several engines apart in the store."""
     checkpoints: dict[Path, Checkpoints] = field(default_factory=dict)
@@ -105,8 +109,29 @@ class Parts:
         """Whether this rank, of those that share a model, brings the loss."""
         return self.has_last_stage and self.groups["tp"].index == 0
 
-    def at(self, step: int, microbatch: int, batch: Any) -> AbstractContextManager[None]:
-        """Where the samples of ``batch`` stand in the global batch of ``step``: what random numbers are drawn by."""
+    @contextmanager
+    def at(self, step: int, microbatch: int, batch: Any) -> Iterator[None]:
+        """Around a pass: where the samples of ``batch`` stand in the global batch of ``step``, by which random numbers
+        are drawn. Errors: DataError where tokens are outside the model's vocabulary."""
         rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
         first = (microbatch * self.both.size + self.both.index) * rows
-        return self.replay.at(Place(step, first, rows or None))
+        place = Place(step, first, rows or None)
+        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place):
+            yield
+
+    @contextmanager
+    def _told_as_cut(self) -> Iterator[None]:
+        """A first pass over slices that ends in shapes which do not fit is most often a table that does not fit."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = " ".join(str(error).split())
+            misfit = any(word in text for word in ("shape", "size", "dimension"))
+            if self.groups["tp"].size == 1 or self.clock.steps_done or not misfit:
+                raise
+            raise PlanError(
+                f"tensor: the first pass over tp={self.groups['tp'].size} ranks ended with: {text}. Where the same "
+                "pass runs with mesh.tp: 1, a module counts heads or features in attributes that its table does not "
+                "divide: name them in its row, as in tensor.table: {'layers.*.attention': 'num_heads'}, keep the "
+                "module whole with 'replicate', or set mesh.tp: 1"
+            ) from error

@@ -32,6 +32,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
+def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """log softmax(logits)[target], 0 for ``IGNORE``; fp32 (fp64 for fp64 logits): [..., V], [...] -> [...]."""
+    rows = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
+    losses = F.cross_entropy(rows, targets.reshape(-1), ignore_index=IGNORE, reduction="none")
+    return -losses.view(targets.shape)
+
+
 def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The formula as it stands: the reference."""
     wide = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))

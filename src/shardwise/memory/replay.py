@@ -10,6 +10,8 @@ out of its turn, in the backward pass of another microbatch perhaps, puts it bac
     with again:                                            ... and later, as often as it likes
         block(x)
 
+What else a pass decides once and a piece of it must find again stands here too: whether it left the sequence whole.
+
 A layer that runs twice in one pass must not drop the same features twice: ``next_call`` numbers its calls, and
 ``again`` takes the numbers back too. One object per engine, handed to those who need it; nothing is global.
 
@@ -42,6 +44,20 @@ class Replay:
     def __init__(self) -> None:
         self._place: Place | None = None
         self._calls: dict[str, int] = {}
+        self.whole_sequence = False
+        """True where the last pass with gradients did not cut the sequence, though the model is made for it."""
+        self.stays_whole = False
+        """True while no pass shall cut the sequence."""
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What runs inside leaves the sequence whole."""
+        before = self.stays_whole, self.whole_sequence
+        self.stays_whole = self.whole_sequence = True
+        try:
+            yield
+        finally:
+            self.stays_whole, self.whole_sequence = before
 
     @property
     def place(self) -> Place:
@@ -80,13 +96,13 @@ class Replay:
 class _Again(AbstractContextManager[None]):
     def __init__(self, replay: Replay):
         self._replay = replay
-        self._then = replay._place, dict(replay._calls)
-        self._before: list[tuple[Place | None, dict[str, int]]] = []
+        self._then = replay._place, dict(replay._calls), replay.whole_sequence
+        self._before: list[tuple[Place | None, dict[str, int], bool]] = []
 
     def __enter__(self) -> None:
-        self._before.append((self._replay._place, self._replay._calls))
-        place, calls = self._then
+        self._before.append((self._replay._place, self._replay._calls, self._replay.whole_sequence))
+        place, calls, self._replay.whole_sequence = self._then
         self._replay._place, self._replay._calls = place, dict(calls)
 
     def __exit__(self, *exception: Any) -> None:
-        self._replay._place, self._replay._calls = self._before.pop()
+        self._replay._place, self._replay._calls, self._replay.whole_sequence = self._before.pop()

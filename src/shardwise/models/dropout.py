@@ -37,8 +37,9 @@ class KeyedDropout(nn.Module):
         place = self._replay.place
         call = self._replay.next_call(self.name)
         draw = Draw(self._key, place.step, place.first_sample, place.samples, call)
-        # A sequence is cut in passes with gradients alone.
-        is_cut = self.cut is not None and (self.cut.dim != 1 or torch.is_grad_enabled())
+        # A sequence is cut in passes with gradients alone, and not in all of them.
+        cuts_sequence = torch.is_grad_enabled() and not self._replay.whole_sequence
+        is_cut = self.cut is not None and (self.cut.dim != 1 or cuts_sequence)
         return keyed_dropout(x, self.p, draw, self.cut if is_cut else None)
 
     def extra_repr(self) -> str:

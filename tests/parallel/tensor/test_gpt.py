@@ -10,7 +10,6 @@ from shardwise.comm.world import World
 from shardwise.models.generate import generate
 from shardwise.models.gpt import GptPolicy
 from shardwise.parallel.tensor.apply import make_parallel, table_of
-from shardwise.plan.errors import UsageError
 from tests.models.shapes import GPT2, LLAMA, restless, tokens
 from tests.parallel.tensor.whole import TOLERANCE, differences, tensor_group, worst
 
@@ -90,32 +89,37 @@ def test_generation_is_equal_past_the_context(ranks: Any, gpt2: bool) -> None:
         assert distance < 1e-12
 
 
-def refusals(world: World) -> list[str]:
+def outside(world: World) -> None:
     model = restless(LLAMA, torch.float64)
     make_parallel(model, table_of(model), tensor_group(world), sequence=True)
-    texts = []
-    for call in (
-        lambda: model(tokens(2, 7), tokens(2, 7)),
-        lambda: model(tokens(2, 1)),
-        lambda: model(tokens(2, 8), cache=object()),
-    ):
-        with pytest.raises(UsageError) as caught:
-            call()
-        texts.append(str(caught.value))
     with pytest.raises(IndexError):
         model(tokens(2, 8) + 50)
     with pytest.raises(RuntimeError, match="index"):
         model(tokens(2, 8), tokens(2, 8) + 50)
     with pytest.raises(RuntimeError, match="index"):
         model(tokens(2, 8), tokens(2, 8) - 99)
-    return texts
 
 
-def test_what_a_cut_sequence_cannot_do_is_refused_on_every_rank(ranks: Any) -> None:
-    for odd, one, cached in ranks(2).run(refusals):
-        assert "7 tokens does not divide over tp=2" in odd and "nearest that does is 6 or 8" in odd
-        assert "nearest that does is 2." in one
-        assert "cache is for generation" in cached
+def test_a_token_of_no_rank_fails_on_every_rank(ranks: Any) -> None:
+    ranks(2).run(outside)
+
+
+def uneven(world: World, name: str, length: int) -> dict[str, float]:
+    policy = MODELS[name]
+    given, targets = batch(policy.vocab or 0)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        loss: Tensor = model(given, targets) + 2 * model(given[:, :length], targets[:, :length])
+        return loss
+
+    return differences(world, lambda: restless(policy, torch.float64), loss_of, sequence=True)
+
+
+@pytest.mark.parametrize("length", [7, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_that_do_not_divide_leave_the_sequence_whole(ranks: Any, name: str, length: int) -> None:
+    distance, where = worst(ranks(2).run(uneven, name, length))
+    assert distance <= TOLERANCE, where
 
 
 def on_meta(world: World) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt
@@ -18,18 +19,6 @@ from tests.engine.nets import Language, seeded
 from tests.models.shapes import LLAMA, restless, tokens
 from tests.parallel.tensor.test_layout import NET
 from tests.parallel.tensor.whole import TOLERANCE, differences, tensor_group, worst
-
-
-class Conv1D(nn.Module):
-    """A linear layer that stores [inputs, outputs], as transformers' does."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs))
-        self.bias = nn.Parameter(torch.randn(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
 
 
 class Net(nn.Module):

@@ -12,6 +12,7 @@ from shardwise.comm.world import World
 from shardwise.kernels.dropout import Cut
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import dropout_cuts
+from shardwise.parallel.tensor.region import WithheldLogits
 from shardwise.plan.errors import PlanError, UsageError
 from tests.engine.nets import seeded
 from tests.parallel.tensor.whole import TOLERANCE, differences, tensor_group, worst
@@ -62,6 +63,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         t("LlamaConfig")(**LLAMA_LIKE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
     ),
     "mistral": lambda: t("MistralForCausalLM")(t("MistralConfig")(**LLAMA_LIKE, sliding_window=4)),
+    "gemma": lambda: t("GemmaForCausalLM")(t("GemmaConfig")(**LLAMA_LIKE, head_dim=4)),
+    "gemma2": lambda: t("Gemma2ForCausalLM")(t("Gemma2Config")(**LLAMA_LIKE, head_dim=4, sliding_window=4)),
+    "gemma3": lambda: t("Gemma3ForCausalLM")(
+        t("Gemma3TextConfig")(**LLAMA_LIKE, head_dim=4, sliding_window=4)
+    ),
     "qwen2": lambda: t("Qwen2ForCausalLM")(t("Qwen2Config")(**LLAMA_LIKE)),
     "qwen3": lambda: t("Qwen3ForCausalLM")(t("Qwen3Config")(**LLAMA_LIKE, head_dim=8)),
     "gpt2": lambda: t("GPT2LMHeadModel")(t("GPT2Config")(**GPT2_LIKE)),
@@ -96,6 +102,8 @@ def moved(name: str) -> nn.Module:
 
 
 def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
+    if hasattr(module, "eps"):  # Gemma's
+        return nn.functional.rms_norm(x, module.weight.shape, 1 + module.weight, module.eps)
     return nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
@@ -148,7 +156,7 @@ def continued(world: World, name: str) -> list[Any]:
         *texts,
         float((expected.logits - found.logits).abs().max()),
         float((expected.loss - found.loss).abs()),
-        training.logits is None,
+        isinstance(training.logits, WithheldLogits),
     ]
 
 
@@ -181,16 +189,112 @@ def test_dropout_inside_attention_is_refused(ranks: Any) -> None:
     assert "config.attn_pdrop is 0.1" in ranks(2).run(attention_dropout)[0]
 
 
-def single_places(world: World) -> str:
+def uneven_gradients(world: World, name: str, tokens: int) -> dict[str, float]:
+    """Of a pass of 8 tokens and one of another number, whose graphs live together."""
+    given, labels = batch(name)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        long = model(input_ids=given, labels=labels).loss
+        short = model(input_ids=given[:, :tokens], labels=labels[:, :tokens].contiguous()).loss
+        loss: Tensor = long + 2 * short
+        return loss
+
+    return differences(world, lambda: moved(name), loss_of, sequence=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bert"])
+def test_a_pass_whose_tokens_do_not_divide_leaves_the_sequence_whole(ranks: Any, name: str) -> None:
+    """Seven tokens on two ranks, in one step with eight: norms and row biases are summed over tp in both."""
+    distance, where = worst(ranks(2).run(uneven_gradients, name, 7))
+    assert distance <= TOLERANCE, where
+
+
+def single_places(world: World) -> dict[str, float]:
+    given = batch("llama")[0]
+    return differences(
+        world,
+        lambda: moved("llama"),
+        lambda model: model(given, logits_to_keep=1).logits.square().sum(),
+        sequence=True,
+    )
+
+
+def test_logits_of_single_places_leave_the_sequence_whole(ranks: Any) -> None:
+    distance, where = worst(ranks(2).run(single_places))
+    assert distance <= TOLERANCE, where
+
+
+def withheld(world: World) -> list[str]:
+    given, labels = batch("llama")
     model = moved("llama")
     make_parallel(model, table_of(model), tensor_group(world), sequence=True)
-    with pytest.raises(UsageError) as caught:
-        model(batch("llama")[0], logits_to_keep=1)
+    logits, texts = model(input_ids=given, labels=labels).logits, []
+    for use in (
+        lambda: logits.shape,
+        lambda: logits[:, -1],
+        lambda: logits + 1,
+        lambda: torch.softmax(logits, -1),
+    ):
+        with pytest.raises(UsageError) as caught:
+            use()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_any_use_of_withheld_logits_names_the_ways_to_get_them(ranks: Any) -> None:
+    for text in ranks(2).run(withheld)[0]:
+        assert "engine.log_probs(batch, targets)" in text and "tensor.whole_logits: true" in text
+
+
+class Scaled(nn.Linear):
+    """What many do to a linear layer: a factor in its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+def subclassed(world: World, style: str, instance: bool) -> str:
+    model = seeded(MODELS["llama"])
+    layer, leaf = (model.model.layers[0].mlp, "down_proj") if style == "row" else (model, "lm_head")
+    given = getattr(layer, leaf)
+    if instance:
+        given.forward = lambda x: 3 * nn.functional.linear(x, given.weight)
+    else:
+        given.__class__ = Scaled
+    with pytest.raises(PlanError) as caught:
+        make_parallel(model, table_of(model), tensor_group(world), sequence=True)
     return str(caught.value)
 
 
-def test_logits_of_single_places_are_refused_where_the_sequence_is_cut(ranks: Any) -> None:
-    assert "logits_to_keep is for generation" in ranks(2).run(single_places)[0]
+@pytest.mark.parametrize("instance", [False, True], ids=["class", "instance"])
+@pytest.mark.parametrize("style", ["row", "head"])
+def test_a_linear_layer_with_a_forward_of_its_own_is_refused_by_name(
+    ranks: Any, style: str, instance: bool
+) -> None:
+    text = ranks(2).run(subclassed, style, instance)[0]
+    assert ("layers.0.mlp.down_proj" if style == "row" else "lm_head") in text
+    assert ("was replaced on the instance" if instance else "is a Scaled whose forward is its own") in text
+
+
+class Blended(nn.Embedding):
+    """Uses its weight for more than the lookup."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) - self.weight.mean(0)
+
+
+def blended(world: World) -> str:
+    model = moved("llama")
+    model.model.embed_tokens.__class__ = Blended
+    make_parallel(model, table_of(model), tensor_group(world), sequence=True)
+    with pytest.raises(PlanError) as caught:
+        model(batch("llama")[0])
+    return str(caught.value)
+
+
+def test_an_embedding_that_needs_all_rows_is_refused_by_name(ranks: Any) -> None:
+    text = ranks(2).run(blended)[0]
+    assert "model.embed_tokens is a Blended, whose forward uses its weight in mean" in text
 
 
 def dropouts(name: str, config: str, **dropping: float) -> dict[str, Any]:

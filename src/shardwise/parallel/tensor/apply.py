@@ -14,8 +14,10 @@ from torch.nn import functional as F
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
 from shardwise.kernels.cross_entropy import IGNORE
+from shardwise.memory.replay import Replay
 from shardwise.parallel.tensor.layers import (
     ColumnLinear,
+    OwnLookup,
     RowLinear,
     SequenceEmbedding,
     VocabularyEmbedding,
@@ -26,6 +28,7 @@ from shardwise.parallel.tensor.layout import (
     Style,
     Table,
     divided,
+    has_known_forward,
     in_region,
     is_transposed,
     places,
@@ -57,7 +60,12 @@ def table_of(model: nn.Module, rows: Mapping[str, str] | None = None) -> Table:
 
 
 def make_parallel(
-    model: nn.Module, table: Table, group: Group, sequence: bool, region: Region | None = None
+    model: nn.Module,
+    table: Table,
+    group: Group,
+    sequence: bool,
+    region: Region | None = None,
+    replay: Replay | None = None,
 ) -> dict[str, Place]:
     """Cut ``model`` in place over the ranks of ``group``; return the place of every parameter, by each of its names.
 
@@ -69,7 +77,7 @@ def make_parallel(
         return placed
     _check_dropout(model)
     by_module = styles(model, table)
-    region = region or Region(group, sequence and table.sequence)
+    region = region or Region(group, sequence and table.sequence, replay)
     done: set[int] = set()
     for name, parameter in model.named_parameters():
         if id(parameter) not in done:
@@ -126,7 +134,7 @@ def _parallel(name: str, module: nn.Module, style: Style, region: Region, inside
     if "region" in style.flags:
         _on_input(new, _entering(name, region, style.sees_whole))
     if region.sequence and "enter" in style.flags:
-        _on_input(new, lambda x: duals.cut(x, region.group, name) if region.cut else x)
+        _on_input(new, _beginning(name, region))
     if region.sequence and "leave" in style.flags:
         new.register_forward_hook(_leaving(name, region))
     return new
@@ -141,12 +149,23 @@ def _layer(name: str, module: nn.Module, style: Style, region: Region, inside: b
     if style.kind == "vocabulary":
         assert isinstance(module, nn.Embedding), "the layout has checked it"
         rows = _rows(module.num_embeddings, region.group)
+        if not has_known_forward(module):
+            OwnLookup(module, name, region, rows)
+            if not whole:
+                module.register_forward_hook(lambda module, args, output: _beginning(name, region)(output))
+            return module
         return VocabularyEmbedding(module, name, region, rows, module.num_embeddings, whole)
     if style.kind == "head":
         assert isinstance(module, nn.Linear), "the layout has checked it"
         rows = _rows(module.out_features, region.group)
         return VocabularyHead(module, name, region, rows, module.out_features, whole)
     if style.kind == "sequence" and isinstance(module, nn.Embedding) and not whole:
+        if not has_known_forward(module):
+            raise PlanError(
+                f"tensor.table: {name}: style sequence cannot cut the ids of a {type(module).__name__}, whose "
+                f"forward is its own; keep its sequence whole with {{{name!r}: 'sequence whole'}}, or set "
+                "tensor.sequence_parallel: false"
+            )
         return SequenceEmbedding(module, name, region)
     return module
 
@@ -173,10 +192,18 @@ def _divide(name: str, module: nn.Module, attribute: str, ranks: int) -> None:
 
 def _entering(name: str, region: Region, sees_whole: bool) -> Callable[[Tensor], Tensor]:
     def enter(x: Tensor) -> Tensor:
-        dual = duals.gather if region.cut and not sees_whole else duals.copy
-        return dual(x, region.group, name)
+        if region.cut and not sees_whole:
+            return duals.gather(x, region.group, name)
+        return duals.copy(region.inward(x, sees_whole), region.group, name)
 
     return enter
+
+
+def _beginning(name: str, region: Region) -> Callable[[Tensor], Tensor]:
+    def begin(x: Tensor) -> Tensor:
+        return duals.cut(x, region.group, name) if region.cut else region.outward(x, sees_whole=False)
+
+    return begin
 
 
 def _on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -191,12 +218,13 @@ def _on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _leaving(name: str, region: Region) -> Callable[..., Any]:
+    def end(x: Tensor) -> Tensor:
+        return duals.join(x, region.group, name) if region.cut else region.inward(x, sees_whole=False)
+
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if not region.cut:
-            return output
         if isinstance(output, tuple):
-            return (duals.join(output[0], region.group, name), *output[1:])
-        return duals.join(output, region.group, name)
+            return (end(output[0]), *output[1:])
+        return end(output)
 
     return after
 

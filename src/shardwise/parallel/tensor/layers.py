@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
 from shardwise.parallel.tensor.region import Region
+from shardwise.plan.errors import PlanError
 
 
 class _Cut(nn.Module):
@@ -75,6 +77,7 @@ class ColumnLinear(_Cut):
         weight = self.weight.mT if self.transposed else self.weight
         if not self.enters:
             return F.linear(x, weight, self.bias)
+        x = self.region.inward(x, self.sees_whole)
         return column(x, weight, self.bias, self.region.group, self.cut, self.name)
 
 
@@ -99,6 +102,7 @@ class RowLinear(_Cut):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.mT if self.transposed else self.weight
         y = _autocast(_Row, x, weight, None, self.region.group, self.cut, self.name)
+        y = self.region.outward(y, self.sees_whole)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -125,13 +129,70 @@ class VocabularyEmbedding(_Cut):
             self.padding_idx = replaced.padding_idx - rows.start
 
     def forward(self, tokens: Tensor) -> Tensor:
-        foreign = (tokens < self.rows.start) | (tokens >= self.rows.stop)
-        # A token outside the vocabulary must fail as it does uncut, and on every rank.
-        unknown = (tokens < 0) | (tokens >= self.vocabulary)
-        local = (tokens - self.rows.start).masked_fill_(foreign, 0).masked_fill_(unknown, -1)
-        rows = F.embedding(local, self.weight, self.padding_idx).masked_fill(foreign[..., None], 0)
+        rows = own_rows(tokens, self.weight, self.rows, self.vocabulary, self.padding_idx)
         group = self.region.group
-        return duals.scatter(rows, group, self.name) if self.cut else duals.reduce(rows, group, self.name)
+        if self.cut:
+            return duals.scatter(rows, group, self.name)
+        return self.region.outward(duals.reduce(rows, group, self.name), self.sees_whole)
+
+
+def own_rows(tokens: Tensor, weight: Tensor, rows: slice, vocabulary: int, padding_idx: int | None) -> Tensor:
+    """Rows of this rank's ``weight``, [first, last) of the vocabulary, and zeros for tokens of other ranks."""
+    foreign = (tokens < rows.start) | (tokens >= rows.stop)
+    # A token outside the vocabulary must fail as it does uncut, and on every rank.
+    unknown = (tokens < 0) | (tokens >= vocabulary)
+    local = (tokens - rows.start).masked_fill_(foreign, 0).masked_fill_(unknown, -1)
+    return F.embedding(local, weight, padding_idx).masked_fill(foreign[..., None], 0)
+
+
+class OwnLookup(TorchFunctionMode):
+    """Cuts the lookup inside the forward of an embedding whose class adds something of its own, a factor, say.
+
+    The module stays in its place, with its hooks, buffers and attributes; while its forward runs, ``F.embedding`` of
+    its weight is the sum of all ranks' rows, whole and alike on all of them, so that whatever comes before and after is
+    computed as it is uncut. Any other use of the weight is refused: a rank holds some of its rows alone.
+    """
+
+    def __init__(self, module: nn.Embedding, name: str, region: Region, rows: slice) -> None:
+        super().__init__()
+        self.module, self.name, self.region, self.rows = module, name, region, rows
+        self.vocabulary = module.num_embeddings
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self.__enter__()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, weight = kwargs or {}, self.module.weight
+        if function is F.embedding and len(args) > 1 and args[1] is weight:
+            padding = self.module.padding_idx
+            inside = padding is not None and self.rows.start <= padding < self.rows.stop
+            here = padding - self.rows.start if padding is not None and inside else None
+            found = own_rows(args[0], weight, self.rows, self.vocabulary, here)
+            return duals.reduce(found, self.region.group, self.name)
+        if any(each is weight for each in (*args, *kwargs.values())) and not is_harmless(function):
+            raise PlanError(
+                f"tensor: {self.name} is a {type(self.module).__name__}, whose forward uses its weight in "
+                f"{getattr(function, '__name__', function)}, but a rank holds some of its rows alone; keep it "
+                f"whole with tensor.table: {{{self.name!r}: 'replicate'}}"
+            )
+        return function(*args, **kwargs)
+
+
+_HARMLESS = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("dtype", "device", "is_cuda", "is_meta", "requires_grad", "layout", "is_leaf", "grad_fn")
+}
+_HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim}
+
+
+def is_harmless(function: Any) -> bool:
+    """True for what reads of a tensor nothing that a cut changes."""
+    return function in _HARMLESS
 
 
 class SequenceEmbedding(_Cut):
@@ -179,6 +240,7 @@ class VocabularyHead(_Cut):
         padding = len(weight) - held
         if padding:  # The last ranks' shards are filled up with rows that are no token's.
             weight, bias = weight[:held], None if bias is None else bias[:held]
+        x = self.region.inward(x, self.sees_whole)
         logits = column(x, weight, bias, group, self.cut, self.name)  # [B, T, V/tp]
         if targets is not None:
             return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, group)

@@ -46,6 +46,7 @@ Kind = Literal["column", "row", "vocabulary", "head", "sequence", "partial", "re
 KINDS: tuple[str, ...] = get_args(Kind)
 _FLAGS = ("whole", "region", "enter", "leave")
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(=\d+/\d+)?")
+_CONV1D_MODULE = "transformers.pytorch_utils"
 _PARTS = re.compile(r"\d+(\+\d+)*")
 
 
@@ -223,7 +224,22 @@ def divided(number: int, ranks: int) -> int:
 
 def is_transposed(module: nn.Module) -> bool:
     """True for a linear layer that stores [inputs, outputs], as GPT-2's in transformers."""
-    return type(module).__name__ == "Conv1D"
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__ == _CONV1D_MODULE for kind in type(module).__mro__
+    )
+
+
+def has_known_forward(module: nn.Module) -> bool:
+    """True for a linear layer or an embedding that computes what its class of torch (or transformers) does, no more."""
+    if "forward" in vars(module):  # an instance's own, which others put there
+        return False
+    forward = type(module).forward
+    if type(module).__module__.startswith("shardwise.models."):
+        return True  # ours; the cut head takes targets as ours does
+    if is_transposed(module):
+        kind = next(kind for kind in type(module).__mro__ if kind.__module__ == _CONV1D_MODULE)
+        return forward is kind.__dict__.get("forward")
+    return forward in (nn.Linear.forward, nn.Embedding.forward)
 
 
 def _around(name: str) -> Iterator[str]:
@@ -269,6 +285,15 @@ def _check_module(name: str, leaf: str, module: nn.Module, style: Style) -> None
     if not isinstance(module, wanted) and not (wanted is nn.Linear and is_transposed(module)):
         raise PlanError(
             f"tensor.table: {name}: style {style.kind} is for a {wanted.__name__}, this is a {type(module).__name__}"
+        )
+    if not has_known_forward(module) and not isinstance(module, nn.Embedding):
+        owner = name.rpartition(".")[0]
+        whose = "was replaced on the instance" if "forward" in vars(module) else "is its own"
+        raise PlanError(
+            f"tensor: {owner} is a {type(module).__name__} whose forward {whose}, so cutting its weight as a "
+            f"{wanted.__name__}'s could compute something else; keep it whole with "
+            f"tensor.table: {{{owner!r}: 'replicate'}} (and what it feeds), or put the addition into a module around a "
+            f"plain {wanted.__name__}"
         )
     if leaf not in ("weight", "bias") or any(key not in ("weight", "bias") for key in module._parameters):
         raise PlanError(

@@ -2,7 +2,7 @@
 
     m_i = max z_i        s_i = sum exp(z_i - m_i)        t_i = z[target] where rank i holds it, else 0
     M   = max m_i        lse = M + log sum s_i exp(m_i - M)        loss = mean(lse - sum t_i)
-    d loss/dz = (exp(z - lse) - onehot(target)) / n
+    log p = sum t_i - lse                                d log p/dz = onehot(target) - exp(z - lse)
 
 One all-gather of (m, s, t) a row; every rank then computes the same bits. Rows are cast to fp32 a few at a time, the
 logits themselves are all that is saved, and the gradient is computed straight into its buffer, as in
@@ -32,18 +32,29 @@ def vocabulary_cross_entropy(
 
     logits   [..., V/tp], columns [first, first + V/tp) of ``vocabulary``;  targets [...] over the whole vocabulary
     """
+    found = vocabulary_log_probs(logits, targets, first, vocabulary, group).reshape(-1)
+    counts = (targets != IGNORE).reshape(-1)
+    share = counts.to(found.dtype) / (counts.sum().clamp_min(1) if count is None else count)  # [N]
+    return -torch.dot(found, share)
+
+
+@uncompiled
+def vocabulary_log_probs(
+    logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group
+) -> Tensor:
+    """log softmax(logits)[target] of every row, 0 where the target is ``IGNORE``: [...]; dtypes and shapes as above."""
     rows = logits.flatten(0, -2)
-    return _VocabularyCrossEntropy.apply(rows, targets.reshape(-1), first, vocabulary, group, count)
+    found: Tensor = _VocabularyLogProbs.apply(rows, targets.reshape(-1), first, vocabulary, group)
+    return found.view(targets.shape)
 
 
-class _VocabularyCrossEntropy(torch.autograd.Function):
+class _VocabularyLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group, count: Any
+        ctx: Any, logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         counts = targets != IGNORE
-        share = counts.to(wide) / (counts.sum().clamp_min(1) if count is None else count)  # [N]
         # Targets of other ranks are masked; those of no rank must still fail in gather, on every rank.
         columns = targets - first
         foreign = (targets < vocabulary) & (targets >= 0) & ((columns < 0) | (columns >= logits.shape[1]))
@@ -66,18 +77,17 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         largest = every[:, 0].amax(0)
         total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
         lse = largest + total.log_()  # [N]
-        losses = (lse - every[:, 2].sum(0)).masked_fill_(~counts, 0)
-        ctx.save_for_backward(logits, columns, lse, share, share * owned)
-        return torch.dot(losses, share)
+        ctx.save_for_backward(logits, columns, lse, counts, owned)
+        return (every[:, 2].sum(0) - lse).masked_fill_(~counts, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        logits, columns, lse, share, owned_share = ctx.saved_tensors
-        scale, owned_scale = (share * grad)[:, None], (owned_share * grad)[:, None]  # [N, 1]
+        logits, columns, lse, counts, owned = ctx.saved_tensors
+        scale, owned_scale = (grad * counts)[:, None], (grad * owned)[:, None]  # [N, 1]
         d_logits = torch.empty_like(logits)
         if logits.shape[1]:
             for rows in row_chunks(logits):
-                d_rows = torch.sub(logits[rows], lse[rows, None]).exp_().mul_(scale[rows])
-                d_logits[rows] = d_rows.scatter_add_(1, columns[rows], -owned_scale[rows])
-        return d_logits, None, None, None, None, None
+                d_rows = torch.sub(logits[rows], lse[rows, None]).exp_().mul_(-scale[rows])
+                d_logits[rows] = d_rows.scatter_add_(1, columns[rows], owned_scale[rows])
+        return d_logits, None, None, None, None

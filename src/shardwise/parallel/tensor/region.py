@@ -2,18 +2,34 @@
 
 With sequence parallelism a training pass is cut: between the cut layers each rank holds T/tp tokens. A pass without
 gradients is not: it keeps no activations, so a cut would save little, and it may have any length and a cache. What
-lies inside a backward pass (a block computed again) always belongs to a cut pass.
+lies inside a backward pass (a block computed again) belongs to the last pass with gradients, or to the pass that its
+``Replay`` brings back.
+
+[Note: a whole pass of a model that is made to be cut] A training pass whose tokens do not divide over the ranks, or in
+which the model reads single places of the sequence, stays whole. The gradients of norms and row biases are summed over
+"tp" after it all the same, because the registry says so of every pass. So between the cut layers each rank's gradient
+is made an addend, 1/tp of what it would be: a number to multiply by where a cut pass would send something.
+
+                          cut pass                  whole pass
+    into the cut layers   gather                    identity, gradient summed over the ranks and divided by tp
+    out of them           scatter of the sum        sum; gradient times tp
+    begin of the cut      slice                     identity; gradient times tp
+    end of the cut        join                      identity; gradient divided by tp
 
 Shapes: T global sequence, tp ranks.
 """
 
 import inspect
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm import duals
 from shardwise.comm.collectives import Group
+from shardwise.memory.replay import Replay
 from shardwise.plan.errors import UsageError
 
 _TOKENS = ("tokens", "input_ids", "inputs_embeds")
@@ -24,52 +40,108 @@ _LATEST_ONLY = ("cache", "past_key_values", "logits_to_keep")
 class Region:
     """One per model made parallel; its layers ask it in forward."""
 
-    def __init__(self, group: Group, sequence: bool) -> None:
+    def __init__(self, group: Group, sequence: bool, replay: Replay | None = None) -> None:
         self.group = group
         self.sequence = sequence
-        self.cut = sequence
-        """True while activations between the cut layers hold this rank's part of the sequence."""
+        self.replay = replay or Replay()
         self.logits_cut = False
         """True while the head's output goes to a loss that takes this rank's part of the vocabulary."""
+        self.keeps_cut_logits = False
+        """True while a caller asks for a pass whose logits stay cut, without labels."""
+        self.takes_cut_logits = False
+        """Whether what follows the head works on part of the vocabulary as on all of it."""
+        self._without_gradients = False
+
+    @property
+    def cut(self) -> bool:
+        """True while activations between the cut layers hold this rank's part of the sequence."""
+        return self.sequence and not self._without_gradients and not self.replay.whole_sequence
+
+    @property
+    def adds(self) -> bool:
+        """True while they hold all of it, but gradients are addends: see the note."""
+        return self.sequence and not self._without_gradients and self.replay.whole_sequence
+
+    def inward(self, x: Tensor, sees_whole: bool) -> Tensor:
+        """An activation on its way into cut layers that do not gather it, or behind the end of the cut."""
+        return duals.scale(x, 1 / self.group.size) if self.adds and not sees_whole else x
+
+    def outward(self, y: Tensor, sees_whole: bool) -> Tensor:
+        """One that has left cut layers without being scattered, or in front of the begin of the cut."""
+        return duals.scale(y, self.group.size) if self.adds and not sees_whole else y
+
+    @contextmanager
+    def keep_cut_logits(self) -> Iterator[None]:
+        """In passes inside, the head gives this rank's columns, and so does the model."""
+        self.keeps_cut_logits = True
+        try:
+            yield
+        finally:
+            self.keeps_cut_logits = False
 
     def watch(self, model: nn.Module, takes_cut_logits: bool) -> None:
         """Decide at the start of each pass of ``model``, the root; ``takes_cut_logits`` where labels are given."""
         signature = inspect.signature(model.forward)
+        self.takes_cut_logits = takes_cut_logits
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = signature.bind_partial(*args, **kwargs).arguments
             given |= given.get("kwargs", {})
             training = torch.is_grad_enabled()
-            self.cut = self.sequence and training
-            self.logits_cut = takes_cut_logits and training and given.get("labels") is not None
-            if self.cut:
-                _check(given, self.group.size)
+            self._without_gradients = not training
+            if training:
+                self.replay.whole_sequence = self.replay.stays_whole or not _can_cut(given, self.group.size)
+            by_loss = takes_cut_logits and training and given.get("labels") is not None
+            self.logits_cut = by_loss or self.keeps_cut_logits
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            if self.logits_cut and getattr(output, "logits", None) is not None:
-                output.logits = None  # A part of the vocabulary must not pass for the whole.
-            self.cut, self.logits_cut = self.sequence, False
+            if self.logits_cut and not self.keeps_cut_logits and getattr(output, "logits", None) is not None:
+                output.logits = WithheldLogits()  # A part of the vocabulary must not pass for the whole.
+            self._without_gradients = self.logits_cut = False
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
 
 
-def _check(given: dict[str, Any], ranks: int) -> None:
-    latest = [name for name in _LATEST_ONLY if not (given.get(name) is None or _is_zero(given[name]))]
-    if latest:
+class WithheldLogits:
+    """Stands where a training pass with labels would give logits: each rank has some columns, nobody has them all.
+
+    Any use is an error that names the ways to what was wanted.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            f"sequence parallelism: {latest[0]} is for generation, but gradients are recorded; call the model under "
-            "torch.no_grad()"
+            "logits: in a training pass with labels under tensor parallelism each rank holds a part of the vocabulary, "
+            "and the whole is never made. For log-probabilities of given tokens call engine.log_probs(batch, targets); "
+            "for whole logits call the model without labels, engine.predict(batches) where no gradients are needed, or "
+            "set tensor.whole_logits: true"
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """In a function of torch."""
+        cls()._refuse()
+
+    __getitem__ = __len__ = __iter__ = __array__ = __float__ = __bool__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = (
+        _refuse
+    )
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+    def __repr__(self) -> str:
+        return "<logits: cut over the vocabulary>"
+
+
+def _can_cut(given: dict[str, Any], ranks: int) -> bool:
+    if any(not (given.get(name) is None or _is_zero(given[name])) for name in _LATEST_ONLY):
+        return False
     tokens = _tokens(given)
-    if tokens is not None and tokens % ranks:
-        below, above = tokens // ranks * ranks, -(-tokens // ranks) * ranks
-        near = f"{below} or {above}" if below else f"{above}"
-        raise UsageError(
-            f"sequence parallelism: a sequence of {tokens} tokens does not divide over tp={ranks} ranks; the nearest "
-            f"that does is {near}. Pad it with targets of -100, set tensor.sequence_parallel: false, or, where no "
-            "gradients are needed, call the model under torch.no_grad()"
-        )
+    return tokens is None or tokens % ranks == 0
 
 
 def _is_zero(value: Any) -> bool:

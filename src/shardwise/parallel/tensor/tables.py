@@ -4,6 +4,7 @@
     llama     embed_tokens, layers.*.{self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj}   LLaMA, Mistral, Qwen ...
     gpt2      wte, wpe, h.*.{attn.{c_attn,c_proj}, mlp.{c_fc,c_proj}}, ln_f                GPT-2
     bert      embeddings, encoder.layer.*.{attention, intermediate, output}                BERT, RoBERTa ...
+    of known  attention with q_proj, k_proj, v_proj, of classes that are listed             BART, OPT, GPT-J ...
     a plan    any, by the model's ``tp_plan`` (transformers)                               Starcoder2, Phi, OLMo ...
 
 These models compute masks and positions from the length of their embeddings, so the sequence is cut before their first
@@ -26,7 +27,7 @@ _CAUSAL_LOSS = "ForCausalLMLoss"
 
 def known_table(model: nn.Module) -> Table | None:
     """The table of a LLaMA-, GPT-2- or BERT-shaped model, or of one with a plan; None where there is none."""
-    readers: tuple[Callable[[nn.Module], Table | None], ...] = (_llama, _gpt2, _bert, _planned)
+    readers: tuple[Callable[[nn.Module], Table | None], ...] = (_llama, _gpt2, _bert, _planned, _projections)
     return next((table for reader in readers if (table := reader(model)) is not None), None)
 
 
@@ -107,6 +108,8 @@ def _gpt2(model: nn.Module) -> Table | None:
             return None
         if {child for child, _ in _with_parameters(attention)} != {"c_attn", "c_proj"}:
             return None
+        if not is_transposed(attention.c_attn):
+            return None  # Of its kind, but with heads of keys laid out otherwise (GPTBigCode).
         heads = attention.num_heads
         rows |= {
             f"{name}.ln_1": "sequence",
@@ -142,6 +145,8 @@ def _bert(model: nn.Module) -> Table | None:
         linears += ["attention.output.dense", "intermediate.dense", "output.dense"]
         if attention is None or not all(isinstance(modules.get(key), nn.Linear) for key in linears):
             return None
+        if getattr(layer, "attention_type", "original_full") != "original_full":
+            return None  # BigBird's blocks of attention count heads by the configuration.
         heads = attention.num_attention_heads
         rows |= {
             f"{name}.attention.self": "region num_attention_heads all_head_size",
@@ -200,10 +205,11 @@ def _planned(model: nn.Module) -> Table | None:
 
 
 def _planned_owner(owner: str, modules: dict[str, nn.Module], words: dict[str, str]) -> dict[str, str] | None:
+    module = modules[owner]
+    words = {name: word for name, word in words.items() if word not in _WHOLE_WORDS}
     linears = {name: modules[name] for name in words}
     if set(words.values()) != {"colwise", "rowwise"} or not all(map(_linear, linears.values())):
         return None
-    module = modules[owner]
     size = next((getattr(module, key) for key in ("head_dim", "head_size") if hasattr(module, key)), None)
     config = getattr(module, "config", None)
     heads = getattr(config, "num_attention_heads", None)
@@ -227,6 +233,67 @@ def _planned_owner(owner: str, modules: dict[str, nn.Module], words: dict[str, s
                 return None
             rows[name] = "partial"
     return rows
+
+
+_WHOLE_WORDS = ("replicated_with_grad_allreduce", "replicate", "replicated")
+"""Words of a plan for what every rank holds all of: norms over the features of one head."""
+
+
+# Projections -------------------------------------------------------------------------------------------------------
+
+_QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+_LEAVING = ("out_proj", "o_proj", "dense")
+_FEED_FORWARD = (("fc1", "fc2"), ("fc_in", "fc_out"))
+_COUNTS = ("num_heads", "num_attention_heads", "embed_dim")
+"""Attributes of an attention module that count its heads, or their features together."""
+
+
+def _projections(model: nn.Module) -> Table | None:
+    """Attention with separate projections, and feed-forward pairs, in models whose other parts stay whole.
+
+    Each projection enters for itself, since the keys of a decoder come from its encoder.
+    """
+    rows: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ not in _PROJECTING:
+            continue
+        leaving = next((key for key in _LEAVING if isinstance(getattr(module, key, None), nn.Linear)), None)
+        heads = next((getattr(module, key) for key in _COUNTS[:2] if hasattr(module, key)), None)
+        children = {child for child, _ in _with_parameters(module)}
+        if leaving is None or not heads or children != {*_QUERY_KEY_VALUE, leaving}:
+            return None
+        rows[name] = " ".join(key for key in _COUNTS if isinstance(getattr(module, key, None), int))
+        rows |= {f"{name}.{key}": f"column {heads}" for key in _QUERY_KEY_VALUE}
+        rows[f"{name}.{leaving}"] = f"row {heads}"
+    if not rows:
+        return None
+    for name, module in model.named_modules():
+        for first, second in _FEED_FORWARD:
+            if all(isinstance(getattr(module, key, None), nn.Linear) for key in (first, second)):
+                rows |= {f"{name}.{first}": "column", f"{name}.{second}": "row"}
+    note = "what lies between the cut layers is not known for this family, so the sequence stays whole there"
+    return Table(_with_rest(model, rows), sequence=False, note=note)
+
+
+_PROJECTING = (
+    "BartAttention",
+    "BigBirdPegasusDecoderAttention",
+    "BioGptAttention",
+    "BlenderbotAttention",
+    "BlenderbotSmallAttention",
+    "GPTJAttention",
+    "M2M100Attention",
+    "MBartAttention",
+    "MarianAttention",
+    "MvpAttention",
+    "NllbMoeAttention",
+    "OPTAttention",
+    "PLBartAttention",
+    "PegasusAttention",
+    "WhisperAttention",
+    "XGLMAttention",
+)
+"""Classes of transformers whose forward was held to one process so."""
 
 
 # Shapes ------------------------------------------------------------------------------------------------------------
