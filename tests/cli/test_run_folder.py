@@ -1,3 +1,7 @@
+import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +79,55 @@ def test_a_configuration_that_somebody_broke_is_not_overwritten_in_silence(tmp_p
     (tmp_path / "config.yaml").write_text("a: [1\n")
     with pytest.raises(ConfigError, match=r"config\.yaml of the earlier start is not YAML"):
         RunFolder(tmp_path).keep_config("a: 1\n")
+
+
+_HOLDS = """
+import sys, time
+from pathlib import Path
+from shardwise.cli.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).claimed():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    """The second is told who holds it; a dead one holds nothing."""
+    folder = RunFolder(tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", _HOLDS, str(folder.root)], stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None and first.stdout.readline() == b"held\n"
+        who = rf"a run is on in this folder \(process {first.pid} on \S+ since .* UTC\)"
+        with pytest.raises(UsageError, match=who), folder.claimed():
+            pass
+        first.kill()
+    with folder.claimed(), pytest.raises(UsageError, match="a run is on"), folder.claimed():
+        pass
+
+
+def test_a_start_that_came_to_nothing_leaves_nothing(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run").claimed():
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for root in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / ("x" * 300), Path("/proc/run")):
+        with pytest.raises(UsageError, match="the run folder cannot be made"), RunFolder(root).claimed():
+            pass
+
+
+def test_every_start_is_noted_with_versions_and_host(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.keep_start("shardwise train x.yaml", 2)
+    (tmp_path / "again").mkdir()
+    folder.keep_start("shardwise train y.yaml", 4)
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [(start["command"], start["ranks"]) for start in starts] == [
+        ("shardwise train x.yaml", 2),
+        ("shardwise train y.yaml", 4),
+    ]
+    assert starts[0]["versions"]["torch"] and starts[0]["host"] == socket.gethostname()
+    (tmp_path / "run.json").write_text("[" * 100_000)
+    folder.keep_start("shardwise train z.yaml", 1)
+    assert len(json.loads((tmp_path / "run.json").read_text())["starts"]) == 1

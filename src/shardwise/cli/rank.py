@@ -1,5 +1,6 @@
 """One rank of ``shardwise train``, from start to end. Every rank runs this; rank 0 alone prints and writes metrics."""
 
+import contextlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ def train(request: Request) -> int:
     start = folder.start_from(request.resume)
     # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read.
     is_copied = world.rank == 0 and is_in_job() and not console.is_terminal
-    with rank_log(world.rank, None if is_copied else folder.logs, terminal) as log:
+    held = folder.claimed() if world.rank == 0 else contextlib.nullcontext()
+    with held, rank_log(world.rank, None if is_copied else folder.logs, terminal) as log:
         resolved = resolve(config, world.size, world.device.type)
         if world.rank == 0:
             for choice in resolved.choices:
@@ -47,6 +49,7 @@ def train(request: Request) -> int:
         if start is not None:
             trainer.go_on_from(start)
         if world.rank == 0:  # not before: a start that fails leaves the folder as it was
+            folder.keep_start(request.command(), world.size)
             for change in folder.keep_config(config.to_yaml()):
                 log.warning("since the last start of this run: %s", change)
         code = _train(trainer, console, request)

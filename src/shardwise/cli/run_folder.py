@@ -11,16 +11,33 @@ checkpoints/       step_00000200/ and so on
 logs/              rank_00000.log and so on
 profile/           torch traces, with --profile
 cache/             tokenised text, packed clicks
+run.json           versions, host, process and command line of every start
+.running           locked while a run is on; says which
 sample.txt         what the model writes at the end
 """
 
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.words import in_words, printable
+
+_STARTS = 100
+"""Earlier starts that run.json keeps."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,7 @@ class RunFolder:
 
     def has_checkpoints(self) -> bool:
         """A step was committed here, readable or not."""
-        return self.checkpoints.is_dir() and any(
+        return os.path.isdir(self.checkpoints) and any(
             path.is_dir() and path.name.startswith("step_") and ".tmp-" not in path.name
             for path in self.checkpoints.iterdir()
         )
@@ -105,6 +122,76 @@ class RunFolder:
             )
         return path
 
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the folder against other runs. The kernel drops the lock when its holder dies, however it dies.
+
+        Errors: UsageError names the process that holds it, or why the folder cannot be made.
+        """
+        path = self.root / ".running"
+        is_new = not os.path.exists(self.root)  # of a name too long that is False, and no error
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except (OSError, ValueError) as error:
+            why = in_words(error) if isinstance(error, OSError) else str(error)
+            raise UsageError(f"out: the run folder cannot be made: {why}; choose another with out") from None
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    held = printable(os.pread(descriptor, 500, 0).decode(errors="replace").strip())
+                    raise UsageError(
+                        f"{self.root}: a run is on in this folder ({held or 'it does not say which'}); wait for its "
+                        "end, stop it, or choose another folder with --set out=..."
+                    ) from None
+            # A file system without locks does not stop a run.
+            now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            os.ftruncate(descriptor, 0)
+            os.pwrite(
+                descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now} UTC\n".encode(), 0
+            )
+            yield
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+        finally:
+            if is_new and [entry.name for entry in self.root.iterdir()] == [path.name]:
+                with contextlib.suppress(OSError):  # a start that came to nothing leaves nothing
+                    path.unlink()
+                    self.root.rmdir()
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it held by a forked data worker
+            os.close(descriptor)
+
+    def keep_start(self, command: str, ranks: int) -> None:
+        """Add this start to run.json: what ran, where, and in which versions; one that cannot be read starts anew."""
+        path = self.root / "run.json"
+        try:
+            starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+            starts = starts[-_STARTS:] if isinstance(starts, list) else []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            starts = []
+        versions = {"python": platform.python_version()}
+        for name in ("shardwise", "torch", "numpy", "transformers"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[name] = metadata.version(name)
+        about = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "ranks": ranks,
+            "command": command,
+            "program": sys.argv[0],
+            "folder": os.getcwd(),
+            "commit": _commit(Path.cwd()),
+            "system": platform.platform(),
+            "versions": versions,
+        }
+        fresh = path.with_name("run.json.new")
+        fresh.write_text(json.dumps({"starts": [*starts, about]}, indent=2) + "\n", encoding="utf-8")
+        fresh.replace(path)
+
     def keep_config(self, text: str) -> list[str]:
         """Write config.yaml; returns how it differs from the one that was there, a line per key."""
         changes: list[str] = []
@@ -121,6 +208,19 @@ class RunFolder:
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(self.config)
         return changes
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit of git that ``folder`` lies in, read from its files; None where there is none."""
+    for place in (folder, *folder.parents):
+        head = place / ".git" / "HEAD"
+        with contextlib.suppress(OSError, ValueError):
+            said = head.read_text(encoding="utf-8")[:400].strip()
+            if not said.startswith("ref: "):
+                return said[:64]
+            reference = place / ".git" / said[5:]
+            return reference.read_text(encoding="utf-8")[:64].strip() if reference.is_file() else said[5:]
+    return None
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[str]:

@@ -69,5 +69,7 @@ def command(
     resolve(wanted, ranks, "cpu")
     folder = RunFolder(Path(wanted.out))
     folder.start_from(resume)
+    with folder.claimed():
+        pass  # rank 0 takes it for the life of the run; a second run is told before its ranks have started
     program = Program("module", "shardwise.cli.rank", (request.to_json(),))
     raise typer.Exit(run(program, ranks, folder.logs))
