@@ -83,7 +83,7 @@ def test_a_run_leaves_everything_in_its_folder(runs: Runs, capsys: pytest.Captur
     assert "step 6/6" in out and f"validation loss {rows[-1].val_loss:.4f}" in out
     assert out.rstrip().endswith(f"run folder: {run}")
     sample = (run / "sample.txt").read_text()
-    assert sample.startswith("def ") and printable(sample) in out
+    assert sample and printable(sample) in out
 
 
 def test_the_kept_configuration_starts_the_same_run(runs: Runs) -> None:
