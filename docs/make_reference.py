@@ -24,6 +24,7 @@ from shardwise.cli import main as command_line
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config import keys
 from shardwise.launch import failure
+from shardwise.launch.function import launch
 from shardwise.observe import metrics
 from shardwise.plan import errors
 from shardwise.plan.policy import Policy
@@ -115,6 +116,7 @@ def engine() -> Iterator[str]:
     for place in SHOWN:
         module, name = place.split(":")
         public[name] = getattr(importlib.import_module(module), name)
+    public["shardwise.launch"] = launch  # the package of that name can be called, and calls it
     for title, thing in public.items():
         name = title.removeprefix("shardwise.")
         yield from ["", f"## `{title}`", ""]

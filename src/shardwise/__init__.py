@@ -43,10 +43,13 @@ __all__ = [
     "TiedSpec",
     "Vectors",
     "initialize",
+    "launch",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "launch":  # a package that can be called
+        return importlib.import_module("shardwise.launch")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

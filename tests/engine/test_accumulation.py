@@ -22,10 +22,10 @@ def accumulation(world: World, microbatches: int) -> Accumulation:
 
 def test_plain_losses_become_means() -> None:
     step = accumulation(World(0, 1), 4)
-    assert [step.scale_of(None) for _ in range(4)] == [0.25] * 4 and step.scale == 0.25
+    assert [step.scale_of(1.0) for _ in range(4)] == [0.25] * 4 and step.scale == 0.25
     for i in range(4):
         assert not step.is_complete
-        step.count(torch.tensor(float(i)), None)
+        step.count(torch.tensor(float(i)), 1.0)
     assert step.is_complete and (step.weight, float(step.loss)) == (4.0, 6.0)
     step.clear()
     assert (step.done, step.weight, float(step.loss), step.reference) == (0, 0.0, 0.0, 4.0)

@@ -123,6 +123,7 @@ class Checkpoints:
         texts: Mapping[str, str] | None = None,
         asynchronous: bool | None = None,
         copies: Sequence[Item] = (),
+        best: int | None = None,
     ) -> None:
         """Save ``items`` as step ``step``; ``asynchronous`` overrides the policy, in front of
         training a failure is raised here and now. Behind it, it is told, and raised as the head of this file says.
@@ -130,7 +131,8 @@ class Checkpoints:
         ``copies`` are items more, of tensors that nobody else will touch: they are written as they are.
 
         ``aliases`` maps the name of a tied tensor to its other names; they are noted, and with ``write_aliases``
-        written as tensors of their own. ``texts`` are small files to go along, such as ``model/config.json``.
+        written as tensors of their own. ``texts`` are small files to go along, such as ``model/config.json``. ``best``
+        is the number of a step that is kept whatever ``keep_last`` says.
         """
         talk = self._open(f"save of step {step}")  # before anything may raise: ranks count alike
         self._join()
@@ -138,7 +140,9 @@ class Checkpoints:
             self.wait()
         self._failure = None
         behind = self.policy.asynchronous if asynchronous is None else asynchronous
-        contents = Contents(step, [*items, *copies], dict(trainer), aliases or {}, write_aliases, texts or {})
+        contents = Contents(
+            step, [*items, *copies], dict(trainer), aliases or {}, write_aliases, texts or {}, best
+        )
         if not 0 <= step < 10**15:
             raise CheckpointError(f"step {step}: expected a number from 0 to 10^15 - 1")
         if behind:

@@ -14,6 +14,9 @@ class CheckpointPolicy(Policy):
     """Steps kept, newest first; ``null`` keeps all. The newest is never removed before a newer one is verified."""
     keep_every: int | None = Field(default=None, ge=1)
     """Steps whose number divides by this are kept besides."""
+    keep_best: bool = False
+    """Save after every evaluation that is the best so far (validation loss, or AUC of clicks), and keep that step
+    besides, whatever comes after it; a run that is resumed goes on keeping it."""
     asynchronous: bool = True
     """Copy to host memory, then write behind training; costs one host copy of this rank's state."""
     read_back: bool = True

@@ -62,6 +62,8 @@ class Contents:
     """Write tied tensors under all their names, for readers that know no ties."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Small files more, by path: ``model/config.json`` and the like. Only rank 0's are written."""
+    best: int | None = None
+    """The step that is never removed, however many come after it."""
 
 
 @dataclass
@@ -346,7 +348,9 @@ class Save:
         assert self._committed is not None, "only a committed step is followed by tidying"
         try:
             self._files.replace(self._folder.root / LATEST, f"{self._committed.name}\n".encode())
-            self._folder.retain(self._writer.keep_last, self._writer.keep_every, self._committed)
+            self._folder.retain(
+                self._writer.keep_last, self._writer.keep_every, self._committed, self._contents.best
+            )
         except (OSError, CheckpointError) as error:
             why = in_words(error) if isinstance(error, OSError) else error
             self._writer.warn(f"step {self._contents.step} is saved, but cleaning up after it failed: {why}")

@@ -177,8 +177,10 @@ class Folder:
             if _STALE.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 self.trash(path)
 
-    def retain(self, keep_last: int | None, keep_every: int | None, committed: Path) -> None:
-        """Remove what is older than the newest ``keep_last`` steps, save every ``keep_every``-th.
+    def retain(
+        self, keep_last: int | None, keep_every: int | None, committed: Path, best: int | None = None
+    ) -> None:
+        """Remove what is older than the newest ``keep_last`` steps, save every ``keep_every``-th and the ``best`` one.
 
         Only readable steps count, so damaged ones never push out the last good one; they are left to the user.
         """
@@ -201,5 +203,5 @@ class Folder:
             wanted = keep_last is None or len(kept) < keep_last or one.path == committed
             if wanted:
                 kept.add(one.step)
-            elif not (keep_every and one.step % keep_every == 0):
+            elif one.step != best and not (keep_every and one.step % keep_every == 0):
                 self.trash(one.path)

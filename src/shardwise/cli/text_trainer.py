@@ -143,8 +143,8 @@ class TextTrainer(Trainer):
 
     def _weighted_validation(self) -> Iterator[tuple[Any, float]]:
         for batch, samples in self.validation_batches():
-            tokens = tokens_in(batch)
-            yield batch, float(samples if tokens is None or samples == 0 else tokens)
+            counted = self.engine.weighing.of_batch(batch)
+            yield batch, float(samples if counted is None or samples == 0 else counted)
 
     def state(self) -> dict[str, Any]:
         """Compute so far."""

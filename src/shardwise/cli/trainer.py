@@ -99,6 +99,8 @@ class Trainer(ABC):
         self._failed_saves = 0
         """In a row, of saves that training waited for."""
         self.evaluated_step: int | None = None
+        self.judged: float | None = None
+        """What that evaluation gave, if it is of this run."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """The last step of a pipeline, predicted and measured."""
         stop = self.config.train.early_stop
@@ -217,7 +219,7 @@ class Trainer(ABC):
                         self.save()
                         return False
                     every = self.config.checkpoint.every
-                    if every is not None and record.step % every == 0:
+                    if (every is not None and record.step % every == 0) or self._is_best:
                         self.save()
             finally:
                 profile.close()
@@ -252,7 +254,7 @@ class Trainer(ABC):
     def _judge(self, value: float) -> None:
         """Whether evaluations still get better: all ranks see the same value, so all decide alike."""
         step, stop = self.engine.step_count, self.early_stop
-        self.evaluated_step = step
+        self.evaluated_step, self.judged = step, value
         if stop is not None and stop.update(step, value):
             _log.info(
                 "the last %d evaluations were no better than %.5f after step %d: the run ends",
@@ -260,6 +262,20 @@ class Trainer(ABC):
                 stop.best,
                 stop.best_step,
             )
+
+    @property
+    def _has_score(self) -> bool:
+        """This step was evaluated, and the best one is to be kept."""
+        keeps = self.config.checkpoint.keep_best and self.judged is not None
+        return keeps and self.evaluated_step == self.engine.step_count
+
+    @property
+    def _is_best(self) -> bool:
+        return (
+            self._has_score
+            and self.judged is not None
+            and self.engine.is_best(self.judged, self.higher_is_better)
+        )
 
     def close(self) -> list[str]:
         """What is said at the end of a run that went through. Collective."""
@@ -291,7 +307,10 @@ class Trainer(ABC):
             if self.early_stop is not None:
                 trainer["early_stop"] = self.early_stop.state()
             try:
-                self.engine.save(self.folder.checkpoints, trainer)
+                score = self.judged if self._has_score else None
+                self.engine.save(
+                    self.folder.checkpoints, trainer, score=score, higher_is_better=self.higher_is_better
+                )
             except CheckpointError as error:
                 policy = self.config.checkpoint
                 self._failed_saves += 1

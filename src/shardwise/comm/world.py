@@ -435,6 +435,11 @@ def join(
     return world
 
 
+def is_joined() -> bool:
+    """This process is in a process group of torch's."""
+    return dist.is_initialized()
+
+
 def _adopted() -> Seat:
     found = find_seat(os.environ)
     size = dist.get_world_size()

@@ -26,6 +26,11 @@ class BatchPolicy(Policy):
     """Samples per rank and forward pass."""
     accumulation: PositiveInt | None = None
     """Microbatches per optimizer step; follows from the other two where both are given."""
+    weigh_by: Literal["auto", "tokens", "batches"] = "auto"
+    """What a microbatch counts in a step where its weight is not given. ``auto``: the labels that a cross entropy is
+    the mean of, ignored ones (-100) left out, so that uneven ranks and microbatches give the gradient of one batch; all
+    alike where no labels are seen or the loss is a sum. ``tokens``: the same, and an error where none are seen.
+    ``batches``: all alike."""
     equal: Literal["refuse", "allow"] = "refuse"
     """What to do where two data-parallel ranks are given the same batches in the first step: an error, as with a
     DataLoader that every rank iterates by itself, or ``allow`` where that is meant."""

@@ -51,8 +51,10 @@ class Loader:
         self._feed: Feed
         self._reads_ahead = False
         self._end: int | None = None
+        self._size: int | None = None
         if isinstance(data, BatchedDataset):
             threads = max(workers, 1)
+            self._size = len(data)
             self._feed = BatchedFeed(
                 data,
                 self.share,
@@ -71,6 +73,7 @@ class Loader:
             )
         elif isinstance(adopted := adopt(data, collate_fn, workers, shuffle), Mapped):
             self._feed = MapFeed(adopted, self.share, seed)
+            self._size = adopted.size
             self._reads_ahead = adopted.is_text and not adopted.worker_options
         else:
             self._feed = StreamFeed(adopted, self.share, seed)
@@ -89,6 +92,18 @@ class Loader:
     def samples(self) -> int:
         """Samples handed out so far, over all ranks."""
         return self._samples
+
+    @property
+    def size(self) -> int | None:
+        """Samples of one pass over the data; None where it is a stream."""
+        return self._size
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are done."""
+        if self._size is not None:
+            return int(self._cursor["position"]) // self._size
+        return int(self._cursor.get("epoch", 0))
 
     @property
     def steps_left(self) -> int | None:

@@ -2,7 +2,7 @@
 
 A gradient is summed over ranks and microbatches, each of whose losses is multiplied before its backward pass by
 
-    loss scale · w_i / r        w_i: tokens or samples of microbatch i (1 where none was given)
+    loss scale · w_i / r        w_i: tokens or samples of microbatch i (weighing.py, where none was given)
                                 r:   a power of two near the weight of a whole global batch
 
 so that gradient sums are means already, but for a factor near 1: weights of 10^5 tokens times a loss scale of 2^16 do
@@ -53,25 +53,25 @@ class Accumulation:
         """What a loss of weight 1 is multiplied by."""
         return (self._loss_scale.scale if self._loss_scale else 1.0) / (self.reference or 1.0)
 
-    def scale_of(self, weight: float | None) -> float:
-        """What the loss of a microbatch is multiplied by. Collective the first time, where weights are given."""
-        if not self.reference:
-            self.reference = self._agree(weight)
-        counted = (1.0 if weight is None else float(weight)) / self.reference
-        return counted * (self._loss_scale.scale if self._loss_scale else 1.0)
+    def scale_of(self, weight: float) -> float:
+        """What the loss of a microbatch is multiplied by. Collective the first time (``agree``)."""
+        self.agree(weight)
+        return weight / self.reference * (self._loss_scale.scale if self._loss_scale else 1.0)
 
-    def count(self, loss: Tensor | None, weight: float | None) -> None:
+    def count(self, loss: Tensor | None, weight: float) -> None:
         """A microbatch is done. Its loss is known on the last stage."""
-        counted = 1.0 if weight is None else float(weight)
-        self.weight += counted
-        if counted and loss is not None:
-            self.loss = self.loss + loss.detach().double().cpu() * counted
+        self.weight += weight
+        if weight and loss is not None:
+            self.loss = self.loss + loss.detach().double().cpu() * weight
         self.done += 1
 
-    def _agree(self, weight: float | None) -> float:
-        average = 1.0
-        if weight is not None:
-            sums = torch.tensor([float(weight), 1.0], dtype=torch.float64, device=self._device)
-            self._both.all_reduce(sums, "the first weights", purpose="control").wait()
-            average = float(sums[0] / sums[1]) or 1.0
-        return 2.0 ** round(math.log2(average * self._both.size * self.microbatches))
+    def agree(self, weight: float) -> None:
+        """Find r from the first microbatch's weight on each rank. Collective, where it is not known yet."""
+        if self.reference:
+            return
+        average = weight
+        if self._both.size > 1:
+            total = torch.tensor([weight], dtype=torch.float64, device=self._device)
+            self._both.all_reduce(total, "the first weights", purpose="control").wait()
+            average = float(total[0]) / self._both.size
+        self.reference = 2.0 ** round(math.log2((average or 1.0) * self._both.size * self.microbatches))

@@ -31,6 +31,7 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine, Loss, OnStep
+from shardwise.engine.held import take_back
 from shardwise.engine.inputs import call_model, cast_inputs
 from shardwise.engine.parts import REPLACED, Parts, Stage
 from shardwise.engine.pipeline import Pipeline
@@ -95,6 +96,7 @@ def initialize(
     Errors: ConfigError, MeshError, PlanError, UsageError.
     """
     policies = load({} if config is None else config)
+    take_back(model)
     if world is None:
         world = join(timeout_s=policies.comm.join_s, device=policies.comm.device)
         world.ends_with_engine = True

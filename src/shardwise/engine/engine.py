@@ -27,22 +27,27 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.compose.draft import full_step
 from shardwise.config.run import RunConfig
+from shardwise.data.adopt import Collate
+from shardwise.data.evaluation import Weighted, evaluation_batches
 from shardwise.data.loader import Loader
+from shardwise.data.passes import Passes
 from shardwise.engine import saving, state
 from shardwise.engine.ahead import Ahead
 from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.fingerprint import Fingerprint
+from shardwise.engine.held import Held
 from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
 from shardwise.engine.model_calls import ModelCalls
 from shardwise.engine.nonfinite import Look, origin
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import Local, StepResult, Totals, exchange, gradient_norm, update
+from shardwise.engine.weighing import Weighing
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.tensor.log_probs import log_probs_of
-from shardwise.plan.errors import CommError, NonFiniteError, UsageError
+from shardwise.plan.errors import CommError, ConfigError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.timeline import Timeline
@@ -83,6 +88,8 @@ class Engine:
         self._loss = loss
         self._pipeline = pipeline
         self._accumulation = parts.accumulation
+        self.weighing = Weighing(config.batch.weigh_by, parts.model)
+        """What microbatches count where nothing is said."""
         self._pending: dict[int, tuple[Any, Any]] = {}
         """Arguments of the running step's passes, by microbatch."""
         self._first_batches: Fingerprint | None = Fingerprint()
@@ -90,6 +97,15 @@ class Engine:
         self._loss_tolerance = loss_tolerance(parts, config)
         self._told_of_depth = False
         self._model_calls = ModelCalls(parts)
+        self.best: tuple[int, float] | None = None
+        """(step, score) of the best step that was saved with a score."""
+        self.is_closed = False
+        """After ``close``."""
+        self._held = parts.model.register_forward_pre_hook(Held(self))
+        self.loaders: list[Loader] = []
+        """Those that ``loader`` made, in order; their positions are saved."""
+        self.loader_states: list[dict[str, Any]] = []
+        """Positions of the step that was loaded, for loaders that are made later."""
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -123,10 +139,16 @@ class Engine:
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
         """Accumulate the gradients of one microbatch.
 
-        ``weight``: how much it counts (tokens, samples); left out, ranks and microbatches count alike. A rank without
-        data runs any batch with weight 0.
+        ``weight``: how much it counts (tokens, samples). Left out, it is the number of labels that a cross entropy in
+        ``loss`` is the mean of, so that ignored labels (-100) and short batches need no word; without one, microbatches
+        count alike (``batch.weigh_by``). A rank without data runs any batch with weight 0.
         Errors: UsageError where ``loss`` is not one number.
         """
+        if self.is_closed:
+            raise UsageError(
+                "backward: this engine is closed (by close(), or because initialize() was called again on its "
+                "model); use the engine that has the model now"
+            )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"backward: expected a loss of one number, given {shape}; take its mean or sum")
@@ -140,6 +162,7 @@ class Engine:
             raise UsageError("backward: the step's microbatches are complete; call engine.step() first")
         if self._accumulation.done == 0:
             self._parts.clock.step = self.step_count + 1
+        weight = self.weighing.of_loss(loss, self._batch()) if weight is None else float(weight)
         scale = self._accumulation.scale_of(weight)
         executor = self._parts.executors[0]
         executor.begin_backward(last=self._accumulation.done == self._accumulation.microbatches - 1)
@@ -151,6 +174,11 @@ class Engine:
         executor.mark_gradients()
         self._note(self._passes, weight)
         self._accumulation.count(loss, weight)
+
+    def _batch(self) -> Any:
+        """What the microbatch's forward pass was given, as the user has it: arguments by name, or one, or several."""
+        args, kwargs = self._pending.get(self._accumulation.done, ((), {}))
+        return kwargs or (args[0] if len(args) == 1 else args)
 
     def _note(self, batches: Sequence[Any], weight: float | None) -> None:
         """What went into a microbatch of the first step: several forward passes may make a loss."""
@@ -302,9 +330,10 @@ class Engine:
     # Evaluation ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Any, float]]) -> float:
+    def evaluate(self, batches: Iterable[tuple[Any, float | None]]) -> float:
         """Mean loss over (batch, weight) pairs of all ranks, without gradients and in ``eval`` mode.
 
+        A weight of None stands for the labels of the batch that are counted, as in training, or 1 where it has none.
         Every rank brings the same number of pairs; a rank that ran out of data repeats any batch with weight 0.
         """
         was_training = self.module.training
@@ -320,12 +349,17 @@ class Engine:
         self._parts.groups["world"].all_reduce(total, "the validation loss", purpose="control").wait()
         return float(total[0] / total[1]) if total[1] else math.nan
 
-    def _losses(self, batches: Iterable[tuple[Any, float]]) -> Iterator[tuple[Tensor | None, float]]:
+    def _losses(self, batches: Iterable[tuple[Any, float | None]]) -> Iterator[tuple[Tensor | None, float]]:
+        pairs = ((batch, self._weight_of(batch) if weight is None else weight) for batch, weight in batches)
         if self._pipeline is not None:
-            yield from self._pipeline.losses(self, batches)
+            yield from self._pipeline.losses(self, pairs)
             return
-        for batch, weight in batches:
+        for batch, weight in pairs:
             yield find_loss(self(batch)), weight
+
+    def _weight_of(self, batch: Any) -> float:
+        counted = self.weighing.of_batch(batch)
+        return 1.0 if counted is None else counted
 
     @torch.no_grad()
     def predict(self, batches: Sequence[Any]) -> list[Any]:
@@ -564,6 +598,115 @@ class Engine:
         self._parts.groups["world"].all_reduce(vote, "a vote", purpose="control").wait()
         return bool(vote.item() > 0)
 
+    # Data ------------------------------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        collate_fn: Collate | None = None,
+        workers: int = 0,
+        epochs: int | None = None,
+    ) -> Passes:
+        """This rank's share of a Dataset, a DataLoader or an IterableDataset: each ``for`` over it is one pass.
+
+        Data-parallel ranks get different samples, the ranks of one model the same; the order is drawn from
+        (train.seed, pass) and does not depend on the number of ranks. The position is saved and loaded with the
+        engine, so a run goes on in the middle of a pass; make loaders in the same order in every run.
+
+        ``batch_size``: samples per rank and forward pass; ``batch.micro_size`` or ``batch.global_size`` of the
+        configuration win over it, and it over the DataLoader's own. Of a DataLoader its collate_fn, workers and
+        shuffling are kept; one with a sampler of its own is read as a stream of batches, dealt to the ranks.
+        ``epochs`` ends a ``BatchedDataset`` after as many passes.
+        Errors: ConfigError without a batch size or where it contradicts the configuration, DataError.
+        """
+        batch, dp = self.config.batch, self._parts.both
+        given = batch_size or getattr(data, "batch_size", None)
+        micro = batch.micro_size or given
+        if micro is None:
+            raise ConfigError(
+                "engine.loader: no batch size; give batch_size=..., bring a DataLoader that has one, or set "
+                "batch.micro_size"
+            )
+        if given is not None and given != micro:
+            _log.info("loader: batches of %d samples a rank, as the configuration says, not %d", micro, given)
+        made = Loader(
+            data,
+            global_batch=micro * self._accumulation.microbatches * dp.size,
+            micro_batch=micro,
+            dp_index=dp.index,
+            dp_size=dp.size,
+            seed=self.config.train.seed,
+            shuffle=shuffle,
+            collate_fn=collate_fn,
+            workers=workers,
+            epochs=epochs,
+        )
+        place = len(self.loaders)
+        self.loaders.append(made)
+        if place < len(self.loader_states):
+            made.load_state(self.loader_states[place])
+        return Passes(made, self._accumulation.microbatches)
+
+    def evaluation_loader(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        collate_fn: Collate | None = None,
+        workers: int = 0,
+    ) -> Iterator[Weighted]:
+        """(batch, samples that count) pairs for one ``engine.evaluate``, or a loop with ``engine.gather_metrics``.
+
+        Every sample once over all ranks, in order. Every rank gets as many pairs; in one that fills up, 0 count."""
+        dp = self._parts.both
+        micro = batch_size or getattr(data, "batch_size", None) or self.config.batch.micro_size or 1
+        return evaluation_batches(data, dp.index, dp.size, micro, collate_fn=collate_fn, workers=workers)
+
+    # Around a loop ---------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._parts.device
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0 alone."""
+        return self.world.rank == 0
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """``print`` on rank 0 alone."""
+        if self.is_main:
+            print(*values, **options)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective."""
+        self.agree(False)
+
+    def gather_metrics(self, *values: Tensor, samples: int | None = None) -> Any:
+        """The rows of a tensor from all data-parallel ranks, in their order, on every rank: [B, ...] -> [ΣB, ...].
+
+        Ranks may bring unlike numbers of rows, and none; a number [] counts as one row. ``samples``: how many of the
+        rows count, as ``evaluation_loader`` says; what only fills up is left out. Several tensors give a tuple.
+        Collective. Errors: UsageError where there are fewer rows than ``samples``.
+        """
+        found = tuple(state.gather_rows(self._parts, value, samples) for value in values)
+        return found[0] if len(found) == 1 else found
+
+    def __repr__(self) -> str:
+        """The mesh and the model in a few lines; ``print(engine.plan)`` shows the whole Plan."""
+        trained = sum(info.elements for info in self.plan.registry.of_kind("master"))
+        every = sum(info.elements for info in self.plan.registry.of_kind("parameter"))
+        held = sum(self.state_bytes().values())
+        return (
+            f"shardwise.Engine({type(self.module).__name__}: {every:,} parameters, {trained:,} trained; "
+            f"mesh {self._parts.mesh}, ZeRO-{self.config.zero.stage}; rank {self.world.rank} of {self.world.size} on "
+            f"{self.device}, {held:,} bytes of model state; {self.step_count} steps done)"
+        )
+
     # Saving ----------------------------------------------------------------------------------------------------
 
     def save(
@@ -573,16 +716,28 @@ class Engine:
         *,
         asynchronous: bool | None = None,
         texts: Mapping[str, str] | None = None,
+        score: float | None = None,
+        higher_is_better: bool = False,
     ) -> None:
         """Save a step under ``directory``. Collective. Returns when the state is copied to host memory and writes on
         behind training, unless ``asynchronous`` (default: ``checkpoint.asynchronous``) is false.
 
-        ``trainer``: JSON data of the user's, which ``load`` returns; ``texts``: small files to go along.
+        ``trainer``: JSON data of the user's, which ``load`` returns; ``texts``: small files to go along. ``score``:
+        what an evaluation of this step gave, equal on all ranks; the step with the best one so far (``best``) is kept
+        whatever ``checkpoint.keep_last`` says, also after a resume.
         Errors: CheckpointError where `checkpoint.tolerate_failures` saves and one more failed in a row.
         """
+        if score is not None and self.is_best(score, higher_is_better):
+            self.best = (self.step_count, float(score))
         saving.save(
             self, self._parts, Path(directory), dict(trainer or {}), asynchronous=asynchronous, texts=texts
         )
+
+    def is_best(self, score: float, higher_is_better: bool = False) -> bool:
+        """Whether ``score`` is better than that of every step saved with one so far; NaN never is."""
+        if self.best is None:
+            return score == score
+        return score > self.best[1] if higher_is_better else score < self.best[1]
 
     def load(
         self, directory: str | Path, weights_only: bool = False, missing: Sequence[str] = ()
@@ -616,6 +771,9 @@ class Engine:
         state.unwrap(self._parts)
         if whole and sys.exc_info()[0] is None:
             state.give_back(self._parts)
+        self.is_closed = True
+        if self._parts.groups["model"].size == 1:  # what was cut stays cut, and says so
+            self._held.remove()
         if self.world.ends_with_engine:
             self.world.release()
 

@@ -67,10 +67,22 @@ class Pipeline:
     ) -> StepResult:
         """See ``Engine.train_step``."""
         step = self._parts.clock.step = engine.step_count + 1
-        each = [None] * len(batches) if weights is None else list(weights)
+        weighing, accumulation = engine.weighing, self._parts.accumulation
+        # Only the last stage has a loss that says what it is the mean of; r must be the same on all.
+        each = (
+            [weighing.of_batch(batch) or 1.0 for batch in batches]
+            if weights is None
+            else [*map(float, weights)]
+        )
         actions = self._step_lists(len(batches))[self._group.index]
-        scales = [self._parts.accumulation.scale_of(weight) for weight in each]
-        runner = _Training(self._parts, step, batches, self._loss_of, scales, actions, self.stages - 1)
+        accumulation.agree(each[0])
+
+        def weigh(microbatch: int, loss: Tensor) -> float:
+            if weights is None:
+                each[microbatch] = weighing.of_loss(loss, batches[microbatch])
+            return accumulation.scale_of(each[microbatch])
+
+        runner = _Training(self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1)
         with engine.discard_on_error():
             if self._holds:
                 for executor in self._parts.executors:
@@ -80,7 +92,7 @@ class Pipeline:
                 for executor in self._parts.executors:
                     executor.let_go()
         for i, weight in enumerate(each):
-            self._parts.accumulation.count(results.get(i), weight)
+            accumulation.count(results.get(i), weight)
         self._batches = batches
         try:
             result = engine.step()
@@ -239,12 +251,13 @@ class _Training(_Forward):
         step: int,
         batches: Sequence[Any],
         call: Callable[[nn.Module, Any], Tensor],
-        scales: Sequence[float],
+        weigh: Callable[[int, Tensor], float],
         actions: Sequence[Action],
         last_stage: int,
     ):
         super().__init__(parts, step, batches, call)
-        self._scales = scales
+        self._weigh = weigh
+        self._scales: dict[int, float] = {}
         self._last_microbatch = {a.stage: a.microbatch for a in actions if a.kind is Kind.B}
         self._last_stage = last_stage
         self._losses: dict[int, Tensor] = {}
@@ -254,6 +267,7 @@ class _Training(_Forward):
         output = super().forward(stage, microbatch, received)
         if stage == self._last_stage:
             self._losses[microbatch] = output
+            self._scales[microbatch] = self._weigh(microbatch, output)
         return output
 
     def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
@@ -261,7 +275,7 @@ class _Training(_Forward):
         executor = self._stages[stage].executor
         executor.microbatch = microbatch
         loss = self._losses.pop(microbatch) if stage == self._last_stage else None
-        first = None if loss is None else torch.full_like(loss, self._scales[microbatch])
+        first = None if loss is None else torch.full_like(loss, self._scales.pop(microbatch))
         executor.begin_backward(last=microbatch == self._last_microbatch[stage])
         executor.run_backward(lambda: run(first))
 

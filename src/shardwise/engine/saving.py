@@ -59,6 +59,8 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
         "step": engine.step_count,
         "applied": engine.applied_steps,
         "groups": parts.optimizer_groups.state(),
+        "best": engine.best,
+        "loaders": [loader.state() for loader in engine.loaders],
         "reference": parts.accumulation.reference,
         "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
         "optimizer": {"common": common[0], "exceptions": common[1]},
@@ -74,6 +76,7 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
         {"engine": state, "user": trainer},
         aliases=aliases,
         copies=of_tables,
+        best=None if engine.best is None else engine.best[0],
         **options,
     )
 
@@ -312,6 +315,11 @@ def _restore(
     engine.step_count = int(state.get("step", manifest.step))
     engine.applied_steps = int(state.get("applied", engine.step_count))
     parts.optimizer_groups.load_state(state.get("groups"))
+    best = state.get("best")
+    engine.best = None if best is None else (int(best[0]), float(best[1]))
+    engine.loader_states = list(state.get("loaders", []))
+    for loader, position in zip(engine.loaders, engine.loader_states, strict=False):
+        loader.load_state(position)
     parts.accumulation.reference = float(state.get("reference", 0.0))
     if parts.loss_scale is not None and state.get("loss_scale"):
         parts.loss_scale.load_state(state["loss_scale"])

@@ -69,6 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
             log_softmax = logits[rows].log_softmax(-1, dtype=share.dtype)
             losses[rows] = log_softmax.gather(1, columns[rows])[:, 0]
         ctx.save_for_backward(logits, columns, share)
+        ctx.counted_labels = counts.sum()  # type: ignore[attr-defined]  # what the mean is over, for who weighs it
         return -torch.dot(losses.masked_fill_(~counts, 0), share)
 
     @staticmethod

@@ -19,7 +19,7 @@ from shardwise.launch.environment import Seat, seat
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with(launcher_pid: int | None) -> None:
+def die_with(launcher_pid: int | None) -> None:
     """Have the kernel kill this process when the launcher's ends, however that happens."""
     if launcher_pid is None or not sys.platform.startswith("linux"):
         return
@@ -30,7 +30,7 @@ def _die_with(launcher_pid: int | None) -> None:
 
 def _prepare(here: Seat) -> None:
     """Signals, streams and descriptors as a program expects to find them."""
-    _die_with(here.launcher_pid)
+    die_with(here.launcher_pid)
     # A launcher in the background of a shell has SIGINT ignored, which is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

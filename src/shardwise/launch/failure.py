@@ -21,7 +21,11 @@ from shardwise.plan.errors import CommError, ConfigError, MeshError, PlanError, 
 
 CLOSE_S = 1.0
 """Failures no further apart than this may be one the cause of the other, in either order of arrival."""
-_OUR_FRAMES = (os.path.join("shardwise", "launch", "child.py"), "<frozen runpy>")
+_OUR_FRAMES = (
+    os.path.join("shardwise", "launch", "child.py"),
+    os.path.join("shardwise", "launch", "function.py"),
+    "<frozen runpy>",
+)
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: ", as the kernel does when memory runs out (see dmesg)",
     signal.SIGSEGV: ": a native library read memory that is not its own",

@@ -11,6 +11,7 @@
     ├── NonFiniteError     a NaN or an infinity in loss or gradients
     ├── CommError          a collective that failed, by rank, operation, Unit and step
     │   └── DeadlineError  ... because another rank did not arrive in time
+    ├── RankError          a rank that ``launch`` started, by its traceback
     └── CheckpointError    a checkpoint that cannot be written or read
         ├── MismatchError  ... because it belongs to another model
         └── DamagedError   ... because its bytes changed: names the file and the tensor
@@ -61,6 +62,10 @@ class CommError(ShardwiseError):
 
 class DeadlineError(CommError):
     """A collective in which another rank did not arrive in time."""
+
+
+class RankError(ShardwiseError):
+    """A rank that ``shardwise.launch`` started failed."""
 
 
 class CheckpointError(ShardwiseError):

@@ -34,8 +34,7 @@ def vocabulary_cross_entropy(
     """
     found = vocabulary_log_probs(logits, targets, first, vocabulary, group).reshape(-1)
     counts = (targets != IGNORE).reshape(-1)
-    share = counts.to(found.dtype) / (counts.sum().clamp_min(1) if count is None else count)  # [N]
-    return -torch.dot(found, share)
+    return -found.sum() / (counts.sum().clamp_min(1) if count is None else count)
 
 
 @uncompiled
@@ -77,6 +76,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
         largest = every[:, 0].amax(0)
         total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
         lse = largest + total.log_()  # [N]
+        ctx.is_row_loss = True  # for who weighs a loss made of it
         ctx.save_for_backward(logits, columns, lse, counts, owned)
         return (every[:, 2].sum(0) - lse).masked_fill_(~counts, 0)
 

@@ -1,0 +1,150 @@
+"""What a microbatch counts where the user does not say: the number of labels that its loss is the mean of.
+
+    g = Σ w_i ∇loss_i / Σ w_i        equals the gradient of one batch where w_i is what loss_i was divided by
+
+Ranks and microbatches hold unlike numbers of labels (padding, prompts of -100), so means may not be averaged alike. The
+loss itself knows what it was divided by, shifted labels or not, and its graph tells:
+
+    cross entropy, mean                 the labels that were not ignored (their class weights, where it has some)
+    sum of cross entropies / d          d: the labels, or ``num_items_in_batch``, which is the same for all and so alike
+    sum of cross entropies              1: nothing was divided, microbatches count alike
+    cross entropy, none; mean           all its rows
+    no cross entropy in sight           labels in the batch that are not -100: ``labels``, ``targets``, or the last of a
+                                        tuple, if they are whole numbers; shifted by one for causal models of
+                                        transformers
+    neither                             1: alike
+
+Without gradients there is no graph, so an evaluation counts labels, shifted if the training steps have shown it.
+Cost: a walk over at most 64 nodes of the graph a microbatch.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.plan.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+IGNORE = -100
+_NODES = 64
+_NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+_NONE, _MEAN = 0, 1
+"""torch's numbers of reductions; a sum is 2."""
+_CAUSAL_LOSS = "ForCausalLMLoss"
+
+
+class Weighing:
+    """See the module's docstring."""
+
+    def __init__(self, by: Literal["auto", "tokens", "batches"], model: nn.Module) -> None:
+        self._by = by
+        named = getattr(getattr(model, "loss_function", None), "__name__", "") == _CAUSAL_LOSS
+        self._is_shifted = named and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        self._told = False
+
+    def of_loss(self, loss: Tensor, batch: Any) -> float:
+        """What the microbatch ``batch`` with the loss ``loss`` counts."""
+        if self._by == "batches":
+            return 1.0
+        count = divisor_of(loss)
+        if count is None:
+            count = self.of_batch(batch)
+        elif count > 0:
+            self._learn(batch, count)
+        if count is None and self._by == "tokens":
+            raise UsageError(
+                "batch.weigh_by: tokens, but neither a cross entropy in the loss nor whole-number labels in the "
+                "batch say how many there are; give backward(loss, weight=...) or train_step(batches, weights)"
+            )
+        if count is not None and not self._told:
+            self._told = True
+            _log.info(
+                "microbatches count by the labels that their loss is the mean of (%g in the first), so that the "
+                "gradient is "
+                "that of one batch; batch.weigh_by: batches counts them alike",
+                count,
+            )
+        return 1.0 if count is None else count
+
+    def of_batch(self, batch: Any) -> float | None:
+        """Its labels that are counted, by what is known of the model; None where it has none."""
+        labels = None if self._by == "batches" else labels_in(batch)
+        return None if labels is None else _count(labels, self._is_shifted)
+
+    def _learn(self, batch: Any, count: float) -> None:
+        labels = labels_in(batch)
+        if labels is not None and labels.dim() > 1:
+            plain, shifted = _count(labels, False), _count(labels, True)
+            if plain != shifted and count in (plain, shifted):
+                self._is_shifted = count == shifted
+
+
+def labels_in(batch: Any) -> Tensor | None:
+    """``labels`` or ``targets`` of a mapping, the last of a tuple or list; None where they are no whole numbers."""
+    found = None
+    if isinstance(batch, Mapping):
+        found = batch.get("labels", batch.get("targets"))
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        found = batch[-1]
+    if (
+        not isinstance(found, Tensor)
+        or not found.dim()
+        or found.is_floating_point()
+        or found.dtype == torch.bool
+    ):
+        return None
+    return found
+
+
+def _count(labels: Tensor, is_shifted: bool) -> float:
+    counted = labels[..., 1:] if is_shifted and labels.dim() > 1 else labels
+    return float((counted != IGNORE).sum())
+
+
+class _Place(NamedTuple):
+    node: Any
+    divisor: float | None
+    """By what everything on the way here was divided last."""
+    rows: float | None
+    """How many a mean on the way was taken over."""
+
+
+def divisor_of(loss: Tensor) -> float | None:
+    """What a loss of cross entropies was divided by, 1 for a sum; None where its graph shows no cross entropy.
+
+    Several of them with unlike counts cannot be weighed by one number: the largest is taken.
+    """
+    found: list[float] = []
+    waiting = deque([_Place(loss.grad_fn, None, None)])
+    for _ in range(_NODES):
+        if not waiting:
+            break
+        node, divisor, rows = waiting.popleft()
+        if node is None:
+            continue
+        own = getattr(node, "counted_labels", None)  # our cross entropies
+        if own is not None:
+            found.append(float(own))
+            continue
+        name = type(node).__name__
+        if name in _NLL or getattr(node, "is_row_loss", False):
+            if name in _NLL and node._saved_reduction == _MEAN:
+                found.append(float(node._saved_total_weight))
+            else:
+                found.append(next((n for n in (rows, divisor) if n is not None), 1.0))
+            continue
+        if name == "DivBackward0":
+            divisor = _number(node._saved_other, divisor)
+        elif name == "MeanBackward0":
+            rows = float(node._saved_self_sym_numel)
+        waiting.extend(_Place(parent, divisor, rows) for parent, _ in node.next_functions)
+    return max(found, default=None)
+
+
+def _number(value: Any, otherwise: float | None) -> float | None:
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else otherwise
