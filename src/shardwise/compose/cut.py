@@ -6,8 +6,8 @@ stages      the blocks that this rank runs, behind stand-ins for the others     
 recompute   around the blocks that are left                                                  memory/recompute.py
 """
 
-from collections.abc import Callable, Collection
 from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,9 @@ from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.plan.errors import PlanError
 
-RunStage = Callable[[Callable[[nn.Module], Any], Any], Any]
-"""(call of the model, what the stage before sent) -> what goes to the next stage, or the call's result."""
+RunStage = Callable[[Callable[[nn.Module], Any], Any, Hashable], Any]
+"""(call of the model, what the stage before sent, kind of batch) -> what goes to the next stage, or the call's result.
+The first pass of each kind is watched."""
 
 
 def cut_model(

@@ -40,6 +40,7 @@ from shardwise.engine.start_weights import StartWeights, start_weights, take_ran
 from shardwise.engine.step import Trained
 from shardwise.engine.tables import Tables, check_mesh, register_tables, take_over
 from shardwise.engine.vocabulary import Vocabulary
+from shardwise.memory.absent import withhold
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
@@ -406,9 +407,21 @@ def _compile_blocks(states: Sequence[UnitState], backend: str) -> None:
 def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
     """Weights of other stages, which the whole model still holds here, take no memory any more and read as NaN."""
     held = {id(parameter) for stage in stages for parameter in stage.module.parameters()}
-    for parameter in model.parameters():
+    foreign: list[nn.Parameter] = []
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
         if id(parameter) not in held and not parameter.is_meta:
             parameter.data = absent(tuple(parameter.shape), parameter.dtype, parameter.device)
+            foreign.append(parameter)
+            names[id(parameter)] = name
+    withhold(
+        foreign,
+        lambda parameter: (
+            f"parameter {names.get(id(parameter), '')!r}, which lives on another stage,\n"
+            "Use the parameters of the module that the loss is given, on their own stage, or engine.full_parameters()"
+        ),
+        {},
+    )
 
 
 def _parts(

@@ -24,12 +24,13 @@ from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import StepResult
 from shardwise.observe.schedule_picture import draw_text
+from shardwise.parallel.pipeline.cut import kind_of
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
-from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.parallel.pipeline.messages import REFUSED, pack, unpack
 from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.errors import PlanError
+from shardwise.plan.errors import PlanError, UsageError
 from shardwise.plan.plan import Plan, merged
 from shardwise.plan.timeline import Span, Timeline
 from shardwise.simulate.timeline import timeline_of
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine, Loss
 
 _KINDS = tuple(Kind)
-_REFUSED = "refused: "
-"""Begins a message that holds no output but why there is none. JSON never begins so."""
 
 
 class Pipeline:
@@ -125,9 +124,14 @@ class Pipeline:
         if not batches:
             return []
         device = self._parts.device
-        found = self._forward_only(
-            engine, batches, lambda root, batch: apply(root, cast_inputs(batch, device, None))
-        )
+        try:
+            found = self._forward_only(
+                engine, batches, lambda root, batch: apply(root, cast_inputs(batch, device, None)), "output"
+            )
+        except (PlanError, UsageError) as error:
+            if self._group.index == self._group.size - 1:  # ranks of earlier stages wait for the first output
+                self._told(None, "output of microbatch 0", str(error))
+            raise
         outputs = [self._told(found.get(i), f"output of microbatch {i}") for i in range(len(batches))]
         self._peers.flush()
         return outputs
@@ -135,30 +139,38 @@ class Pipeline:
     def _loss_of(self, root: nn.Module, batch: Any) -> Tensor:
         return find_loss(call_model(root, self._loss, batch, self._parts.device))
 
-    def _told(self, output: Any, what: str) -> Any:
-        """The last stage's ``output`` on every rank: it goes round the ring. What cannot travel is refused on all."""
+    def _told(self, output: Any, what: str, refusal: str = "") -> Any:
+        """The last stage's ``output`` on every rank: it goes round the ring. What cannot travel is refused on all, and
+        so
+        is what there is none of, for the reason ``refusal``."""
         index, last = self._group.index, self._group.size - 1
         output, text = _plain(output), ""
         tensors: list[Tensor] = []
         if index == last:
             try:
+                if refusal:
+                    raise PlanError(refusal)
                 text, tensors = pack(output, "the model's output")
             except PlanError as error:
-                text = f"{_REFUSED}{error}"
+                text = f"{REFUSED}{error}"
         else:
             text, tensors = self._peers.receive((index - 1) % self._group.size, what)
         if (index + 1) % self._group.size != last:
             self._peers.send(text, tensors, (index + 1) % self._group.size, what, "activations")
-        if text.startswith(_REFUSED):
+        if text.startswith(REFUSED):
             self._peers.flush()
-            raise PlanError(text.removeprefix(_REFUSED))
+            raise PlanError(text.removeprefix(REFUSED))
         return output if index == last else unpack(text, tensors)
 
     def _forward_only(
-        self, engine: "Engine", batches: Sequence[Any], call: Callable[[nn.Module, Any], Any]
+        self,
+        engine: "Engine",
+        batches: Sequence[Any],
+        call: Callable[[nn.Module, Any], Any],
+        wants: str = "loss",
     ) -> dict[int, Any]:
         lists = forward_lists(self._group.size, len(batches), self._policy)
-        runner = _Forward(self._parts, engine.step_count + 1, batches, call)
+        runner = _Forward(self._parts, engine.step_count + 1, batches, call, wants)
         with torch.no_grad(), engine.discard_on_error():
             return self._executor.run(lists[self._group.index], runner, trains=False)
 
@@ -221,12 +233,18 @@ class _Forward:
     """Computes stages: ``call`` is what a user would call on the whole model with one batch."""
 
     def __init__(
-        self, parts: Parts, step: int, batches: Sequence[Any], call: Callable[[nn.Module, Any], Any]
+        self,
+        parts: Parts,
+        step: int,
+        batches: Sequence[Any],
+        call: Callable[[nn.Module, Any], Any],
+        wants: str = "loss",
     ):
         self._parts = parts
         self._step = step
         self._batches = batches
         self._call = call
+        self._wants = wants
         self._stages = {stage.index: stage for stage in parts.stages}
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
@@ -235,7 +253,7 @@ class _Forward:
         here.executor.microbatch = microbatch
         assert here.run is not None, "a stage of a pipeline knows how to run"
         with self._parts.at(self._step, microbatch, batch):
-            return here.run(lambda root: self._call(root, batch), received)
+            return here.run(lambda root: self._call(root, batch), received, (self._wants, kind_of(batch)))
 
     def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
         """Never called: a list without gradients has no B."""
@@ -266,6 +284,13 @@ class _Training(_Forward):
         """See ``Runner``."""
         output = super().forward(stage, microbatch, received)
         if stage == self._last_stage:
+            if not output.requires_grad:
+                raise UsageError(
+                    f"train_step: the loss of microbatch {microbatch} asks for no gradient on the last stage (it is a "
+                    f"{type(output).__name__} of dtype {output.dtype} without a graph), so nothing would train; "
+                    "return a loss computed from the model's output, without detach(), item() or torch.no_grad() on "
+                    "the way"
+                )
             self._losses[microbatch] = output
             self._scales[microbatch] = self._weigh(microbatch, output)
         return output

@@ -283,7 +283,7 @@ def test_the_embedding_of_another_stage_is_nan_in_the_dtype_that_arrives() -> No
     stages[1]._relay.load(torch.zeros(2, 7, 6, dtype=torch.bfloat16))
     filler = embedded(TOKENS)
     assert filler.dtype == torch.bfloat16 and filler.shape == (2, 7, 6) and bool(filler.isnan().all())
-    assert filler.untyped_storage().nbytes() == 2
+    filler += 1  # in memory of its own: models write into outputs in place
 
 
 def test_a_users_loss_around_the_model_runs_on_the_last_stage_alone() -> None:

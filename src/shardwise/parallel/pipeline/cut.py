@@ -6,40 +6,45 @@ skeleton of the model in which foreign parts are stand-ins (stand_in.py):
 
     model     embed  block 0  block 1 | block 2  block 3  norm  head
     stage 0   embed  block 0  block 1 -> ends: its output travels
-    stage 1   (NaN)  (......)  (received) -> block 2  block 3  norm  head
+    stage 1   (absent) (....)  (received) -> block 2  block 3  norm  head
 
 So the model needs no rewriting, its masks and positions are made on every stage from the batch, and names of parameters
 are those of the whole model. What travels is the output of one block. A model that passes more than that from block to
-block is found by ``check_cut`` and has to come as a list of layers (layers.py).
+block, uses what is absent, or runs its blocks in another order or more than once is refused: in the first pass of each
+kind (shapes and structure of the batch and of what is received, training or not) absent values are marked, and blocks
+counted; ``check_cut`` compares with the uncut model. It has to come as a list of layers (layers.py).
 
 Tied parameters whose names lie on several stages are a Parameter on each.
 
-Cost: a stand-in for a block costs a call; NaN fillers in front of the first block one elementwise pass at most.
+Cost: a stand-in for a block costs a call; NaN fillers in front of the first block one elementwise pass at most. Of a
+pass whose kind was seen before nothing is marked, counted or hooked: it costs a look at the shapes.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shardwise.memory.absent import Watch, absent_in
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.stand_in import (
-    AbsentBlock,
-    AbsentLeaf,
-    Hollow,
+    Foreign,
     LastBlock,
     Relay,
     StageRoot,
+    absent_block,
+    absent_leaf,
     call_until_ended,
     shallow_copy,
     tensors_of,
 )
 from shardwise.plan.errors import PlanError
 from shardwise.plan.policy import nearest
+from shardwise.plan.pytree import tensors_in
 
 _ROWS = (nn.ModuleList, nn.Sequential, Layers)
 _LIST = "or give the model as a list of layers (shardwise.parallel.pipeline.layers.Layers)"
@@ -48,40 +53,200 @@ _LIST = "or give the model as a list of layers (shardwise.parallel.pipeline.laye
 class StageModule:
     """One stage: ``module`` is the skeleton, an ordinary module with the parameters of this stage alone.
 
-    Hooks on ``module`` see an ordinary pass whose output is what the stage passes on.
+    Hooks on ``module`` see an ordinary pass whose output is what the stage passes on. ``blocks``: the names of its own.
     """
 
-    def __init__(self, module: nn.Module, stage: int, stages: int, relay: Relay):
+    def __init__(self, module: nn.Module, stage: int, stages: int, relay: Relay, blocks: Sequence[str] = ()):
         self.module = module
         self.stage = stage
         self.stages = stages
         self._relay = relay
+        self._blocks = list(blocks)
+        self._seen: dict[Hashable, bool] = {}
+        """Kinds of passes that were watched, and whether the model writes into outputs of blocks in place."""
 
     @property
     def is_last(self) -> bool:
         """Whether the pass ends with what the model returns."""
         return self.stage == self.stages - 1
 
-    def run(self, call: Callable[[nn.Module], Any], received: Any = None) -> Any:
+    def run(self, call: Callable[[nn.Module], Any], received: Any = None, kind: Hashable = None) -> Any:
         """Forward pass: ``call(module)`` is what a user would call on the whole model.
 
         Returns the output of the stage's last block; on the last stage the result of ``call``. ``received`` is what the
-        stage before returned.
+        stage before returned. ``kind`` of the batch: the first pass of each is watched.
+        Errors: PlanError where the model cannot be cut so; the first pass of a kind names what it uses that is absent.
         """
-        self._relay.load(received)
+        kind = (kind, kind_of(received), torch.is_grad_enabled(), self.module.training)
+        if kind in self._seen:
+            self._relay.load(received, writes=self._seen[kind])
+            try:
+                ended, result = call_until_ended(lambda: call(self.module))
+                self._check_end(ended)
+            finally:
+                self._relay.clear()
+        else:
+            result, self._seen[kind] = self._watched(call, received)
+        return result
+
+    def _watched(self, call: Callable[[nn.Module], Any], received: Any) -> tuple[Any, bool]:
+        """The first pass of a kind: absent values are marked, and this stage's blocks counted."""
+        where = f"stage {self.stage} of {self.stages}: "
+        names = {id(module): name or "the model" for name, module in self.module.named_modules()}
+        watch = Watch(where, self._relay.advice, names)
+        self._relay.load(received, watch)
+        blocks = _Blocks(self.module, self._blocks, self._relay)
         try:
-            ended, result = call_until_ended(lambda: call(self.module))
+            with blocks:
+                ended, result = call_until_ended(lambda: call(self.module))
+            if watch.refusal is not None:  # caught by the model
+                raise watch.refusal
+            self._check_end(ended)
+            blocks.check(self.is_last)
+            found = absent_in(result)
+            if found is not None:
+                found.refuse(f"reaches {'the result' if self.is_last else 'what this stage sends on'}")
+        except PlanError:
+            raise
+        except Exception as error:
+            if watch.refusal is not None:
+                raise watch.refusal from error
+            culprit = self._culprit(error, watch)
+            if culprit is None:
+                raise
+            raise PlanError(
+                f"{where}the model's own forward pass fails with {type(error).__name__}: {error}. {culprit}. "
+                f"{self._relay.advice}"
+            ) from error
+        else:
+            return result, self._relay.wrote
         finally:
             self._relay.clear()
+
+    def _check_end(self, ended: bool) -> None:
         if self.stage > 0 and not self._relay.handed_over:
             raise PlanError(
-                f"stage {self.stage}: the model's forward pass never came to the stage's first block"
+                f"stage {self.stage}: the model's forward pass never came to the stage's first block. "
+                f"{self._relay.advice}"
             )
         if not self.is_last and not ended:
             raise PlanError(
-                f"stage {self.stage}: the model's forward pass never came to the stage's last block"
+                f"stage {self.stage}: the model's forward pass never came to the stage's last block. "
+                f"{self._relay.advice}"
             )
-        return result
+
+    def _culprit(self, error: BaseException, watch: Watch) -> str | None:
+        """What has to do with stand-ins in an error of the model's, in words; None where nothing has."""
+        chain: list[BaseException] = []
+        each: BaseException | None = error
+        while each is not None and each not in chain:
+            chain.append(each)
+            each = each.__cause__ or each.__context__
+        if watch.trouble is not None and any(watch.trouble[0] is each for each in chain):
+            return f"It computes with {watch.trouble[1].rstrip(',')}"
+        if type(error) not in _OF_A_CUT:
+            return None
+        trace, held = error.__traceback__, False
+        while trace is not None:
+            held = held or any(
+                isinstance(value, Foreign) or absent_in(value) is not None
+                for name, value in trace.tb_frame.f_locals.items()
+                if name != "self" and trace.tb_frame.f_globals.get("__name__") != __name__
+            )
+            trace = trace.tb_next
+        if held or (self.stage > 0 and not self._relay.handed_over):
+            return (
+                "Parts of the model live on other stages, and what stands in for them here may be the cause"
+            )
+        return None
+
+
+_OF_A_CUT = (
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    IndexError,
+    KeyError,
+    ValueError,
+    AssertionError,
+    NotImplementedError,
+)
+"""Errors that a model falls into where a value is not what it expects."""
+
+
+class _Blocks(contextlib.AbstractContextManager["_Blocks"]):
+    """Looks at a stage's own blocks during one pass: which ran, which attributes they set, what they added to lists."""
+
+    def __init__(self, root: nn.Module, names: Sequence[str], relay: Relay):
+        self._relay = relay
+        self._blocks = {name: root.get_submodule(name) for name in names}
+        self._rows = {name for name in names if isinstance(_parent(root, name), _ROWS)}
+        self._ran: set[str] = set()
+        self._before: dict[str, dict[str, Any]] = {}
+        self._sizes: dict[str, list[tuple[Any, int]]] = {}
+        self._grown: list[tuple[Any, str]] = []
+        self._set: dict[str, str] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "_Blocks":
+        for name, block in self._blocks.items():
+            self._handles += [
+                block.register_forward_pre_hook(functools.partial(self._begins, name), with_kwargs=True),
+                block.register_forward_hook(functools.partial(self._ends, name)),
+            ]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self._before[name] = dict(vars(block))
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, list | dict | set)]
+        self._sizes[name] = [(each, len(each)) for each in given]
+
+    def _ends(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
+        self._ran.add(name)
+        before = self._before.get(name, {})
+        for key, value in vars(block).items():
+            if not key.startswith("_") and before.get(key) is not value:
+                self._set.setdefault(key, name)
+        self._grown += [(each, name) for each, size in self._sizes.get(name, ()) if len(each) != size]
+
+    def check(self, is_last: bool) -> None:
+        """Errors: PlanError where a foreign block would have added something, or one of this stage was left out."""
+        relay = self._relay
+        for key, foreign in relay.read.items():
+            if key in self._set:
+                raise relay.refuse(
+                    f"{key!r} of block {foreign!r}, which lives on another stage, is read, and blocks set it as they "
+                    f"run (as {self._set[key]!r} does)"
+                )
+        for each, name in self._grown:
+            if id(each) in relay.taken:
+                raise relay.refuse(
+                    f"block {name!r} adds to a {type(each).__name__} that block {relay.taken[id(each)][1]!r} of "
+                    "another stage is given too, which adds nothing to it here"
+                )
+        left_out = [name for name in self._blocks if name in self._rows and name not in self._ran]
+        if left_out and not is_last:
+            raise relay.refuse(
+                f"block {left_out[0]!r} was not called before the stage's last block; the model leaves blocks out "
+                "(layer drop), or does not run them in the order in which they are registered"
+            )
+
+
+def kind_of(value: Any) -> Hashable:
+    """What the course of a pass may depend on in what it is given: shapes, dtypes, structure, words and numbers."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return tuple((str(key), kind_of(each)) for key, each in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(kind_of(each) for each in value)
+    if isinstance(value, bool | str | None):
+        return value
+    return type(value), tuple(kind_of(each) for each in tensors_in(value))
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -158,7 +323,7 @@ def cut(model: nn.Module, starts: Sequence[str], stages_here: Iterable[int]) -> 
     result = {}
     for stage in sorted(stages_here):
         skeleton = _Skeleton(model, starts, stage, stage_of, taken)
-        result[stage] = StageModule(skeleton.root, stage, stages, skeleton.relay)
+        result[stage] = StageModule(skeleton.root, stage, stages, skeleton.relay, skeleton.blocks)
     return result
 
 
@@ -203,11 +368,12 @@ class _Skeleton:
     def __init__(
         self, model: nn.Module, starts: Sequence[str], stage: int, stage_of: dict[str, int], taken: set[int]
     ):
-        self.relay = Relay(stage)
+        self.relay = Relay(stage, f"The model cannot be cut so: cut elsewhere (pipeline.partition), {_LIST}")
         self._stage = stage
         self._stage_of = stage_of
         self._blocks = blocks_around(model, starts)
-        mine = [block for block in self._blocks if stage_of[block] == stage]
+        self.blocks = mine = [block for block in self._blocks if stage_of[block] == stage]
+        """Names of this stage's own."""
         self._last = mine[-1] if mine and stage < len(starts) else None
         self._before = [block for block in self._blocks if stage_of[block] < stage]
         self._rows = {name for name, module in model.named_modules() if isinstance(module, _ROWS)}
@@ -242,7 +408,8 @@ class _Skeleton:
         if name in self._blocks and self._stage_of[name] != self._stage:
             comes = "before" if name in self._before else "after"
             comes = "just before" if self._before and name == self._before[-1] else comes
-            return AbsentBlock(module, name, self.relay, comes, name.rpartition(".")[0] in self._rows)
+            in_row = name.rpartition(".")[0] in self._rows
+            return absent_block(module, name, self.relay, comes, in_row, self._stand_in)
         key = (id(module), self._stage_of[name], name == self._last)
         if key not in self._memo:
             self._memo[key] = self._copied(name, self._built.get(name, module))
@@ -251,22 +418,24 @@ class _Skeleton:
     def _copied(self, name: str, module: nn.Module) -> nn.Module:
         is_here = self._stage_of[name] == self._stage
         own = {key: p for key, p in module._parameters.items() if p is not None}
-        absent = {} if is_here else {key: self._stand_in(p) for key, p in own.items()}
+        around = f"{name}." if name else ""
+        absent = {} if is_here else {key: self._stand_in(p, around + key) for key, p in own.items()}
         copied = {key: self._second(p) for key, p in own.items() if is_here and self._is_taken(p)}
         children = {
-            key: self._rebuilt(f"{name}.{key}" if name else key, child)
+            key: self._rebuilt(around + key, child)
             for key, child in module._modules.items()
             if child is not None
         }
-        if absent and not children:
-            return AbsentLeaf(module, self.relay, absent)
+        counts = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        if not is_here and not children and (absent or counts):
+            return absent_leaf(module, name, self.relay, absent, self._home)
         is_changed = any(child is not module._modules[key] for key, child in children.items())
         if not (absent or copied or is_changed or name == self._last or not name):
             return module
         twin = shallow_copy(module, self._kind(name, bool(absent)))
         for key in absent:
             del twin._parameters[key]
-        twin.__dict__["_absent"] = absent
+        twin.__dict__.update(_absent=absent, _relay=self.relay)
         twin._parameters.update(copied)
         twin._modules.update(children)
         if not name and "forward" in twin.__dict__ and isinstance(twin, StageRoot):
@@ -278,7 +447,7 @@ class _Skeleton:
             return LastBlock
         if not name and self._last is not None:
             return StageRoot
-        return Hollow if is_hollow else None
+        return Foreign if is_hollow else None
 
     def _is_taken(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._same and id(parameter) in self._taken
@@ -291,17 +460,33 @@ class _Skeleton:
             self._same[id(twin)] = id(parameter)
         return self._copies[id(parameter)]
 
-    def _stand_in(self, parameter: nn.Parameter) -> Callable[[], Tensor]:
-        return functools.partial(self._read, id(parameter), torch.empty_like(parameter, device="meta"))
+    def _stand_in(self, parameter: nn.Parameter, name: str) -> Callable[[], Tensor]:
+        return functools.partial(self._read, id(parameter), torch.empty_like(parameter, device="meta"), name)
 
-    def _read(self, key: int, outline: Tensor) -> Tensor:
+    def _read(self, key: int, outline: Tensor, name: str) -> Tensor:
         """An absent parameter: the one that is tied to it on this stage, or a filler."""
         if key in self._local:
-            holder, name = self._local[key]
-            tied: Tensor = getattr(holder, name)
+            holder, own = self._local[key]
+            tied: Tensor = getattr(holder, own)
             return tied
-        home = next(self.root.parameters(), None)
-        return self.relay.parameter(key, outline, torch.device("cpu") if home is None else home.device)
+        return self.relay.parameter(key, outline, self._home(), name)
+
+    def _home(self) -> torch.device:
+        """Where this stage's parameters are."""
+        held = next(
+            (
+                p
+                for module in self.root.modules()
+                for p in vars(module)["_parameters"].values()
+                if p is not None
+            ),
+            None,
+        )
+        return torch.device("cpu") if held is None else held.device
+
+
+def _parent(root: nn.Module, name: str) -> nn.Module:
+    return root.get_submodule(name.rpartition(".")[0])
 
 
 def _stages_of_modules(model: nn.Module, starts: Sequence[str]) -> dict[str, int]:

@@ -12,6 +12,7 @@ modules; this loop knows stages alone.
 Cost: one message per edge between stages, microbatch and direction.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -22,9 +23,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from shardwise.comm.peers import Peers
-from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.comm.trace import Purpose
+from shardwise.parallel.pipeline.messages import REFUSED, check_refusal, pack, unpack
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
+from shardwise.plan.errors import CommError, PlanError, UsageError
 from shardwise.plan.timeline import Span
 
 
@@ -60,12 +63,28 @@ class ScheduleExecutor:
         self._results: dict[int, Any] = {}
         do = {Kind.F: self._forward, Kind.B: self._backward, Kind.SEND: self._send, Kind.RECV: self._receive}
         rank = self._peers.group.index
-        for action in actions:
+        for place, action in enumerate(actions):
             start_s = time.perf_counter()
-            do[action.kind](action)
+            try:
+                do[action.kind](action)
+            except (PlanError, UsageError) as error:
+                self._tell(actions[place:], str(error))
+                raise
             self.spans.append(Span(rank, action, start_s, time.perf_counter()))
         self._peers.flush()
         return self._results
+
+    def _tell(self, left: Sequence[Action], why: str) -> None:
+        """In the place of the next message to each neighbour: why there is none. They would wait for it."""
+        told: set[int] = set()
+        with contextlib.suppress(CommError):  # one that has given up itself
+            for action in left:
+                to = action.other % self._peers.group.size
+                if action.kind is Kind.SEND and to not in told:
+                    told.add(to)
+                    purpose: Purpose = "gradients" if action.carries_gradient else "activations"
+                    self._peers.send(f"{REFUSED}{why}", [], to, _name(action), purpose)
+            self._peers.flush()
 
     def _forward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
@@ -109,6 +128,7 @@ class ScheduleExecutor:
         key = (action.stage, action.microbatch)
         message = self._peers.receive(action.other % self._peers.group.size, _name(action))
         if action.carries_gradient:
+            check_refusal(message.text)
             self._gradients[key] = message.tensors
             return
         self._received[key] = unpack(message.text, message.tensors)

@@ -8,6 +8,8 @@ again, so that its gradients are summed where they belong.
 
 A gradient's message is the list of gradients of the tensors that ask for one, in their order, zeros for those that had
 no part in the loss.
+
+A stage that cannot run says so in the place of its next message to each neighbour, and they say it to theirs.
 """
 
 import json
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from shardwise.plan.errors import PlanError
 
+REFUSED = "refused: "
+"""Begins a message that holds nothing but why there is nothing. JSON never begins so."""
 _TENSOR, _TUPLE, _LIST, _DICT = "tensor", "tuple", "list", "dict"
 
 
@@ -58,8 +62,15 @@ def pack(value: Any, where: str = "a stage's output") -> Packed:
     return Packed(json.dumps(write(value, "")), tensors)
 
 
+def check_refusal(text: str) -> None:
+    """Errors: PlanError where a message says that its sender has given up."""
+    if text.startswith(REFUSED):
+        raise PlanError(text.removeprefix(REFUSED))
+
+
 def unpack(text: str, tensors: list[Tensor]) -> Any:
     """The value again; tensors that had a gradient at the sender have one here."""
+    check_refusal(text)
 
     def read(part: Any) -> Any:
         if not isinstance(part, dict):

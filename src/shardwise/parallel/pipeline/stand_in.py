@@ -3,15 +3,22 @@
 A stage runs the whole model's own forward pass, so whatever is absent has to answer the calls that pass reaches:
 
     absent                          answers with
-    block before the stage          the received value: the output of the last block of the stage before
+    last block before the stage     the received value: the output of the last block of the stage before
+    earlier block                   absent values
     block after the stage           an error: the pass should have ended
-    module outside the blocks       a tensor of the right shape that holds nothing but NaN
-    parameter read as an attribute  the same; the local one where a tied parameter has a name on this stage
+    module outside the blocks       absent values of the shapes that the module itself would return
+    parameter, read or listed       an absent value; the local one where a tied parameter has a name on this stage
+    plain attribute of a block      the block's own, unless blocks set it while they run
 
-The model throws these values away: the stand-in just before the stage's first block hands over the received value. NaN
-says loudly where it does not; a zero might pass for a result. Filler tensors are expanded from one element.
+In the first pass of each kind absent values are marked (memory/absent.py), so that any use of them that reaches a
+message or the loss is an error that names it; in later ones they are plain tensors that hold nothing but NaN. Stand-ins
+are of the class that they stand for, and a foreign block is one all the way down: what a model looks for inside it, it
+finds absent.
+
+Hooks on foreign modules do not run, but in a marked pass: what they keep is marked then.
 """
 
+import contextlib
 import copy
 import functools
 import types
@@ -22,7 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.memory.absent import Absent, Watch, place_of_use
 from shardwise.plan.errors import PlanError
+
+_PLAIN = (bool, int, float, str, type(None))
+_CHANGES = (list, dict, set)
 
 
 class Ended(BaseException):
@@ -36,116 +47,356 @@ class Ended(BaseException):
 class Relay:
     """What the stand-ins of one stage share: the received value, and fillers for what is absent."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, advice: str = "") -> None:
         self.stage = stage
+        self.advice = advice
+        """What to do where the model cannot be cut so."""
         self.received: Any = None
         self.handed_over = False
+        self.is_running = False
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
+        self.watch: Watch | None = None
+        """Of a pass whose absent values are marked."""
+        self.read: dict[str, str] = {}
+        """Plain attributes of foreign blocks that the marked pass has read, and of which block."""
+        self.taken: dict[int, tuple[Any, str]] = {}
+        """Lists and such that the marked pass has given to foreign blocks, and to which."""
+        self._writes = True
+        self._outputs: list[tuple[Tensor, int]] = []
         self._fillers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._marked: dict[int, Tensor] = {}
 
-    def load(self, received: Any) -> None:
-        """Take the received value of the pass that begins; fillers follow its dtype and device."""
-        self.received, self.handed_over = received, False
+    def load(self, received: Any, watch: Watch | None = None, writes: bool = True) -> None:
+        """Take the received value of the pass that begins; fillers follow its dtype and device.
+
+        ``writes``: whether the model may write into a block's output in place.
+        """
+        self.received, self.handed_over, self._writes = received, False, writes
         tensors = list(tensors_of(received))
         self.device = tensors[0].device if tensors else None
         self.dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+        self.is_running, self.watch = True, watch
+        if watch is not None:
+            watch.counts = False
 
     def clear(self) -> None:
         """Hold nothing any more: a received value keeps a graph alive."""
-        self.received = None
+        self.received, self.is_running, self.watch = None, False, None
+        self.read.clear()
+        self.taken.clear()
+        self._marked.clear()
+        self._outputs.clear()
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the marked pass wrote in place into the outputs of foreign blocks."""
+        return any(tensor._version != version for tensor, version in self._outputs)
+
+    def handed(self, leaf: Any) -> Any:
+        """A leaf of the received value as the output of the block just before: not to be written into as it is."""
+        if not isinstance(leaf, Tensor) or not self._writes:
+            return leaf
+        leaf = leaf.clone()
+        self._outputs.append((leaf, leaf._version))
+        return leaf
+
+    def at_home(self, leaf: Any) -> Any:
+        """A leaf without numbers where the received value is."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty((), dtype=leaf.dtype, device=self.device or "cpu").expand(leaf.shape)
+
+    def stand_in(self, leaf: Any, what: str) -> Any:
+        """What an earlier block would have returned in the place of a leaf of the received value."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        filler = self.filler(tuple(leaf.shape), leaf.dtype, leaf.device)
+        if not self._writes:
+            return filler
+        filler = filler.clone()
+        self._outputs.append((filler, filler._version))
+        return self.marked(filler, what)
+
+    def hand_over(self) -> None:
+        """The pass comes to the stage's first block; what absent values meet from here on is worth telling."""
+        self.handed_over = True
+        if self.watch is not None:
+            self.watch.counts = True
+
+    def refuse(self, text: str) -> PlanError:
+        """The error that says ``text`` of this stage, and where the pass is."""
+        names = self.watch.names if self.watch is not None else {}
+        return PlanError(f"stage {self.stage}: {text}, {place_of_use(names)}. {self.advice}")
+
+    def marked(self, value: Tensor, what: str) -> Tensor:
+        """``value`` as what is absent: marked in a marked pass, else as it is."""
+        if self.watch is None or isinstance(value, Absent):
+            return value
+        return Absent(value, what, self.watch)
 
     def filler(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that holds nothing but NaN (integers: 0)."""
+        """A tensor that holds nothing but NaN (integers: 0), expanded from one element."""
         if dtype.is_floating_point and self.dtype is not None:
             dtype = self.dtype
         empty = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
         return torch.full((), empty, dtype=dtype, device=device).expand(shape)
 
-    def parameter(self, key: int, like: Tensor, home: torch.device) -> Tensor:
+    def output(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
+        """The filler of a module's output, in memory of its own: models write into outputs in place."""
+        return self.marked(self.filler(shape, dtype, device).clone(), what)
+
+    def parameter(self, key: int, like: Tensor, home: torch.device, name: str) -> Tensor:
         """The filler of an absent parameter, one object per parameter: models compare tied ones with ``is``."""
         at = (key, self.dtype or like.dtype, self.device or home)
         if at not in self._fillers:
             self._fillers[at] = self.filler(tuple(like.shape), like.dtype, at[2])
-        return self._fillers[at]
-
-
-class AbsentBlock(nn.Module):
-    """A block of another stage. Plain attributes (``layer_type``, say) read as those of the block itself."""
-
-    def __init__(self, block: nn.Module, name: str, relay: Relay, comes: str, in_row: bool) -> None:
-        super().__init__()
-        plain = (bool, int, float, str, type(None))
-        for key, value in block.__dict__.items():
-            if not key.startswith("_") and key != "training" and isinstance(value, plain):
-                self.__dict__[key] = value
-        self._state = (name, relay, comes, in_row)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """``comes``: "before" the stage, "just before" it, or "after" it."""
-        name, relay, comes, in_row = self._state
-        if comes == "after":
-            raise PlanError(
-                f"stage {relay.stage}: block {name!r} of a later stage is called before this stage's last block; "
-                "the blocks do not run in the order in which they are registered. Give the model as a list of layers"
+        if self.watch is None:
+            return self._fillers[at]
+        if key not in self._marked:
+            self._marked[key] = self.marked(
+                self._fillers[at], f"parameter {name!r}, which lives on another stage,"
             )
-        if comes == "just before":
-            relay.handed_over = True
-        if in_row:
-            return relay.received
-        # What a model does between two blocks that are attributes (a ReLU, say) may write in place.
-        if comes == "just before":
-            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, relay.received)
-        return tree_map(
-            lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, relay.received
-        )
+        return self._marked[key]
 
 
-class AbsentLeaf(nn.Module):
-    """A module outside the blocks that belongs to another stage: an embedding, a norm, a head."""
+class Foreign:
+    """Mixed into a module some of whose own parameters are absent: it lists and hands over absent values while a pass
+    runs; between passes it has none."""
 
-    def __init__(self, module: nn.Module, relay: Relay, absent: dict[str, Callable[[], Tensor]]) -> None:
-        super().__init__()
-        for key, value in module.__dict__.items():
-            if not key.startswith("_") and key not in ("training", "forward"):
-                self.__dict__[key] = value
-        self._absent = absent
-        self._relay = relay
-        self._outline = (_outline(module),)  # in a tuple: no child of this module
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        own: dict[str, Any] = self.__dict__["_parameters"]
+        absent = self.__dict__.get("_absent")
+        if not absent or not self.__dict__["_relay"].is_running:
+            return own
+        return {**own, **{name: read() for name, read in absent.items()}}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A filler of the shape that the module itself would return."""
-        given = next(tensors_of((args, kwargs)), None)
-        if given is None:
-            return None
-        outline = self._outline[0]
-        dtype = next(iter(outline.parameters(recurse=False))).dtype
-        if hasattr(outline, "embedding_dim"):
-            return self._relay.filler((*given.shape, outline.embedding_dim), dtype, given.device)  # type: ignore[arg-type]
-        if hasattr(outline, "out_features"):
-            return self._relay.filler((*given.shape[:-1], outline.out_features), dtype, given.device)  # type: ignore[arg-type]
-        if hasattr(outline, "normalized_shape"):
-            return given
-        on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        with torch.no_grad():
-            result = outline(*on_meta[0], **on_meta[1])
-        return tree_map(
-            lambda leaf: (
-                self._relay.filler(tuple(leaf.shape), leaf.dtype, given.device)
-                if isinstance(leaf, Tensor)
-                else leaf
-            ),
-            result,
-        )
+    @_parameters.setter
+    def _parameters(self, given: dict[str, Any]) -> None:
+        self.__dict__["_parameters"] = given
 
     def __getattr__(self, name: str) -> Any:
         absent = self.__dict__.get("_absent", {})
-        return absent[name]() if name in absent else super().__getattr__(name)
+        return absent[name]() if name in absent else super().__getattr__(name)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A model that ties its weights again assigns them here too; a stand-in owns none.
         if name not in self.__dict__.get("_absent", ()):
             super().__setattr__(name, value)
+
+
+class _Inside(Foreign):
+    """Mixed into a module of a foreign block. Plain attributes (``layer_type``, say) read as those of the module."""
+
+    __call__ = nn.Module.__call__  # whatever the class puts around a call belongs to the stage of the module
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_plain", ()):
+            self._relay.read.setdefault(name, self._name)
+            return self._plain[name]
+        if name in self.__dict__.get("_known", ()) and self._relay.is_running:
+            raise self._relay.refuse(f"{name!r} of {self._name!r}, which lives on another stage, is read")
+        return super().__getattr__(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        inside = getattr(super(), "__iter__", None)
+        if inside is None:
+            raise self._relay.refuse(f"{self._name!r}, which lives on another stage, is taken apart")
+        return inside()  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """An error: the module is called past the block around it."""
+        raise self._relay.refuse(
+            f"{self._name!r}, a part of a block of another stage, is called past that block"
+        )
+
+
+class AbsentBlock(_Inside):
+    """Mixed into the stand-in for a block of another stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``comes``: "before" the stage, "just before" it, or "after" it."""
+        name, relay, comes = self._name, self._relay, self._comes
+        if comes == "after":
+            raise relay.refuse(
+                f"block {name!r} of a later stage is called before this stage's last block; the blocks do not run in "
+                "the order in which they are registered"
+            )
+        if relay.handed_over:
+            raise relay.refuse(
+                f"block {name!r} of an earlier stage is called after the pass has come to this stage; the model runs "
+                "its blocks more than once, or not in the order in which they are registered"
+            )
+        if relay.watch is not None:
+            for each in (args, kwargs, *args, *kwargs.values()):
+                if isinstance(each, _CHANGES):
+                    relay.taken[id(each)] = (each, name)
+            self._tell_hooks()
+        if comes == "before":
+            what = f"the output of block {name!r}, which lives on another stage,"
+            return tree_map(lambda leaf: relay.stand_in(leaf, what), self._like(args, kwargs))
+        relay.hand_over()
+        return tree_map(relay.handed, relay.received)
+
+    def _like(self, args: Any, kwargs: Any) -> Any:
+        """A value like what the block returns: what it does on meta, else, and of blocks in a row, the received one."""
+        outline = self._outline[0]
+        if outline is not None:
+            with contextlib.suppress(Exception):
+                return tree_map(self._relay.at_home, on_meta(outline, args, kwargs))
+        return self._relay.received
+
+    def _tell_hooks(self) -> None:
+        """Hooks on modules inside, the model's own or a user's, may keep outputs for the loss: theirs are absent."""
+        relay = self._relay
+        like = next(tensors_of(relay.received), None)
+        if like is None:
+            return
+        for module in [inner for inner in self.modules() if inner is not self]:  # type: ignore[attr-defined]
+            _tell_hooks(
+                module,
+                relay,
+                relay.marked(like.detach(), f"the output of {module._name!r}, which lives on another stage,"),
+            )
+
+
+class AbsentLeaf(Foreign):
+    """Mixed into a module outside the blocks that belongs to another stage: an embedding, a norm, a head."""
+
+    __call__ = nn.Module.__call__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Fillers of the shapes that the module itself would return."""
+        relay: Relay = self._relay
+        outline, home = self._outline
+        given = next(tensors_of((args, kwargs)), None)
+        device = given.device if given is not None else (relay.device or home())
+        what = f"the output of {self._name!r}, which lives on another stage,"
+        own = next((each.dtype for each in outline.parameters() if each.is_floating_point()), None)
+        width = getattr(outline, "embedding_dim", getattr(outline, "out_features", None))
+        if isinstance(width, int) and given is not None and own is not None:  # also where it is cut over "tp"
+            shape = given.shape if hasattr(outline, "embedding_dim") else given.shape[:-1]
+            result: Any = torch.empty((*shape, width), dtype=own, device="meta")
+        else:
+            result = self._on_meta(args, kwargs, what)
+        result = tree_map(
+            lambda leaf: (
+                relay.output(tuple(leaf.shape), leaf.dtype, device, what)
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
+            result,
+        )
+        if relay.watch is not None:
+            _tell_hooks(self, relay, result)
+        return result
+
+    def _on_meta(self, args: Any, kwargs: Any, what: str) -> Any:
+        try:
+            return on_meta(self._outline[0], args, kwargs)
+        except Exception as error:
+            watch = self._relay.watch
+            if watch is not None:
+                watch.trouble = watch.trouble or (error, what)
+            raise
+
+
+def on_meta(outline: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What the module that ``outline`` is of returns, without numbers."""
+    dtype = next((each.dtype for each in outline.parameters() if each.is_floating_point()), None)
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        is_like = dtype is not None and leaf.is_floating_point()
+        return torch.empty(leaf.shape, dtype=dtype if is_like else leaf.dtype, device="meta")
+
+    with torch.no_grad():
+        meta_args, meta_kwargs = tree_map(moved, (args, kwargs))
+        return outline(*meta_args, **meta_kwargs)
+
+
+def _tell_hooks(module: Any, relay: Relay, output: Any) -> None:
+    watch = relay.watch
+    assert watch is not None, "hooks are told in marked passes"
+    before = watch.refusal, watch.trouble
+    for hook in [*module.__dict__["_forward_hooks"].values(), *module.__dict__["_foreign_hooks"]]:
+        with contextlib.suppress(
+            Exception
+        ):  # one that looks at numbers, to print them, say, is no use of them
+            hook(module, (), output)
+    watch.refusal, watch.trouble = before
+
+
+def absent_block(
+    block: nn.Module,
+    name: str,
+    relay: Relay,
+    comes: str,
+    in_row: bool,
+    read: Callable[[nn.Parameter, str], Any],
+) -> nn.Module:
+    """The stand-in for a foreign block and all that is inside. ``read`` makes the reader of an absent parameter.
+
+    ``comes``: "before" the stage, "just before" it, or "after" it; ``in_row``: among blocks that return alike.
+    """
+    twin = _inside(block, name, relay, read, AbsentBlock)
+    outline = None if in_row or comes != "before" else _outline_of_all(block)
+    twin.__dict__.update(_comes=comes, _outline=(outline,))  # in a tuple: no child of this module
+    return twin
+
+
+def _inside(
+    module: nn.Module, name: str, relay: Relay, read: Callable[[nn.Parameter, str], Any], kind: type
+) -> nn.Module:
+    cls: Any = _mixed_or_plain(kind, type(module))
+    twin: nn.Module = object.__new__(cls)
+    nn.Module.__init__(twin)
+    plain = {
+        key: value
+        for key, value in module.__dict__.items()
+        if not key.startswith("_") and key != "training" and isinstance(value, _PLAIN)
+    }
+    held: dict[str, Any] = {
+        "_name": name,
+        "_relay": relay,
+        "_plain": plain,
+        "_known": {*module.__dict__, *module._buffers} - {"training"},
+        "_absent": {key: read(p, f"{name}.{key}") for key, p in module._parameters.items() if p is not None},
+        "_foreign_hooks": list(module._forward_hooks.values()),
+        "training": module.training,
+    }
+    twin.__dict__.update(held)
+    for key, child in module._modules.items():
+        twin._modules[key] = None if child is None else _inside(child, f"{name}.{key}", relay, read, _Inside)
+    return twin
+
+
+def absent_leaf(
+    module: nn.Module,
+    name: str,
+    relay: Relay,
+    absent: dict[str, Callable[[], Tensor]],
+    home: Callable[[], torch.device],
+) -> nn.Module:
+    """The stand-in for a module without children, outside the blocks."""
+    twin: nn.Module = shallow_copy(module, AbsentLeaf)
+    for key in ("_parameters", "_buffers", *_HOOKS):
+        twin.__dict__[key] = type(twin.__dict__[key])()
+    for key in ("forward", "_flat_weights"):
+        twin.__dict__.pop(key, None)
+    twin.__dict__.update(
+        _name=name,
+        _relay=relay,
+        _absent=absent,
+        _outline=(_outline(module), home),  # in a tuple: no child of this module
+        _foreign_hooks=list(module._forward_hooks.values()),
+    )
+    return twin
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def shallow_copy(module: nn.Module, kind: type | None = None) -> Any:
@@ -162,14 +413,6 @@ def shallow_copy(module: nn.Module, kind: type | None = None) -> Any:
     return twin
 
 
-class Hollow:
-    """Mixed into a module some of whose own parameters are absent."""
-
-    def __getattr__(self, name: str) -> Any:
-        absent = self.__dict__.get("_absent", {})
-        return absent[name]() if name in absent else super().__getattr__(name)  # type: ignore[misc]
-
-
 class LastBlock:
     """Mixed into a stage's last block: when it and all its hooks have run, the pass ends."""
 
@@ -177,7 +420,7 @@ class LastBlock:
         raise Ended(super().__call__(*args, **kwargs))  # type: ignore[misc]
 
 
-class StageRoot(Hollow):
+class StageRoot(Foreign):
     """Mixed into the root of a stage that is not the last.
 
     Hooks on the root see an ordinary pass that returns the stage's output; the pass of whoever called the root, a
@@ -215,6 +458,14 @@ def _mixed(kind: Any, cls: Any) -> type:
     return type(cls.__name__, (kind, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
+def _mixed_or_plain(kind: Any, cls: Any) -> type:
+    """Of ``cls`` where that can be mixed in; classes that refuse subclasses are stood for by plain modules."""
+    try:
+        return _mixed(kind, cls)
+    except (TypeError, RuntimeError):
+        return _mixed(kind, nn.Module)
+
+
 def _outline(module: nn.Module) -> nn.Module:
     """The module on the meta device: shapes without memory."""
     twin: nn.Module = shallow_copy(module)
@@ -224,13 +475,30 @@ def _outline(module: nn.Module) -> nn.Module:
             if tensor is not None:
                 empty = torch.empty_like(tensor, device="meta")
                 tensors[name] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-    for hooks in (
-        twin._forward_hooks,
-        twin._forward_pre_hooks,
-        twin._backward_hooks,
-        twin._backward_pre_hooks,
-    ):
-        hooks.clear()
+    for hooks in _HOOKS:
+        twin.__dict__[hooks].clear()
+    if "_flat_weights" in twin.__dict__:  # an RNN's list of its weights
+        names: Any = twin._flat_weights_names
+        twin.__dict__["_flat_weights"] = [getattr(twin, name, None) for name in names]
+    return twin
+
+
+def _outline_of_all(module: nn.Module) -> nn.Module | None:
+    """The module and all that is inside on the meta device; None where it cannot be copied."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+    try:
+        twin: nn.Module = copy.deepcopy(module, memo)
+    except Exception:
+        return None
+    for inner in twin.modules():
+        for hooks in _HOOKS:
+            inner.__dict__[hooks].clear()
+        if "_flat_weights" in inner.__dict__:
+            names: Any = inner._flat_weights_names
+            inner.__dict__["_flat_weights"] = [getattr(inner, name, None) for name in names]
     return twin
 
 

@@ -10,9 +10,10 @@ A master of the compute dtype is the weight buffer itself or this rank's range o
 ``p.data = view`` leaves the Parameter object, its hooks and its version counter where they are.
 
 [Note: stale memory]
-While a cut weight is not gathered its parameters read as NaN of the right shape, and their version counters stand one
-above the value under which autograd saved them; gathering restores both. A backward pass that reaches a weight which is
-not there fails in autograd's own check, and a forward pass gives NaN. Neither gives a wrong number.
+While a cut weight is not gathered its parameters are withheld (memory/absent.py): an operation that takes one is an
+error which names it, where shape, dtype and device can be read. Past torch's Python functions they read as NaN of the
+right shape. And their version counters stand one above the value under which autograd saved them; gathering restores
+both, so a backward pass that reaches a weight which is not there fails in autograd's own check.
 
 [Note: landing]
 Autograd hands each gradient to a hook, which copies it into the flat buffer (the first time since the buffer was last
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.memory.absent import give, withhold
 from shardwise.memory.slots import SlotPool
 from shardwise.parallel.zero.layout import Strategy
 from shardwise.parallel.zero.taken import TakenGradient
@@ -96,6 +98,7 @@ class BucketState:
         self._full: Tensor | None = None if strategy.cuts_weight else self.weight
         self._gathering: Pending = DONE
         self._views: dict[int, list[Tensor]] = {}
+        self._withheld: dict[type, type] = {}
         self._absent = [absent(slot.shape, dtypes.compute, around.device) for slot in layout.slots]
         self._is_attached = False
         self.is_lent = False
@@ -182,9 +185,7 @@ class BucketState:
     def attach(self) -> None:
         """Make the user's parameters views of the weight; a cut weight starts released."""
         if self._full is None:
-            for parameter, absent in zip(self.parameters, self._absent, strict=True):
-                parameter.data = absent
-            _set_versions(self.parameters, self._stale)
+            self._withhold()
         else:
             self._point_into(self._full)
 
@@ -214,11 +215,26 @@ class BucketState:
         if not self._around.strategy.cuts_weight or self._full is None:
             return
         self._gathering.wait()
-        for parameter, absent in zip(self.parameters, self._absent, strict=True):
-            parameter.data = absent
-        _set_versions(self.parameters, self._stale)
+        self._withhold()
         self._full, self._is_attached = None, False
         self._around.weights.release(self._owner)
+
+    def _withhold(self) -> None:
+        """The parameters hold nothing. [Note: stale memory]"""
+        give(self.parameters)
+        for parameter, absent in zip(self.parameters, self._absent, strict=True):
+            parameter.data = absent
+        withhold(self.parameters, self._said_of_released, self._withheld)
+        _set_versions(self.parameters, self._stale)
+
+    def _said_of_released(self, parameter: nn.Parameter) -> str:
+        names = [s.name for s, p in zip(self.layout.slots, self.parameters, strict=True) if p is parameter]
+        return (
+            f"parameter {names[0] if names else ''!r} of {self.what}, which is released now,\n"
+            "At ZeRO stage 3 weights are there while the forward pass of their Unit runs. Call the module's "
+            "forward, which gathers them; name one Unit around what belongs together (zero.units); call other "
+            "methods through engine.run(...); or look at weights inside engine.full_parameters()"
+        )
 
     def gathered_copy(self, source: Tensor | None = None) -> Tensor:
         """The whole weight (or another tensor that is cut like the master) in new memory; collective."""
@@ -479,6 +495,7 @@ class BucketState:
         return self.master is None or self.dtypes.master == self.dtypes.compute
 
     def _point_into(self, full: Tensor) -> None:
+        give(self.parameters)
         for parameter, view in zip(self.parameters, self.views(full), strict=True):
             parameter.data = view
         self._is_attached = True
