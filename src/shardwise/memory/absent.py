@@ -155,6 +155,11 @@ class Absent(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent({self._what}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    @property
+    def what(self) -> str:
+        """What is absent, in words."""
+        return self._what.rstrip(",")
+
     def refuse(self, done: str, place: Place | None = None) -> NoReturn:
         """PlanError: this value is absent and ``done``."""
         self._watch.refuse(self._what, done, place or self._met)

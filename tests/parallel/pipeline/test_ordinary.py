@@ -34,6 +34,7 @@ def error(seed: int) -> float:
         whole.zero_grad()
         wanted = call(whole)
         wanted.backward()
+        wanted = wanted.detach()
         got = forward_backward(stages, call)
         gradients = gradients_of(stages, net)
         named = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}

@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_map
 from shardwise.memory.absent import Watch, absent_in
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.stand_in import (
+    AbsentBlock,
+    AbsentLeaf,
     Foreign,
     LastBlock,
     Relay,
@@ -144,17 +146,19 @@ class StageModule:
             each = each.__cause__ or each.__context__
         if watch.trouble is not None and any(watch.trouble[0] is each for each in chain):
             return f"It computes with {watch.trouble[1].rstrip(',')}"
-        if type(error) not in _OF_A_CUT:
+        if not isinstance(error, _OF_A_CUT) or not type(error).__module__.startswith(("builtins", "torch")):
             return None
-        trace, held = error.__traceback__, False
+        trace = error.__traceback__
         while trace is not None:
-            held = held or any(
-                isinstance(value, Foreign) or absent_in(value) is not None
-                for name, value in trace.tb_frame.f_locals.items()
-                if name != "self" and trace.tb_frame.f_globals.get("__name__") != __name__
-            )
+            frame = trace.tb_frame
+            for name, value in frame.f_locals.items() if frame.f_globals.get("__name__") != __name__ else ():
+                absent = absent_in(value)
+                if absent is not None:
+                    return f"It holds {absent.what}"
+                if name != "self" and isinstance(value, AbsentBlock | AbsentLeaf):
+                    return f"It holds {value.stands_for!r}, which lives on another stage"
             trace = trace.tb_next
-        if held or (self.stage > 0 and not self._relay.handed_over):
+        if self.stage > 0 and not self._relay.handed_over:
             return (
                 "Parts of the model live on other stages, and what stands in for them here may be the cause"
             )

@@ -150,19 +150,29 @@ class Relay:
         """The filler of an absent parameter, one object per parameter: models compare tied ones with ``is``."""
         at = (key, self.dtype or like.dtype, self.device or home)
         if at not in self._fillers:
-            self._fillers[at] = self.filler(tuple(like.shape), like.dtype, at[2])
+            self._fillers[at] = _as_parameter(self.filler(tuple(like.shape), like.dtype, at[2]))
         if self.watch is None:
             return self._fillers[at]
         if key not in self._marked:
-            self._marked[key] = self.marked(
-                self._fillers[at], f"parameter {name!r}, which lives on another stage,"
-            )
+            what = f"parameter {name!r}, which lives on another stage,"
+            self._marked[key] = _as_parameter(self.marked(self._fillers[at], what))
         return self._marked[key]
+
+
+def _as_parameter(filler: Any) -> Any:
+    """Such that torch takes it for a Parameter, as ``get_parameter`` does."""
+    filler._is_param = True
+    return filler
 
 
 class Foreign:
     """Mixed into a module some of whose own parameters are absent: it lists and hands over absent values while a pass
     runs; between passes it has none."""
+
+    @property
+    def stands_for(self) -> str:
+        """Name of the module that this one stands for."""
+        return str(self.__dict__.get("_name", ""))
 
     @property
     def _parameters(self) -> dict[str, Any]:
