@@ -6,8 +6,8 @@ stages      the blocks that this rank runs, behind stand-ins for the others     
 recompute   around the blocks that are left                                                  memory/recompute.py
 """
 
-from dataclasses import replace
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
