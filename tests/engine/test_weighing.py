@@ -28,7 +28,7 @@ def rows() -> tuple[Tensor, Tensor]:
     for row in range(ROWS):
         labels[row, : row % 4] = IGNORE
         labels[row, 2 + (row * 5) % 8 :] = IGNORE
-    labels[6:11] = IGNORE
+    labels[6:16] = IGNORE
     return tokens, labels
 
 
@@ -195,6 +195,9 @@ def test_what_a_loss_was_divided_by() -> None:
     assert divisor_of(of(x, torch.full((4,), IGNORE))) == 0
     assert divisor_of(of(x, y, reduction="sum") / (y != IGNORE).sum()) == 3
     assert divisor_of(of(x, y, reduction="sum") / 70) == 70
+    nothing = torch.full((4,), IGNORE)
+    assert divisor_of(of(x, nothing, reduction="sum") / torch.tensor(0).clamp_min(1)) == 0
+    assert divisor_of(of(x, nothing, reduction="sum") / 70) == 70
     assert divisor_of(of(x, y, reduction="sum")) == 1
     assert divisor_of(of(x, y, reduction="none").mean()) == 4
     mask = (y != IGNORE).float()

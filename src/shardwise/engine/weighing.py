@@ -132,11 +132,11 @@ def divisor_of(loss: Tensor) -> float | None:
             found.append(float(own))
             continue
         name = type(node).__name__
-        if name in _NLL or getattr(node, "is_row_loss", False):
+        if name in _NLL or hasattr(node, "counted_rows"):
             if name in _NLL and node._saved_reduction == _MEAN:
                 found.append(float(node._saved_total_weight))
             else:
-                found.append(next((n for n in (rows, divisor) if n is not None), 1.0))
+                found.append(_divided_by(node, divisor, rows))
             continue
         if name == "DivBackward0":
             divisor = _number(node._saved_other, divisor)
@@ -144,6 +144,26 @@ def divisor_of(loss: Tensor) -> float | None:
             rows = float(node._saved_self_sym_numel)
         waiting.extend(_Place(parent, divisor, rows) for parent, _ in node.next_functions)
     return max(found, default=None)
+
+
+def _divided_by(node: Any, divisor: float | None, rows: float | None) -> float:
+    """Of cross entropies that were not averaged by themselves: the mean's rows, the divisor, or 1 for a sum.
+
+    Divisors are kept from 0 (``clamp_min(1)``): a microbatch without any label, divided by 1, weighs nothing.
+    """
+    if rows is not None:
+        return rows
+    if divisor is None:
+        return 1.0
+    return divisor if divisor > 1 or _has_labels(node) else 0.0
+
+
+def _has_labels(node: Any) -> bool:
+    counted = getattr(node, "counted_rows", None)
+    if counted is not None:
+        return bool(counted)
+    ignored = node._saved_ignore_index
+    return bool((node._saved_target != (ignored if ignored < 1 << 63 else ignored - (1 << 64))).any())
 
 
 def _number(value: Any, otherwise: float | None) -> float | None:

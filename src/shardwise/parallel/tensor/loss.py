@@ -76,7 +76,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
         largest = every[:, 0].amax(0)
         total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
         lse = largest + total.log_()  # [N]
-        ctx.is_row_loss = True  # for who weighs a loss made of it
+        ctx.counted_rows = counts.sum()  # for who weighs a loss made of it
         ctx.save_for_backward(logits, columns, lse, counts, owned)
         return (every[:, 2].sum(0) - lse).masked_fill_(~counts, 0)
 
