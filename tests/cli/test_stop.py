@@ -1,10 +1,21 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from shardwise.cli.stop import StopFlag
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_terminal() -> Iterator[None]:
+    """Whoever starts the tests behind a shell may have had signals ignored, and children inherit that."""
+    given = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in given.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -247,7 +247,7 @@ def test_a_missing_text_is_one_line_from_two_ranks(runs: Runs) -> None:
     done = subprocess.run(
         command(runs, "--set", "data.source=/no/such/file"), capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "/no/such/file" in line

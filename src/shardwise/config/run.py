@@ -262,6 +262,7 @@ def _override(given: dict[str, Any], text: str) -> None:
 
 def _explained(error: ValidationError, where: str) -> str:
     lines = []
+    listed = set()
     for detail in error.errors(include_url=False, include_context=False):
         steps = [str(part) for part in detail["loc"]]
         if steps[:1] in (["model"], ["data"]) and len(steps) > 1:
@@ -271,6 +272,10 @@ def _explained(error: ValidationError, where: str) -> str:
         given = detail["input"]
         if message.startswith(UNKNOWN) and isinstance(given, str) and given in FOREIGN_KEYS:
             message = f"{UNKNOWN} {given!r}; here it is {FOREIGN_KEYS[given]}"
+        message, known, names = message.partition("; known here: ")
+        if known and names not in listed:  # once for all unknown keys of a place
+            listed.add(names)
+            message += known + names
         shown = (
             f" (given {_shown(given)})"
             if not isinstance(given, Mapping | Policy) and "unknown key" not in message

@@ -762,8 +762,11 @@ class Engine:
 
         Collective at zero stage 3, where every rank gathers all weights; ``whole=False`` leaves them in pieces, for a
         model that is not used any more, and so does an exception on its way through (``finally: engine.close()``), for
-        other ranks may not come. Under tp and pp a rank keeps its own part of the model either way.
+        other ranks may not come. Under tp and pp a rank keeps its own part of the model either way. A second call does
+        nothing.
         """
+        if self.is_closed:
+            return
         self.wait_for_save()
         self._model_calls.remove()
         for executor in self._parts.executors:
