@@ -125,18 +125,25 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cells: list[str] = []
+    names: dict[str, object] = {}
+
+    def run_cells() -> None:
+        if cells:
+            Path("cells.py").write_text("\n".join(cells), encoding="utf-8")
+            names.update(runpy.run_path("cells.py", init_globals=names, run_name="cells"))
+            cells.clear()
+
     for block in blocks(page):
         if block.file:
             Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.kind == "python":
             cells.append(block.text)
         elif block.kind == "bash":
+            run_cells()  # a command may look at what they wrote
             for line in block.text.replace("\\\n", " ").splitlines():
                 if words := shlex.split(line, comments=True):
                     call(words, f"{page.name}:{block.line}: {line}", monkeypatch)
-    if cells:
-        Path("cells.py").write_text("\n".join(cells), encoding="utf-8")
-        runpy.run_path("cells.py", run_name="cells")
+    run_cells()
 
 
 def call(words: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
