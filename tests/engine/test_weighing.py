@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World
-from shardwise.engine.weighing import divisor_of, labels_in
+from shardwise.engine.weighing import Weighing, divisor_of, labels_in
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.errors import UsageError
 
@@ -233,3 +233,17 @@ def test_tokens_without_labels_are_refused(world: World) -> None:
 @pytest.fixture
 def world() -> World:
     return World(0, 1)
+
+
+def test_cross_entropies_of_unlike_counts_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, 5, requires_grad=True)
+    y = torch.tensor([1, 2, 3, 0])
+    cross_entropy = torch.nn.functional.cross_entropy
+    weighing = Weighing("auto", torch.nn.Linear(1, 1))
+    with caplog.at_level("WARNING", logger="shardwise"):
+        assert weighing.of_loss(cross_entropy(x, y) + cross_entropy(x, y), None) == 4.0
+        assert not caplog.records
+        for _ in range(2):
+            assert weighing.of_loss(cross_entropy(x, y) + cross_entropy(x[:3], y[:3]), None) == 4.0
+    (record,) = caplog.records
+    assert "(3, 4)" in record.getMessage()

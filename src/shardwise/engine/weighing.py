@@ -46,12 +46,22 @@ class Weighing:
         named = getattr(getattr(model, "loss_function", None), "__name__", "") == _CAUSAL_LOSS
         self._is_shifted = named and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         self._told = False
+        self._warned = False
 
     def of_loss(self, loss: Tensor, batch: Any) -> float:
         """What the microbatch ``batch`` with the loss ``loss`` counts."""
         if self._by == "batches":
             return 1.0
-        count = divisor_of(loss)
+        counts = divisors_of(loss)
+        count = max(counts, default=None)
+        if len(set(counts)) > 1 and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the loss adds up cross entropies over unlike numbers of labels (%s): one number cannot weigh all, "
+                "and %g is taken; over several ranks or microbatches give backward(loss, weight=...)",
+                ", ".join(f"{each:g}" for each in sorted(set(counts))),
+                count,
+            )
         if count is None:
             count = self.of_batch(batch)
         elif count > 0:
@@ -119,6 +129,11 @@ def divisor_of(loss: Tensor) -> float | None:
 
     Several of them with unlike counts cannot be weighed by one number: the largest is taken.
     """
+    return max(divisors_of(loss), default=None)
+
+
+def divisors_of(loss: Tensor) -> list[float]:
+    """Of each cross entropy in the graph of ``loss``, the nearest first."""
     found: list[float] = []
     waiting = deque([_Place(loss.grad_fn, None, None)])
     for _ in range(_NODES):
@@ -143,7 +158,7 @@ def divisor_of(loss: Tensor) -> float | None:
         elif name == "MeanBackward0":
             rows = float(node._saved_self_sym_numel)
         waiting.extend(_Place(parent, divisor, rows) for parent, _ in node.next_functions)
-    return max(found, default=None)
+    return found
 
 
 def _divided_by(node: Any, divisor: float | None, rows: float | None) -> float:
