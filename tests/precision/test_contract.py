@@ -205,7 +205,8 @@ def casts(world: World) -> None:
         world=world,
     )
     mask, pair = torch.ones(2, dtype=torch.bool), (torch.ones(1, dtype=torch.float64), 3)
-    engine.train_step([(torch.randn(2, 4), torch.arange(2), {"mask": mask, "pair": pair})])
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(world.rank))
+    engine.train_step([(x, torch.arange(2), {"mask": mask, "pair": pair})])
     assert model.seen == [B16, torch.int64, torch.bool, B16]
     assert losses == [F32]
     state = engine.state_dict()
