@@ -1,8 +1,7 @@
-"""What microbatches weigh: factors of their losses are powers of two apart from the weights given."""
+"""What microbatches weigh: those of one weight have their losses multiplied by powers of two."""
 
 from typing import Any
 
-import pytest
 import torch
 
 from shardwise.comm.collectives import Clock
@@ -22,13 +21,13 @@ def accumulation(world: World, microbatches: int) -> Accumulation:
 
 def test_plain_losses_become_means() -> None:
     step = accumulation(World(0, 1), 4)
-    assert [step.scale_of(1.0) for _ in range(4)] == [0.25] * 4 and step.scale == 0.25
+    assert [step.scale_of(15.0) for _ in range(4)] == [0.25] * 4 and step.divisor_of(60.0) == 1.0
     for i in range(4):
         assert not step.is_complete
         step.count(torch.tensor(float(i)), 1.0)
     assert step.is_complete and (step.weight, float(step.loss)) == (4.0, 6.0)
     step.clear()
-    assert (step.done, step.weight, float(step.loss), step.reference) == (0, 0.0, 0.0, 4.0)
+    assert (step.done, step.weight, float(step.loss), step.reference) == (0, 0.0, 0.0, 60.0)
 
 
 def test_a_loss_that_does_not_count_is_not_looked_at() -> None:
@@ -40,10 +39,20 @@ def test_a_loss_that_does_not_count_is_not_looked_at() -> None:
 
 def references(world: World) -> list[float]:
     step = accumulation(world, 2)
-    own = 100.0 + 56.0 * world.rank
-    return [step.scale_of(own) / own, step.scale_of(1.0), step.reference]
+    return [step.scale_of(100.0 + 56.0 * world.rank), step.scale_of(1.0) * step.reference, step.reference]
 
 
-def test_ranks_agree_on_a_power_of_two_near_the_weight_of_a_global_batch(ranks: Any) -> None:
-    for found in ranks(2).run(references):
-        assert found == pytest.approx([1 / 512, 1 / 512, 512.0], rel=1e-15)
+def test_ranks_agree_on_the_first_weight_times_a_power_of_two_near_a_global_batch(ranks: Any) -> None:
+    first, second = ranks(2).run(references)
+    assert first == [1 / 4, 1.0, 400.0]  # of 512
+    assert second == [156 / 400, 1.0, 400.0]
+
+
+def without_labels(world: World) -> float:
+    step = accumulation(world, 1)
+    step.agree(40.0 * world.rank)
+    return step.reference
+
+
+def test_a_first_microbatch_that_weighs_nothing_leaves_a_power_of_two(ranks: Any) -> None:
+    assert ranks(2).run(without_labels) == [32.0, 32.0]

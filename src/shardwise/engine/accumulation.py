@@ -3,11 +3,11 @@
 A gradient is summed over ranks and microbatches, each of whose losses is multiplied before its backward pass by
 
     loss scale · w_i / r        w_i: tokens or samples of microbatch i (weighing.py, where none was given)
-                                r:   a power of two near the weight of a whole global batch
+                                r:   the first microbatch's weight times a power of two, near that of a global batch
 
 so that gradient sums are means already, but for a factor near 1: weights of 10^5 tokens times a loss scale of 2^16 do
-not overflow fp16, and with plain losses on 2^k microbatches nothing is left to divide in the step. A power of two
-changes no digit.
+not overflow fp16, and with microbatches of one weight, 2^k of them, nothing is left to divide in the step. Their losses
+are multiplied by powers of two, which change no digit: 16-bit gradients are those of a plain loop.
 """
 
 import math
@@ -48,15 +48,14 @@ class Accumulation:
         """Whether all microbatches of the step have run."""
         return self.done >= self.microbatches
 
-    @property
-    def scale(self) -> float:
-        """What a loss of weight 1 is multiplied by."""
-        return (self._loss_scale.scale if self._loss_scale else 1.0) / (self.reference or 1.0)
+    def divisor_of(self, weight: float) -> float:
+        """What sums of gradients are divided by where their microbatches weigh ``weight`` together."""
+        return weight / (self.reference or 1.0) * (self._loss_scale.scale if self._loss_scale else 1.0)
 
     def scale_of(self, weight: float) -> float:
         """What the loss of a microbatch is multiplied by. Collective the first time (``agree``)."""
         self.agree(weight)
-        return weight / self.reference * (self._loss_scale.scale if self._loss_scale else 1.0)
+        return self.divisor_of(weight)
 
     def count(self, loss: Tensor | None, weight: float) -> None:
         """A microbatch is done. Its loss is known on the last stage."""
@@ -69,9 +68,13 @@ class Accumulation:
         """Find r from the first microbatch's weight on each rank. Collective, where it is not known yet."""
         if self.reference:
             return
-        average = weight
+        # Rank 0's own, which is that of the same samples on any number of ranks; the average tells the size.
+        first = total = weight
         if self._both.size > 1:
-            total = torch.tensor([weight], dtype=torch.float64, device=self._device)
-            self._both.all_reduce(total, "the first weights", purpose="control").wait()
-            average = float(total[0]) / self._both.size
-        self.reference = 2.0 ** round(math.log2((average or 1.0) * self._both.size * self.microbatches))
+            both = [weight, weight if self._both.index == 0 else 0.0]
+            sums = torch.tensor(both, dtype=torch.float64, device=self._device)
+            self._both.all_reduce(sums, "the first weights", purpose="control").wait()
+            total, first = sums.tolist()
+        near = abs(total) * self.microbatches or float(self._both.size * self.microbatches)
+        unit = abs(first) or 1.0
+        self.reference = unit * 2.0 ** round(math.log2(near / unit))

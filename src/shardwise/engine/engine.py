@@ -203,8 +203,8 @@ class Engine:
             rates = parts.optimizer_groups.rates(self.applied_steps)
             local = Local(step.weight, float(step.loss), float(self._stop_wanted), mark_of(rates), batches)
             totals = exchange(parts, local)
-            scale = step.scale
-            norm = gradient_norm(totals, scale)
+            divisor = step.divisor_of(totals.weight)
+            norm = gradient_norm(totals, divisor)
             finite = math.isfinite(norm)
             check_alike(totals, self.config.batch.equal, finite, self._loss_tolerance)
         self._first_batches = None
@@ -212,7 +212,6 @@ class Engine:
             self._explain_overflow(finite)
         lr = float(rates[0]["lr"])
         if finite and totals.weight:
-            divisor = totals.weight * scale
             factor = parts.optimizer_groups.tables_factor(self.applied_steps)
             update(parts, totals, divisor, norm, self.config.clip, rates, factor)
         else:
@@ -491,7 +490,8 @@ class Engine:
 
     @property
     def weight_reference(self) -> float:
-        """Power of two near the weight of the first global batch, by which all weights are divided."""
+        """What all weights are divided by: the first microbatch's, times a power of two, near that of the first global
+        batch."""
         return self._accumulation.reference
 
     def state_bytes(self) -> dict[str, int]:
@@ -516,7 +516,7 @@ class Engine:
                 f"gradients: {step.done} of {step.microbatches} microbatches have run; call it after the last backward "
                 "and before step()"
             )
-        return state.gradients(self._parts, step.weight, step.scale)
+        return state.gradients(self._parts)
 
     def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """A context in which every parameter is whole; with ``write`` it may be edited, alike on all ranks."""

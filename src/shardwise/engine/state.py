@@ -45,20 +45,21 @@ def bytes_by_kind(parts: Parts) -> dict[str, int]:
     return total
 
 
-def gradients(parts: Parts, weight: float, scale: float) -> dict[str, Tensor]:
-    """Mean gradients by name."""
+def gradients(parts: Parts) -> dict[str, Tensor]:
+    """Mean gradients by name, of the running step."""
     finish_reductions(parts.trained, parts.shared)
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.used]
-    vector = torch.tensor([weight, *votes], dtype=torch.float64, device=parts.device)
+    vector = torch.tensor([parts.accumulation.weight, *votes], dtype=torch.float64, device=parts.device)
     parts.both.all_reduce(vector, "the summed weights", purpose="control").wait()
     total, *used = vector.tolist()
+    divisor = parts.accumulation.divisor_of(total)
     found: dict[str, Tensor] = {}
     place = 0
     for bucket, _ in parts.trained:
         full = bucket.gathered_copy(bucket.owned_grad)
         for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
             if used[place]:
-                found[slot.name] = view / (total * scale)
+                found[slot.name] = view / divisor
             place += 1
     return _assembled(parts, found, "gradient")
 

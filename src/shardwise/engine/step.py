@@ -183,11 +183,11 @@ def _agree(ranks: int, total: float, squares: float) -> bool:
     return abs(ranks * squares - total * total) <= ranks * 2.0**-50 * total * total
 
 
-def gradient_norm(totals: Totals, scale: float) -> float:
-    """Norm of the mean gradient, NaN or infinite where gradients are; the losses were multiplied by ``scale``."""
+def gradient_norm(totals: Totals, divisor: float) -> float:
+    """Norm of the mean gradient, NaN or infinite where gradients are; their sums are divided by ``divisor``."""
     if not math.isfinite(totals.squares) or totals.weight == 0:
         return totals.squares if totals.weight else 0.0
-    return math.sqrt(totals.squares) / (totals.weight * scale)
+    return math.sqrt(totals.squares) / divisor
 
 
 def update(
