@@ -768,6 +768,8 @@ class Engine:
         if self.is_closed:
             return
         self.wait_for_save()
+        if self._accumulation.done:  # its gradients would stay on the model
+            self.discard()
         self._model_calls.remove()
         for executor in self._parts.executors:
             executor.remove_hooks()
