@@ -16,7 +16,10 @@ from torch.optim import lr_scheduler as lrs
 
 import shardwise
 from shardwise.comm.world import World
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.ragged import Ragged
 
 STEPS = 12
 ROWS = 8
@@ -243,6 +246,131 @@ def test_what_cannot_be_meant_is_refused(ranks: Any) -> None:
     assert "3 groups now and had 2" in first["groups"]
     assert "the ranks work with different learning rates" in first["ranks part"]
     assert first["nothing"] == ""
+
+
+HOOKS = {
+    "step_pre_hook": lambda optimizer, args, named: None,
+    "step_post_hook": lambda optimizer, args, named: None,
+    "state_dict_pre_hook": lambda optimizer: None,
+    "state_dict_post_hook": lambda optimizer, state: None,
+    "load_state_dict_pre_hook": lambda optimizer, state: None,
+    "load_state_dict_post_hook": lambda optimizer: None,
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_that_would_never_be_called_are_refused(kind: str) -> None:
+    """An average of the weights in a step_post_hook stood still, without a word."""
+    model, world = net(), World(0, 1)
+    optimizer = adamw(model)
+    handle = getattr(optimizer, f"register_{kind}")(HOOKS[kind])
+    with pytest.raises(UsageError, match=f"hooks of register_{kind} .*on_step"):
+        shardwise.initialize(model, optimizer=optimizer, world=world)
+    handle.remove()
+    engine = shardwise.initialize(model, optimizer=optimizer, world=world)
+    handle = getattr(optimizer, f"register_{kind}")(HOOKS[kind])
+    engine.backward(engine(*data(0)))
+    with pytest.raises(UsageError, match=f"register_{kind}"):
+        engine.step()
+    handle.remove()
+    engine.backward(engine(*data(0)))
+    assert engine.step().step == 1
+    engine.close()
+
+
+def test_the_given_optimizer_has_no_moments_to_save() -> None:
+    """Its state was empty in the file, and what was loaded into it never reached the engine."""
+    model = net()
+    optimizer = adamw(model)
+    state = optimizer.state_dict()
+    engine = shardwise.initialize(model, optimizer=optimizer, world=World(0, 1))
+    with pytest.raises(UsageError, match="engine.save"):
+        optimizer.state_dict()
+    with pytest.raises(UsageError, match="engine.load"):
+        optimizer.load_state_dict(state)
+    engine.close()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+class WithTable(nn.Module):
+    """One table beside one dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        policy = TablePolicy(
+            name="user",
+            rows=9,
+            width=4,
+            placement="data_parallel",
+            optimizer=RowOptimizerPolicy(type="sgd", lr=0.4),
+        )
+        self.tables = EmbeddingCollection([policy], seed=2)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.out = nn.Linear(4, 1)
+
+    def forward(self, keys: Tensor) -> Tensor:
+        found = self.tables({"user": Ragged.of_lists([[key] for key in keys.tolist()])})["user"]
+        return self.out(found).square().mean()
+
+
+TABLE_SCHEDULERS: dict[str, Callable[[optim.Optimizer, float], Any]] = {
+    "Step": lambda o, top: lrs.StepLR(o, 2, 0.5),
+    "Lambda": lambda o, top: lrs.LambdaLR(o, lambda e: (e + 1) / 4),
+    "OneCycle": lambda o, top: lrs.OneCycleLR(o, top, total_steps=6, cycle_momentum=False),
+}
+
+
+def tables_follow(world: World) -> list[float]:
+    """Error of the rows against torch's Embedding under an SGD and a scheduler of its own."""
+    found = []
+    for scheduled in TABLE_SCHEDULERS.values():
+        model = WithTable()
+        optimizer = optim.SGD(model.parameters(), lr=0.05)
+        config = {"precision": "fp64", "zero": {"stage": 3}}
+        engine = shardwise.initialize(model, config, optimizer=optimizer, world=world)
+        scheduler = scheduled(optimizer, 0.05)
+        plain = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1)).double()
+        plain.load_state_dict({"0.weight": table_of(engine), **dense_of(engine)})
+        both = [
+            optim.SGD(plain[0].parameters(), lr=0.4),
+            optim.SGD(plain[1].parameters(), lr=0.05),
+        ]
+        schedulers = [scheduled(both[0], 0.4), scheduled(both[1], 0.05)]
+        for step in range(5):
+            keys = torch.arange(4) * (step + 1) % 9
+            engine.backward(engine(keys.chunk(world.size)[world.rank]))
+            engine.step()
+            scheduler.step()
+            plain.zero_grad()
+            plain(keys).square().mean().backward()
+            for each, its in zip(both, schedulers, strict=True):
+                each.step()
+                its.step()
+        wrong = [table_of(engine) - plain[0].weight, dense_of(engine)["1.weight"] - plain[1].weight]
+        found.append(max(float(each.detach().abs().max()) for each in wrong))
+        engine.close()
+    return found
+
+
+def table_of(engine: Any) -> Tensor:
+    """All rows, of all ranks."""
+    rows = engine.tables["tables"].rows_here("user")
+    whole = torch.zeros(9, 4, dtype=torch.float64)
+    whole[rows.keys] = rows.weights.double()
+    return whole
+
+
+def dense_of(engine: Any) -> dict[str, Tensor]:
+    state = engine.state_dict()
+    return {f"1.{name}": state[f"out.{name}"] for name in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_follow_the_scheduler_of_the_given_optimizer(ranks: Any, size: int) -> None:
+    """Their rates are their own, times what the scheduler makes of that of the first group."""
+    for errors in ranks(size).run(tables_follow):
+        assert max(errors) <= 1e-12, errors
 
 
 def test_a_rate_of_zero_in_the_configuration() -> None:

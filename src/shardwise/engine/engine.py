@@ -102,6 +102,7 @@ class Engine:
         self.is_closed = False
         """After ``close``."""
         self._held = parts.model.register_forward_pre_hook(Held(self))
+        parts.optimizer_groups.hold()
         self.loaders: list[Loader] = []
         """Those that ``loader`` made, in order; their positions are saved."""
         self.loader_states: list[dict[str, Any]] = []
@@ -771,6 +772,7 @@ class Engine:
         if self._accumulation.done:  # its gradients would stay on the model
             self.discard()
         self._model_calls.remove()
+        self._parts.optimizer_groups.release()
         for executor in self._parts.executors:
             executor.remove_hooks()
         state.unwrap(self._parts)

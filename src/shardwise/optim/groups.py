@@ -5,20 +5,30 @@
                            holds that object and writes there; so does ``optimizer.param_groups[0]["lr"] = x``.
 
 The update itself is the flat optimizers' (flat.py); the user's object lends its class and its numbers and never steps.
-Its numbers are part of a checkpoint and come back into it, as with ``optimizer.load_state_dict``.
+Its numbers are part of a checkpoint and come back into it, as with ``optimizer.load_state_dict``. What it cannot do is
+refused: its hooks would never be called, and its ``state_dict`` has no moments.
 """
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, optim
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
 from shardwise.optim.schedule import factor, rates
 from shardwise.plan.errors import MismatchError, UsageError
 
 _MARK_BITS = 20
+_HOOKS = (
+    "step_pre_hook",
+    "step_post_hook",
+    "state_dict_pre_hook",
+    "state_dict_post_hook",
+    "load_state_dict_pre_hook",
+    "load_state_dict_post_hook",
+)
 
 
 class OptimizerGroups:
@@ -33,6 +43,38 @@ class OptimizerGroups:
         self._schedule = schedule
         self._first_lr = 0.0 if given is None else float(given.param_groups[0]["lr"])
         self._count = len(self._options if given is None else given.param_groups)
+        self._ours: list[RemovableHandle] = []
+        if given is not None:
+            self._check_hooks()
+
+    def hold(self) -> None:
+        """Refuse what the user's optimizer cannot tell from now on, until ``release``."""
+        if self.given is not None:
+            self._ours = [
+                self.given.register_state_dict_pre_hook(_refuse_state_dict),
+                self.given.register_load_state_dict_pre_hook(_refuse_load_state_dict),
+            ]
+
+    def release(self) -> None:
+        """Give the user's optimizer back."""
+        for handle in self._ours:
+            handle.remove()
+        self._ours = []
+
+    def _check_hooks(self) -> None:
+        ours = {handle.id for handle in self._ours}
+        found = [
+            f"register_{kind} ({getattr(hook, '__name__', type(hook).__name__)})"
+            for kind in _HOOKS
+            for number, hook in getattr(self.given, f"_optimizer_{kind}s").items()
+            if number not in ours
+        ]
+        if found:
+            raise UsageError(
+                f"optimizer: it has hooks of {', '.join(found)}, which would never be called: the engine steps on "
+                "shards and saves by itself; remove them, and give initialize(..., on_step=[f]) a function of (engine, "
+                "result), which is called after every step"
+            )
 
     def rates(self, applied: int) -> list[dict[str, Any]]:
         """What each group works with in the step after ``applied`` ones.
@@ -41,6 +83,7 @@ class OptimizerGroups:
         """
         if self.given is None:
             return rates(self._schedule, self._options, applied)
+        self._check_hooks()
         groups = self.given.param_groups
         if len(groups) != self._count:
             raise UsageError(
@@ -110,6 +153,20 @@ def mark_of(rates_of_groups: Sequence[Mapping[str, Any]]) -> int:
         for group in rates_of_groups
     ]
     return zlib.crc32(repr(numbers).encode()) % (1 << _MARK_BITS)
+
+
+def _refuse_state_dict(optimizer: optim.Optimizer) -> NoReturn:
+    raise UsageError(
+        "optimizer.state_dict(): the moments are the engine's, this object has none; engine.save(directory) saves them "
+        "with the numbers of this optimizer's groups"
+    )
+
+
+def _refuse_load_state_dict(optimizer: optim.Optimizer, state: Any) -> NoReturn:
+    raise UsageError(
+        "optimizer.load_state_dict(): what this object is given does not reach the engine, which has the moments; "
+        "engine.load(directory) loads what engine.save saved"
+    )
 
 
 def _is_number(value: Any) -> bool:
