@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from shardwise.comm.seat import Seat
 from shardwise.plan.errors import ConfigError
+from shardwise.plan.words import counted
 
 
 def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.device, str]:
@@ -34,8 +35,8 @@ def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.d
         if seat.local_size > count or seat.local_rank >= count:
             limit = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
             raise ConfigError(
-                f"comm.device: {seat.local_size} ranks on this host (this one's place is {seat.local_rank}), but "
-                f"{count} devices of type {device.type}{limit}; start one "
+                f"comm.device: {counted(seat.local_size, 'rank')} on this host (this one's place is {seat.local_rank})"
+                f", but {counted(count, 'device')} of type {device.type}{limit}; start one "
                 "rank per device, or set comm.device: cpu"
             )
         device = torch.device(device.type, seat.local_rank)

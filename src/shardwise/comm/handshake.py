@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from shardwise.comm.store import SealedStore, missing_keys, seal
 from shardwise.plan.errors import CommError, ConfigError, DeadlineError
+from shardwise.plan.words import named_ranks
 
 _WORD_BYTES = 16
 _PATIENCE_S = 15.0
@@ -173,7 +174,7 @@ def _host(
         late = missing_keys(base, [f"{place}/ready/{rank}" for rank in range(1, size)], timeout_s)
         if late:
             raise DeadlineError(
-                f"rank 0: rank(s) {[rank + 1 for rank in late]} came to the store and fell silent"
+                f"rank 0: {named_ranks([rank + 1 for rank in late])} came to the store and fell silent"
             )
         for rank in range(1, size):
             store.get(f"{place}/ready/{rank}")

@@ -39,6 +39,7 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.watch import Watch
 from shardwise.plan.errors import CommError, ConfigError, DeadlineError, UsageError
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.words import named_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -361,7 +362,7 @@ class World:
                 self.watch.end()
         if missing:
             raise DeadlineError(
-                f"rank {self.rank}: {key!r}: no word from rank(s) {missing} within {timeout_s:.0f} s"
+                f"rank {self.rank}: {key!r}: no word from {named_ranks(missing)} within {timeout_s:.0f} s"
             )
         return [self.store.get(name).decode() for name in keys]
 

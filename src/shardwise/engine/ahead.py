@@ -45,6 +45,7 @@ from shardwise.parallel.embedding.ahead import Features, Found, find_features
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.plan.errors import CommError, DataError, UsageError
 from shardwise.plan.pytree import tensors_in
+from shardwise.plan.words import named_ranks
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -324,12 +325,12 @@ class Ahead(Iterator[Any]):
         words = {rank: _Word(*each) for rank, each in zip(group.ranks, told, strict=True)}
         failed = [rank for rank, each in words.items() if each.state == _FAILED]
         if failed:
-            return f"ahead: rank(s) {failed} could not read their part of a step, and say why; all ranks stop at it"
+            return f"ahead: {named_ranks(failed)} could not read a part of a step and said why; all ranks stop at it"
         ended = [rank for rank, each in words.items() if each.state == _HAS_NONE]
         if ended and len(ended) < group.size:
             return (
-                f"ahead: rank(s) {ended} have no further step, while the others have; every rank must bring the same "
-                "number of steps, where data runs out with empty batches"
+                f"ahead: no further step on {named_ranks(ended)}, while the others have one; every rank must bring the "
+                "same number of steps, where data runs out with empty batches"
             )
         if len({(each.asked, each.order) for each in words.values()}) == 1:
             return ""

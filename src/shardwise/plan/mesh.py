@@ -18,6 +18,7 @@ from pydantic import PositiveInt
 
 from shardwise.plan.errors import MeshError
 from shardwise.plan.policy import Policy
+from shardwise.plan.words import counted
 
 _TOGETHER = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -87,7 +88,9 @@ class Mesh:
             if world_size % model == 0
             else f"pp × cp × tp = {model} does not divide {world_size}"
         )
-        raise MeshError(f"mesh: {self} covers {self.world_size} ranks but the job has {world_size}; {advice}")
+        raise MeshError(
+            f"mesh: {self} covers {counted(self.world_size, 'rank')} but the job has {world_size}; {advice}"
+        )
 
     def _parts(self, axis: str) -> tuple[str, ...]:
         parts = _TOGETHER.get(axis, (axis,))

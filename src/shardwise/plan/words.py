@@ -1,6 +1,7 @@
-"""Words of others in sentences of ours: what the system said of a failure, and text that files brought along."""
+"""Words in sentences of ours: what the system said of a failure, text that files brought along, counted things."""
 
 import os
+from collections.abc import Sequence
 
 
 def in_words(error: OSError) -> str:
@@ -12,3 +13,13 @@ def in_words(error: OSError) -> str:
 def printable(text: str) -> str:
     """``text`` without what would command a terminal: names in files, and models of bytes, may hold any of it."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def named_ranks(numbers: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 3, 5``."""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"

@@ -63,6 +63,7 @@ from shardwise.plan.errors import (
 )
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged
+from shardwise.plan.words import counted, named_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -142,8 +143,8 @@ class EmbeddingCollection(nn.Module):
         """
         if self._group is not None:
             raise UsageError(
-                f"embedding: the tables lie on {self._group.size} rank(s) already; tables are placed once, before "
-                "their first use. An engine places them in initialize"
+                f"embedding: the tables lie on {counted(self._group.size, 'rank')} already; tables are placed once, "
+                "before their first use. An engine places them in initialize"
             )
         group = Group("tables", (0,), 0, None, Clock(300.0), Traffic()) if group is None else group
         if memory_bytes is None and group.size == 1:
@@ -270,7 +271,7 @@ class EmbeddingCollection(nn.Module):
         out = [group.ranks[index] for index in (everyone[:, 0, 0] == _REFUSED).nonzero()[:, 0].tolist()]
         if out and asked:
             raise DataError(
-                f"embedding: rank(s) {out} could not take their part of this batch, and say why; the batch was given "
+                f"embedding: {named_ranks(out)} could not take a part of this batch and said why; the batch was given "
                 f"up here, on rank {group.ranks[group.index]}, too"
             )
         return list(everyone.split(kinds, 2))
