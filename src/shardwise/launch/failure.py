@@ -40,6 +40,7 @@ EXIT_CODES: dict[str, str] = {
     "traceback. ``inspect``: a step is damaged.",
     "2": "The configuration or the call is at fault, and nothing was started or written.",
     "143": "SIGTERM: the running step was finished and saved. A scheduler takes the run for an interrupted one.",
+    "129": "SIGHUP, as when a terminal closes: the running step was finished and saved.",
     "128 + n": "Killed by signal n; 137 is SIGKILL, as the kernel does when memory runs out. A second Ctrl-C or "
     "SIGTERM ends at once, unsaved.",
     "other": "``launch``: the code of the first rank that failed.",
