@@ -72,7 +72,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "BambaConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
     "BltConfig": {},
     "BailingHybridConfig": {},
-    "CodeGenConfig": {"rotary_dim": 8},
+    "CodeGenConfig": {"rotary_dim": 4, "n_head": 8},
     "DogeConfig": {"is_moe": False},
     "GPTJConfig": {"rotary_dim": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},

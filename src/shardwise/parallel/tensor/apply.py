@@ -4,6 +4,7 @@ The model keeps its structure: names, Parameter objects and ties stay, and so do
 smaller one on meta; a real one becomes this rank's piece of the values that every rank then has.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -131,6 +132,10 @@ def _parallel(name: str, module: nn.Module, style: Style, region: Region, inside
         new._forward_hooks, new._forward_pre_hooks = module._forward_hooks, module._forward_pre_hooks
         new._forward_hooks_with_kwargs = module._forward_hooks_with_kwargs
         new._forward_pre_hooks_with_kwargs = module._forward_pre_hooks_with_kwargs
+    for argument, heads in style.arguments:
+        _cut_argument(name, new, argument, heads, region.group)
+    if "again" in style.flags:
+        new.register_forward_hook(lambda module, args, output: duals.copy(output, region.group, name))
     if "region" in style.flags:
         _on_input(new, _entering(name, region, style.sees_whole))
     if region.sequence and "enter" in style.flags:
@@ -188,6 +193,33 @@ def _divide(name: str, module: nn.Module, attribute: str, ranks: int) -> None:
         setattr(module, key, divided(value, ranks))
     else:
         raise PlanError(f"tensor.table: {name}.{key} is {value!r}; expected a number, or a tuple of numbers")
+
+
+def _cut_argument(name: str, module: nn.Module, argument: str, heads: int, group: Group) -> None:
+    """Give ``module.forward`` this rank's heads of ``argument``, where it is a tensor that tells heads apart."""
+    signature, held = inspect.signature(module.forward), heads // group.size
+
+    def own(value: Tensor) -> Tensor:
+        dim = 1 if value.dim() == 4 else 0
+        if dim == 1 and value.shape[dim] == 1:
+            return value  # alike for all heads
+        if value.shape[dim] % heads:
+            raise PlanError(
+                f"tensor.table: {name}: argument {argument!r} is {list(value.shape)}; expected {heads} heads in dim "
+                f"{dim}"
+            )
+        if value.requires_grad:
+            value = duals.copy(value, group, name)
+        apart = value.unflatten(dim, (-1, heads)).narrow(dim + 1, group.index * held, held)
+        return apart.flatten(dim, dim + 1)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs)
+        if isinstance(given.arguments.get(argument), Tensor):
+            given.arguments[argument] = own(given.arguments[argument])
+        return given.args, given.kwargs
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _entering(name: str, region: Region, sees_whole: bool) -> Callable[[Tensor], Tensor]:

@@ -5,6 +5,7 @@
     row          columns (inputs) cut, bias not   leaves them: a sum over the ranks      of this shard; bias as below
     vocabulary   embedding rows cut               leaves: a sum over the ranks           of this shard
     head         rows (vocabulary) cut            enters; cut logits go to the loss      of this shard
+    channels     first dim cut, the module stays  as before, on this rank's channels     of this shard
     sequence     whole, used on cut tokens        as before                              Partial (Replicate uncut)
     partial      whole, used on cut heads         as before                              Partial
     replicate    whole, used alike everywhere     as before                              Replicate
@@ -20,8 +21,11 @@ the later row. Words after the style:
     whole        the module sees whole sequences though others see cut ones
     region       everything inside enters once, at this module; column layers in it do not enter themselves
     enter leave  the sequence is cut before this module, joined after it
+    again        what this row layer gives enters cut layers once more
     NAME         an attribute (number or tuple) of the module that counts heads or features, divided by tp
     NAME=8/2     ... that is a ratio of two such numbers
+    NAME@8       an argument of the module's forward with something for each of 8 heads, in dim 0 (behind samples, if it
+                 has these in it too) or, of four dims, in dim 1: it is given this rank's heads
 
 Why columns, then rows: the pair y = W2 f(W1 x) needs one sum after W2, since f acts on features that one rank holds.
 Rows first would need a sum before f and a gather after W2.
@@ -42,11 +46,14 @@ from shardwise.plan.names import matching
 from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
 from shardwise.plan.policy import nearest
 
-Kind = Literal["column", "row", "vocabulary", "head", "sequence", "partial", "replicate"]
+Kind = Literal["column", "row", "vocabulary", "head", "channels", "sequence", "partial", "replicate"]
 KINDS: tuple[str, ...] = get_args(Kind)
-_FLAGS = ("whole", "region", "enter", "leave")
+_FLAGS = ("whole", "region", "enter", "leave", "again")
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(=\d+/\d+)?")
+_ARGUMENT = re.compile(r"([A-Za-z_]\w*)@(\d+)")
 _CONV1D_MODULE = "transformers.pytorch_utils"
+_LIKE_LINEAR = {("transformers.models.falcon.modeling_falcon", "FalconLinear.forward")}
+"""Forwards that spell nn.Linear's in other operations."""
 _PARTS = re.compile(r"\d+(\+\d+)*")
 
 
@@ -58,6 +65,8 @@ class Style:
     parts: tuple[int, ...] = ()
     flags: frozenset[str] = frozenset()
     attributes: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, int], ...] = ()
+    """(name, heads) of arguments of forward."""
 
     @property
     def sees_whole(self) -> bool:
@@ -92,7 +101,7 @@ def parse(where: str, words: str) -> Style:
     """The style that ``words`` say; ``where`` is the row's pattern."""
     kind: str | None = None
     parts: tuple[int, ...] = ()
-    flags, attributes = set(), []
+    flags, attributes, arguments = set(), [], []
     for word in words.split():
         if word in KINDS and kind is None:
             kind = word
@@ -102,14 +111,19 @@ def parse(where: str, words: str) -> Style:
             flags.add(word)
         elif _ATTRIBUTE.fullmatch(word) and word not in KINDS:
             attributes.append(word)
+        elif (argument := _ARGUMENT.fullmatch(word)) and int(argument[2]):
+            arguments.append((argument[1], int(argument[2])))
         else:
             raise PlanError(
                 f"tensor.table: {where!r}: {words!r}: cannot read {word!r}; expected one of {', '.join(KINDS)}, then "
-                "parts as in 8+2+2, whole, region, enter, leave, or names of attributes that count heads"
+                f"parts as in 8+2+2, {', '.join(_FLAGS)}, names of attributes that count heads, or arguments of "
+                "forward that hold heads, as in bias@8"
             )
     if parts and (kind not in ("column", "row") or min(parts) < 1):
         raise PlanError(f"tensor.table: {where!r}: {words!r}: parts are positive and belong to column or row")
-    return Style(kind, parts, frozenset(flags), tuple(attributes))  # type: ignore[arg-type]
+    if "again" in flags and kind != "row":
+        raise PlanError(f"tensor.table: {where!r}: {words!r}: again belongs to row")
+    return Style(kind, parts, frozenset(flags), tuple(attributes), tuple(arguments))  # type: ignore[arg-type]
 
 
 def styles(model: nn.Module, table: Table) -> dict[str, Style]:
@@ -239,6 +253,8 @@ def has_known_forward(module: nn.Module) -> bool:
     if is_transposed(module):
         kind = next(kind for kind in type(module).__mro__ if kind.__module__ == _CONV1D_MODULE)
         return forward is kind.__dict__.get("forward")
+    if (forward.__module__, forward.__qualname__) in _LIKE_LINEAR:
+        return True
     return forward in (nn.Linear.forward, nn.Embedding.forward)
 
 
@@ -262,6 +278,9 @@ def _place(
         return addend
     if style.kind == "sequence":
         return addend if cut else whole
+    if style.kind == "channels":
+        _blocks(name, shape[0] if shape else 1, (), ranks, replicas=False)
+        return _shard(Shard(0), shape)
     _check_module(name, leaf, module, style)
     if style.kind in ("vocabulary", "head"):
         return _shard(Shard(0), shape)
@@ -269,8 +288,8 @@ def _place(
         if leaf == "bias":
             return addend if cut else whole
         dim = 0 if is_transposed(module) else 1
-        _blocks(name, shape[dim], style.parts, ranks, replicas=False)
-        return _shard(Shard(dim), shape)
+        blocks = _blocks(name, shape[dim], style.parts, ranks, replicas=False)
+        return _shard(Shard(dim, blocks if len(blocks) > 1 else ()), shape)
     dim = 1 if leaf == "weight" and is_transposed(module) else 0
     blocks = _blocks(name, shape[dim], style.parts, ranks, replicas=True)
     return _shard(Shard(dim, blocks), shape)

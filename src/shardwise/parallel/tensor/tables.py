@@ -5,6 +5,7 @@
     gpt2      wte, wpe, h.*.{attn.{c_attn,c_proj}, mlp.{c_fc,c_proj}}, ln_f                GPT-2
     bert      embeddings, encoder.layer.*.{attention, intermediate, output}                BERT, RoBERTa ...
     of known  attention with q_proj, k_proj, v_proj, of classes that are listed             BART, OPT, GPT-J ...
+    fused     attention with one projection, state-space mixers, of classes in fused.py     BLOOM, MPT, Falcon ...
     a plan    any, by the model's ``tp_plan`` (transformers)                               Starcoder2, Phi, OLMo ...
 
 These models compute masks and positions from the length of their embeddings, so the sequence is cut before their first
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.parallel.tensor.fused import rows_of
 from shardwise.parallel.tensor.layout import Table, is_transposed, parse, style_of
 
 _LLAMA_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -244,35 +246,53 @@ _WHOLE_WORDS = ("replicated_with_grad_allreduce", "replicate", "replicated")
 _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 _LEAVING = ("out_proj", "o_proj", "dense")
 _FEED_FORWARD = (("fc1", "fc2"), ("fc_in", "fc_out"))
+_FEED_FORWARD_ALONE = (("dense_h_to_4h", "dense_4h_to_h"), ("up_proj", "down_proj"), ("c_fc", "c_proj"))
+"""Pairs in modules that hold no other layers."""
 _COUNTS = ("num_heads", "num_attention_heads", "embed_dim")
 """Attributes of an attention module that count its heads, or their features together."""
+_BEHIND = "resid_dropout"
+"""A dropout of attention behind its last projection."""
 
 
 def _projections(model: nn.Module) -> Table | None:
-    """Attention with separate projections, and feed-forward pairs, in models whose other parts stay whole.
+    """Attention of classes that are known, and feed-forward pairs, in models whose other parts stay whole.
 
     Each projection enters for itself, since the keys of a decoder come from its encoder.
     """
     rows: dict[str, str] = {}
     for name, module in model.named_modules():
-        if type(module).__name__ not in _PROJECTING:
-            continue
-        leaving = next((key for key in _LEAVING if isinstance(getattr(module, key, None), nn.Linear)), None)
-        heads = next((getattr(module, key) for key in _COUNTS[:2] if hasattr(module, key)), None)
-        children = {child for child, _ in _with_parameters(module)}
-        if leaving is None or not heads or children != {*_QUERY_KEY_VALUE, leaving}:
-            return None
-        rows[name] = " ".join(key for key in _COUNTS if isinstance(getattr(module, key, None), int))
-        rows |= {f"{name}.{key}": f"column {heads}" for key in _QUERY_KEY_VALUE}
-        rows[f"{name}.{leaving}"] = f"row {heads}"
+        own = rows_of(name, module)
+        if own is None and type(module).__name__ in _PROJECTING:
+            own = _projecting_rows(name, module)
+            if own is None:
+                return None
+        rows |= own or {}
+        if own and isinstance(getattr(module, _BEHIND, None), nn.Dropout):
+            rows[f"{name}.{_BEHIND}"] = "replicate"
     if not rows:
         return None
     for name, module in model.named_modules():
         for first, second in _FEED_FORWARD:
             if all(isinstance(getattr(module, key, None), nn.Linear) for key in (first, second)):
                 rows |= {f"{name}.{first}": "column", f"{name}.{second}": "row"}
+        for pair in _FEED_FORWARD_ALONE:
+            if {child for child, _ in _with_parameters(module)} == {*pair} and _has_linears(module, pair):
+                rows |= {f"{name}.{pair[0]}": "column", f"{name}.{pair[1]}": "row"}
     note = "what lies between the cut layers is not known for this family, so the sequence stays whole there"
     return Table(_with_rest(model, rows), sequence=False, note=note)
+
+
+def _projecting_rows(name: str, module: nn.Module) -> dict[str, str] | None:
+    leaving = next((key for key in _LEAVING if isinstance(getattr(module, key, None), nn.Linear)), None)
+    heads = next((getattr(module, key) for key in _COUNTS[:2] if hasattr(module, key)), None)
+    children = {child for child, _ in _with_parameters(module)}
+    if leaving is None or not heads or children != {*_QUERY_KEY_VALUE, leaving}:
+        return None
+    return {
+        name: " ".join(key for key in _COUNTS if isinstance(getattr(module, key, None), int)),
+        **{f"{name}.{key}": f"column {heads}" for key in _QUERY_KEY_VALUE},
+        f"{name}.{leaving}": f"row {heads}",
+    }
 
 
 _PROJECTING = (
@@ -282,6 +302,7 @@ _PROJECTING = (
     "BlenderbotAttention",
     "BlenderbotSmallAttention",
     "GPTJAttention",
+    "GPTNeoSelfAttention",
     "M2M100Attention",
     "MBartAttention",
     "MarianAttention",
