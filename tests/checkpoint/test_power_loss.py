@@ -2,12 +2,12 @@
 
 A save is recorded call by call and replayed on a model of a disk. The model keeps for every file the bytes that a sync
 made durable and the writes since; for every directory the names that a sync made durable and the changes since. After
-each call the power fails: of what is not durable, all, none, or a random part survives, writes of one file and renames
-of one directory independently and in no order. That is harsher than any file system in use.
+each call the power fails: of what is not durable, all, none, the newest change of each file and directory alone, all
+but the newest, or a random part survives, independently and in no order. That is harsher than any file system in use.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ import pytest
 
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints
 from shardwise.checkpoint.files import Files
+from shardwise.plan.errors import CheckpointError
 
 from .crew import TINY, assemble, assert_same, blank_items, items_of, make_state
 
 Call = tuple[Any, ...]
+Recorded = tuple[list[Call], dict[int, int]]
+"""Every call of some saves, and after how many of them each step was told saved."""
 
 
 class Recording(Files):
@@ -73,6 +76,11 @@ class Recording(Files):
         self.calls.append(("unlink", self._name(path)))
 
 
+def everything(place: int, count: int) -> bool:
+    """Change number ``place`` of ``count`` that are not durable survives."""
+    return True
+
+
 class ModelFile:
     def __init__(self, size: int) -> None:
         self.durable: bytes = b""
@@ -82,16 +90,16 @@ class ModelFile:
     def contents(self, survives: Any) -> bytes:
         """The durable bytes, and those of the writes since that survive; the size may be new without them."""
         data = bytearray(self.durable)
-        if survives():
+        if survives(0, 1):
             data.extend(bytes(self.size - len(data)))
-        for offset, written in self.pending:
-            if survives():
+        for place, (offset, written) in enumerate(self.pending):
+            if survives(place, len(self.pending)):
                 data.extend(bytes(max(0, offset + len(written) - len(data))))
                 data[offset : offset + len(written)] = written
         return bytes(data)
 
     def sync(self) -> None:
-        self.durable = self.contents(lambda: True)
+        self.durable = self.contents(everything)
         self.pending = []
 
 
@@ -102,8 +110,8 @@ class ModelDirectory:
 
     def entries(self, survives: Any) -> dict[str, Any]:
         names = dict(self.durable)
-        for old, new, what in self.pending:
-            if survives():
+        for place, (old, new, what) in enumerate(self.pending):
+            if survives(place, len(self.pending)):
                 if old is not None and names.get(old) is what:
                     del names[old]
                 if new is not None:
@@ -111,7 +119,7 @@ class ModelDirectory:
         return names
 
     def sync(self) -> None:
-        self.durable = self.entries(lambda: True)
+        self.durable = self.entries(everything)
         self.pending = []
 
 
@@ -122,7 +130,7 @@ class Disk:
     def find(self, name: str) -> Any:
         place: Any = self.root
         for part in name.split("/") if name != "." else ():
-            place = place.entries(lambda: True)[part]
+            place = place.entries(everything)[part]
         return place
 
     def apply(self, call: Call) -> None:
@@ -157,7 +165,7 @@ class Disk:
         put(self.root, path)
 
 
-def record(root: Path) -> tuple[list[Call], dict[int, int]]:
+def record(root: Path) -> Recorded:
     """Four saves, of which each removes the one before; and after how many calls each was told saved."""
     files = Recording(root)
     policy = CheckpointPolicy(keep_last=1, asynchronous=False)
@@ -170,32 +178,49 @@ def record(root: Path) -> tuple[list[Call], dict[int, int]]:
 
 
 def losses(seed: int, random_states: int) -> Iterator[Any]:
-    yield lambda: False
-    yield lambda: True
+    yield lambda place, count: False
+    yield everything
+    yield lambda place, count: place == count - 1
+    yield lambda place, count: place < count - 1
     for number in range(random_states):
         draws = random.Random(1000 * seed + number)
         share = draws.random()
-        yield lambda draws=draws, share=share: draws.random() < share
+        yield lambda place, count, draws=draws, share=share: draws.random() < share
 
 
-def campaign(tmp_path: Path, stride: int, random_states: int) -> int:
-    root = tmp_path / "recorded"
-    root.mkdir()
-    calls, told = record(root)
+def after_every_promise(calls: list[Call], told: dict[int, int]) -> set[int]:
+    """Where a sync that is missing shows: behind every sync of a directory and every rename, which order what came
+    before; behind the two calls after each, of which one may survive alone; and where a save was told."""
+    orders = {n for n, call in enumerate(calls) if call[0] in ("rename", "sync_directory")}
+    return orders | {n + 1 for n in orders} | {n + 2 for n in orders} | {after - 1 for after in told.values()}
+
+
+def campaign(
+    folder: Path,
+    calls: list[Call],
+    told: dict[int, int],
+    looks: Container[int],
+    random_states: int,
+    lost: int = -1,
+) -> int:
+    """States seen after a power loss behind the calls ``looks``, each whole; without the call ``lost``."""
     disk = Disk()
     looked = 0
     for number, call in enumerate(calls):
-        disk.apply(call)
-        if number % stride and number + 1 not in told.values():
+        if number != lost:
+            disk.apply(call)
+        if number not in looks:
             continue
         saved = max((step for step, after in told.items() if after <= number + 1), default=0)
         for loss in losses(number, random_states):
-            path = tmp_path / f"loss{looked}"
+            path = folder / f"loss{lost}-{looked}"
             disk.after_power_loss(path, loss)
             items = blank_items()
             lines: list[str] = []
-            loaded = Checkpoints(path, warn=lines.append).load(items)
-            assert lines == [], (number, call)  # no step is ever seen half removed
+            checkpoints = Checkpoints(path, warn=lines.append)
+            loaded = checkpoints.load(items)
+            assert lines == [], (number, call)
+            assert all(found.problem is None for found in checkpoints.steps()), "a step half removed"
             looked += 1
             if loaded is None:
                 assert saved == 0, (number, call)
@@ -205,28 +230,61 @@ def campaign(tmp_path: Path, stride: int, random_states: int) -> int:
     return looked
 
 
-def test_power_loss_after_a_sample_of_calls(tmp_path: Path) -> None:
-    assert campaign(tmp_path, stride=9, random_states=2) > 60
+def test_power_loss_wherever_a_sync_could_be_missing(tmp_path: Path, recorded: Recorded) -> None:
+    looks = after_every_promise(*recorded)
+    assert campaign(tmp_path, *recorded, looks, random_states=0) == 4 * len(looks) > 150
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_power_loss_after_every_call(tmp_path: Path) -> None:
-    looked = campaign(tmp_path, stride=1, random_states=10)
+def test_power_loss_after_every_call(tmp_path: Path, recorded: Recorded) -> None:
+    looked = campaign(tmp_path, *recorded, range(10**6), random_states=10)
     print(f"{looked} states after power loss: newest step whole and equal to the bit each time")
     assert looked >= 2000
 
 
-def test_the_model_finds_a_missing_sync(tmp_path: Path) -> None:
-    """The proof is worth what it can find: without the sync of the manifest the step is lost after its commit."""
-    root = tmp_path / "recorded"
-    root.mkdir()
-    calls, told = record(root)
-    disk = Disk()
-    for call in calls[: told[1]]:
-        if call[0] != "sync" or not call[1].endswith("manifest.json.tmp"):
-            disk.apply(call)
-    disk.after_power_loss(tmp_path / "loss", lambda: False)
-    lines: list[str] = []
-    with pytest.raises(Exception, match="no step there can be loaded"):
-        Checkpoints(tmp_path / "loss", warn=lines.append).load(blank_items())
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    root = tmp_path_factory.mktemp("recorded")
+    return record(root)
+
+
+def syncs_that_count(calls: list[Call], first: int, stop: int) -> list[int]:
+    """The last sync of each file and every sync of a directory: a header's is followed by that of the same file."""
+    last = {call[1]: n for n, call in enumerate(calls) if call[0] == "sync" and first <= n < stop}
+    del last["latest.tmp"]  # a hint for people; never read
+    return sorted([*last.values(), *(n for n in range(first, stop) if calls[n][0] == "sync_directory")])
+
+
+def is_seen(folder: Path, recorded: Recorded, lost: int, random_states: int) -> bool:
+    """Whether the sample finds the bug in the save that has it: the call ``lost`` was forgotten."""
+    calls, told = recorded
+    stop = min(after for after in told.values() if after > lost)
+    looks = {n for n in after_every_promise(calls, told) if lost <= n < stop}
+    try:
+        campaign(folder, calls, told, looks, random_states, lost)
+    except (AssertionError, CheckpointError):
+        return True
+    return False
+
+
+def test_the_sample_finds_a_missing_sync_of_each_kind(tmp_path: Path, recorded: Recorded) -> None:
+    """The proof is worth what it can find. Of the second save, which removes the first step: of the manifest and of all
+    directories, the folder of steps before and after the removal among them."""
+    calls, told = recorded
+    syncs = syncs_that_count(calls, told[1], told[2])
+    manifest = next(n for n in syncs if calls[n][1].endswith("manifest.json.tmp"))
+    assert len([n for n in syncs if n >= manifest]) == 6
+    for lost in (n for n in syncs if n >= manifest):
+        assert is_seen(tmp_path, recorded, lost, 0), calls[lost]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_sample_finds_every_missing_sync(tmp_path: Path, recorded: Recorded) -> None:
+    """Each of the third save, which removes a step, one at a time."""
+    calls, told = recorded
+    syncs = syncs_that_count(calls, told[2], told[3])
+    unseen = [calls[lost] for lost in syncs if not is_seen(tmp_path, recorded, lost, 8)]
+    print(f"{len(syncs)} syncs forgotten, one at a time: {len(unseen)} unseen")
+    assert not unseen
