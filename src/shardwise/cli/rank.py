@@ -33,10 +33,11 @@ def train(request: Request) -> int:
     world = join(timeout_s=config.comm.join_s, device=config.comm.device)
     folder = RunFolder(Path(config.out))
     console = lasting_console(quiet=world.rank != 0)
-    terminal = ConsoleHandler(console) if world.rank == 0 else None
     start = folder.start_from(request.resume)
-    # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read.
+    # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read. So it is
+    # said as it is to stand there.
     is_copied = world.rank == 0 and is_in_job() and not console.is_terminal
+    terminal = ConsoleHandler(console, 0 if is_copied else None) if world.rank == 0 else None
     held = folder.claimed() if world.rank == 0 else contextlib.nullcontext()
     with held, rank_log(world.rank, None if is_copied else folder.logs, terminal) as log:
         resolved = resolve(config, world.size, world.device.type)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwise.plan.words import printable
+
 ROOT = "shardwise"
 
 
@@ -19,7 +21,16 @@ def log_path(folder: str | os.PathLike[str], rank: int) -> Path:
     return Path(folder) / f"rank_{rank:05d}.log"
 
 
-class RankFormatter(logging.Formatter):
+class PrintableFormatter(logging.Formatter):
+    """The text alone. Names out of files and words of users may hold what would command a terminal: it is taken out of
+    every line here, and so nowhere else."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record, its traceback included."""
+        return printable(super().format(record))
+
+
+class RankFormatter(PrintableFormatter):
     """``2026-01-31 12:00:00.123 rank 3 WARNING text``, the time in UTC."""
 
     converter = staticmethod(time.gmtime)

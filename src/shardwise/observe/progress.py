@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
+from shardwise.observe.log import PrintableFormatter, RankFormatter
 from shardwise.observe.metrics import Record, Sink
 
 _PACE_MEMORY = 0.95
@@ -118,15 +119,17 @@ class Pace:
 
 
 class ConsoleHandler(logging.Handler):
-    """Log lines above the bar, as plain text."""
+    """Log lines above the bar, as plain text; with ``rank`` as they stand in that rank's log file."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, rank: int | None = None) -> None:
         super().__init__(logging.INFO)
-        self._console = console
+        self._console, self._is_log = console, rank is not None
+        self.setFormatter(PrintableFormatter() if rank is None else RankFormatter(rank))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one log record; a warning says that it is one."""
-        label = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        is_plain = self._is_log or record.levelno < logging.WARNING
+        label = "" if is_plain else f"{record.levelname.lower()}: "
         self._console.print(label + self.format(record), markup=False, highlight=False, soft_wrap=True)
 
 
