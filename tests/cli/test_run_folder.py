@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.checkpoint.files import Files
 from shardwise.cli.run_folder import RunFolder, differences
 from shardwise.plan.errors import ConfigError, UsageError
 
@@ -108,6 +109,29 @@ def test_a_start_that_came_to_nothing_leaves_nothing(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run").claimed():
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_leaves_nothing_new_and_takes_away_what_a_killed_run_left(tmp_path: Path) -> None:
+    """Never what another process is writing: that is locked."""
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ValueError, match="no such data"), folder.claimed():
+        folder.logs.mkdir()
+        (folder.logs / "rank_00000.log").write_text("mesh 1 rank")
+        raise ValueError("no such data")
+    assert list(tmp_path.iterdir()) == []
+    half = folder.checkpoints / "step_00000004.tmp-1-abcdefabcdef"
+    half.mkdir(parents=True)
+    (folder.checkpoints / "step_00000002").mkdir()
+    (folder.checkpoints / ".writing").touch()
+    (folder.root / ".running").write_text("process 1 on nowhere")
+    release = Files().lock(folder.checkpoints / ".writing")
+    assert release is not None
+    with folder.claimed():
+        assert half.exists(), "another process is saving"
+    release()
+    with folder.claimed():
+        assert [path.name for path in folder.checkpoints.iterdir()] == ["step_00000002"]
+    assert [path.name for path in folder.root.iterdir()] == ["checkpoints"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

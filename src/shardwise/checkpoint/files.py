@@ -26,6 +26,14 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: 
 _WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def lies_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one under that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
 class Files:
     """The file system, call by call. ``before`` is called with (operation, path) ahead of each change."""
 
@@ -148,28 +156,35 @@ class Files:
         return found.f_bavail * found.f_frsize
 
     def lock(self, path: Path) -> Callable[[], None] | None:
-        """Hold ``path`` against other processes until the returned call; None where locks do not exist.
+        """Hold ``path`` against other processes until the returned call, which removes it; None where locks do not
+        exist.
 
         The kernel drops the lock when its holder dies, however it dies: no lease, no clock.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise CheckpointError(
-                    f"{path.parent}: another process is saving into this folder; "
-                    "give each run a checkpoint folder of its own"
-                ) from None
-            return None
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(descriptor)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise CheckpointError(
+                        f"{path.parent}: another process is saving into this folder; "
+                        "give each run a checkpoint folder of its own"
+                    ) from None
+                return None
+            if lies_at(descriptor, path):
+                break
+            os.close(descriptor)  # whoever held it removed it in between: a lock on it keeps nobody out
 
         def release() -> None:
             try:
-                with contextlib.suppress(OSError):  # closing gives it back as well, but for the next line
-                    fcntl.flock(
-                        descriptor, fcntl.LOCK_UN
-                    )  # closing alone leaves it held by a forked data worker
+                with contextlib.suppress(OSError):
+                    if lies_at(descriptor, path):
+                        path.unlink()
+                with contextlib.suppress(OSError):
+                    # closing alone leaves it held by a forked data worker
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
             finally:
                 os.close(descriptor)
 

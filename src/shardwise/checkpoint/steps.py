@@ -7,7 +7,7 @@
       step_00000600.tmp-2-9c31.../       being written, or left by a writer that died
       .trash-77d0.../                    being removed, or left by a writer that died
       latest                             a hint for people; never read
-      .writing                           locked while a rank 0 is saving
+      .writing                           there and locked while a rank 0 is saving
 
 One rename, ``step_N.tmp-*`` to ``step_N``, commits a step; nothing else makes one loadable. Removal goes the other way:
 rename to ``.trash-*``, sync, then unlink, so that no step is ever seen half removed, not even after a power loss that
@@ -20,6 +20,7 @@ Order: newest first is by (generation, step). A run that went back to step 300 a
 step 400 of its earlier life, and outlives it.
 """
 
+import contextlib
 import re
 import secrets
 from pathlib import Path
@@ -176,6 +177,23 @@ class Folder:
         for path in sorted(self.root.iterdir()):
             if _STALE.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 self.trash(path)
+
+    def tidy(self) -> None:
+        """At the start of a run: what a killed save left, unless a live one is at work; and the folder, if empty."""
+        if not self.root.is_dir():
+            return
+        try:
+            unlock = self._files.lock(self.root / LOCK)
+        except CheckpointError:
+            return
+        if unlock is None:
+            return
+        try:
+            self.remove_leftovers()
+        finally:
+            unlock()
+        with contextlib.suppress(OSError):  # not empty, as a rule
+            self.root.rmdir()
 
     def retain(
         self, keep_last: int | None, keep_every: int | None, committed: Path, best: int | None = None

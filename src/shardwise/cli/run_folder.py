@@ -12,7 +12,7 @@ logs/              rank_00000.log and so on
 profile/           torch traces, with --profile
 cache/             tokenised text, packed clicks
 run.json           versions, host, process and command line of every start
-.running           locked while a run is on; says which
+.running           there and locked while a run is on; says which
 sample.txt         what the model writes at the end
 """
 
@@ -33,6 +33,8 @@ from typing import Any
 
 import yaml
 
+from shardwise.checkpoint.files import Files, lies_at
+from shardwise.checkpoint.steps import Folder
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.words import in_words, printable
 
@@ -124,45 +126,68 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the folder against other runs. The kernel drops the lock when its holder dies, however it dies.
+        """Hold the folder against other runs. The kernel drops the lock when its holder dies, however it dies. What a
+        killed run left half done is removed; a start that comes to nothing leaves nothing.
 
         Errors: UsageError names the process that holds it, or why the folder cannot be made.
         """
         path = self.root / ".running"
         is_new = not os.path.exists(self.root)  # of a name too long that is False, and no error
+        descriptor = self._claim(path)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        except (OSError, ValueError) as error:
-            why = in_words(error) if isinstance(error, OSError) else str(error)
-            raise UsageError(f"out: the run folder cannot be made: {why}; choose another with out") from None
-        try:
+            # A file system without locks does not stop a run.
+            now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            who = f"process {os.getpid()} on {socket.gethostname()} since {now} UTC\n"
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, who.encode(), 0)
+            Folder(self.checkpoints, Files()).tidy()
+            with contextlib.suppress(FileNotFoundError):
+                (self.root / "run.json.new").unlink()
+            yield
+        finally:
+            if is_new and not (self.root / "run.json").exists():
+                self._remove_traces()
+            with contextlib.suppress(OSError):
+                if lies_at(descriptor, path):
+                    path.unlink()
+                self.root.rmdir()  # of a folder that holds something that does nothing
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it held by a forked data worker
+            os.close(descriptor)
+
+    def _claim(self, path: Path) -> int:
+        """The open and locked file at ``path``."""
+        while True:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            except (OSError, ValueError) as error:
+                why = in_words(error) if isinstance(error, OSError) else str(error)
+                raise UsageError(
+                    f"out: the run folder cannot be made: {why}; choose another with out"
+                ) from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     held = printable(os.pread(descriptor, 500, 0).decode(errors="replace").strip())
+                    os.close(descriptor)
                     raise UsageError(
                         f"{self.root}: a run is on in this folder ({held or 'it does not say which'}); wait for its "
                         "end, stop it, or choose another folder with --set out=..."
                     ) from None
-            # A file system without locks does not stop a run.
-            now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            os.ftruncate(descriptor, 0)
-            os.pwrite(
-                descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now} UTC\n".encode(), 0
-            )
-            yield
+            if lies_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # the run that held it ended in between and removed it
+
+    def _remove_traces(self) -> None:
+        """Of a start that failed in a new folder: logs of what the terminal said, and folders without content."""
+        with contextlib.suppress(OSError):
+            for log in self.logs.glob("rank_*.log"):
+                log.unlink()
+        for folder in (self.logs, self.cache, self.checkpoints, self.profile):
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
-        finally:
-            if is_new and [entry.name for entry in self.root.iterdir()] == [path.name]:
-                with contextlib.suppress(OSError):  # a start that came to nothing leaves nothing
-                    path.unlink()
-                    self.root.rmdir()
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it held by a forked data worker
-            os.close(descriptor)
+                folder.rmdir()
 
     def keep_start(self, command: str, ranks: int) -> None:
         """Add this start to run.json: what ran, where, and in which versions; one that cannot be read starts anew."""
