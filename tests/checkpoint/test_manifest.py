@@ -144,6 +144,8 @@ CHANGES: list[tuple[tuple[Any, ...], Any]] = [
     ((*OTHER, "stop"), 15),
     ((*OTHER, "crc32"), "xyz"),
     (("aliases",), {"w": "v"}),
+    (("versions",), ["torch"]),
+    (("versions",), {"torch": "2" * 101}),
 ]  # fmt: skip
 
 

@@ -39,6 +39,8 @@ class StepSummary:
     bytes_by_file: dict[str, int] | None = None
     tensors: tuple[TensorRow, ...] = ()
     aliases: dict[str, list[str]] | None = None
+    versions: dict[str, str] | None = None
+    """Of the programs that wrote it; empty where it does not say."""
     trainer: dict[str, Any] | None = None
     damage: tuple[Damage, ...] | None = None
     """What verification found; None if it was not asked for."""
@@ -112,6 +114,7 @@ def _describe_step(path: Path, check: bool) -> StepSummary:
         bytes_by_file={name: file.bytes for name, file in sorted(manifest.files.items())},
         tensors=_rows(manifest),
         aliases=manifest.aliases,
+        versions=manifest.versions,
         trainer=trainer,
         damage=damage,
     )

@@ -4,6 +4,7 @@
      "files":   {"model/model.safetensors": {"bytes":..., "crc32":"<8 hex digits per block>"}, ...},
      "tensors": [{"kind","name","shape","dtype","pieces":[{"file","offset","start","stop","crc32"}, ...]}, ...],
      "aliases": {"embed.weight": ["head.weight"]},
+     "versions": {"shardwise": "0.1.0", "torch": "2.13.0", "python": "3.13.1"},
      "sha256":  "<of every byte before this field>"}
 
 One CRC-32 per block lets a reader check what it reads without reading the rest; one per piece names the tensor that a
@@ -15,6 +16,7 @@ Unknown keys are ignored, an unknown format is refused.
 
 import hashlib
 import json
+import platform
 import re
 from functools import cached_property
 from math import prod
@@ -23,6 +25,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, model_validator
 
+from shardwise import __version__
 from shardwise.checkpoint.piece import DTYPES, Spec, check_spec
 from shardwise.plan.errors import CheckpointError, DamagedError
 from shardwise.plan.strict_json import Count, Entry, read_object, validated
@@ -40,6 +43,11 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 def is_plain_path(path: str) -> bool:
     """Whether ``path`` may name a file of a step: one plain name, or one in ``model/`` or ``state/``."""
     return _PATH.fullmatch(path) is not None and path != NAME
+
+
+def versions() -> dict[str, str]:
+    """Of what writes a step; for people."""
+    return {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def write_json(value: dict[str, Any], where: str) -> bytes:
@@ -140,6 +148,8 @@ class Manifest(Entry):
     files: dict[str, StoredFile]
     tensors: list[StoredTensor]
     aliases: dict[str, list[str]]
+    versions: Annotated[dict[str, Annotated[str, Field(max_length=100)]], Field(max_length=20)] = {}
+    """Of the programs that wrote the step, by name; steps written before there was this key do not say."""
     sha256: str = ""
 
     @model_validator(mode="after")

@@ -207,9 +207,8 @@ class Save:
         free = self._files.free_bytes(self._folder.root)
         if free < 1.1 * total_bytes:
             raise CheckpointError(
-                f"{self._folder.root}: step {self._contents.step} takes {total_bytes / 1e9:.3f} GB and "
-                f"{free / 1e9:.3f} GB are free; a save asks for 1.1 times its size. Free space, keep fewer steps, "
-                "or choose another folder; the steps there are untouched"
+                f"it takes {total_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are free; a save asks for 1.1 times its "
+                "size. Free space, keep fewer steps, or choose another folder; the steps there are untouched"
             )
 
     def _put(self, path: Path, head: bytes, size: int) -> None:
@@ -313,6 +312,7 @@ class Save:
             files=files,
             tensors=stored_tensors(layouts, sums),
             aliases={name: list(others) for name, others in self._aliases.items()},
+            versions=manifests.versions(),
         )
         self._files.replace(temporary / manifests.NAME, manifest.encode())
         for directory in sorted({(temporary / path).parent for path in files} | {temporary}):

@@ -64,6 +64,7 @@ def _as_json(steps: "Sequence[StepSummary]", leftovers: "Sequence[str]", tensors
             "parameters": step.elements,
             "bytes": step.bytes,
             "bytes_by_kind": step.bytes_by_kind,
+            "versions": step.versions,
             "engine": kept.get("engine"),
         }
         if tensors:
@@ -117,6 +118,8 @@ def _show_step(console: "Console", step: "StepSummary", tensors: bool) -> None:
     saved_from = f", saved from {layout.mesh}, ZeRO-{layout.zero_stage}" if layout else ""
     size = f"{count_text(step.elements)} parameters, {bytes_text(step.bytes)}"
     say(f"step {step.step} of run {step.run}{saved_from}; {size}")
+    if step.versions:
+        say(f"written with {', '.join(f'{name} {version}' for name, version in step.versions.items())}")
     for kind, kind_bytes in (step.bytes_by_kind or {}).items():
         count = sum(row.kind == kind for row in step.tensors)
         say(f"    {kind:12} {bytes_text(kind_bytes):>10}  {count} tensors")
