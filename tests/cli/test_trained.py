@@ -168,6 +168,17 @@ def test_a_run_becomes_a_hugging_face_folder(
     ours = load_file(run / "checkpoints" / "step_00000004" / "model" / "model.safetensors")
     assert torch.equal(theirs["model.embed_tokens.weight"], ours["embed.weight"])
     assert (tmp_path / "hf" / "config.json").exists()
+    code, said, error = call(monkeypatch, capsys, "convert", str(tmp_path / "hf"), str(tmp_path / "back"))
+    assert (code, error) == (0, "") and "init_from" in said
+    (back,) = json.loads(call(monkeypatch, capsys, "inspect", str(tmp_path / "back"), "--json")[1])["steps"]
+    assert back["is_whole"] and back["step"] == 0 and back["versions"]["torch"] == torch.__version__
+    again = load_file(tmp_path / "back" / "step_00000000" / "model" / "model.safetensors")
+    assert again.keys() == ours.keys() and all(again[name].equal(ours[name]) for name in ours)
+    words = ["--prompt", "abc", "--max-new-tokens", "5", "--json"]
+    made = [call(monkeypatch, capsys, "generate", str(each), *words)[1] for each in (run, tmp_path / "back")]
+    assert json.loads(made[0])["text"] == json.loads(made[1])["text"]
+    code, _, error = call(monkeypatch, capsys, "convert", str(tmp_path / "hf"), str(tmp_path / "back"))
+    assert code == 2 and "holds checkpoints already" in error
 
 
 def test_damaged_weights_are_not_exported(

@@ -4,6 +4,8 @@ text (a file, a folder, stdlib)      a token file that training maps into memory
 click logs, into a .clicks file      packed clicks: Criteo text, CSV (both also .gz), Parquet, folders of them
 a run, its checkpoints or one step   a folder that Hugging Face's from_pretrained opens; of a model with embedding
                                      tables the tables' (key, vector) pairs, for serving
+a folder of transformers             a checkpoint of our GPT: what save_pretrained, or a step of its Trainer, left of a
+                                     llama, mistral or gpt2 (weights alone; init_from reads such a folder as it is)
 a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
 """
 
@@ -27,13 +29,14 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            help="Text (a file, a folder or 'stdlib'), click logs, a run or checkpoint, or a .pt."
+            help="Text (a file, a folder or 'stdlib'), click logs, a run or checkpoint, a Hugging Face folder, a .pt."
         ),
     ],
     out: Annotated[
         Path,
         typer.Argument(
-            help="The token file, .clicks file, Hugging Face folder, folder of vectors or safetensors file to write."
+            help="The token file, .clicks file, Hugging Face folder, folder of vectors, folder of checkpoints or "
+            "safetensors file to write."
         ),
     ],
     tokenizer: Annotated[
@@ -60,8 +63,8 @@ def command(
         int, typer.Option("--malformed-limit", min=0, help="For click logs: rows that may be skipped.")
     ] = 0,
 ) -> None:
-    """Turn text into tokens, click logs into packed clicks, a checkpoint into Hugging Face's or vectors, a .pt into
-    tensors."""
+    """Turn text into tokens, click logs into packed clicks, a checkpoint into Hugging Face's or vectors and back, a .pt
+    into tensors."""
     path = Path(source)
     if path.suffix in _PICKLES and path.is_file():
         _weights(path, out)
@@ -78,6 +81,8 @@ def command(
         )
     elif _is_checkpoint(path):
         _export(path, out)
+    elif (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        _import(path, out)
     else:
         _tokenise(source, out, tokenizer, pattern)
 
@@ -173,6 +178,28 @@ def _export(source: Path, out: Path) -> None:
         given = Path(tokenizer).expanduser()
         shutil.copyfile(given / "tokenizer.json" if given.is_dir() else given, out / "tokenizer.json")
     typer.echo(f"{out}: step {step.step} of {source}, for transformers' from_pretrained")
+
+
+def _import(source: Path, out: Path) -> None:
+    from shardwise.checkpoint import Checkpoints, Item, Piece
+    from shardwise.config.run import RunConfig
+    from shardwise.models import gpt_policy_from_huggingface, open_weights
+
+    if _is_checkpoint(out):
+        raise UsageError(f"convert: {out} holds checkpoints already; choose another folder")
+    policy = gpt_policy_from_huggingface(source).resolved()
+    weights = open_weights(source, policy)
+    items = []
+    for name in weights.names():
+        shape = weights.shape(name)
+        whole = weights.read(name, 0, math.prod(shape))
+        items.append(Item("weight", name, shape, whole.dtype, [Piece(0, whole.numel(), whole)]))
+    tokenizer = source / "tokenizer.json"
+    data = {"data": {"tokenizer": str(tokenizer.resolve())}} if tokenizer.is_file() else {}
+    config = RunConfig.parse({"model": {"name": "gpt", **policy.model_dump(exclude={"name"})}, **data})
+    user = {"config": config.model_dump(mode="json", exclude_none=True)}
+    Checkpoints(out).save(0, items, {"engine": {"step": 0}, "user": user}, asynchronous=False)
+    typer.echo(f"{out}: step 0 with the weights of {source}; a run begins with them by init_from: {out}")
 
 
 def _export_tables(step: Path, out: Path) -> None:

@@ -32,7 +32,7 @@ from shardwise.engine.step import StepResult
 from shardwise.observe.early_stop import EarlyStop
 from shardwise.observe.metrics import Record, Sink
 from shardwise.observe.progress import bytes_text, count_text
-from shardwise.plan.errors import CheckpointError, DataError
+from shardwise.plan.errors import CheckpointError, DataError, UsageError
 from shardwise.plan.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -196,6 +196,11 @@ class Trainer(ABC):
         state = self.engine.load(start)
         if state is None:
             return
+        if "loader" not in state:
+            raise UsageError(
+                f"{start}: its newest step was not saved by shardwise train and has no place in the data to go on "
+                f"from; begin with its weights: init_from: {start}"
+            )
         self.loader.load_state(state["loader"])
         if self.early_stop is not None and "early_stop" in state:
             self.early_stop.load_state(state["early_stop"])
