@@ -60,6 +60,7 @@ def test_help_names_every_command_and_does_not_import_torch() -> None:
         ("model=null", "model is missing"),
         ("batch.global_size=null", "batch.global_size is missing"),
         ("nonsense", "expected key=value"),
+        ("compile.backend=nothing", "compile.backend: torch has no backend 'nothing'; known here: "),
     ],
 )
 def test_a_wrong_configuration_is_one_line_before_anything_starts(

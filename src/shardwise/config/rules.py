@@ -6,6 +6,8 @@ A rule holds when its predicate is true; else its sentence, filled in, is the er
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch.compiler
+
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.data.policy import DataPolicy
@@ -13,6 +15,7 @@ from shardwise.models.gpt import GptPolicy
 from shardwise.models.policy import reads_clicks
 from shardwise.parallel.embedding.policy import TableOptions
 from shardwise.plan.errors import ConfigError
+from shardwise.plan.policy import nearest
 
 
 class Rule(NamedTuple):
@@ -23,7 +26,18 @@ class Rule(NamedTuple):
     sentence: Callable[[RunConfig], str]
 
 
+def _backends() -> list[str]:
+    return torch.compiler.list_backends(exclude_tags=())
+
+
 RULES = (
+    Rule(
+        "compile backend",  # a name that is not the default alone is worth torch's compiler, which takes a second
+        lambda c: c.compile.backend == "inductor" or c.compile.backend in _backends(),
+        lambda c: (
+            f"compile.backend: torch has no backend {c.compile.backend!r}{nearest(c.compile.backend, _backends())}"
+        ),
+    ),
     Rule(
         "techniques",
         lambda c: c.mesh.cp == c.mesh.ep == 1,

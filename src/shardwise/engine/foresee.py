@@ -20,6 +20,7 @@ from shardwise.compose.draft import draft, full_step, names_of_units
 from shardwise.compose.whole import describe, register
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
+from shardwise.engine.named import check_named
 from shardwise.engine.tables import check_mesh, choices_for
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
@@ -46,7 +47,9 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     """
     settings, mesh, _ = resolve(config, ranks, device.type)
     dp = mesh.size("dp")
-    choices = choices_for(make(), settings, dp)
+    model = make()
+    check_named(model, settings)
+    choices = choices_for(model, settings, dp)
     held = [sum(each.held_bytes for each in choices if each.place.holds(rank)) for rank in range(dp)]
     notes = tuple(map(str, choices))
     plans = tuple(_plan(make(), settings, mesh, rank, notes) for rank in mesh.ranks("pp", 0))
