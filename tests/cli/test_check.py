@@ -127,6 +127,16 @@ def test_a_check_starts_nothing_and_answers_in_json(
         ("data.source=/no/such/file", "/no/such/file"),
         ("mesh.tp=4", "do not divide over tp=4"),
         ("mesh.pp=4", "2 blocks cannot make 4 stages"),
+        (
+            "optimizer.groups=[{match: '*nrom*'}]",
+            "optimizer.groups: group 0 matches no parameter; the model's are",
+        ),
+        (
+            "optimizer.groups=[{match: '*'}, {match: '*norm*'}]",
+            "group 1 matches only parameters of groups before it",
+        ),
+        ("precision.keep_fp32=[haed]", "precision.keep_fp32: pattern 'haed' matches no parameter"),
+        ("init_from=/no/such/file", "init_from: /no/such/file is neither a file nor a folder"),
     ],
 )
 def test_a_check_refuses_what_the_run_would_refuse(

@@ -31,7 +31,7 @@ from shardwise.observe.metrics import ClickRecord
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.planner import plan_tables
 from shardwise.parallel.embedding.policy import PLACEMENTS, RowOptimizerPolicy, TablePolicy
-from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.errors import ConfigError, MismatchError, UsageError
 from shardwise.plan.ragged import Ragged
 
 Ranks = Callable[[int], RankPool]
@@ -405,3 +405,44 @@ def test_a_model_without_logits_is_told_so() -> None:
 
     with pytest.raises(UsageError, match="one logit for each sample"):
         logits_in({"loss": torch.zeros(())})
+
+
+# From the weights of another run -------------------------------------------------------------------------------------
+
+
+def test_a_model_with_a_feature_more_begins_with_yesterdays_weights_and_the_best_step_is_kept(
+    runs: Runs,
+) -> None:
+    every = {"every": 1, "keep_last": 1, "keep_best": True}
+    assert runs.train("train.eval_every=1", "train.steps=5", checkpoint=every) == 0
+    yesterday = runs.folder / "run"
+    best = max(runs.rows(), key=lambda row: row.auc or 0.0).step
+    kept = sorted(path.name for path in (yesterday / "checkpoints").glob("step_*"))
+    assert kept == [f"step_{best:08d}", "step_00000005"], "and with another last step it would show nothing"
+    today = content_of(runs.folder)["data"]
+    today["synthetic"]["tables"] = 4
+    overrides = (
+        "out=" + str(runs.folder / "today"),
+        "train.steps=2",
+        "optimizer.lr=1e-20",
+        "schedule.type=constant",
+    )
+    with pytest.raises(
+        MismatchError, match=r"'top.0.weight' is .*'tables.C4' is not in the checkpoint.*missing="
+    ):
+        runs.train(*overrides, data=today, init_from=str(yesterday))
+    start = {"path": str(yesterday), "missing": ["top.0.weight", "*.C4"]}
+    assert runs.train(*overrides, data=today, init_from=start) == 0
+    assert [row.step for row in runs.rows("today")] == [1, 2]
+    before = load_file(yesterday / "checkpoints/step_00000005/model/model.safetensors")
+    after = load_file(runs.folder / "today/checkpoints/step_00000002/model/model.safetensors")
+    differ = {
+        name
+        for name in before
+        if before[name].shape != after[name].shape or not before[name].allclose(after[name], atol=1e-12)
+    }
+    assert differ == {"top.0.weight"} and before.keys() == after.keys()
+    log = (runs.folder / "today/logs/rank_00000.log").read_text()
+    assert "top.0.weight (is (8, 10) in the checkpoint and (8, 14) in this model), tables.C4" in log
+    yesterday.rename(runs.folder / "gone")
+    assert runs.train(*overrides, "train.steps=3", data=today, init_from=start) == 0, "it goes on without it"

@@ -253,7 +253,10 @@ def test_a_table_that_the_checkpoint_lacks_starts_where_that_is_allowed(
         model.load(tmp_path, missing=["tables.old"])
     learn(model, [0, 1, 2])
     model.load(tmp_path, missing=["tables.n*", "tables.old"])
-    assert "begins as it starts: tables.old rows 6 to 1499, tables.new" in caplog.text
+    assert "starts fresh: tables.old rows 6 to 1499" in caplog.text
+    assert (
+        "stays as it starts with fresh optimizer state: tables.new (is not in the checkpoint)" in caplog.text
+    )
     fresh = evicting("lru", old=1500, new=7)
     here, start = model.tables["tables"], fresh.tables["tables"]
     rows, begun = here.rows_here("old"), start.rows_here("old")
@@ -265,8 +268,13 @@ def test_a_table_that_the_checkpoint_lacks_starts_where_that_is_allowed(
     assert here.rows_here("t").keys.equal(engine.tables["tables"].rows_here("t").keys)
     smaller = evicting("lru", old=4)
     with pytest.raises(MismatchError, match="6 x 2 in the checkpoint and 4 x 2"):
-        smaller.load(tmp_path, missing=["*"])
-    for each in (engine, model, fresh, smaller):
+        smaller.load(tmp_path)
+    smaller.load(tmp_path, missing=["tables.old"])
+    assert smaller.not_loaded == ["tables.old"]
+    begun = evicting("lru", old=4)
+    now, start = (each.tables["tables"].rows_here("old") for each in (smaller, begun))
+    assert now.weights.equal(start.weights) and not now.state["row_sum"].any()
+    for each in (engine, model, fresh, smaller, begun):
         each.close()
 
 

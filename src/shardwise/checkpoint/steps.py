@@ -57,6 +57,16 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def steps_at(path: Path) -> Path | None:
+    """The step at ``path``, or the folder of steps that it is, or that the run there has; None where there is none."""
+    if (path / manifests.NAME).is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if folder.is_dir() and any(_STEP.fullmatch(each.name) and each.is_dir() for each in folder.iterdir()):
+            return folder
+    return None
+
+
 def temporary_of(root: Path, name: object) -> Path:
     """The directory in which a step is written, by the name that another rank told. Errors: CheckpointError."""
     return _told(root, name, _TEMPORARY)

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.cli.click_trainer import with_steps
 from shardwise.cli.request import Request
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.run_folder import RunFolder, without_start
 from shardwise.cli.text_trainer import context_of
 from shardwise.cli.trainer import Reading
 from shardwise.config.auto import resolve
@@ -106,19 +106,25 @@ def check(request: Request) -> Foreseen:
     start = folder.start_from(request.resume)
     resolved = resolve(wanted, ranks, device.type)
     config, make, samples, held_out = _opened(resolved.config, folder)
-    outlook = foresee(make, config, ranks, device)
+    outlook = foresee(make, config if start is None else without_start(config), ranks, device)
     parameters = sum(math.prod(info.shape) for info in outlook.plans[0].registry.of_kind("parameter"))
     return Foreseen(
         config,
         ranks,
         resolved.choices,
-        "afresh" if start is None else f"from the newest whole step in {start}",
+        _start_text(config, start),
         samples,
         held_out,
         parameters,
         outlook,
         available_bytes(device),
     )
+
+
+def _start_text(config: RunConfig, start: Path | None) -> str:
+    if start is not None:
+        return f"from the newest whole step in {start}"
+    return "afresh" if config.init_from is None else f"afresh, from the weights in {config.init_from.path}"
 
 
 def _opened(

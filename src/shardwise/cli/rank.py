@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shardwise.cli.click_trainer import ClickTrainer
 from shardwise.cli.request import Request
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.run_folder import RunFolder, without_start
 from shardwise.cli.stop import StopFlag
 from shardwise.cli.text_trainer import TextTrainer
 from shardwise.cli.trainer import Trainer
@@ -40,7 +40,9 @@ def train(request: Request) -> int:
     terminal = ConsoleHandler(console, 0 if is_copied else None) if world.rank == 0 else None
     held = folder.claimed() if world.rank == 0 else contextlib.nullcontext()
     with held, rank_log(world.rank, None if is_copied else folder.logs, terminal) as log:
-        resolved = resolve(config, world.size, world.device.type)
+        resolved = resolve(
+            without_start(config) if start is not None else config, world.size, world.device.type
+        )
         if world.rank == 0:
             for choice in resolved.choices:
                 log.info("%s", choice)

@@ -34,7 +34,8 @@ from typing import Any
 import yaml
 
 from shardwise.checkpoint.files import Files, lies_at
-from shardwise.checkpoint.steps import Folder
+from shardwise.checkpoint.steps import Folder, steps_at
+from shardwise.config.run import RunConfig
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.words import in_words, printable
 
@@ -255,3 +256,11 @@ def differences(before: Any, now: Any, key: str = "") -> list[str]:
         lists = (differences(before.get(n), now.get(n), f"{key}.{n}" if key else str(n)) for n in names)
         return [line for lines in lists for line in lines]
     return [] if before == now else [f"{key}: {before} -> {now}"]
+
+
+def without_start(config: RunConfig) -> RunConfig:
+    """A run that goes on has its weights: the checkpoint of another run that it began with may be gone."""
+    wanted = config.init_from
+    if wanted is None or (os.path.exists(wanted.path) and steps_at(Path(wanted.path)) is None):
+        return config  # weights for a model on meta that has no other
+    return config.model_copy(update={"init_from": None})

@@ -31,7 +31,7 @@ from shardwise.plan.mesh import MeshPolicy
 from shardwise.plan.policy import UNKNOWN, Policy
 from shardwise.precision.policy import PrecisionPolicy
 
-ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope"}
+ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope", "init_from": "path"}
 """Policies that one word sets, and the key that it stands for."""
 
 
@@ -64,13 +64,31 @@ class CompilePolicy(Policy):
         return {"scope": given} if isinstance(given, str) else given
 
 
+class InitFromPolicy(Policy):
+    """Keys under ``init_from:``; one word (``init_from: FOLDER``) sets ``path``. Weights alone: the optimizer, the step
+    and the data begin anew. A run that is resumed does not read it."""
+
+    path: str
+    """A safetensors file, a Hugging Face folder, or a run, its checkpoints or one step of them (with the tables)."""
+    missing: list[str] = Field(default_factory=list)
+    """Patterns of names (``head.*``) of weights and tables that ``path`` may lack or hold in another shape; they stay
+    as they start."""
+    unexpected: list[str] = Field(default_factory=list)
+    """Patterns of names that a checkpoint at ``path`` may hold and the model lacks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word(cls, given: Any) -> Any:
+        return {"path": given} if isinstance(given, str) else given
+
+
 class RunConfig(Policy):
     """Everything that a run may set. ``initialize`` takes the same keys without model, data and train."""
 
     model: ModelPolicy | None = None
     """The model: ``{name: gpt, layers: 6, ...}`` or ``{target: "module:function", ...}``."""
-    init_from: str | None = None
-    """Start weights: a safetensors file or a Hugging Face folder, read by slices."""
+    init_from: InitFromPolicy | None = None
+    """Start weights: a safetensors file, a Hugging Face folder or a checkpoint, read by slices."""
     data: AnyDataPolicy = Field(default_factory=DataPolicy)
     """Training and validation data: text, or clicks (``kind: clicks``), which a click-through model reads anyway."""
     loss: LossPolicy | None = None

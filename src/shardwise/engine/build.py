@@ -33,8 +33,10 @@ from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine, Loss, OnStep
 from shardwise.engine.held import take_back
 from shardwise.engine.inputs import call_model, cast_inputs
+from shardwise.engine.named import check_named
 from shardwise.engine.parts import REPLACED, Parts, Stage
 from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.saving import start_from_step
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.step import Trained
@@ -102,6 +104,7 @@ def initialize(
         world = join(timeout_s=policies.comm.join_s, device=policies.comm.device)
         world.ends_with_engine = True
     site = _site(world, policies)
+    check_named(model, site.settings)
     precision, notes = with_wide_norms(site.settings.precision, model)
     site = site._replace(settings=site.settings.model_copy(update={"precision": precision}), notes=notes)
     settings, mesh, device = site.settings, site.mesh, site.world.device
@@ -131,7 +134,9 @@ def initialize(
     site.traffic.clear()
     if site.world.rank == 0 and site.world.size > 1:
         _log.info("the ranks exchange through %s", site.world.transports())
-    return Engine(parts, settings, loss, on_step, pipeline)
+    engine = Engine(parts, settings, loss, on_step, pipeline)
+    start_from_step(engine)
+    return engine
 
 
 # World and configuration -------------------------------------------------------------------------------------------
@@ -215,6 +220,8 @@ def _whole(model: nn.Module, site: _Site, initial: Mapping[str, Rule] | None) ->
     check_renormalized(model, site.mesh.size("dp") * site.mesh.tp)
     whole = describe(model)
     start = start_weights(model, site.settings, initial, whole)
+    for note in start.notes if site.world.rank == 0 else ():
+        _log.warning("init_from: %s", note)
     take_rank_0(model, site.world.device, site.groups["world"], start.names)
     if not isinstance(model, Layers):  # the buffers of layers that are not built yet are on meta
         _move_buffers(model, site.world.device)

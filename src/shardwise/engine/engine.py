@@ -99,6 +99,8 @@ class Engine:
         self._model_calls = ModelCalls(parts)
         self.best: tuple[int, float] | None = None
         """(step, score) of the best step that was saved with a score."""
+        self.not_loaded: list[str] = []
+        """Names that the last ``load`` left as they start (``missing``)."""
         self.is_closed = False
         """After ``close``."""
         self._held = parts.model.register_forward_pre_hook(Held(self))
@@ -741,17 +743,25 @@ class Engine:
         return score > self.best[1] if higher_is_better else score < self.best[1]
 
     def load(
-        self, directory: str | Path, weights_only: bool = False, missing: Sequence[str] = ()
+        self,
+        directory: str | Path,
+        weights_only: bool = False,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
     ) -> dict[str, Any] | None:
         """Load a step, or the newest whole one of a folder, whatever layout saved it. Collective.
 
-        ``missing``: patterns (``tables.user``, ``tables.*``) of the names of embedding tables that the step may lack,
-        as a whole or their last rows; they begin as they start, which a warning lists.
+        ``missing``: patterns of names (``head.*``, ``tables.user``; ``*`` stands for anything) of weights, buffers and
+        embedding tables that the step may lack or hold in another shape. They stay as they start, their optimizer
+        state is fresh, and all else is restored exactly; of a table that only grew, the first rows load.
+        ``unexpected``: patterns of names that the step may hold and the model lacks. A warning lists both, and
+        ``not_loaded`` the first.
 
         Returns what ``save`` got as ``trainer``; None where the folder holds no step.
-        Errors: MismatchError names the first tensors that differ, DamagedError the damaged file and tensor.
+        Errors: MismatchError names the first tensors that differ, or a pattern that matches nothing; DamagedError the
+        damaged file and tensor.
         """
-        return saving.load(self, self._parts, Path(directory), weights_only, missing)
+        return saving.load(self, self._parts, Path(directory), weights_only, missing, unexpected)
 
     def wait_for_save(self) -> None:
         """Return when a save that runs behind training is committed; raises what went wrong with it."""

@@ -8,25 +8,32 @@ Bytes are those of model state (weights, gradients, masters, moments, padding in
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.steps import Folder, open_step, steps_at
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.compose.cut import cut_model
 from shardwise.compose.draft import draft, full_step, names_of_units
 from shardwise.compose.whole import describe, register
 from shardwise.config.auto import resolve
-from shardwise.config.run import RunConfig
+from shardwise.config.run import InitFromPolicy, RunConfig
+from shardwise.engine.differences import Differences
 from shardwise.engine.named import check_named
-from shardwise.engine.tables import check_mesh, choices_for
+from shardwise.engine.saving import compare
+from shardwise.engine.start_weights import start_weights
+from shardwise.engine.tables import check_mesh, choices_for, tables_of
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.optim.flat import moments_of
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.modules import repeated_blocks
+from shardwise.plan.errors import CheckpointError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan, merged
 
@@ -50,10 +57,29 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     model = make()
     check_named(model, settings)
     choices = choices_for(model, settings, dp)
+    if settings.init_from is not None:
+        _check_start(model, settings, settings.init_from)
     held = [sum(each.held_bytes for each in choices if each.place.holds(rank)) for rank in range(dp)]
     notes = tuple(map(str, choices))
     plans = tuple(_plan(make(), settings, mesh, rank, notes) for rank in mesh.ranks("pp", 0))
     return Outlook(plans, round(max(held)))
+
+
+def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) -> None:
+    """By the headers and manifests alone. Errors: MismatchError, CheckpointError."""
+    whole = describe(model)
+    where = steps_at(Path(wanted.path))
+    if where is None:
+        start_weights(model, settings, None, whole)
+        return
+    manifest = (
+        open_step(where, Files())
+        if (where / "manifest.json").is_file()
+        else next((each.manifest for each in Folder(where, Files()).scan()), None)
+    )
+    if manifest is None:
+        raise CheckpointError(f"init_from: {where}: no step there can be read")
+    compare(whole, tables_of(model), manifest, True, Differences(wanted.missing, wanted.unexpected))
 
 
 def _plan(model: nn.Module, settings: RunConfig, mesh: Mesh, rank: int, notes: tuple[str, ...]) -> Plan:

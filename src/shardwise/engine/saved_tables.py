@@ -17,8 +17,7 @@ Loading goes table by table in chunks, so that beside the tables themselves no m
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -32,6 +31,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.load import Reader
 from shardwise.checkpoint.manifest import TRAINER
 from shardwise.checkpoint.steps import open_step
+from shardwise.engine.differences import Differences
 from shardwise.engine.tables import Tables
 from shardwise.models.vectors import StoredTable
 from shardwise.parallel.embedding.collection import EmbeddingCollection
@@ -47,7 +47,7 @@ from shardwise.parallel.embedding.saved import (
     static_counts,
     static_keys_at,
 )
-from shardwise.plan.errors import DamagedError, MismatchError
+from shardwise.plan.errors import DamagedError
 from shardwise.plan.strict_json import Count, Entry, read_object, validated
 
 _log = logging.getLogger(__name__)
@@ -141,59 +141,43 @@ def _item(kind: str, name: str, shape: tuple[int, ...], first: int, rows: Tensor
 # Loading -----------------------------------------------------------------------------------------------------------
 
 
-def check(tables: Tables, manifest: Manifest, weights_only: bool, missing: Sequence[str] = ()) -> list[str]:
-    """Refuse a step whose tables are not those of the model, before anything is touched.
+def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Differences) -> None:
+    """Tell ``found`` where the tables of a step are not those of the model, before anything is touched.
 
-    ``missing``: patterns of the names of tables that the step may lack, as a whole or their last rows; those begin as
-    they start. Returns what is missing.
+    Of a table that may be missing the first rows load where only its last ones are new; else it begins as it starts.
     """
     _check_tensors(manifest)
     stored = {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == KIND}
     here = {name for name, _, _ in tables.each()}
-    wrong = [f"table {name!r} is not in this model" for name in stored if name not in here]
-    lacking: list[str] = []
+    for name, shape in stored.items():
+        if name not in here:
+            found.holds(KIND, name, shape)
     for name, collection, table in tables.each():
-        may_lack = any(fnmatchcase(name, pattern) for pattern in missing)
         if name not in stored:
-            if may_lack:
-                lacking.append(name)
-            else:
-                wrong.append(f"table {name!r} is not in the checkpoint")
+            found.lacks(KIND, name, "is not in the checkpoint")
             continue
         keys = manifest.find(_KEY, name) is not None
         rows, width = stored[name]
-        grows = table.rows is not None and rows < table.rows
         if keys != (table.dynamic is not None):
             kinds = ("static", "dynamic")
-            wrong.append(
-                f"table {name!r} is {kinds[keys]} in the checkpoint and {kinds[not keys]} in this model"
-            )
-        elif width != table.width or (
-            table.rows is not None and rows != table.rows and not (grows and may_lack)
-        ):
-            hint = " (its first rows load, and the others start, with missing=[its name])" if grows else ""
-            wrong.append(
-                f"table {name!r} is {rows} x {width} in the checkpoint and {table.rows or 'dynamic'} x "
-                f"{table.width} in this model{hint if width == table.width else ''}"
-            )
-        else:
-            if grows:
-                lacking.append(f"{name} rows {rows} to {(table.rows or 0) - 1}")
-            if not weights_only:
-                theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]
-                ours = sorted(collection.state_names(table.name))
-                if theirs != ours:
-                    wrong.append(
-                        f"table {name!r} has the optimizer state {', '.join(theirs) or 'none'}, and this optimizer "
-                        f"keeps {', '.join(ours) or 'none'}; use the one it was saved with, or "
-                        "load(..., weights_only=True)"
-                    )
-    if wrong:
-        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise MismatchError(
-            f"step {manifest.step}: a checkpoint of another model: {'; '.join(wrong[:5])}{more}"
-        )
-    return lacking
+            found.lacks(KIND, name, f"is {kinds[keys]} in the checkpoint and {kinds[not keys]} in this model")
+            continue
+        grows = width == table.width and table.rows is not None and rows < table.rows
+        if grows and found.may_lack(name):
+            found.grown.append(f"{name} rows {rows} to {(table.rows or 0) - 1}")
+        elif width != table.width or table.rows not in (None, rows):
+            hint = " (its first rows would load)" if grows else ""
+            how = f"is {rows} x {width} in the checkpoint and {table.rows or 'dynamic'} x {table.width} in this model"
+            found.lacks(KIND, name, how + hint)
+            continue
+        if not weights_only:
+            theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]
+            ours = sorted(collection.state_names(table.name))
+            if theirs != ours:
+                found.fault(
+                    f"table {name!r} has the optimizer state {', '.join(theirs) or 'none'}, and this optimizer keeps "
+                    f"{', '.join(ours) or 'none'}; use the one it was saved with, or load(..., weights_only=True)"
+                )
 
 
 def examine(reader: Reader, part: tuple[int, int] = (0, 1)) -> Notes:
@@ -337,8 +321,9 @@ def load(
     manifest: Manifest,
     notes: Notes,
     weights_only: bool,
+    left: Container[str] = (),
 ) -> None:
-    """Fill every table from a step that :func:`check` and :func:`examine` passed. Collective."""
+    """Fill every table but those ``left`` from a step that :func:`compare` and :func:`examine` passed. Collective."""
     for name, collection in tables.collections.items():
         collection.clear()
         if not weights_only and name in notes.collections:
@@ -346,7 +331,7 @@ def load(
     wishes: list[_Wish] = []
     held = 0
     for name, collection, table in tables.each():
-        note = notes.tables.get(name)
+        note = None if name in left else notes.tables.get(name)
         if table.rows is not None and (note is None or note.rows < table.rows):
             collection.restart(table.name)
         if note is None:

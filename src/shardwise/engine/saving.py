@@ -26,10 +26,14 @@ from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, Solo
 from shardwise.checkpoint.load import Reader
+from shardwise.checkpoint.steps import steps_at
+from shardwise.compose.whole import Whole
 from shardwise.engine import saved_tables
+from shardwise.engine.differences import Differences
 from shardwise.engine.parts import Parts
 from shardwise.engine.saved_state import SavedState
 from shardwise.engine.state import buckets, own_buffers
+from shardwise.engine.tables import Tables
 from shardwise.plan.errors import CheckpointError, MismatchError
 from shardwise.plan.placement import runs
 from shardwise.plan.registry import TensorInfo
@@ -82,18 +86,24 @@ def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], 
 
 
 def load(
-    engine: "Engine", parts: Parts, folder: Path, weights_only: bool, missing: Sequence[str] = ()
+    engine: "Engine",
+    parts: Parts,
+    folder: Path,
+    weights_only: bool,
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """See ``Engine.load``. None where the folder holds no step."""
     is_step = (folder / "manifest.json").is_file()
     moments: dict[int, dict[str, Tensor]] = {}
-    lacking: list[str] = []
+    found = Differences(missing, unexpected)
 
     def choose(manifest: Manifest) -> list[Item]:
-        lacking[:] = saved_tables.check(parts.tables, manifest, weights_only, missing)
+        nonlocal found
+        found = compare(parts.whole, parts.tables, manifest, weights_only, Differences(missing, unexpected))
         moments.clear()
         moments.update({} if weights_only else _empty_moments(parts, manifest))
-        return _items_to_load(parts, manifest, moments)
+        return _items_to_load(parts, manifest, moments, found)
 
     checkpoints = checkpoints_in(engine, parts, folder.parent if is_step else folder)
 
@@ -110,12 +120,55 @@ def load(
         bucket.gather_update().wait()
     if parts.tables:
         notes = saved_tables.notes_of(loaded.trainer, str(loaded.path))
-        saved_tables.load(parts.tables, checkpoints, loaded.path, loaded.manifest, notes, weights_only)
-    if lacking and parts.world.rank == 0:
-        _log.warning("step %d has not, and so begins as it starts: %s", loaded.step, ", ".join(lacking))
+        saved_tables.load(
+            parts.tables, checkpoints, loaded.path, loaded.manifest, notes, weights_only, found.kept
+        )
+    if parts.world.rank == 0:
+        for line in found.lines():
+            _log.warning("step %d: %s", loaded.step, line)
     if not weights_only:
-        _restore(engine, parts, loaded.trainer.get("engine", {}), loaded.manifest, moments)
+        _restore(engine, parts, loaded.trainer.get("engine", {}), loaded.manifest, moments, found)
+    engine.not_loaded = [*found.kept, *found.grown]
     return dict(saved.user)
+
+
+def start_from_step(engine: "Engine") -> None:
+    """Load the weights of ``init_from`` where that is a checkpoint; all else is as in a fresh run. Collective."""
+    wanted = engine.config.init_from
+    folder = None if wanted is None else steps_at(Path(wanted.path))
+    if wanted is not None and folder is not None:
+        engine.load(folder, weights_only=True, missing=wanted.missing, unexpected=wanted.unexpected)
+        if engine.is_main:
+            _log.info("start weights: those of %s", folder)
+
+
+def compare(
+    whole: Whole, tables: Tables, manifest: Manifest, weights_only: bool, found: Differences
+) -> Differences:
+    """What the step and the model do not have in common, the same on every rank.
+
+    Errors: MismatchError names what is not allowed, or a pattern that matches nothing.
+    """
+    ours = {entry.name: (entry.shape, entry.aliases) for entry in whole.parameters.values()}
+    buffers = {name: (shape, ()) for name, (shape, _, is_saved) in whole.buffers.items() if is_saved}
+    known = {*whole.canonical, *ours, *buffers, *(name for name, _, _ in tables.each())}
+    held = {name for tensor in manifest.tensors for name in manifest.names_of(tensor.name)}
+    found.check_patterns(known, held, f"step {manifest.step}")
+    for kind, entries in (("weight", ours), ("buffer", buffers)):
+        for name, (shape, aliases) in entries.items():
+            stored = manifest.find(kind, name)
+            if stored is None:
+                found.lacks(kind, name, f"{tuple(shape)} is not in the checkpoint", *aliases)
+            elif tuple(stored.shape) != tuple(shape):
+                how = f"is {tuple(stored.shape)} in the checkpoint and {tuple(shape)} in this model"
+                found.lacks(kind, name, how, *aliases)
+        for tensor in manifest.tensors:
+            if tensor.kind == kind and entries.keys().isdisjoint(manifest.names_of(tensor.name)):
+                found.holds(kind, tensor.name, tensor.shape)
+    if tables:
+        saved_tables.compare(tables, manifest, weights_only, found)
+    found.check(f"step {manifest.step}")
+    return found
 
 
 # Saving ------------------------------------------------------------------------------------------------------------
@@ -253,9 +306,12 @@ def _agree_on_scalars(
 
 
 def _items_to_load(
-    parts: Parts, manifest: Manifest, moments: Mapping[int, Mapping[str, Tensor]]
+    parts: Parts, manifest: Manifest, moments: Mapping[int, Mapping[str, Tensor]], found: Differences
 ) -> list[Item]:
-    """Every tensor of the whole model, with the pieces to fill: masters where there are any, else weights."""
+    """Every tensor of the whole model, with the pieces to fill: masters where there are any, else weights.
+
+    What stays as it is, and what is passed over, is asked for as the step has it, and nothing of it is read.
+    """
     held: Pieces = {}
     for bucket in buckets(parts):
         layout = bucket.layout
@@ -267,9 +323,16 @@ def _items_to_load(
         _pieces(parts, held, "state", layout.slots, first, target, None)
         for label, flat in moments.get(id(bucket), {}).items():
             _pieces(parts, held, label, layout.slots, first, flat, None)
+    left = {*found.kept, *found.passed_over}
     labels = {label for flats in moments.values() for label in flats}
-    items = []
+    items = [
+        Item(tensor.kind, tensor.name, tuple(tensor.shape), tensor.torch_dtype, [])
+        for tensor in manifest.tensors
+        if tensor.name in left and tensor.kind in (*_OURS, *labels)
+    ]
     for info in parts.registry.of_kind("parameter"):
+        if info.name in left:
+            continue
         dtype = _state_dtype(parts, info)
         state = held.get(("state", info.name), [])
         has_master = manifest.find("master", info.name) is not None
@@ -279,7 +342,7 @@ def _items_to_load(
         for label in sorted(labels):
             if manifest.find(label, info.name) is not None:
                 items.append(Item(label, info.name, info.shape, dtype, held.get((label, info.name), [])))
-    return items + _buffer_items(parts, to_write=False)
+    return items + [item for item in _buffer_items(parts, to_write=False) if item.name not in left]
 
 
 def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
@@ -311,6 +374,7 @@ def _restore(
     state: Mapping[str, Any],
     manifest: Manifest,
     moments: Mapping[int, Mapping[str, Tensor]],
+    found: Differences,
 ) -> None:
     engine.step_count = int(state.get("step", manifest.step))
     engine.applied_steps = int(state.get("applied", engine.step_count))
@@ -329,7 +393,7 @@ def _restore(
         pieces: list[tuple[int, dict[str, float] | None]] = []
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             has_state = any(manifest.find(label, slot.name) is not None for label in flats)
-            known = has_state or bool(told["common"] and not flats)
+            known = (has_state or bool(told["common"] and not flats)) and slot.name not in found.kept
             pieces.append(
                 (local + stop - start, told["exceptions"].get(slot.name, told["common"]) if known else None)
             )

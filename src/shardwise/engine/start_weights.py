@@ -1,6 +1,7 @@
 """Start weights: where the first value of every element comes from.
 
-    init_from          a folder or file of weights, read in ranges
+    init_from          a folder or file of weights, read in ranges; a checkpoint is loaded when the engine stands
+                       (saving.py), over what the next two give
     initial rules      drawn, for a model on ``meta``: from the caller, or the model's own ``initial_rules()``
     the model itself   what it brings, weights and buffers, is rank 0's everywhere
 
@@ -9,17 +10,20 @@ holds a whole model.
 """
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.collectives import Group
-from shardwise.compose.whole import Whole
+from shardwise.compose.whole import Entry, Whole
 from shardwise.config.run import RunConfig
+from shardwise.engine.differences import Differences
 from shardwise.models.gpt import Gpt
 from shardwise.models.initial import Rule, draw
-from shardwise.models.source import open_weights
+from shardwise.models.source import WeightSource, open_weights
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.bucket import Fill
 from shardwise.parallel.zero.modules import Holding
@@ -35,6 +39,8 @@ class StartWeights(NamedTuple):
     fill: Fill | None = None
     """Elements of a whole parameter; None where the model holds all already."""
     names: Collection[str] = ()
+    notes: tuple[str, ...] = ()
+    """What the user is to hear of them."""
 
     def of_pieces(self, registry: Registry, tp: Group) -> "StartWeights":
         """The same for elements of this rank's piece on "tp"; padding starts at zero."""
@@ -69,19 +75,55 @@ def start_weights(
     model: nn.Module, settings: RunConfig, initial: Mapping[str, Rule] | None, whole: Whole
 ) -> StartWeights:
     """Errors: UsageError where parameters are on meta and nobody says how they start."""
-    if settings.init_from is not None:
-        source = open_weights(settings.init_from, model.policy if isinstance(model, Gpt) else None)
-        source.check(
-            {entry.name: entry.shape for entry in whole.parameters.values()},
-            {entry.name: entry.dtype for entry in whole.parameters.values()},
-        )
-        return StartWeights(
-            lambda slot, start, stop, dtype: source.read(slot.name, start, stop).to(dtype),
-            list(whole.parameters),
-        )
+    wanted = settings.init_from
+    if wanted is None or steps_at(Path(wanted.path)) is not None:
+        return _drawn(model, settings.train.seed, initial, ())
+    source = open_weights(wanted.path, model.policy if isinstance(model, Gpt) else None, wanted.missing)
+    found = Differences(wanted.missing, wanted.unexpected)
+    found.check_patterns({*whole.order, *whole.canonical}, source.names(), wanted.path)
+    entries = [entry for entry in whole.parameters.values() if not _is_left(source, entry, found)]
+    source.check(
+        {entry.name: entry.shape for entry in entries}, {entry.name: entry.dtype for entry in entries}
+    )
+    read = frozenset(entry.name for entry in entries)
+    _read_buffers(source, model, whole)
+    others = _drawn(model, settings.train.seed, initial, read)
+
+    def fill(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        if slot.name in read or others.fill is None:
+            return source.read(slot.name, start, stop).to(dtype)
+        return others.fill(slot, start, stop, dtype)
+
+    return StartWeights(fill, read | set(others.names), tuple(found.lines()))
+
+
+def _is_left(source: WeightSource, entry: Entry, found: Differences) -> bool:
+    """The source lacks it, or has it in another shape, and may."""
+    if entry.name not in source.names():
+        how = "is not there"
+    elif source.shape(entry.name) != entry.shape:
+        how = f"is {source.shape(entry.name)} there and {entry.shape} in this model"
+    else:
+        return False
+    return found.lacks("weight", entry.name, how, *entry.aliases)
+
+
+def _read_buffers(source: WeightSource, model: nn.Module, whole: Whole) -> None:
+    """Statistics and the like, where the source has them."""
+    for name, buffer in model.named_buffers():
+        is_saved = name in whole.buffers and whole.buffers[name][2]
+        if is_saved and not buffer.is_meta and name in source.names() and source.shape(name) == buffer.shape:
+            with torch.no_grad():
+                buffer.copy_(source.read(name, 0, buffer.numel()).view(buffer.shape))
+
+
+def _drawn(
+    model: nn.Module, seed: int, initial: Mapping[str, Rule] | None, known: Collection[str]
+) -> StartWeights:
+    """By rules, those whose values are not ``known``. Errors: UsageError where some are on meta and have no rule."""
     if isinstance(model, Layers) and initial is None:
         return StartWeights()  # a LayerSpec's layer comes with its start weights
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    on_meta = [name for name, each in model.named_parameters() if each.is_meta and name not in known]
     if not on_meta and initial is None:
         return StartWeights()
     own = getattr(model, "initial_rules", None)
@@ -92,7 +134,6 @@ def start_weights(
             f"model: {len(without)} parameters are on meta and nobody says how they start: {', '.join(without[:5])}; "
             "give initialize(..., initial={name: rule}) (shardwise.models.initial), init_from, or an initialised model"
         )
-    seed = settings.train.seed
     return StartWeights(
         lambda slot, start, stop, dtype: draw(rules[slot.name], seed, slot.name, start, stop, dtype), rules
     )

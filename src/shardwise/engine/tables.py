@@ -151,15 +151,20 @@ def choices_for(model: nn.Module, settings: RunConfig, ranks: int) -> list[Choic
 
     Errors: as ``take_over``'s; memory is asked of the configuration alone, not of hosts that may not be these.
     """
-    collections = collections_of(model)
-    _check(Tables(collections, Group("tables", (0,), 0, None, Clock(0.0), Traffic())), settings)
+    tables = tables_of(model)
+    _check(tables, settings)
     found: list[Choice] = []
-    for collection in collections.values():
+    for collection in tables.collections.values():
         _set_up(collection, settings)
         dtype = settings.precision.dtypes("", collection.dtype).master
         batch, memory_bytes = settings.batch.micro_size or 1024, settings.tables.memory_bytes
         found += plan_tables(collection.tables, collection.optimizer, ranks, batch, dtype, memory_bytes)
     return found
+
+
+def tables_of(model: nn.Module) -> Tables:
+    """What can be asked of a model's tables before any of them is placed."""
+    return Tables(collections_of(model), Group("tables", (0,), 0, None, Clock(0.0), Traffic()))
 
 
 def register_tables(registry: Registry, tables: Tables) -> None:

@@ -10,7 +10,8 @@ Cost: one open map and the memory of the slice.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -33,6 +34,8 @@ _SHOWN = 5
 
 _SAME_FUNCTION = frozenset({"name", "dropout", "context"})
 """Keys that may differ between a folder's configuration and the policy."""
+_TOLD_BY_SHAPES = frozenset({"vocab", "tied_head"})
+"""Keys that may differ as well where tensors may be missing: what they change is seen in the tensors."""
 
 
 class _Index(Entry):
@@ -116,17 +119,24 @@ class WeightSource:
         return self._recipes[name]
 
 
-def open_weights(path: str | Path, policy: GptPolicy | None = None) -> WeightSource:
-    """The tensors of a safetensors file or of a folder, by the names of ``Gpt(policy)``; without policy as stored."""
+def open_weights(
+    path: str | Path, policy: GptPolicy | None = None, missing: Sequence[str] = ()
+) -> WeightSource:
+    """The tensors of a safetensors file or of a folder, by the names of ``Gpt(policy)``; without policy as stored.
+
+    ``missing``: patterns of names that may be lacking, or of another shape.
+    """
     where = Path(path)
     stored = _stored_tensors(where)
     if policy is None:
         return WeightSource(where, {name: [_Piece(tensor, False)] for name, tensor in stored.items()})
     policy = policy.resolved()
     if where.is_dir() and (where / "config.json").is_file():
-        _check_same_model(where, policy)
-    source = WeightSource(where, _recipes(where, stored, policy))
-    source.check({name: joined_shape(parts) for name, parts in parts_of(policy).items()})
+        _check_same_model(where, policy, _SAME_FUNCTION | _TOLD_BY_SHAPES if missing else _SAME_FUNCTION)
+    may_lack = [name for name in parts_of(policy) if any(fnmatchcase(name, each) for each in missing)]
+    source = WeightSource(where, _recipes(where, stored, policy, may_lack))
+    shapes = {name: joined_shape(parts) for name, parts in parts_of(policy).items()}
+    source.check({name: shape for name, shape in shapes.items() if name not in may_lack})
     return source
 
 
@@ -142,7 +152,9 @@ def gpt_policy_from_huggingface(folder: str | Path) -> GptPolicy:
     return policy_of(_json(file), str(file))
 
 
-def _recipes(where: Path, stored: Mapping[str, StoredTensor], policy: GptPolicy) -> dict[str, list[_Piece]]:
+def _recipes(
+    where: Path, stored: Mapping[str, StoredTensor], policy: GptPolicy, may_lack: Collection[str]
+) -> dict[str, list[_Piece]]:
     table = parts_of(policy)
     if "embed.weight" in stored or "head.weight" in stored:
         own = {name: [_Piece(stored[name], False)] for name in table if name in stored}
@@ -154,12 +166,15 @@ def _recipes(where: Path, stored: Mapping[str, StoredTensor], policy: GptPolicy)
     missing = []
     for name, parts in table.items():
         names = [part.name if part.name in stored else part.name.partition(".")[2] for part in parts]
-        missing += [part.name for part, key in zip(parts, names, strict=True) if key not in stored]
+        absent = [part.name for part, key in zip(parts, names, strict=True) if key not in stored]
         wrong = [
             f"{key} is {list(stored[key].shape)}, the model's is {list(part.shape)}"
             for part, key in zip(parts, names, strict=True)
             if key in stored and stored[key].shape != part.shape
         ]
+        if name in may_lack and (absent or wrong):
+            continue
+        missing += absent
         if wrong:
             raise MismatchError(f"{where}: tensors have another shape than model: says: {_list(wrong)}")
         if all(key in stored for key in names):
@@ -174,13 +189,13 @@ def _recipes(where: Path, stored: Mapping[str, StoredTensor], policy: GptPolicy)
     return found
 
 
-def _check_same_model(folder: Path, policy: GptPolicy) -> None:
+def _check_same_model(folder: Path, policy: GptPolicy, may_differ: Collection[str]) -> None:
     """Shapes do not tell 8 heads of 64 from 16 of 32: the folder's own configuration does."""
     theirs = gpt_policy_from_huggingface(folder).resolved()
     differ = [
         f"{key} is {getattr(policy, key)!r}, there it is {getattr(theirs, key)!r}"
         for key in GptPolicy.model_fields
-        if key not in _SAME_FUNCTION and getattr(policy, key) != getattr(theirs, key)
+        if key not in may_differ and getattr(policy, key) != getattr(theirs, key)
     ]
     if differ:
         raise MismatchError(f"{folder}: config.json describes another model than model: {_list(differ)}")
