@@ -1,6 +1,7 @@
 """All ranks go on or all raise the same."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,22 @@ def test_a_rank_that_is_gone_is_named() -> None:
             CheckpointError, match=rf"save of step 7: rank {rank} waited 1 s in phase 'write'.*\[1\]"
         ):
             raise results[rank]
+
+
+def test_the_first_rank_ends_last() -> None:
+    """The store lived in its process: a script that ended right after a save failed on the other ranks."""
+    heard = []
+
+    def work(peers: ThreadPeers) -> list[int]:
+        talk = Conversation(peers, "test", 20)
+        talk.gather("one", lambda: None)
+        if peers.rank:
+            time.sleep(0.05)
+            heard.append(peers.rank)
+        talk.end()
+        return sorted(heard)
+
+    assert crew(3, work)[0] == [1, 2]
 
 
 def test_solo_hears_itself() -> None:

@@ -125,6 +125,7 @@ class Save:
             self._talk.gather("commit", lambda: self._commit(temporary, layouts, sums, crcs))
             if self._leads:
                 self._tidy()
+            self._talk.end()
         except Exception:
             # Other ranks may still be writing if one died; their files vanish under them, which harms nobody.
             if self._leads and self._temporary is not None:
