@@ -13,6 +13,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Placement, Shard
 from shardwise.plan.registry import Registry
 from shardwise.plan.unit import Bucket, Unit
+from shardwise.plan.words import counted
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Plan:
     def __str__(self) -> str:
         bytes_by_kind = self.bytes_per_rank()
         parameters = sum(unit.parameters for unit in self.units)
-        lines = [f"Plan over {self.mesh}: {parameters:,} parameters in {len(self.units)} Units"]
+        lines = [f"Plan over {self.mesh}: {parameters:,} parameters in {counted(len(self.units), 'Unit')}"]
         lines += [f"  {'Unit':<28} {'parameters':>13}  placements on (dp_replicate, dp_shard)", ""][:1]
         for unit in self._merged():
             lines.append(f"  {unit[0]:<28} {unit[1]:>13,}  {unit[2]}")
