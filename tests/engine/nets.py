@@ -7,6 +7,16 @@ from torch import Tensor, nn
 
 VOCABULARY = 11
 WIDTH = 6
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+}
+"""Arguments of a small LlamaConfig and its like in transformers; the vocabulary is each test's own."""
 
 
 class Block(nn.Module):

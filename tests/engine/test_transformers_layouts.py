@@ -9,22 +9,12 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.world import join
 from shardwise.plan.errors import DataError, UsageError
-from tests.engine.nets import seeded
+from tests.engine.nets import LLAMA, seeded
 
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY, MICROBATCHES = 51, 2
-SHAPE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    pad_token_id=None,
-    use_cache=False,
-)
+SHAPE = LLAMA | dict(vocab_size=VOCABULARY, use_cache=False)
 
 
 def llama(tied: bool) -> nn.Module:

@@ -15,6 +15,7 @@ from shardwise.comm.world import World
 from shardwise.engine.weighing import Weighing, divisor_of, labels_in
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.errors import UsageError
+from tests.engine.nets import LLAMA
 
 ROWS, LENGTH, VOCABULARY = 32, 10, 23
 IGNORE = -100
@@ -40,15 +41,7 @@ def wide_causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: 
 
 def llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **LLAMA)
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model
 

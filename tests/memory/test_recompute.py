@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.nets import LLAMA
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -377,14 +378,7 @@ def test_with_zero_on_two_ranks(ranks: Any, stage: int) -> None:
 def test_hugging_face_caches_are_left_out() -> None:
     """A training pass of transformers fills a cache that nobody reads; a second run would fill it twice."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=11,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    config = transformers.LlamaConfig(vocab_size=11, **LLAMA)
     results = []
     for keys in ({}, {"scope": "full"}, {"scope": "selective"}):
         torch.manual_seed(0)

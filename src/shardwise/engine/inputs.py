@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.errors import UsageError
+from shardwise.plan.pytree import part_named
 from shardwise.plan.ragged import Ragged
 
 
@@ -57,13 +58,7 @@ def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> 
 
 def find_loss(output: Any) -> Tensor:
     """The loss in what the model returned. Errors: UsageError where there is none."""
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif isinstance(output, tuple | list) and output:
-        loss = output[0]
-    elif not isinstance(output, Tensor):
-        loss = getattr(output, "loss", None)
+    loss = part_named(output, "loss")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError(
             f"the model returned {_described(output)}, in which there is no loss of one number; return the loss, or "

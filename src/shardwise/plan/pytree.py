@@ -8,6 +8,19 @@ from typing import Any
 from torch import Tensor
 
 
+def part_named(output: Any, name: str) -> Any:
+    """``name`` of what a model returned: an entry, an attribute, or the first of a tuple; a tensor is all there is.
+
+    None where there is none."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get(name)
+    if isinstance(output, tuple | list):
+        return output[0] if output else None
+    return getattr(output, name, None)
+
+
 class Laden(ABC):
     """Of a mapping that carries more than its items show."""
 

@@ -14,22 +14,13 @@ from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.region import WithheldLogits
 from shardwise.plan.errors import PlanError, UsageError
-from tests.engine.nets import seeded
+from tests.engine.nets import LLAMA, seeded
 from tests.parallel.tensor.whole import TOLERANCE, differences, tensor_group, worst
 
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 51
-LLAMA_LIKE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    pad_token_id=None,
-)
+LLAMA_LIKE = LLAMA | dict(vocab_size=VOCABULARY)
 GPT2_LIKE = dict(
     vocab_size=VOCABULARY,
     n_positions=32,

@@ -8,7 +8,7 @@ and no rank makes the whole. Elsewhere what follows the head is not known, and t
 Shapes: B batch, T sequence, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardwise.kernels.cross_entropy import log_probs
 from shardwise.parallel.tensor.layers import VocabularyHead
 from shardwise.parallel.tensor.loss import vocabulary_log_probs
 from shardwise.plan.errors import UsageError
+from shardwise.plan.pytree import part_named
 
 
 def log_probs_of(model: nn.Module, call: Callable[[], Any], targets: Tensor) -> Tensor:
@@ -41,13 +42,7 @@ def log_probs_of(model: nn.Module, call: Callable[[], Any], targets: Tensor) -> 
 
 
 def _logits(output: Any) -> Tensor:
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get("logits")
-    elif isinstance(output, tuple | list) and output:
-        found = output[0]
-    elif not isinstance(output, Tensor):
-        found = getattr(output, "logits", None)
+    found = part_named(output, "logits")
     if not isinstance(found, Tensor) or found.dim() < 2:
         raise UsageError(
             f"log_probs: the model returned a {type(output).__name__} in which there are no logits; call it with a "
