@@ -25,7 +25,9 @@ def run(program: Program, ranks: int, logs: str | os.PathLike[str] | None = None
 
     shardwise.initialize  # noqa: B018  the engine too
     folder = None if logs is None else Path(logs)
-    return max(shardwise.launch(_be_rank, program, folder, ranks=ranks, every=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread
+        return max(shardwise.launch(_be_rank, program, folder, ranks=ranks, every=True))
 
 
 def python(words: list[str]) -> None:

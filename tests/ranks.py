@@ -1,4 +1,4 @@
-"""Rank processes for tests: started once (python and torch take seconds), then fed calls over pipes."""
+"""Rank processes for tests: started once, as forks of a server that has torch already, then fed calls over pipes."""
 
 import importlib
 import multiprocessing
@@ -11,6 +11,14 @@ from pathlib import Path
 from typing import Any
 
 _PATIENCE_S = 120.0
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "shardwise.engine.build",
+    "shardwise.kernels.tables",
+]
+"""What the server of forks imports once: five seconds of a core, which every rank would take. It starts no thread."""
 
 
 class RankPool:
@@ -20,7 +28,8 @@ class RankPool:
     """
 
     def __init__(self, size: int, backend: str | None = None):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"

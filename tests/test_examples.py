@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch.local import Program
+from tests import forked
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISES = {
     "01_one_process": "gradient norm",
@@ -25,17 +28,23 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(PROMISES)
 
 
+def said(capfd: pytest.CaptureFixture[str], name: str, *arguments: str, ranks: int = 1) -> str:
+    """What an example prints with two steps."""
+    program = Program("script", str(EXAMPLES / f"{name}.py"), ("--steps", "2", *arguments))
+    assert forked.run(program, ranks) == 0
+    return capfd.readouterr().out
+
+
 @pytest.mark.parametrize("name", list(PROMISES))
-def test_example(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", "2"]
-    if name == "04_resume_anywhere":
-        command += ["--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert PROMISES[name] in done.stdout
+def test_example(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert PROMISES[name] in said(capfd, name)
 
 
-def test_examples_run_on_two_ranks(tmp_path: Path) -> None:
+def test_examples_run_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Started as a user does."""
     command = [sys.executable, "-m", "shardwise.cli.main", "launch", "--ranks", "2"]
     command += [
         str(EXAMPLES / "04_resume_anywhere.py"),
@@ -48,25 +57,8 @@ def test_examples_run_on_two_ranks(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    alone = [
-        sys.executable,
-        str(EXAMPLES / "04_resume_anywhere.py"),
-        "--steps",
-        "3",
-        "--folder",
-        str(tmp_path),
-    ]
-    done = subprocess.run(alone, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert "going on after step 2: saved by 2 ranks at stage 3" in done.stdout, done.stdout + done.stderr
-
-
-def launched(tmp_path: Path, ranks: int, name: str, *arguments: str) -> str:
-    """What an example says on several ranks."""
-    command = [sys.executable, "-m", "shardwise.cli.main", "launch", "--ranks", str(ranks)]
-    command += [str(EXAMPLES / f"{name}.py"), "--steps", "2", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    text = said(capfd, "04_resume_anywhere", "--steps", "3", "--folder", str(tmp_path))
+    assert "going on after step 2: saved by 2 ranks at stage 3" in text, text
 
 
 def losses(text: str) -> list[float]:
@@ -83,16 +75,17 @@ def losses(text: str) -> list[float]:
     ],
 )
 def test_more_ranks_lose_what_one_process_does(
-    name: str, ranks: int, arguments: tuple[str, ...], promise: str, tmp_path: Path
+    name: str,
+    ranks: int,
+    arguments: tuple[str, ...],
+    promise: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    alone = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", "2"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-    )
-    text = launched(tmp_path, ranks, name, *arguments)
+    monkeypatch.chdir(tmp_path)
+    alone = losses(said(capfd, name))
+    text = said(capfd, name, *arguments, ranks=ranks)
     assert promise in text, text
     assert len(losses(text)) == 2
-    assert losses(text) == pytest.approx(losses(alone.stdout), rel=1e-4)
+    assert losses(text) == pytest.approx(alone, rel=1e-4)

@@ -3,7 +3,7 @@
 A page is one folder. In the order of the page:
     ```python   first line ``# NAME.py``: written under that name; others are cells of one script, run at the end
     ```yaml     first line ``# NAME.yaml``: written; all are checked as configurations
-    ```bash     run, line by line; ``shardwise train`` takes a few steps of a small model
+    ```bash     run, line by line; ``shardwise train`` takes a few steps of a small model; ranks are forks (forked.py)
     ```bash elsewhere    needs what is not here (several hosts, a cluster): parsed, and its flags of ours are known
     ```text     shown
 """
@@ -23,6 +23,7 @@ import yaml
 
 from shardwise.cli.main import app, main
 from shardwise.config.run import RunConfig, _UniqueKeys
+from tests import forked
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/techniques/*.md"), ROOT / "README.md"])
@@ -40,10 +41,6 @@ def small(words: list[str]) -> list[str]:
     text = Path(words[2]).read_text() if words[2].endswith(".yaml") else words[2]
     more = f"{SMALL} {SMALL_CLICKS if 'dlrm' in text else SMALL_TEXT}".split()
     return [*words[:3], *(part for each in more for part in ("--set", each)), *words[3:]]
-
-
-def starts_processes(words: list[str]) -> bool:
-    return words[1] == "launch" or (words[1] == "train" and "--check" not in words)
 
 
 class Block(NamedTuple):
@@ -119,8 +116,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What starts no ranks runs in this process, which has torch already."""
+    """In this process and its forks, which have torch already."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.launch.local.run", forked.run)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -149,16 +147,13 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def call(words: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run one line of a page."""
     if words[0] == "shardwise":
-        words = small(words)
-        if not starts_processes(words):
-            monkeypatch.setattr(sys, "argv", words)
-            with pytest.raises(SystemExit) as end:
-                main()
-            assert not end.value.code, where
-            return
-        words = ["-m", *words]
+        monkeypatch.setattr(sys, "argv", small(words))
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code, where
+        return
+    assert words[0] == "python", f"{where}: neither python nor shardwise"
+    if words[1] == "-c":
+        exec(compile(words[2], where, "exec"), {})
     else:
-        assert words[0] == "python", f"{where}: neither python nor shardwise"
-        del words[0]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-    assert done.returncode == 0, f"{where}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        forked.python(words[1:])

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from shardwise.comm import shared_memory, shared_ring
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.plan.errors import CommError, DeadlineError, UsageError
+from tests.ranks import PRELOADED
 
 PATIENCE_S = 60.0
 ERRORS = (SharedMemoryUnavailable, CommError, DeadlineError, UsageError)
@@ -77,7 +78,7 @@ class Workers:
 
     def __init__(self, size: int, folder: Path):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "shardwise.comm.shared_memory"])
+        context.set_forkserver_preload(PRELOADED)
         self.wires: list[Connection] = []
         self.processes = []
         for rank in range(size):

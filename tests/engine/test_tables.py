@@ -92,6 +92,13 @@ LAYOUTS = [
     Layout(4, "row", precision="fp32"),
     Layout(2, "column", precision="fp32"),
 ]
+IN_SOAK = {  # each of these placements lies on 2 ranks alone, and on 4 among the mixed ones
+    Layout(4, "data_parallel"),
+    Layout(4, "column"),
+    Layout(4, "table", "rows"),
+    Layout(4, "row", "sums"),
+    Layout(4, "row", precision="fp32"),
+}
 
 
 class Net(nn.Module):
@@ -214,7 +221,11 @@ def assert_close(found: list[Found], wanted: Found, bound: float) -> None:
         torch.testing.assert_close(together, by_key(rows), rtol=1e3 * bound, atol=1e3 * bound, msg=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.soak if each in IN_SOAK else ()) for each in LAYOUTS],
+    ids=str,
+)
 def test_fifty_steps_equal_one_process(ranks: Any, layout: Layout) -> None:
     found = [run(join(), layout)] if layout.ranks == 1 else ranks(layout.ranks).run(run, layout)
     assert_close(found, alone(layout.precision), 1e-12 if layout.precision == "fp64" else 1e-6)
