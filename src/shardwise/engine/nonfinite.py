@@ -4,6 +4,9 @@ Every rank looks at its own batches; then they compare, and all tell the same st
 stage, microbatch and call, and the lowest rank where these are equal. A rank without a NaN of its own so learns which
 one it got it from.
 
+What has no numbers here (a value of another stage, a weight that ZeRO 3 has released) is NaN too, and comes before all:
+the passes of the second look are watched, whatever was watched before, and the error that they end with is the answer.
+
 Cost: after a failed step alone: one forward pass of its microbatches, and two small all-reduces.
 """
 
@@ -14,11 +17,12 @@ import torch
 from torch import nn
 
 from shardwise.engine.parts import Parts, Stage
+from shardwise.plan.errors import CommError
 from shardwise.plan.pytree import tensors_in
 
-_TEXT_BYTES = 400
-_BEFORE, _AFTER = -1, 1 << 40
-"""Stage of a batch and of a loss: before and after all others."""
+_TEXT_BYTES = 2000
+_ABSENT, _BEFORE, _AFTER = -2, -1, 1 << 40
+"""Stage of what is absent, of a batch and of a loss: before and after all others."""
 
 
 class _Found(NamedTuple):
@@ -78,6 +82,12 @@ def origin(parts: Parts, run: Callable[[Look], None]) -> str:
     try:
         with torch.no_grad():
             run(look)
+    except CommError:
+        raise
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        text = f"the same passes again, in which what is absent is marked, ended with {said}"
+        look.found.append(_Found(_ABSENT, look.microbatch, 0, text))
     finally:
         for handle in handles:
             handle.remove()
@@ -113,7 +123,8 @@ def _agreed(parts: Parts, mine: _Found | None) -> str:
     rank = min(places)[-1]
     text = torch.zeros(_TEXT_BYTES, dtype=torch.int64, device=parts.device)
     if mine is not None and rank == world.index:
-        sentence = f"on rank {parts.world.members[rank]}, in microbatch {mine.microbatch}, {mine.text}"
+        place = f"on rank {parts.world.members[rank]}, in microbatch {mine.microbatch}, "
+        sentence = mine.text if mine.stage == _ABSENT else place + mine.text
         said = sentence.encode()[:_TEXT_BYTES]
         text[: len(said)] = torch.tensor(list(said))
     world.all_reduce(text, "the words for it", purpose="control").wait()
