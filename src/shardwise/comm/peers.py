@@ -112,15 +112,16 @@ class Peers:
             self._sending.popleft().wait()
         return waiting
 
-    def receive(self, source: int, what: str) -> Message:
-        """The next message of rank ``source`` of the group, which must be ``what`` that rank says it sends."""
-        wire = self._wire(source, "receive", what)
+    def receive(self, source: int, what: str | None) -> Message:
+        """The next message of rank ``source``, which must be ``what`` that rank says it sends (None: any)."""
+        said = what or "the next message"
+        wire = self._wire(source, "receive", said)
         found: list[Tensor] = []
         texts: list[str] = []
 
         def allocate(header: bytes) -> list[Tensor]:
             given, text, kinds = json.loads(header)
-            if given != what:
+            if what is not None and given != what:
                 raise CommError(
                     f"this rank expects {what!r}, but the next message of rank {self.group.ranks[source]} is "
                     f"{given!r}; their lists of Actions do not belong together"
@@ -129,7 +130,7 @@ class Peers:
             texts.append(text)
             return [each for each in found if each.numel()]
 
-        with self._explaining("receive", source, what) as call:
+        with self._explaining("receive", source, said) as call:
             self._receive(wire, call, allocate)
         return Message(texts[0], found)
 

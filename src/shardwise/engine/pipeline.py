@@ -26,7 +26,7 @@ from shardwise.engine.step import StepResult
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.cut import kind_of
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
-from shardwise.parallel.pipeline.messages import REFUSED, pack, unpack
+from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, pack, refusal, unpack
 from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.action import Action, Kind
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine, Loss
 
 _KINDS = tuple(Kind)
+_CHUNK = 8
+"""Batches of an evaluation in one walk, per rank: while it fills and drains at most 1/9 of its time is idle."""
 
 
 class Pipeline:
@@ -104,7 +106,9 @@ class Pipeline:
         """The forward passes of the running step once more, for ``look``."""
         for i, batch in enumerate(self._batches):
             look.batch(i, batch)
-        for i, loss in self._forward_only(engine, self._batches, self._loss_of).items():
+        # Of a kind that was not seen before: absent values are marked in it.
+        kind = f"step {engine.step_count} again"
+        for i, loss in self._forward_only(engine, self._batches, self._loss_of, kind).items():
             look.loss(i, loss)
 
     # Without gradients -----------------------------------------------------------------------------------------
@@ -114,7 +118,7 @@ class Pipeline:
     ) -> Iterator[tuple[Tensor | None, float]]:
         """The loss of each batch where this rank knows it; several are under way at a time."""
         pairs = iter(batches)
-        while chunk := list(islice(pairs, 2 * self._group.size)):
+        while chunk := list(islice(pairs, _CHUNK * self._group.size)):
             found = self._forward_only(engine, [batch for batch, _ in chunk], self._loss_of)
             for i, (_, weight) in enumerate(chunk):
                 yield found.get(i), weight
@@ -124,14 +128,9 @@ class Pipeline:
         if not batches:
             return []
         device = self._parts.device
-        try:
-            found = self._forward_only(
-                engine, batches, lambda root, batch: apply(root, cast_inputs(batch, device, None)), "output"
-            )
-        except (PlanError, UsageError) as error:
-            if self._group.index == self._group.size - 1:  # ranks of earlier stages wait for the first output
-                self._told(None, "output of microbatch 0", str(error))
-            raise
+        found = self._forward_only(
+            engine, batches, lambda root, batch: apply(root, cast_inputs(batch, device, None)), "output"
+        )
         outputs = [self._told(found.get(i), f"output of microbatch {i}") for i in range(len(batches))]
         self._peers.flush()
         return outputs
@@ -139,27 +138,23 @@ class Pipeline:
     def _loss_of(self, root: nn.Module, batch: Any) -> Tensor:
         return find_loss(call_model(root, self._loss, batch, self._parts.device))
 
-    def _told(self, output: Any, what: str, refusal: str = "") -> Any:
-        """The last stage's ``output`` on every rank: it goes round the ring. What cannot travel is refused on all, and
-        so
-        is what there is none of, for the reason ``refusal``."""
+    def _told(self, output: Any, what: str) -> Any:
+        """The last stage's ``output`` on every rank: it goes round the ring. What cannot travel is refused on all."""
         index, last = self._group.index, self._group.size - 1
         output, text = _plain(output), ""
         tensors: list[Tensor] = []
         if index == last:
             try:
-                if refusal:
-                    raise PlanError(refusal)
                 text, tensors = pack(output, "the model's output")
             except PlanError as error:
-                text = f"{REFUSED}{error}"
+                text = refusal(error, self._group.ranks[index])
         else:
             text, tensors = self._peers.receive((index - 1) % self._group.size, what)
         if (index + 1) % self._group.size != last:
             self._peers.send(text, tensors, (index + 1) % self._group.size, what, "activations")
-        if text.startswith(REFUSED):
+        if is_refusal(text):
             self._peers.flush()
-            raise PlanError(text.removeprefix(REFUSED))
+            check_refusal(text)
         return output if index == last else unpack(text, tensors)
 
     def _forward_only(

@@ -9,7 +9,12 @@ only the edge of the graph is kept for the backward pass: the numbers themselves
 autograd saved them. What runs inside a stage (a Unit's gathers and reductions) is the business of the hooks on its
 modules; this loop knows stages alone.
 
-Cost: one message per edge between stages, microbatch and direction.
+An error of one rank ends the walk of all with the same words (messages.py): whoever meets or hears of it tells every
+neighbour that it has business with, and reads what those who wait for it have sent until they have told it too. The
+next walk begins with nothing in between. In a walk without B the stages before would not hear of later ones; there each
+rank says at its end that it and all behind it have ended well.
+
+Cost: one message per edge between stages, microbatch and direction; without B one empty message per rank.
 """
 
 import contextlib
@@ -22,12 +27,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
-from shardwise.comm.peers import Peers
+from shardwise.comm.peers import Message, Peers
 from shardwise.comm.trace import Purpose
-from shardwise.parallel.pipeline.messages import REFUSED, check_refusal, pack, unpack
+from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, pack, refusal, unpack
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
-from shardwise.plan.errors import CommError, PlanError, UsageError
+from shardwise.plan.errors import CommError
 from shardwise.plan.timeline import Span
 
 
@@ -61,29 +66,65 @@ class ScheduleExecutor:
         self._to_send: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._results: dict[int, Any] = {}
+        self._told_by: int | None = None
         do = {Kind.F: self._forward, Kind.B: self._backward, Kind.SEND: self._send, Kind.RECV: self._receive}
         rank = self._peers.group.index
-        for place, action in enumerate(actions):
-            start_s = time.perf_counter()
-            try:
+        try:
+            for action in actions:
+                start_s = time.perf_counter()
                 do[action.kind](action)
-            except (PlanError, UsageError) as error:
-                self._tell(actions[place:], str(error))
-                raise
-            self.spans.append(Span(rank, action, start_s, time.perf_counter()))
+                self.spans.append(Span(rank, action, start_s, time.perf_counter()))
+            if not trains:
+                self._confirm()
+        except CommError:
+            raise
+        except Exception as error:
+            self._tell(actions[len(self.spans) :], error)
+            raise
         self._peers.flush()
         return self._results
 
-    def _tell(self, left: Sequence[Action], why: str) -> None:
+    def _confirm(self) -> None:
+        """From the last rank to the first: this walk has ended well."""
+        index, last = self._peers.group.index, self._peers.group.size - 1
+        if index < last:
+            check_refusal(self._take(index + 1, _END).text)
+        if index:
+            self._peers.send("", [], index - 1, _END, "control")
+
+    def _take(self, source: int, what: str) -> Message:
+        message = self._peers.receive(source, what)
+        if is_refusal(message.text):
+            self._told_by = source
+        return message
+
+    def _tell(self, left: Sequence[Action], error: Exception) -> None:
         """In the place of the next message to each neighbour: why there is none. They would wait for it."""
-        told: set[int] = set()
-        with contextlib.suppress(CommError):  # one that has given up itself
-            for action in left:
-                to = action.other % self._peers.group.size
-                if action.kind is Kind.SEND and to not in told:
-                    told.add(to)
-                    purpose: Purpose = "gradients" if action.carries_gradient else "activations"
-                    self._peers.send(f"{REFUSED}{why}", [], to, _name(action), purpose)
+        group = self._peers.group
+        text = refusal(error, group.ranks[group.index])
+        waiting: dict[int, tuple[str, Purpose]] = {}
+        sending = set() if self._told_by is None else {self._told_by}
+        for action in left:
+            other = action.other % group.size
+            if action.kind is Kind.SEND:
+                waiting.setdefault(
+                    other, (_name(action), "gradients" if action.carries_gradient else "activations")
+                )
+            elif action.kind is Kind.RECV:
+                sending.add(other)
+        if not self._trains:
+            if group.index:
+                waiting.setdefault(group.index - 1, (_END, "control"))
+            if group.index < group.size - 1:
+                sending.add(group.index + 1)
+        with contextlib.suppress(CommError):  # of one that has given up itself
+            for to, (what, purpose) in waiting.items():
+                self._peers.send(text, [], to, what, purpose)
+            for to in sending - {*waiting}:
+                self._peers.send(text, [], to, "a refusal", "control")
+            for source in {*waiting} - {self._told_by}:
+                while not is_refusal(self._peers.receive(source, None).text):
+                    pass
             self._peers.flush()
 
     def _forward(self, action: Action) -> None:
@@ -126,13 +167,16 @@ class ScheduleExecutor:
 
     def _receive(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        message = self._peers.receive(action.other % self._peers.group.size, _name(action))
+        message = self._take(action.other % self._peers.group.size, _name(action))
         if action.carries_gradient:
             check_refusal(message.text)
             self._gradients[key] = message.tensors
             return
         self._received[key] = unpack(message.text, message.tensors)
         self._inputs[key] = [tensor for tensor in message.tensors if tensor.requires_grad]
+
+
+_END = "the end of a walk without gradients"
 
 
 def _detached(leaf: Any) -> Any:

@@ -9,7 +9,10 @@ again, so that its gradients are summed where they belong.
 A gradient's message is the list of gradients of the tensors that ask for one, in their order, zeros for those that had
 no part in the loss.
 
-A stage that cannot run says so in the place of its next message to each neighbour, and they say it to theirs.
+A stage that cannot run says so in the place of its next message to each neighbour, and they say it to theirs:
+
+    refused: PlanError: stage 1 of 2: ...          the same error on every rank; a user's own exception is told as a
+                                                   UsageError, and stays what it is on the rank that met it
 """
 
 import json
@@ -18,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.plan.errors import PlanError
+from shardwise.plan import errors
+from shardwise.plan.errors import PlanError, ShardwiseError
 
 REFUSED = "refused: "
 """Begins a message that holds nothing but why there is nothing. JSON never begins so."""
@@ -62,10 +66,26 @@ def pack(value: Any, where: str = "a stage's output") -> Packed:
     return Packed(json.dumps(write(value, "")), tensors)
 
 
+def refusal(error: Exception, rank: int) -> str:
+    """The text that tells of ``error``, which ``rank`` met."""
+    if isinstance(error, ShardwiseError):
+        return f"{REFUSED}{type(error).__name__}: {error}"
+    said = f"rank {rank} ended the pass with {type(error).__name__}: {error}; its own traceback says where"
+    return f"{REFUSED}UsageError: {said}"
+
+
+def is_refusal(text: str) -> bool:
+    """Whether a message holds nothing but why there is nothing."""
+    return text.startswith(REFUSED)
+
+
 def check_refusal(text: str) -> None:
-    """Errors: PlanError where a message says that its sender has given up."""
-    if text.startswith(REFUSED):
-        raise PlanError(text.removeprefix(REFUSED))
+    """Errors: the sender's own, where a message says that it has given up."""
+    if not is_refusal(text):
+        return
+    kind, _, said = text.removeprefix(REFUSED).partition(": ")
+    known = getattr(errors, kind, None)
+    raise (known if isinstance(known, type) and issubclass(known, ShardwiseError) else PlanError)(said)
 
 
 def unpack(text: str, tensors: list[Tensor]) -> Any:
