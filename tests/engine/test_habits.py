@@ -264,6 +264,7 @@ def copies(world: Any, stage: int) -> None:
     loss = twin(*piece(1, 0))
     loss.backward()
     assert twin.blocks[0].up.weight.grad is not None and model.blocks[0].up.weight.grad is None
+    assert copy.deepcopy(twin).half().blocks[0].up.weight.dtype == torch.float16
     with torch.no_grad():
         assert float(engine(*piece(1, 0))) == float(loss.detach())
     # A file of the model would be code.
@@ -284,6 +285,28 @@ def test_a_copy_that_would_call_the_original_is_refused(world: World) -> None:
     engine.close()
     twin = copy.deepcopy(engine.module)  # nothing of the engine is left
     assert "forward" not in vars(twin.blocks[0])
+
+
+def converted(world: Any, config: dict[str, Any]) -> None:
+    """What a conversion made did not train, which the next step said, or nobody where it was a buffer."""
+    model = seeded(Language)
+    model.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+    engine = start(world, model, **config)
+    roots = {model, *(stage.module for stage in engine._parts.stages)}
+    for root in roots:
+        for call in (root.half, root.float, lambda root=root: root.to("meta"), root.share_memory):
+            assert "before initialize()" in raised(call)
+        assert "engine.state_dict()" in raised(lambda root=root: nn.Sequential(root).bfloat16())
+        # What changes nothing is a habit that may stay.
+        assert root.to("cpu") is root and root.double() is root and root.cpu().to(torch.float64) is root
+    engine.close()
+    if config["mesh"] == {}:
+        assert model.half().scale.dtype == torch.float16
+
+
+@pytest.mark.parametrize("config", [{"mesh": {}, "zero": {"stage": 3}}, {"mesh": {"pp": 2}}], ids=str)
+def test_conversions_are_refused_where_they_are_called(ranks: Any, config: dict[str, Any]) -> None:
+    ranks(2).run(converted, config)
 
 
 class Dropping(Language):

@@ -7,16 +7,19 @@
                                       its own would undo it
     copy.deepcopy(model), EMA         a plain model              engine.full_parameters()     a new model
     torch.save(model), pickle         refused: functions of the engine's hang on it
+    model.to(), .half(), .cpu() ...   refused, but where all is there already so: no optimizer would see what they make
 
 "as ever" holds at stage 3 too inside ``engine.full_parameters()``. A refusal names the call of its table cell.
 
-The means are torch's own: hooks on state dicts, and hooks that say themselves how they are copied.
+The means are torch's own: hooks on state dicts, hooks that say themselves how they are copied, and an ``_apply`` of the
+module's own, by which all conversions go.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwise.engine import state
 from shardwise.engine.parts import Parts
@@ -42,6 +45,8 @@ class ModelCalls:
                 module.register_state_dict_pre_hook(saves),
                 module.register_load_state_dict_pre_hook(loads),
             ]
+        for module in {parts.model, *(stage.module for stage in parts.stages)}:
+            self._handles.append(_Apply(module))
 
     def remove(self) -> None:
         """Give the model back as it was."""
@@ -118,6 +123,44 @@ class _Hook:
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         self._calls.check_copy(self._name, self._module)
         return unhooked
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "torch.save(model), pickle: the engine's hooks hang on the model, and a pickle would be code. Save "
+            "engine.state_dict(), or call engine.close() first"
+        )
+
+
+class _Apply:
+    """The ``_apply`` of one module, in front of its class's; in a copy of the module it is that one."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        vars(module)["_apply"] = self
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Errors: UsageError where ``fn`` would change a parameter or buffer."""
+        for tensor in (*self._module.parameters(recurse), *self._module.buffers(recurse)):
+            probe = torch.zeros((2,) * min(tensor.dim(), 5), dtype=tensor.dtype, device=tensor.device)
+            made = fn(probe)
+            if made is not probe or (probe.device.type == "cpu" and probe.is_shared()):
+                kind, place = str(made.dtype).removeprefix("torch."), made.device
+                raise UsageError(
+                    "model.to(), .half(), .float(), .cpu() and their like: the parameters are views of the engine's "
+                    f"buffers ({str(tensor.dtype).removeprefix('torch.')} on {tensor.device}), and what a conversion "
+                    f"makes of them ({kind} on {place}) would not train. Convert or move the model before "
+                    "initialize(), say precision.compute and comm.device there, or call engine.close() first; "
+                    "engine.state_dict() gives the weights on the CPU"
+                )
+        return self._module
+
+    def remove(self) -> None:
+        """What the class defines counts again."""
+        vars(self._module).pop("_apply", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._module)]
+        return type(copied)._apply.__get__(copied)
 
     def __reduce__(self) -> Any:
         raise UsageError(

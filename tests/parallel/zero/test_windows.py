@@ -148,10 +148,11 @@ def other_collectives(world: Any) -> None:
 
 
 def behind_the_engines_back(world: Any) -> None:
-    """A model that is converted or loaded after initialize() would train on in silence, without effect."""
+    """A model whose parameters are given other memory, or loaded, after initialize() would train on without effect."""
     for stage in (0, 2):
         engine = start(world, stage)
-        engine.module.float().double()
+        for parameter in engine.module.parameters():
+            parameter.data = parameter.data.clone()
         x, flag = piece(0, world.rank)
         assert "does not lie in the engine's memory" in raised(
             UsageError,
