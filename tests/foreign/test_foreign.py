@@ -16,6 +16,7 @@ SUITE = [
     ("causal", "Gemma2ForCausalLM", "gemma2"),
     ("causal", "GPTNeoXForCausalLM", "gpt_neox"),
     ("masked", "BertForMaskedLM", "bert"),
+    ("seq2seq", "T5ForConditionalGeneration", "t5"),
 ]
 """Classes of the everyday suite; ``make soak`` runs all."""
 

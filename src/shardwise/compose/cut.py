@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.comm.collectives import Group
@@ -21,6 +22,7 @@ from shardwise.parallel.pipeline.cut import blocks_around, check_cut, cut, find_
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.pipeline.uses import Uses, order_of_use
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.policy import TensorPolicy
@@ -40,8 +42,11 @@ def cut_model(
     pp: Group,
     seed: int,
     replay: Replay,
+    call: Callable[[nn.Module], Any] | None = None,
+    device: torch.device | None = None,
 ) -> dict[int, tuple[nn.Module, RunStage | None]]:
     """This rank's stages by index; without a pipeline the model itself. ``whole`` learns where everything lies.
+    ``call``, which computes on ``device``, shows the order in which the model uses its parts.
 
     Errors: PlanError where the model cannot be cut so.
     """
@@ -50,6 +55,7 @@ def cut_model(
             f"tensor: mesh.tp is {tp.size}, but the model is a list with layers that are not built yet (LayerSpec), "
             "whose matrices cannot be cut; give built modules in the list, or set mesh.tp: 1"
         )
+    uses = order_of_use(model, call, device) if pp.size > 1 and not isinstance(model, Layers) else None
     table = table_of(model, tensor.table) if tp.size > 1 else None
     if table is not None and tensor.whole_logits:
         table = replace(table, causal_loss=False)
@@ -71,34 +77,41 @@ def cut_model(
         module = cut(model, (), [0])[0].module
         replace_dropout(module, seed, replay)
         return {0: (module, None)}
-    starts = stage_starts(model, pipeline, pp.size)
-    owner = owners(model, starts)
+    starts = stage_starts(model, pipeline, pp.size, uses)
+    owner = owners(model, starts, uses)
     for name, entry in whole.parameters.items():
         whole.stages[name] = tuple(sorted({owner[each] for each in (name, *entry.aliases)}))
     whole.stages.update({name: (owner[name],) for name in whole.buffers})
     here = range(pp.index, len(starts) + 1, pp.size)
-    stages = cut(model, starts, here)
+    stages = cut(model, starts, here, uses)
     for stage in stages.values():  # what a LayerSpec has built here has not been seen before
         replace_dropout(stage.module, seed, replay)
     return {index: (stage.module, stage.run) for index, stage in stages.items()}
 
 
-def stage_starts(model: nn.Module, policy: PipelinePolicy, ranks: int) -> tuple[str, ...]:
+def stage_starts(
+    model: nn.Module, policy: PipelinePolicy, ranks: int, uses: Uses | None = None
+) -> tuple[str, ...]:
     """Names of the blocks that begin each stage but the first."""
     how = policy.partition
-    blocks = find_blocks(model) if isinstance(how, str) else blocks_around(model, how)
-    weights, front, back = weigh(model, blocks)
+    blocks = find_blocks(model, uses) if isinstance(how, str) else blocks_around(model, how)
+    weights, front, back = weigh(model, blocks, uses)
     return partition(how, blocks, weights, ranks * policy.interleave, front, back)
 
 
 def check_stages(
-    model: nn.Module, policy: PipelinePolicy, ranks: int, call: Callable[[nn.Module], Any]
+    model: nn.Module,
+    policy: PipelinePolicy,
+    ranks: int,
+    call: Callable[[nn.Module], Any],
+    device: torch.device,
 ) -> None:
     """Compare the chain of stages with the uncut model, both on this rank, which must hold all of it meanwhile.
 
     Errors: PlanError names the first stage that differs.
     """
-    check_cut(model, call, stage_starts(model, policy, ranks))
+    uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
+    check_cut(model, call, stage_starts(model, policy, ranks, uses), uses)
 
 
 def recompute_blocks(

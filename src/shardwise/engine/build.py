@@ -94,7 +94,8 @@ def initialize(
     elementwise  says of an unknown optimizer class that it treats each element alone
     initial    start rule per parameter name, for a model on ``meta``
     world      from ``comm.world.join``; left out, found in the environment
-    example    a small batch: with mesh.pp above 1 the chain of stages is first compared on it with the uncut model
+    example    a small batch: with mesh.pp above 1 it shows in which order the model uses its parts, and the chain of
+               stages is first compared on it with the uncut model
 
     Errors: ConfigError, MeshError, PlanError, UsageError.
     """
@@ -117,9 +118,10 @@ def initialize(
     }
     vocabulary = Vocabulary(model)
     whole, start = _whole(model, site, initial)
-    if example is not None and mesh.pp > 1:
-        check_stages(model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, device))
-    share = _share(model, whole, site, recipe)
+    call = None if example is None else lambda root: call_model(root, loss, example, device)
+    if call is not None and mesh.pp > 1:
+        check_stages(model, settings.pipeline, mesh.pp, call, device)
+    share = _share(model, whole, site, recipe, call)
     start = start.of_pieces(share.registry, site.groups["tp"])
     stages = [
         _stage(index, site, recipe, share, start, casts_output=loss is not None) for index in share.stages
@@ -258,7 +260,13 @@ class _Share(NamedTuple):
     tables: Tables
 
 
-def _share(model: nn.Module, whole: Whole, site: _Site, recipe: _Recipe) -> _Share:
+def _share(
+    model: nn.Module,
+    whole: Whole,
+    site: _Site,
+    recipe: _Recipe,
+    call: Callable[[nn.Module], Any] | None = None,
+) -> _Share:
     settings, mesh, groups, replay = site.settings, site.mesh, site.groups, Replay()
     check_mesh(model, mesh)
     units = names_of_units(model, settings.zero)
@@ -272,6 +280,8 @@ def _share(model: nn.Module, whole: Whole, site: _Site, recipe: _Recipe) -> _Sha
         groups["pp"],
         settings.train.seed,
         replay,
+        call,
+        site.world.device,
     )
     registry = register(whole, strategy_of(settings.zero, mesh), settings.precision, recipe.moments)
     tables = take_over(model, settings, site.world, groups["dp"], site.clock)

@@ -1,8 +1,8 @@
 """Cut: the stages of a whole module, each of which runs the module's own forward pass.
 
-The blocks (children of a ``ModuleList``, say) are dealt to stages; all else keeps its place in the order of
-registration: it belongs to the stage of the next block, and behind the last block to the last stage. A stage is a
-skeleton of the model in which foreign parts are stand-ins (stand_in.py):
+The blocks (children of a ``ModuleList``, say) are dealt to stages; all else keeps its place in the order of use
+(uses.py) or, where that is not known, of registration: it belongs to the stage of the next block, and behind the last
+block to the last stage. A stage is a skeleton of the model in which foreign parts are stand-ins (stand_in.py):
 
     model     embed  block 0  block 1 | block 2  block 3  norm  head
     stage 0   embed  block 0  block 1 -> ends: its output travels
@@ -44,6 +44,7 @@ from shardwise.parallel.pipeline.stand_in import (
     shallow_copy,
     tensors_of,
 )
+from shardwise.parallel.pipeline.uses import Uses
 from shardwise.plan.errors import PlanError
 from shardwise.plan.policy import nearest
 from shardwise.plan.pytree import tensors_in
@@ -253,23 +254,31 @@ def kind_of(value: Any) -> Hashable:
     return type(value), tuple(kind_of(each) for each in tensors_in(value))
 
 
-def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that can be dealt to stages: layers of a list, else children of the heaviest container."""
+def find_blocks(model: nn.Module, uses: Uses | None = None) -> tuple[str, ...]:
+    """Names of the modules that can be dealt to stages: layers of a list, else children of the heaviest container.
+
+    Where ``uses`` shows that these are given more than one another's output, those of the heaviest container that has
+    at least a quarter of its weight and whose children are not.
+    """
     if isinstance(model, Layers | nn.Sequential):
         return tuple(name for name, _ in model.named_children())
-    found: tuple[str, ...] = ()
-    most = 0
+    rows: list[tuple[int, tuple[str, ...]]] = []
     for name, module in model.named_modules():
         children = [child for child, _ in module.named_children()]
         weight = sum(parameter.numel() for parameter in module.parameters())
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1 and weight > most:
-            found, most = tuple(f"{name}.{child}" for child in children), weight
-    if not found:
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1 and weight:
+            rows.append((weight, tuple(f"{name}.{child}" for child in children)))
+    if not rows:
         raise PlanError(
             f"{type(model).__name__} has no blocks that could be dealt to stages: no ModuleList or Sequential with at "
             "least two children that have parameters. Name the modules that begin each stage but the first "
             f"(pipeline.partition: [layer3, ...]), {_LIST}"
         )
+    rows.sort(key=lambda row: -row[0])
+    most, found = rows[0]
+    if uses is not None and not uses.runs_in_a_row(found):
+        others = (row for weight, row in rows[1:] if 4 * weight >= most and not _is_in(row[0], found[0]))
+        found = next((row for row in others if uses.runs_in_a_row(row)), found)
     return found
 
 
@@ -291,21 +300,21 @@ def blocks_around(model: nn.Module, starts: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def owners(model: nn.Module, starts: Sequence[str]) -> dict[str, int]:
+def owners(model: nn.Module, starts: Sequence[str], uses: Uses | None = None) -> dict[str, int]:
     """Stage of each parameter and buffer, by every name that it has."""
-    stage_of = _stages_of_modules(model, starts)
+    stage_of = _stages_of_modules(model, starts, uses)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: stage_of[name.rpartition(".")[0]] for name, _ in tensors}
 
 
-def weigh(model: nn.Module, blocks: Sequence[str]) -> tuple[list[int], int, int]:
+def weigh(model: nn.Module, blocks: Sequence[str], uses: Uses | None = None) -> tuple[list[int], int, int]:
     """Parameters of each block, of what stands in front of them, and of what stands behind.
 
     What stands between two blocks counts with the later one. A tied parameter counts wherever it has a name, once.
     """
     at = {name: i for i, name in enumerate(blocks)}
     held: list[dict[int, int]] = [{} for _ in range(len(blocks) + 2)]
-    place_of = _next_block(model, blocks)
+    place_of = _next_block(model, blocks, uses)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = next((at[block] for block in _around(name) if block in at), None)
         following = place_of[name.rpartition(".")[0]]
@@ -315,14 +324,16 @@ def weigh(model: nn.Module, blocks: Sequence[str]) -> tuple[list[int], int, int]
     return weights[1:-1], weights[0], weights[-1]
 
 
-def cut(model: nn.Module, starts: Sequence[str], stages_here: Iterable[int]) -> dict[int, StageModule]:
+def cut(
+    model: nn.Module, starts: Sequence[str], stages_here: Iterable[int], uses: Uses | None = None
+) -> dict[int, StageModule]:
     """The stages ``stages_here`` of ``model``; ``starts`` names the block that begins each stage but the first.
 
     The model itself is not changed, but its modules and parameters become those of the stages. A parameter that two of
     ``stages_here`` need is copied for the second.
     """
     stages = len(starts) + 1
-    stage_of = _stages_of_modules(model, starts)
+    stage_of = _stages_of_modules(model, starts, uses)
     taken: set[int] = set()
     result = {}
     for stage in sorted(stages_here):
@@ -331,7 +342,9 @@ def cut(model: nn.Module, starts: Sequence[str], stages_here: Iterable[int]) -> 
     return result
 
 
-def check_cut(model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequence[str]) -> None:
+def check_cut(
+    model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequence[str], uses: Uses | None = None
+) -> None:
     """Run ``call`` on the whole model and on the chain of its stages; PlanError names the first stage that differs.
 
     In evaluation mode and without gradients. On the meta device only shapes and dtypes are compared; the fillers' NaN
@@ -341,7 +354,7 @@ def check_cut(model: nn.Module, call: Callable[[nn.Module], Any], starts: Sequen
     if stages == 1:
         return
     with _evaluating(model), torch.no_grad():
-        modules = cut(model, starts, range(stages))
+        modules = cut(model, starts, range(stages), uses)
         if isinstance(model, Layers):  # its layers exist only where they live
             model = cut(model, (), [0])[0].module.eval()
         wanted = _outputs(model, call, starts)
@@ -493,7 +506,7 @@ def _parent(root: nn.Module, name: str) -> nn.Module:
     return root.get_submodule(name.rpartition(".")[0])
 
 
-def _stages_of_modules(model: nn.Module, starts: Sequence[str]) -> dict[str, int]:
+def _stages_of_modules(model: nn.Module, starts: Sequence[str], uses: Uses | None) -> dict[str, int]:
     """Stage of each module by name; a container that spans several has that of its first block."""
     blocks = blocks_around(model, starts)
     at = {name: i for i, name in enumerate(blocks)}
@@ -509,7 +522,7 @@ def _stages_of_modules(model: nn.Module, starts: Sequence[str]) -> dict[str, int
         raise PlanError(f"no block is left for stage 0 when stage 1 begins at {starts[0]!r}{hint}")
     of_block = [sum(start <= i for start in order) for i in range(len(blocks))]
     last = len(starts)
-    following = _next_block(model, blocks)
+    following = _next_block(model, blocks, uses)
     stage_of = {}
     for name in following:
         inside = next((at[block] for block in (*_around(name), name) if block in at), None)
@@ -520,8 +533,9 @@ def _stages_of_modules(model: nn.Module, starts: Sequence[str]) -> dict[str, int
     return stage_of
 
 
-def _next_block(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
-    """By module name: index of the first block that is registered at it or behind it, len(blocks) behind them all."""
+def _next_block(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[str, int]:
+    """By module name: index of the first block that is at it or behind it, len(blocks) behind them all; in the order of
+    use where that is known, else of registration."""
     at = {name: i for i, name in enumerate(blocks)}
     seen = 0
     result = {}
@@ -529,7 +543,7 @@ def _next_block(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
         result[name] = seen
         if name in at:
             result[name], seen = at[name], at[name] + 1
-    return result
+    return result if uses is None else result | uses.places(blocks)
 
 
 def _around(name: str) -> Iterator[str]:

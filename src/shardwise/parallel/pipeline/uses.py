@@ -1,0 +1,207 @@
+"""Order of use: when a model calls its modules, seen in one pass without numbers.
+
+A module outside the blocks belongs to the stage of the next block. What the next one is, the order of registration says
+of most models; a norm or a head that is registered in front of the blocks and used behind them is where the two part:
+
+    registered   embed  head  block 0  block 1 | block 2  block 3          head on stage 0, and absent where it is used
+    used         embed  block 0  block 1 | block 2  block 3  head          head on stage 1
+
+The pass also says which rows of blocks can be cut at all. The blocks of a decoder are each given what the encoder has
+computed, which does not pass from block to block; those of the encoder are given their predecessor's output alone. So
+a model of both is cut among the blocks of its encoder, and the decoder belongs to the last stage.
+
+The pass runs on fake tensors (no memory, no numbers, no generator), in evaluation mode, with the model's own modules;
+what it leaves in them is taken back. A model that branches on numbers cannot be seen so, and keeps the order of
+registration.
+
+Cost: once, before the model is cut; a tenth of a millisecond per operation.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.parallel.pipeline.stand_in import tensors_of
+
+_TOKENS = (2, 8)
+
+
+class _Call(NamedTuple):
+    """One call of a module; ``given`` and ``made`` are identities of tensors."""
+
+    module: nn.Module
+    start: int
+    stop: int
+    given: frozenset[int]
+    made: frozenset[int]
+
+
+class Uses:
+    """The calls of one pass through ``model``."""
+
+    def __init__(self, model: nn.Module, calls: Sequence[_Call]):
+        self._model = model
+        self._calls = sorted(calls, key=lambda call: call.start)
+
+    def runs_in_a_row(self, blocks: Sequence[str]) -> bool:
+        """Whether each block runs once, in their order, and is given nothing but the one before's output that modules
+        with parameters have computed before that one began."""
+        rows = self._rows(blocks)
+        if rows is None:
+            return False
+        sources = [
+            call
+            for call in self._calls
+            if not self._is_in(call, rows) and next(call.module.parameters(), None) is not None
+        ]
+        for before, block in zip(rows, rows[1:], strict=False):
+            given = block.given - before.made
+            if any(given & source.made for source in sources if source.stop < before.start):
+                return False
+        return True
+
+    def places(self, blocks: Sequence[str]) -> dict[str, int]:
+        """By name of a module outside the blocks: how many of them have ended when it is called first.
+
+        Parts that are used without a call go with the module around them. Modules of several names, around blocks, or
+        never called are left out; all are where the blocks do not run in their order.
+        """
+        rows = self._rows(blocks)
+        if rows is None:
+            return {}
+        first: dict[int, _Call] = {}
+        for call in self._calls:
+            first.setdefault(id(call.module), call)
+        names: dict[int, list[str]] = {}
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            names.setdefault(id(module), []).append(name)
+        holds = {around for block in blocks for around in _around(block)}
+        found: dict[str, int] = {}
+        for name, module in self._model.named_modules():
+            inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+            if inside or name in holds or len(names[id(module)]) > 1:
+                continue
+            around = name.rpartition(".")[0]
+            if id(module) in first:
+                start = first[id(module)].start
+                found[name] = sum(row.stop < start for row in rows)
+            elif around in found:
+                found[name] = found[around]
+        return found
+
+    def _rows(self, blocks: Sequence[str]) -> list[_Call] | None:
+        """The blocks' calls; None where they do not run once each, in their order."""
+        modules = [self._model.get_submodule(name) for name in blocks]
+        among = {id(module) for module in modules}
+        calls = [call for call in self._calls if id(call.module) in among]
+        in_order = [call.module for call in calls] == modules
+        return (
+            calls
+            if in_order and all(a.stop < b.start for a, b in zip(calls, calls[1:], strict=False))
+            else None
+        )
+
+    @staticmethod
+    def _is_in(call: _Call, rows: Sequence[_Call]) -> bool:
+        """Inside a block, or around one."""
+        return any(row.start <= call.start < row.stop or call.start <= row.start < call.stop for row in rows)
+
+
+def order_of_use(
+    model: nn.Module, call: Callable[[nn.Module], Any] | None = None, device: torch.device | None = None
+) -> Uses | None:
+    """The uses of ``call(model)`` on ``device`` (left out: the CPU); without a call, of tokens and labels where the
+    model takes them, as those of transformers do. None where there is nothing to call it with, or it cannot be run
+    without numbers."""
+    if call is None and getattr(model, "main_input_name", None) != "input_ids":
+        return None
+    place = device or torch.device("cpu")
+    tokens = functools.partial(torch.zeros, _TOKENS, dtype=torch.long, device=place)
+    attempts: list[Callable[[nn.Module], Any]] = [
+        lambda root: root(input_ids=tokens(), labels=tokens()),
+        lambda root: root(input_ids=tokens()),
+    ]
+    for attempt in attempts if call is None else [call]:
+        calls: list[_Call] = []
+        with contextlib.suppress(Exception):
+            with FakeTensorMode(allow_non_fake_inputs=True), _hollow(model, place), _noted(model, calls):
+                attempt(model)
+            return Uses(model, calls)
+    return None
+
+
+@contextlib.contextmanager
+def _noted(model: nn.Module, calls: list[_Call]) -> Iterator[None]:
+    """While it is entered every call of a module is added to ``calls``."""
+    held: list[Tensor] = []
+    """So that identities stay those of one tensor."""
+    begun: list[tuple[int, frozenset[int]]] = []
+    clock = iter(range(1 << 62))
+
+    def of(*values: Any) -> frozenset[int]:
+        tensors = list(tensors_of(values))
+        held.extend(tensors)
+        return frozenset(map(id, tensors))
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        begun.append((next(clock), of(args, kwargs)))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        start, given = begun.pop()
+        calls.append(_Call(module, start, next(clock), given, of(output)))
+
+    handles: list[Any] = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode without gradients; in the place of all parameters and buffers stand fake ones on ``device``, and
+    conversions of modules do nothing. Modes, attributes, parameters and buffers are put back."""
+    before = [
+        (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
+        for module in model.modules()
+    ]
+    twins: dict[int, Any] = {}
+
+    def twin(tensor: Tensor | None) -> Any:
+        if tensor is not None and id(tensor) not in twins:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            twins[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return None if tensor is None else twins[id(tensor)]
+
+    try:
+        model.eval()
+        for module, _, parameters, buffers in before:
+            vars(module)["_apply"] = lambda *args, module=module, **kwargs: module
+            module._parameters.update({name: twin(each) for name, each in parameters.items()})
+            module._buffers.update({name: twin(each) for name, each in buffers.items()})
+        with torch.no_grad():
+            yield
+    finally:
+        for module, attributes, parameters, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for held, was in ((module._parameters, parameters), (module._buffers, buffers)):
+                held.clear()  # type: ignore[attr-defined]
+                held.update(was)  # type: ignore[arg-type]
+
+
+def _around(name: str) -> Iterator[str]:
+    """The names of the modules around this one, the root's too."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
