@@ -30,6 +30,11 @@ opens its backward window like any other. Where one checkpoint spans several Uni
 and stands where an earlier one must: it makes way, and comes back when its own turn to recompute comes. autograd's
 version check does not see what a checkpoint saved, so a gradient that lands in between is an error of our own.
 
+[Note: side losses]
+A block may keep a tensor for the loss beside what it returns, in an attribute of its own or of a module inside (a
+router's loss). Its gradient may come before that of any output, so it opens the backward window as one of those does.
+Where the tensor went another way (a list that blocks share) nobody opens it: a released weight is used then.
+
 [Note: foreign backward]
 A loss of another engine may pass through this model (a generator's loss through the discriminator). Its Units are then
 gathered and released as ever, but nothing may land: its parameters must not require gradients meanwhile.
@@ -44,7 +49,7 @@ Cost: two hooks per Unit and pass, one per parameter.
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -101,6 +106,10 @@ class UnitState:
         return self.missing == 0 and self.trained_parameters > 0 and not self.has_frozen
 
 
+_MODULE_STATE = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
 class _Hook(partial[Any]):
     """A method of the executor on a module. A copy of the module has nothing to do with the executor."""
 
@@ -112,6 +121,13 @@ class _Hook(partial[Any]):
             "torch.save(model), pickle: the engine's hooks hang on the model, and a pickle would be code. Save "
             "engine.state_dict(), or call engine.close() first"
         )
+
+
+def _own_modules(module: nn.Module, units: Collection[int]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if id(child) not in units:
+            yield from _own_modules(child, units)
 
 
 class _Method(NamedTuple):
@@ -139,6 +155,9 @@ class Executor:
         """What departed from the Plan, newest last."""
         self.prefetch_units = prefetch_units
         self._trained = [state.trained_parameters > 0 for state in self.states]
+        units = {id(state.module) for state in self.states}
+        self._inside = [list(_own_modules(state.module, units)) for state in self.states]
+        """Modules of each Unit, those of Units inside it left out."""
         self.brackets: tuple[Bracket, ...] = tuple(registration_brackets([s.unit.name for s in self.states]))
         """The order that the lists follow."""
         self._seen: list[Bracket] = []
@@ -313,9 +332,16 @@ class Executor:
     def _watch(self, index: int, output: Any) -> None:
         """Whichever output's gradient comes first opens the Unit's backward window."""
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
+            for tensor in (*tensors_in(output), *self._kept(index)):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, index))
+
+    def _kept(self, index: int) -> Iterator[Tensor]:
+        """What the Unit's modules hold in attributes and has a graph. [Note: side losses]"""
+        for module in self._inside[index]:
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor | tuple | list | dict) and name not in _MODULE_STATE:
+                    yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:
         index, actions = state.unit.index, self._list
@@ -412,6 +438,13 @@ class Executor:
                     "lists, dictionaries or dataclasses, where hooks find them, and not in objects of another kind; "
                     "for a loss on gradients (autograd.grad with create_graph=True) set zero.share_memory: false. "
                     f"({error})"
+                ) from error
+            if " is released now, is used by" in str(error):
+                raise UsageError(
+                    "backward: a block was to recompute before the gradient of any of its outputs had come, as for a "
+                    "side loss that it put into a list or an object. Return it from the block, keep it in an attribute "
+                    "of its module (self.side_loss = ...), leave the block out of recompute.blocks, or take zero.stage "
+                    f"2. ({error})"
                 ) from error
             raise
 
