@@ -121,6 +121,27 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     save(writer(tmp_path), 1)
 
 
+def test_a_lock_that_its_holder_removed_in_between_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened before, locked after: a lock on a file without a name would keep nobody out."""
+    real, tries = fcntl.flock, []
+
+    def after_the_holder(descriptor: int, how: int) -> None:
+        tries.append(how)
+        if len(tries) == 1:
+            (tmp_path / LOCK).unlink()
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_holder)
+    release = Files().lock(tmp_path / LOCK)
+    assert release is not None and len(tries) == 2
+    with pytest.raises(CheckpointError, match="another process is saving"):
+        Files().lock(tmp_path / LOCK)
+    release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_locks_leftovers_stay(tmp_path: Path) -> None:
     class NoLocks(Files):
         def lock(self, path: Path) -> None:

@@ -136,6 +136,10 @@ def test_a_check_starts_nothing_and_answers_in_json(
             "group 1 matches only parameters of groups before it",
         ),
         ("precision.keep_fp32=[haed]", "precision.keep_fp32: pattern 'haed' matches no parameter"),
+        (
+            "zero={stage: 3, methods: [nothing.encode]}",
+            "zero.methods: 'nothing.encode' names no method of a Unit",
+        ),
         ("init_from=/no/such/file", "init_from: /no/such/file is neither a file nor a folder"),
     ],
 )

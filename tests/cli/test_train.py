@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -239,6 +240,12 @@ def test_two_ranks_stop_on_ctrl_c_and_one_goes_on(runs: Runs) -> None:
     assert f"--ranks 2 --set train.steps={10**6}" in out
     logs = runs.folder / "run" / "logs"
     assert sorted(path.name for path in logs.iterdir()) == ["rank_00000.log", "rank_00001.log"]
+    stamped = [
+        line for line in (logs / "rank_00000.log").read_text().splitlines() if line.endswith(" mesh dp=2")
+    ]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} rank 0 INFO mesh dp=2", *stamped), (
+        "as on one rank"
+    )
     assert runs.train(f"train.steps={last + 2}", "train.eval_every=0") == 0
     assert [row.step for row in runs.rows()] == list(range(1, last + 3))
 

@@ -33,7 +33,7 @@ from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine, Loss, OnStep
 from shardwise.engine.held import take_back
 from shardwise.engine.inputs import call_model, cast_inputs
-from shardwise.engine.named import check_named
+from shardwise.engine.named import check_named, methods_of
 from shardwise.engine.parts import REPLACED, Parts, Stage
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.saving import start_from_step
@@ -55,9 +55,9 @@ from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings, abse
 from shardwise.parallel.zero.executor import Executor, UnitState
 from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.modules import Holding, check_renormalized, repeated_blocks
+from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.names import matching
 from shardwise.plan.registry import Registry
 from shardwise.plan.target import load_target
 from shardwise.precision.loss_scale import LossScale
@@ -315,37 +315,21 @@ def _stage(
         _compile_blocks(states, settings.compile.backend)
     recompute_blocks(module, share.to_recompute, settings.recompute, share.replay)
     executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
-    _gather_around_methods(executor, settings.zero.methods, site.mesh)
+    _gather_around_methods(executor, settings.zero, site.mesh)
     is_last = index == site.mesh.pp * settings.pipeline.interleave - 1
     handles = _cast_at_the_root(module, settings, device, casts_output and is_last)
     plan = replace(drawn.plan, notes=(*drawn.plan.notes, *site.notes, *share.tables.choices))
     return Stage(index, module, plan, executor, run, handles)
 
 
-def _gather_around_methods(executor: Executor, patterns: Sequence[str], mesh: Mesh) -> None:
+def _gather_around_methods(executor: Executor, zero: ZeroPolicy, mesh: Mesh) -> None:
     """Errors: ConfigError where a pattern names no method of a Unit."""
-    if not patterns or not executor.strategy.cuts_weight:
+    if not executor.strategy.cuts_weight:
         return
-    if mesh.pp > 1:
-        raise ConfigError(
-            "zero.methods: with mesh.pp above 1 only forward is cut into stages; leave the key out"
-        )
     units = {state.unit.name: index for index, state in enumerate(executor.states)}
-    for pattern in patterns:
-        owner, _, method = pattern.rpartition(".")
-        found = matching(units, owner)
-        if not found:
-            raise ConfigError(
-                f"zero.methods: {pattern!r} names no method of a Unit; expected the name of one, a dot and a method. "
-                f"The Units are {', '.join(name or '(root)' for name in list(units)[:8])}; zero.units names others"
-            )
-        for name in found:
-            module = executor.states[units[name]].module
-            if not callable(getattr(module, method, None)):
-                raise ConfigError(
-                    f"zero.methods: {pattern!r}: a {type(module).__name__} has no method {method!r}"
-                )
-            executor.gather_around(units[name], method)
+    modules = {name: executor.states[index].module for name, index in units.items()}
+    for name, method in methods_of(modules, zero, mesh):
+        executor.gather_around(units[name], method)
 
 
 def _surroundings(drawn: Draft, site: _Site) -> Surroundings:

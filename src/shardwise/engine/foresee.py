@@ -24,7 +24,7 @@ from shardwise.compose.whole import describe, register
 from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig
 from shardwise.engine.differences import Differences
-from shardwise.engine.named import check_named
+from shardwise.engine.named import check_named, methods_of
 from shardwise.engine.saving import compare
 from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import check_mesh, choices_for, tables_of
@@ -56,6 +56,8 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     dp = mesh.size("dp")
     model = make()
     check_named(model, settings)
+    units = ("", *names_of_units(model, settings.zero))
+    methods_of({name: model.get_submodule(name) for name in units}, settings.zero, mesh)
     choices = choices_for(model, settings, dp)
     if settings.init_from is not None:
         _check_start(model, settings, settings.init_from)

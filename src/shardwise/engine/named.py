@@ -1,18 +1,23 @@
-"""Patterns in a configuration that are to name parameters, held against those of the model before any work is done.
+"""Patterns in a configuration that are to name something of the model, held against it before any work is done.
 
-    optimizer.groups    the first group that matches has the parameter; one that gets none changes nothing
-    precision.keep_fp32
+    optimizer.groups      parameters; the first group that matches has one, and one that gets none changes nothing
+    precision.keep_fp32   parameters
+    zero.methods          methods of Units
 
 A pattern without effect is a typing error, or was written for another model: the run would not be what its
 configuration says.
 """
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from shardwise.config.run import RunConfig
+from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.names import matching
 
 
 def check_named(model: nn.Module, settings: RunConfig) -> None:
@@ -29,3 +34,32 @@ def check_named(model: nn.Module, settings: RunConfig) -> None:
     for pattern in settings.precision.keep_fp32:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"precision.keep_fp32: pattern {pattern!r} matches no parameter; {known}")
+
+
+def methods_of(units: Mapping[str, nn.Module], zero: ZeroPolicy, mesh: Mesh) -> list[tuple[str, str]]:
+    """(Unit, method) for every method that ``zero.methods`` names, of all Units by name; none where weights are whole.
+
+    Errors: ConfigError where a pattern names none.
+    """
+    if not zero.methods or zero.stage < 3:
+        return []
+    if mesh.pp > 1:
+        raise ConfigError(
+            "zero.methods: with mesh.pp above 1 only forward is cut into stages; leave the key out"
+        )
+    found = []
+    for pattern in zero.methods:
+        owner, _, method = pattern.rpartition(".")
+        names = matching(units, owner)
+        if not names:
+            raise ConfigError(
+                f"zero.methods: {pattern!r} names no method of a Unit; expected the name of one, a dot and a method. "
+                f"The Units are {', '.join(name or '(root)' for name in list(units)[:8])}; zero.units names others"
+            )
+        for name in names:
+            if not callable(getattr(units[name], method, None)):
+                raise ConfigError(
+                    f"zero.methods: {pattern!r}: a {type(units[name]).__name__} has no method {method!r}"
+                )
+            found.append((name, method))
+    return found
