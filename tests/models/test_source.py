@@ -148,6 +148,20 @@ def test_a_missing_head_suggests_the_tie(tmp_path: Path) -> None:
         open_weights(tmp_path, LLAMA)
 
 
+def test_a_vocabulary_of_another_size_where_that_is_allowed(tmp_path: Path) -> None:
+    theirs, ours = stored_like_theirs(LLAMA)
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    larger = GptPolicy.model_validate(LLAMA.model_dump() | {"vocab": LLAMA.vocab + 3})
+    with pytest.raises(MismatchError, match="vocab is"):
+        open_weights(tmp_path, larger)
+    with pytest.raises(MismatchError, match=r"lm_head\.weight is"):
+        open_weights(tmp_path, larger, ["embed.*"])
+    source = open_weights(tmp_path, larger, ["embed.*", "head.*"])
+    assert sorted(ours.keys() - source.names()) == ["embed.weight", "head.weight"]
+    check_all(source, {name: ours[name] for name in source.names()})
+
+
 def test_heads_that_shapes_do_not_tell(tmp_path: Path) -> None:
     """8 heads of 64 have the shapes of 16 heads of 32, and another function."""
     theirs, _ = stored_like_theirs(LLAMA)
