@@ -36,6 +36,7 @@ import yaml
 from shardwise.checkpoint.files import Files, lies_at
 from shardwise.checkpoint.steps import Folder, steps_at
 from shardwise.config.run import RunConfig
+from shardwise.observe.log import log_path
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.words import in_words, printable
 
@@ -182,10 +183,10 @@ class RunFolder:
             os.close(descriptor)  # the run that held it ended in between and removed it
 
     def _remove_traces(self) -> None:
-        """Of a start that failed in a new folder: logs of what the terminal said, and folders without content."""
+        """Of a start that failed in a new folder: rank 0's log of what the terminal said, and folders without content.
+        Other ranks may have more to say."""
         with contextlib.suppress(OSError):
-            for log in self.logs.glob("rank_*.log"):
-                log.unlink()
+            log_path(self.logs, 0).unlink()
         for folder in (self.logs, self.cache, self.checkpoints, self.profile):
             with contextlib.suppress(OSError):
                 folder.rmdir()
