@@ -324,12 +324,11 @@ def _stage(
 
 def _gather_around_methods(executor: Executor, zero: ZeroPolicy, mesh: Mesh) -> None:
     """Errors: ConfigError where a pattern names no method of a Unit."""
-    if not executor.strategy.cuts_weight:
-        return
     units = {state.unit.name: index for index, state in enumerate(executor.states)}
     modules = {name: executor.states[index].module for name, index in units.items()}
     for name, method in methods_of(modules, zero, mesh):
-        executor.gather_around(units[name], method)
+        if executor.strategy.cuts_weight:
+            executor.gather_around(units[name], method)
 
 
 def _surroundings(drawn: Draft, site: _Site) -> Surroundings:

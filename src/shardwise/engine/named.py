@@ -41,7 +41,7 @@ def methods_of(units: Mapping[str, nn.Module], zero: ZeroPolicy, mesh: Mesh) -> 
 
     Errors: ConfigError where a pattern names none.
     """
-    if not zero.methods or zero.stage < 3:
+    if not zero.methods or zero.stage < 3 or (mesh.pp > 1 and mesh.size("dp") == 1):
         return []
     if mesh.pp > 1:
         raise ConfigError(
