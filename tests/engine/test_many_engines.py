@@ -63,9 +63,10 @@ def held() -> dict[str, Any]:
 
 def target_of(descriptor: str) -> str:
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}").partition(":")[0]
+        target = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")[0]
     except OSError:
         return ""  # the one that lists them
+    return "" if target.endswith("/store") else target  # the watch opens it for a moment, again and again
 
 
 @contextlib.contextmanager

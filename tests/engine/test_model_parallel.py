@@ -110,7 +110,7 @@ def truth(manner: str, kv_heads: int, layers: int, heads: int) -> list[Truth]:
     return train(model, optimizer, steps, lambda model, batch: model(*batch), CLIP)
 
 
-def config_of(layout: Layout) -> dict[str, Any]:
+def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
     return {
         "mesh": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
         "zero": {"stage": layout.stage, "regather": layout.regather},
@@ -121,6 +121,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "partition": layout.partition,
         },
         "recompute": layout.recompute,
+        "check": check,
         "batch": {"accumulation": layout.microbatches},
         "optimizer": OPTIMIZER,
         "clip": CLIP,
@@ -136,9 +137,9 @@ def pieces(layout: Layout, dp_index: int, step: int) -> tuple[list[tuple[Tensor,
     return [(tokens[i], targets[i]) for i in mine], [float((targets[i] != -100).sum()) for i in mine]
 
 
-def measure(world: Any, layout: Layout) -> Figures:
+def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
     """Train three steps and compare."""
-    engine = shardwise.initialize(model_of(layout), config_of(layout), world=world)
+    engine = shardwise.initialize(model_of(layout), config_of(layout, check), world=world)
     found: dict[str, Tensor] = {}
     engine_step = engine.step
 

@@ -81,6 +81,7 @@ def measure(
             net(row),
             {
                 "mesh": {"pp": row.pp},
+                "check": "auto" if plant is None else "off",
                 "pipeline": {**schedule, "partition": "uniform"},
                 "batch": {"accumulation": 4},
                 "optimizer": {"type": "sgd", "lr": 0.1},

@@ -19,7 +19,8 @@ import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ from torch import Tensor
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
 from shardwise.comm.watch import Watch
-from shardwise.plan.errors import CommError, DeadlineError
+from shardwise.plan.errors import CommError, DeadlineError, UsageError
 
 _PIECE_BYTES = 16 << 20
 _SLICE_S = 0.25
@@ -97,6 +98,21 @@ class Clock:
         self._step_s: deque[float] = deque(maxlen=_STEPS)
         self._median_s = 0.0
         self._patience_s = self._patience()
+        self._is_alone = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, this rank works for itself: a collective, which would wait for ever, is an error."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def check_together(self, what: str) -> None:
+        """Errors: UsageError inside ``alone``."""
+        if self._is_alone:
+            raise UsageError(f"{what} takes all ranks, but this one works alone here")
 
     def step_ended(self) -> None:
         """One more step is done."""
@@ -259,6 +275,7 @@ class Group:
     ) -> Pending:
         assert self.transport is not None, "a group of one rank has nothing to run"
         elements = full.numel() if elements is None else elements
+        self.clock.check_together(f"{operation} of {what}")
         self.traffic.add(operation, purpose, elements, full.itemsize, self.size, what, self.axis)
         self.clock.maybe_delay()
         timeout_s = self.clock.timeout_s

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import json5
 import yaml
-from pydantic import Field, PositiveFloat, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, model_validator
 
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
@@ -41,6 +41,11 @@ _SHOWN = 300
 """Characters of a value that an error repeats."""
 _FAULTS = 20
 """Faults that one error names."""
+
+
+def _word_of(given: Any) -> Any:
+    """YAML reads ``off`` as false."""
+    return "off" if given is False else given
 
 
 class LossPolicy(Policy):
@@ -119,6 +124,9 @@ class RunConfig(Policy):
     """torch.compile of the blocks."""
     batch_norm: Literal["per_rank", "synchronized"] = "per_rank"
     """Batch statistics of each rank's own samples, or of all ranks' together."""
+    check: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = "auto"
+    """Whether the first step of a model that is cut along "tp" or "pp" is compared with the uncut model, before any
+    weight moves: ``auto`` where that fits into memory."""
     comm: CommPolicy = Field(default_factory=CommPolicy)
     """How ranks talk."""
     train: TrainPolicy = Field(default_factory=TrainPolicy)

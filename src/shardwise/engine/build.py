@@ -30,6 +30,7 @@ from shardwise.compose.whole import Whole, describe, register
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.check import Check, Uncut, keep_uncut
 from shardwise.engine.engine import Engine, Loss, OnStep
 from shardwise.engine.held import take_back
 from shardwise.engine.inputs import call_model, cast_inputs
@@ -117,10 +118,14 @@ def initialize(
         for module in model.modules()
     }
     vocabulary = Vocabulary(model)
+    if example is not None and mesh.pp > 1:  # where the model lies now: its buffers move to the device below
+        home = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        check_stages(
+            model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, home), home
+        )
+    uncut = _uncut(model, site)
     whole, start = _whole(model, site, initial)
     call = None if example is None else lambda root: call_model(root, loss, example, device)
-    if call is not None and mesh.pp > 1:
-        check_stages(model, settings.pipeline, mesh.pp, call, device)
     share = _share(model, whole, site, recipe, call)
     start = start.of_pieces(share.registry, site.groups["tp"])
     stages = [
@@ -136,7 +141,10 @@ def initialize(
     site.traffic.clear()
     if site.world.rank == 0 and site.world.size > 1:
         _log.info("the ranks exchange through %s", site.world.transports())
-    engine = Engine(parts, settings, loss, on_step, pipeline)
+    check = None
+    if settings.check == "auto" and site.groups["model"].size > 1:
+        check = Check(parts, settings, loss, uncut, share.to_recompute)
+    engine = Engine(parts, settings, loss, on_step, pipeline, check)
     start_from_step(engine)
     return engine
 
@@ -228,6 +236,13 @@ def _whole(model: nn.Module, site: _Site, initial: Mapping[str, Rule] | None) ->
     if not isinstance(model, Layers):  # the buffers of layers that are not built yet are on meta
         _move_buffers(model, site.world.device)
     return whole, start
+
+
+def _uncut(model: nn.Module, site: _Site) -> Uncut | None:
+    """The model as it is before it is cut, where this rank is to compare its first step with it."""
+    tp, pp = site.groups["tp"], site.groups["pp"]
+    compares = tp.size * pp.size > 1 and tp.index == 0 and pp.index == pp.size - 1
+    return keep_uncut(model) if compares and site.settings.check == "auto" else None
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

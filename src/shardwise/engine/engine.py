@@ -34,6 +34,7 @@ from shardwise.data.passes import Passes
 from shardwise.engine import saving, state
 from shardwise.engine.ahead import Ahead
 from shardwise.engine.alike import check_alike, loss_tolerance
+from shardwise.engine.check import Check
 from shardwise.engine.fingerprint import Fingerprint
 from shardwise.engine.held import Held
 from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
@@ -71,6 +72,7 @@ class Engine:
         loss: Loss | None,
         on_step: Sequence[OnStep],
         pipeline: "Pipeline | None" = None,
+        check: Check | None = None,
     ):
         self.module = parts.model
         """The user's model; its parameters are views that the engine moves."""
@@ -97,13 +99,15 @@ class Engine:
         self._loss_tolerance = loss_tolerance(parts, config)
         self._told_of_depth = False
         self._model_calls = ModelCalls(parts)
+        self.check = check
+        """Of the first step of a cut model; None after it."""
         self.best: tuple[int, float] | None = None
         """(step, score) of the best step that was saved with a score."""
         self.not_loaded: list[str] = []
         """Names that the last ``load`` left as they start (``missing``)."""
         self.is_closed = False
         """After ``close``."""
-        self._held = parts.model.register_forward_pre_hook(Held(self))
+        self._held = parts.model.register_forward_pre_hook(Held(self), prepend=True)
         parts.optimizer_groups.hold()
         self.loaders: list[Loader] = []
         """Those that ``loader`` made, in order; their positions are saved."""
@@ -131,10 +135,16 @@ class Engine:
             self._pending[self._accumulation.done] = (args, kwargs)
             if self._first_batches is not None:
                 self._passes.append((args, kwargs))
+            if self.check is not None:
+                self.check.sees(args, kwargs)
         with self._at((args, kwargs), self._accumulation.done):
             if len(args) == 1 and not kwargs:
-                return call_model(self.module, self._loss, args[0], self._parts.device)
-            return self.module(*args, **kwargs)
+                output = call_model(self.module, self._loss, args[0], self._parts.device)
+            else:
+                output = self.module(*args, **kwargs)
+        if self.check is not None and torch.is_grad_enabled():
+            self.check.returned(output)
+        return output
 
     def _at(self, batch: Any, microbatch: int) -> AbstractContextManager[None]:
         return self._parts.at(self.step_count + 1, microbatch, batch)
@@ -176,6 +186,8 @@ class Engine:
             )
         executor.mark_gradients()
         self._note(self._passes, weight)
+        if self.check is not None:
+            self.check.counts(loss, weight)
         self._accumulation.count(loss, weight)
 
     def _batch(self) -> Any:
@@ -210,6 +222,9 @@ class Engine:
             norm = gradient_norm(totals, divisor)
             finite = math.isfinite(norm)
             check_alike(totals, self.config.batch.equal, finite, self._loss_tolerance)
+            if self.check is not None and finite and totals.weight:
+                self.check.compare(self.step_count + 1, totals, divisor)
+                self.check = None
         self._first_batches = None
         if not finite or math.isnan(totals.loss):
             self._explain_overflow(finite)
@@ -294,6 +309,8 @@ class Engine:
         self._pending.clear()
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped)
         self._accumulation.clear()
+        if self.check is not None:  # a skipped step
+            self.check.forget()
         self._parts.clock.step_ended()
         for callback in self.on_step:
             callback(self, result)
@@ -519,7 +536,9 @@ class Engine:
                 f"gradients: {step.done} of {step.microbatches} microbatches have run; call it after the last backward "
                 "and before step()"
             )
-        return state.gradients(self._parts)
+        weight = torch.tensor([step.weight], dtype=torch.float64, device=self._parts.device)
+        self._parts.both.all_reduce(weight, "the summed weights", purpose="control").wait()
+        return state.gradients(self._parts, step.divisor_of(float(weight)))
 
     def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """A context in which every parameter is whole; with ``write`` it may be edited, alike on all ranks."""
@@ -816,3 +835,5 @@ class Engine:
         self._parts.tables.drop()
         self._pending.clear()
         self._accumulation.clear()
+        if self.check is not None:
+            self.check.forget()

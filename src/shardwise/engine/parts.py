@@ -111,13 +111,16 @@ class Parts:
 
     @contextmanager
     def at(self, step: int, microbatch: int, batch: Any) -> Iterator[None]:
-        """Around a pass: where the samples of ``batch`` stand in the global batch of ``step``, by which random numbers
-        are drawn. Errors: DataError where tokens are outside the model's vocabulary."""
-        rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
-        first = (microbatch * self.both.size + self.both.index) * rows
-        place = Place(step, first, rows or None)
+        """Around a pass: random numbers are drawn at its place. Errors: DataError where tokens are outside the model's
+        vocabulary."""
+        place = self.place(step, microbatch, batch)
         with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place):
             yield
+
+    def place(self, step: int, microbatch: int, batch: Any) -> Place:
+        """Where the samples of ``batch`` stand in the global batch of ``step``."""
+        rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
+        return Place(step, (microbatch * self.both.size + self.both.index) * rows, rows or None)
 
     @contextmanager
     def _told_as_cut(self) -> Iterator[None]:

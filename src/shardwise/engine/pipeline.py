@@ -83,6 +83,9 @@ class Pipeline:
                 each[microbatch] = weighing.of_loss(loss, batches[microbatch])
             return accumulation.scale_of(each[microbatch])
 
+        if engine.check is not None:
+            for batch in batches:
+                engine.check.sees((batch,), {})
         runner = _Training(self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1)
         with engine.discard_on_error():
             if self._holds:
@@ -94,6 +97,8 @@ class Pipeline:
                     executor.let_go()
         for i, weight in enumerate(each):
             accumulation.count(results.get(i), weight)
+        if engine.check is not None:
+            engine.check.counted(each)
         self._batches = batches
         try:
             result = engine.step()

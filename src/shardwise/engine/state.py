@@ -45,14 +45,13 @@ def bytes_by_kind(parts: Parts) -> dict[str, int]:
     return total
 
 
-def gradients(parts: Parts) -> dict[str, Tensor]:
-    """Mean gradients by name, of the running step."""
+def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
+    """What was summed over ranks and microbatches, by ``divisor``, by name."""
     finish_reductions(parts.trained, parts.shared)
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.used]
-    vector = torch.tensor([parts.accumulation.weight, *votes], dtype=torch.float64, device=parts.device)
-    parts.both.all_reduce(vector, "the summed weights", purpose="control").wait()
-    total, *used = vector.tolist()
-    divisor = parts.accumulation.divisor_of(total)
+    vector = torch.tensor(votes, dtype=torch.float64, device=parts.device)
+    parts.both.all_reduce(vector, "which parameters were used", purpose="control").wait()
+    used = vector.tolist()
     found: dict[str, Tensor] = {}
     place = 0
     for bucket, _ in parts.trained:
@@ -148,6 +147,14 @@ def unwrap(parts: Parts) -> None:
 
 def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
     """See ``Engine.state_dict``. Parameters are copies; buffers too."""
+    whole = whole_parameters(parts, trained_only)
+    if not trained_only:
+        whole |= whole_buffers(parts, own_buffers(parts))
+    return {name: whole[name] for name in parts.whole.order if name in whole}
+
+
+def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
+    """Copies on the CPU, tied ones under each of their names."""
     whole: dict[str, Tensor] = {}
     for bucket in buckets(parts):
         if trained_only and not bucket.layout.key.trained:
@@ -156,11 +163,15 @@ def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
         for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
             whole[slot.name] = view.detach().to("cpu", copy=True)
     whole = _assembled(parts, whole, "parameter", to_cpu=True)
-    whole = {alias: whole[name] for alias, name in parts.whole.canonical.items() if name in whole}
-    held = own_buffers(parts)
+    return {alias: whole[name] for alias, name in parts.whole.canonical.items() if name in whole}
+
+
+def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU of the persistent buffers, which stages of the model hold as ``held``."""
+    whole: dict[str, Tensor] = {}
     pp = parts.groups["pp"]
     for name, (shape, dtype, is_persistent) in parts.whole.buffers.items():
-        if not is_persistent or trained_only:
+        if not is_persistent:
             continue
         owner = parts.registry.get("buffer", name).stages[0] % pp.size
         flat = torch.empty(prod(shape), dtype=dtype, device=parts.device)
@@ -168,7 +179,7 @@ def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
             flat.copy_(held[name].detach().reshape(-1))
         pp.broadcast(flat, owner, name).wait()
         whole[name] = flat.view(shape).to("cpu", copy=True)
-    return {name: whole[name] for name in parts.whole.order if name in whole}
+    return whole
 
 
 def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:

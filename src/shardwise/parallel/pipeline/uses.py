@@ -11,9 +11,8 @@ computed, which does not pass from block to block; those of the encoder are give
 a model of both is cut among the blocks of its encoder, and the decoder belongs to the last stage.
 
 The pass runs on fake tensors (no memory, no numbers, no generator), in evaluation mode, with the model's own modules;
-what it leaves in them is taken back. Where the model asks for a number it is told 0, and where it chooses elements
-there are none: a guess about one branch, and where it was wrong and matters the first real pass is refused. A model
-that cannot be run so keeps the order of registration.
+what it leaves in them is taken back. A model that branches on numbers cannot be seen so, and keeps the order of
+registration.
 
 Cost: once, before the model is cut; a tenth of a millisecond per operation.
 """
@@ -25,12 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.parallel.pipeline.stand_in import tensors_of
 
@@ -38,7 +32,7 @@ _TOKENS = (2, 8)
 
 
 class _Call(NamedTuple):
-    """One call of a module; ``given`` and ``made`` are identities of memory: a view is of the tensor that it shows."""
+    """One call of a module; ``given`` and ``made`` are identities of tensors."""
 
     module: nn.Module
     start: int
@@ -135,43 +129,24 @@ def order_of_use(
     for attempt in attempts if call is None else [call]:
         calls: list[_Call] = []
         with contextlib.suppress(Exception):
-            with (
-                FakeTensorMode(allow_non_fake_inputs=True),
-                _hollow(model, place),
-                _noted(model, calls),
-                _Guess(),
-            ):
+            with FakeTensorMode(allow_non_fake_inputs=True), _hollow(model, place), _noted(model, calls):
                 attempt(model)
             return Uses(model, calls)
     return None
-
-
-class _Guess(TorchDispatchMode):
-    """Numbers are 0 where they are asked for, and nothing is chosen by them."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            return 0
-        except DynamicOutputShapeException:
-            if func is not torch.ops.aten.nonzero.default:
-                raise
-            return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
 
 
 @contextlib.contextmanager
 def _noted(model: nn.Module, calls: list[_Call]) -> Iterator[None]:
     """While it is entered every call of a module is added to ``calls``."""
     held: list[Tensor] = []
-    """So that identities stay those of one memory."""
+    """So that identities stay those of one tensor."""
     begun: list[tuple[int, frozenset[int]]] = []
     clock = iter(range(1 << 62))
 
     def of(*values: Any) -> frozenset[int]:
         tensors = list(tensors_of(values))
         held.extend(tensors)
-        return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+        return frozenset(map(id, tensors))
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         begun.append((next(clock), of(args, kwargs)))

@@ -87,8 +87,6 @@ class UnitState:
     is_reduced: bool = False
     in_forward: int = 0
     """Calls of its forward that are under way: more than one where it calls itself."""
-    begun: int = 0
-    """What autograd had counted up to when its forward began: a node of a later number was made since."""
     in_backward: bool = False
     recomputes: bool = False
     """Gathered by a forward pass inside the backward pass. [Note: recomputing]"""
@@ -307,7 +305,6 @@ class Executor:
                 self._departed = True
             self._need(state)
             state.in_forward += 1
-            state.begun = torch._C._autograd._get_sequence_nr()
 
     def _after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         state = self.states[index]
@@ -335,21 +332,16 @@ class Executor:
     def _watch(self, index: int, output: Any) -> None:
         """Whichever output's gradient comes first opens the Unit's backward window."""
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
+            for tensor in (*tensors_in(output), *self._kept(index)):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, index))
-            for tensor in self._kept(index):
-                tensor.register_hook(partial(self._before_kept, index))
 
     def _kept(self, index: int) -> Iterator[Tensor]:
-        """What the Unit's modules have put into attributes in this pass and has a graph. [Note: side losses]"""
-        begun = self.states[index].begun
+        """What the Unit's modules hold in attributes and has a graph. [Note: side losses]"""
         for module in self._inside[index]:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor | tuple | list | dict) and name not in _MODULE_STATE:
-                    for tensor in tensors_in(value):
-                        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= begun:
-                            yield tensor
+                    yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:
         index, actions = state.unit.index, self._list
@@ -552,12 +544,6 @@ class Executor:
         if not is_late and not self._advance_to(Kind.B, index):
             self._depart(f"backward of {state.unit.title} is not next in the list")
         self._need(state)
-
-    def _before_kept(self, index: int, grad: Tensor) -> None:
-        """As for an output, but where the Unit's gradients have all landed: a kept tensor may be what it began with."""
-        state = self.states[index]
-        if not (self._is_backward and state.trained_parameters and state.missing == 0):
-            self._before_backward(index, grad)
 
     def _land(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
         state = self.states[index]

@@ -1,0 +1,406 @@
+"""Check: the first step of a cut model, compared with the uncut one before any weight moves.
+
+What is left out of a sum over "tp", or of what passes from stage to stage, changes gradients and may leave the loss as
+it was. So one rank of those that share a model (the one that reports its loss) puts the whole model together once more,
+runs the step's microbatches on it with the same dropout, and compares
+
+    the mean loss, the gradient of every parameter                      of all data-parallel ranks' batches
+    the norm of these gradients                                         with the one that they are clipped by
+
+    dtype          loss      gradient, of max(its own norm, 1e-3 of the whole)
+    fp64, stages   1e-9      1e-9
+    fp32, slices   1e-3      1e-2      sums in another order; models that round to fp32 inside
+    16 bits        5e-2      0.3       of the whole gradient alone: the uncut model computes in fp32
+
+No number of the run changes: random generators are put back, buffers and modules are copies, traffic is not counted.
+Left out, and said so in the log, where the model cannot be copied, has hooks of a user's or draws random numbers of its
+own, where the loss is not what the engine's call returned, and where weights and gradients do not fit beside what is
+there.
+
+Cost: once, the whole weights and gradients on the ranks of one model, and a step of the uncut model on one of them.
+"""
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shardwise.compose.cut import recompute_blocks
+from shardwise.config.run import RunConfig
+from shardwise.engine import state
+from shardwise.engine.inputs import call_model, cast_inputs, find_loss
+from shardwise.engine.parts import Parts
+from shardwise.engine.step import Totals
+from shardwise.memory.replay import Replay
+from shardwise.models.dropout import replace_dropout, unkeyed_dropout
+from shardwise.observe.memory import available_bytes
+from shardwise.parallel.pipeline.layers import Layers
+from shardwise.plan.errors import PlanError, ShardwiseError, UsageError
+
+_log = logging.getLogger("shardwise")
+_TEXT_BYTES = 2000
+_NAMED = 5
+_SHARE_OF_FREE = 0.25
+_COPIES = 3
+"""Of all parameters, in memory at a time: weights and gradients of the uncut model, gradients of the cut one."""
+_NORM = 1e-3
+"""Largest relative error of the norm beside the gradients that it is of; they may be in 16 bits."""
+_LOW = (torch.bfloat16, torch.float16)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Uncut(NamedTuple):
+    """The model before it is cut, without weights, on the rank that compares; or why there is none."""
+
+    model: nn.Module | None
+    reason: str = ""
+
+
+def keep_uncut(model: nn.Module) -> Uncut:
+    """A copy of ``model`` whose parameters are on meta."""
+    if isinstance(model, Layers):
+        return Uncut(None, "its layers are built where they live")
+    for name, module in model.named_modules():
+        for hook in (each for kind in _HOOKS for each in vars(module)[kind].values()):
+            if not type(hook).__module__.startswith(("torch.nn.utils", "shardwise")):
+                return Uncut(None, f"{name or 'the model'} has hooks, which would see the batch twice")
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    try:
+        return Uncut(copy.deepcopy(model, memo))
+    except Exception as error:
+        return Uncut(None, f"it cannot be copied ({type(error).__name__}: {error})")
+
+
+class Tolerances(NamedTuple):
+    """Largest relative errors."""
+
+    loss: float
+    gradient: float
+
+
+class _Pass(NamedTuple):
+    args: Any
+    kwargs: Any
+    weight: float
+
+
+class Check:
+    """Of one engine's first step. ``uncut`` on the rank that compares, None on those that share a model with it."""
+
+    def __init__(
+        self, parts: Parts, settings: RunConfig, loss: Loss | None, uncut: Uncut | None, recomputed: list[str]
+    ):
+        self._parts = parts
+        self._settings = settings
+        self._loss = loss
+        self._uncut = uncut
+        self._recomputed = recomputed
+        self._buffers: dict[str, Tensor] = {}
+        self._running: list[tuple[Any, Any]] = []
+        self._output: Any = None
+        self._passes: list[_Pass] = []
+        self._is_known = True
+        self._runs_uncut = False
+
+    # During the step -------------------------------------------------------------------------------------------
+
+    def sees(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A forward pass with gradients begins."""
+        if not self._buffers:
+            held = state.own_buffers(self._parts)
+            self._buffers = {name: buffer.detach().clone() for name, buffer in held.items()}
+        if self._uncut is not None:
+            self._running.append(tree_map(_cloned, (args, dict(kwargs))))
+
+    def returned(self, output: Any) -> None:
+        """What that pass gave."""
+        self._output = output
+
+    def counts(self, loss: Tensor, weight: float) -> None:
+        """A backward pass from ``loss``, which is known where the last pass returned it."""
+        output, self._output = self._output, None
+        try:
+            is_known = len(self._running) == 1 and find_loss(output) is loss
+        except ShardwiseError:
+            is_known = False
+        self._is_known = self._is_known and (is_known or self._uncut is None)
+        self.counted([weight] * len(self._running))
+
+    def counted(self, weights: Sequence[float]) -> None:
+        """What the passes since the last backward pass count."""
+        self._passes += [_Pass(*each, weight) for each, weight in zip(self._running, weights, strict=False)]
+        self._running = []
+
+    def meets_the_cut_model(self) -> None:
+        """A pass of the engine's own model begins. Errors: where only the uncut one should run."""
+        if self._runs_uncut:
+            raise _LeftOut("the loss function calls the engine's model, not the one that it is given")
+
+    def forget(self) -> None:
+        """The step begins anew."""
+        self._running, self._passes, self._output, self._is_known = [], [], None, True
+
+    # Before the update -----------------------------------------------------------------------------------------
+
+    def compare(self, step: int, totals: Totals, divisor: float) -> None:
+        """Collective. Errors: PlanError, alike on all ranks."""
+        with self._uncounted():
+            reason = self._obstacle()
+            if self._any(bool(reason)):
+                self._say(reason)
+                return
+            weights = state.whole_parameters(self._parts) | state.whole_buffers(self._parts, self._buffers)
+            got = state.gradients(self._parts, divisor)
+            whole, loss, problem = None, 0.0, ""
+            if self._uncut is not None:
+                try:
+                    whole = self._filled(weights)
+                    with self._alone():
+                        loss = self._run(whole, step)
+                except _LeftOut as error:
+                    reason = str(error)
+                except UsageError as error:
+                    problem = f"the loss function fails on the uncut model: {error}"
+                except Exception as error:
+                    reason = f"the uncut model fails with {type(error).__name__}: {error}"
+            del weights
+            self._agree(problem)
+            if self._any(bool(reason)):
+                self._say(reason)
+                return
+            if whole is not None:
+                problem = self._difference(whole, got, loss, totals, divisor)
+            self._agree(problem)
+
+    def _obstacle(self) -> str:
+        """Why this rank cannot compare."""
+        if self._uncut is None:
+            return ""
+        model = self._uncut.model
+        if model is None:
+            return self._uncut.reason
+        if not self._is_known:
+            return "the loss is not what engine(batch) returned"
+        parts = self._parts
+        if self._settings.batch_norm == "synchronized" and parts.both.size > 1:
+            return "batch_norm: synchronized takes the samples of all ranks"
+        drawing = unkeyed_dropout(_undropped(model))
+        if drawing:
+            return f"{drawing[0]} draws random numbers of its own"
+        wanted = _COPIES * sum(p.numel() * max(4, p.element_size()) for p in model.parameters())
+        sharing = parts.world.local_size if parts.device.type == "cpu" else 1
+        free = _SHARE_OF_FREE * (available_bytes(parts.device) or 0) / sharing
+        if wanted > free:
+            return f"the whole model takes {wanted / 2**30:.1f} GiB here and {free / 2**30:.1f} may be used"
+        return ""
+
+    def _filled(self, weights: Mapping[str, Tensor]) -> nn.Module:
+        """The uncut model with the weights of this step."""
+        assert self._uncut is not None and self._uncut.model is not None, "this rank compares"
+        model, device, is_low = self._uncut.model, self._parts.device, self._is_low
+
+        def real(value: Tensor) -> Tensor:
+            value = value.to(device, copy=True)
+            return value.float() if is_low and value.is_floating_point() else value
+
+        made = {
+            id(p): nn.Parameter(real(weights[name]), p.requires_grad) for name, p in model.named_parameters()
+        }
+        buffers = dict(model.named_buffers())
+        for name, module in model.named_modules():
+            for key, held in module._parameters.items():
+                if held is not None:
+                    module._parameters[key] = made[id(held)]
+            if "_flat_weights" in vars(module):  # of recurrent modules, beside their parameters
+                named: Any = module._flat_weights_names
+                vars(module)["_flat_weights"] = [getattr(module, each) for each in named]
+            module.training = self._mode_of(name, module.training)
+        for name, buffer in buffers.items():
+            buffer.data = real(weights.get(name, buffer))
+        return model
+
+    def _mode_of(self, name: str, otherwise: bool) -> bool:
+        try:
+            return self._parts.model.get_submodule(name).training
+        except AttributeError:
+            return otherwise
+
+    @property
+    def _is_low(self) -> bool:
+        return self._settings.precision.compute_dtype in _LOW or any(
+            entry.dtype in _LOW for entry in self._parts.whole.parameters.values()
+        )
+
+    def _run(self, model: nn.Module, step: int) -> float:
+        """Gradients Σ w ∇loss into the model's parameters; Σ w loss."""
+        replay, device = Replay(), self._parts.device
+        dtype = torch.float32 if self._is_low else self._settings.precision.compute_dtype
+        replace_dropout(model, self._settings.train.seed, replay)
+        recompute_blocks(model, self._recomputed, self._settings.recompute, replay)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)),
+            with_kwargs=True,
+        )
+        total = 0.0
+        with _generators_kept(device) as was_drawn:
+            for i, (args, kwargs, weight) in enumerate(self._passes):
+                if not weight:  # no labels: its mean loss may be 0 / 0
+                    continue
+                with torch.enable_grad(), replay.at(self._parts.place(step, i, (args, kwargs))):
+                    is_batch = len(args) == 1 and not kwargs
+                    output = (
+                        call_model(model, self._loss, args[0], device) if is_batch else model(*args, **kwargs)
+                    )
+                    loss = find_loss(output)
+                total += float(loss.detach()) * weight
+                loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+            if was_drawn():
+                raise _LeftOut("it draws random numbers of its own, which differ from rank to rank")
+        return total
+
+    def _difference(
+        self, model: nn.Module, got: Mapping[str, Tensor], loss: float, totals: Totals, divisor: float
+    ) -> str:
+        """What differs, in words. Collective over the ranks that compare."""
+        both = self._parts.both
+        mean = torch.tensor([loss], dtype=torch.float64, device=self._parts.device)
+        both.all_reduce(mean, "the uncut loss", purpose="control").wait()
+        wanted: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+                both.all_reduce(grad.view(-1), name, purpose="control").wait()
+                wanted[name] = grad.double() / totals.weight
+        tolerance = self._tolerances()
+        uncut_loss, cut_loss = float(mean) / totals.weight, totals.loss / totals.weight
+        if not abs(uncut_loss - cut_loss) <= tolerance.loss * max(1.0, abs(uncut_loss)):
+            return f"its loss is {cut_loss:.6g}, that of the uncut model {uncut_loss:.6g}"
+        whole = sum(float(each.square().sum()) for each in wanted.values()) ** 0.5
+        if not whole:
+            return ""
+        errors: dict[str, float] = {}
+        for name, grad in wanted.items():
+            mine = got.get(name)
+            distance = float((grad if mine is None else mine.to(grad) - grad).norm())
+            errors[name] = distance / (whole if self._is_low else max(float(grad.norm()), 1e-3 * whole))
+        wrong = {name: error for name, error in errors.items() if not error <= tolerance.gradient}
+        if not wrong:
+            norm = totals.squares**0.5 / divisor
+            assembled = sum(float(each.double().square().sum()) for each in got.values()) ** 0.5
+            if not abs(norm - assembled) <= _NORM * assembled:
+                return f"the norm of its gradients is {assembled:.6g}, but {norm:.6g} was taken for clipping"
+            return ""
+        named = ", ".join(f"{name} by {error:.2g}" for name, error in list(wrong.items())[:_NAMED])
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        return f"the gradients of {len(wrong)} of {len(errors)} parameters differ from the uncut model's: {named}{more}"
+
+    def _tolerances(self) -> Tolerances:
+        """See the module's docstring."""
+        if self._is_low:
+            return Tolerances(5e-2, 0.3)
+        dtypes = {
+            self._settings.precision.dtypes(e.name, e.dtype).compute
+            for e in self._parts.whole.parameters.values()
+        }
+        if dtypes == {torch.float64} and self._parts.groups["tp"].size == 1:
+            return Tolerances(1e-9, 1e-9)
+        return Tolerances(1e-3, 1e-2)
+
+    # Together --------------------------------------------------------------------------------------------------
+
+    def _any(self, flag: bool) -> bool:
+        vote = torch.tensor([float(flag)], dtype=torch.float64, device=self._parts.device)
+        self._parts.groups["world"].all_reduce(vote, "a vote on the check", purpose="control").wait()
+        return bool(vote.item() > 0)
+
+    def _agree(self, problem: str) -> None:
+        if not self._any(bool(problem)):
+            return
+        told, groups = self._told(problem), self._parts.groups
+        cuts = [f"mesh.{axis}: {groups[axis].size}" for axis in ("tp", "pp") if groups[axis].size > 1]
+        raise PlanError(
+            f"check: the model cut by {' and '.join(cuts)} does not compute what the uncut one does on the first "
+            f"batch: {told}. No weight has moved. Look at how these modules are cut (tensor.table, "
+            "pipeline.partition), give the model as a list of layers, give all ranks that share a model the same "
+            "batches, or leave the check out (check: off) where the model is right so"
+        )
+
+    def _told(self, problem: str) -> str:
+        """The words of the first rank that has some, on every rank."""
+        world, device = self._parts.groups["world"], self._parts.device
+        have = torch.zeros(world.size, dtype=torch.float64, device=device)
+        have[world.index] = float(bool(problem))
+        world.all_reduce(have, "whose words", purpose="control").wait()
+        words = torch.tensor(
+            list(problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)), dtype=torch.uint8, device=device
+        )
+        world.broadcast(words, int(torch.argmax(have)), "the check's words").wait()
+        return bytes(words.cpu().tolist()).decode(errors="replace").strip()
+
+    def _say(self, reason: str) -> None:
+        if reason:
+            _log.info("check: the first step is not compared with the uncut model: %s", reason)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._runs_uncut = True
+        try:
+            with self._parts.clock.alone():
+                yield
+        finally:
+            self._runs_uncut = False
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        traffic = self._parts.traffic
+        counts, sequence = dict(traffic.counts), traffic.sequence
+        try:
+            yield
+        finally:
+            traffic.counts.clear()
+            traffic.counts.update(counts)
+            traffic.sequence = sequence
+
+
+class _LeftOut(Exception):
+    """Why the models cannot be compared."""
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _undropped(model: nn.Module) -> nn.Module:
+    """The model with ``nn.Dropout`` as what it will be: keyed."""
+    twin = copy.deepcopy(model)
+    replace_dropout(twin, 0, Replay())
+    return twin
+
+
+@contextmanager
+def _generators_kept(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Random generators are as before at the end; yields whether torch's were drawn from."""
+    python = random.getstate()
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state(device)])]
+
+    before = states()
+    try:
+        yield lambda: not all(torch.equal(a, b) for a, b in zip(states(), before, strict=True))
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(before[0])
+        if module is not None:
+            module.set_rng_state(before[1], device)

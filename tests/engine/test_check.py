@@ -1,0 +1,264 @@
+"""The first step of a cut model is compared with the uncut one: right models pass, planted bugs are refused."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.comm.world import World
+from shardwise.engine.check import Check
+from shardwise.plan.errors import PlanError
+from tests.engine.nets import Language, seeded
+from tests.engine.test_model_parallel import Layout, config_of, model_of, pieces
+from tests.engine.test_planted_bugs import BUGS, Bug, norm_gradients_not_summed, tied_gradient_lost
+
+ALL = [
+    *BUGS,
+    Bug(Layout(pp=2, tp=2, microbatches=3), norm_gradients_not_summed),
+    Bug(Layout(pp=2, tp=2, microbatches=3, manner="gpt2", recompute="full"), tied_gradient_lost),
+]
+NOT_OF_THE_FIRST_STEP = {
+    "stale_weights": "they are those of the first step",
+    "weights_of_microbatches_ignored": "nothing is masked in the first step",
+}
+RIGHT = [
+    Layout(tp=2),
+    Layout(tp=2, manner="gpt2", sequence=False, dropout=0.2),
+    Layout(pp=2, microbatches=3, dropout=0.2, recompute="full"),
+    Layout(pp=2, microbatches=3, schedule="interleaved_1f1b", interleave=2, manner="gpt2"),
+    Layout(pp=2, tp=2, microbatches=3, manner="gpt2", dropout=0.2),
+    Layout(pp=2, dp=2, stage=3, microbatches=3),
+    Layout(dp=2, tp=2, stage=3, microbatches=2, recompute="selective", kv_heads=1),
+]
+
+
+class Seen:
+    """What a check did on this rank: what differed (empty: nothing) where it compared, why it did not otherwise."""
+
+    def __init__(self) -> None:
+        self.compared: list[str] = []
+        self.left_out: list[str] = []
+
+
+@contextmanager
+def looking() -> Iterator[Seen]:
+    seen = Seen()
+    difference, say = Check._difference, Check._say
+
+    def compares(self: Check, *args: Any) -> str:
+        seen.compared.append(difference(self, *args))
+        return seen.compared[-1]
+
+    def says(self: Check, reason: str) -> None:
+        seen.left_out.append(reason)
+        say(self, reason)
+
+    with patch.object(Check, "_difference", compares), patch.object(Check, "_say", says):
+        yield seen
+
+
+def first_step(world: World, layout: Layout, **changes: Any) -> str:
+    """What is refused of it."""
+    engine = shardwise.initialize(model_of(layout), config_of(layout) | changes, world=world)
+    try:
+        engine.train_step(*pieces(layout, engine._parts.groups["dp"].index, 0))
+    except PlanError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+# Refused -----------------------------------------------------------------------------------------------------------
+
+
+def planted(world: World, numbers: list[int]) -> list[str]:
+    found = []
+    for number in numbers:
+        with ALL[number].plant():
+            found.append(first_step(world, ALL[number].layout))
+    return found
+
+
+@pytest.fixture(scope="module")
+def said(ranks: Any) -> Any:
+    @cache
+    def get(size: int) -> dict[int, tuple[str, ...]]:
+        numbers = [i for i, bug in enumerate(ALL) if bug.layout.size == size]
+        return dict(zip(numbers, zip(*ranks(size).run(planted, numbers), strict=True), strict=True))
+
+    return get
+
+
+@pytest.mark.parametrize("number", range(len(ALL)), ids=[bug.plant.__name__ for bug in ALL])
+def test_a_bug_is_refused_before_a_weight_moves(said: Any, number: int) -> None:
+    words = said(ALL[number].layout.size)[number]
+    assert len(set(words)) == 1, "all ranks say the same"
+    is_seen = ALL[number].plant.__name__ not in NOT_OF_THE_FIRST_STEP
+    assert words[0].startswith("check: the model cut by mesh.") is is_seen, words[0]
+
+
+# Passed ------------------------------------------------------------------------------------------------------------
+
+
+def right(world: World, layouts: list[Layout]) -> list[tuple[str, list[str], list[str]]]:
+    found = []
+    for layout in layouts:
+        with looking() as seen:
+            found.append((first_step(world, layout), seen.compared, seen.left_out))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_right_models_are_compared_and_pass(ranks: Any, size: int) -> None:
+    layouts = [layout for layout in RIGHT if layout.size == size]
+    for layout, *rows in zip(layouts, *ranks(size).run(right, layouts), strict=True):
+        assert all(refused == "" for refused, _, _ in rows), (layout, rows)
+        assert [compared for _, compared, _ in rows].count([""]) == layout.dp, (layout, rows)
+
+
+def nothing_changes(world: World) -> None:
+    """Weights, generators and traffic of a run are those of one without the check, to the bit."""
+    layout = Layout(tp=2, manner="gpt2", dropout=0.2)
+
+    def run(check: str) -> Any:
+        torch.manual_seed(5)
+        random.seed(5)
+        engine = shardwise.initialize(model_of(layout), config_of(layout) | {"check": check}, world=world)
+        for step in range(2):
+            engine.train_step(*pieces(layout, 0, step))
+        found = engine.state_dict(), torch.rand(1), random.random(), dict(engine.traffic.counts)
+        engine.close()
+        return found
+
+    with looking() as seen:
+        (with_it, *others), (without, *others_without) = run("auto"), run("off")
+    assert seen.compared == [""] * (world.rank == 0)
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+    assert others == others_without
+
+
+def dtypes(world: World) -> None:
+    """fp32 and bf16 round, and pass."""
+    for precision in ("fp32", "bf16"):
+        for mesh in ({"tp": 2}, {"pp": 2}):
+            model = seeded(Language, dtype=torch.float32) if "pp" in mesh else model_of(Layout(tp=2)).float()
+            tokens = torch.randint(0, 11, (4, 8), generator=torch.Generator().manual_seed(1))
+            with looking() as seen:
+                engine = shardwise.initialize(model, {"mesh": mesh, "precision": precision}, world=world)
+                engine.train_step([(tokens, tokens)])
+                engine.close()
+            assert sum(seen.compared == [""] for _ in "1") == (world.rank == ("pp" in mesh)), seen.left_out
+
+
+class Counts(nn.Module):
+    """Buffers that a pass changes and that count in it; a module that is in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.drop(self.norm(self.linear(x))) / float(self.calls)
+        self.calls += 1
+        return y
+
+
+def buffers(world: World) -> None:
+    with looking() as seen:
+        config = {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}
+        engine = shardwise.initialize(seeded(Counts), config, world=world)
+        x = torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        engine.train_step([x[0], x[1]])
+        calls = engine.state_dict()["blocks.3.calls"]
+        engine.close()
+    assert seen.compared == [""] * world.rank and calls == 3
+
+
+# Loops of a user's own ---------------------------------------------------------------------------------------------
+
+
+def own_loop(world: World) -> None:
+    """Compared where the loss is the engine's own; said and left out where it is the user's function of logits."""
+    layout = Layout(tp=2, microbatches=2)
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+    for is_own in (True, False):
+        with looking() as seen:
+            engine = shardwise.initialize(model_of(layout), config_of(layout), world=world)
+            for _ in range(2):
+                loss = engine((tokens, tokens)) if is_own else engine(tokens).float().logsumexp(-1).mean()
+                engine.backward(loss)
+                engine.step()
+            engine.close()
+        if world.rank == 0 and is_own:
+            assert seen.compared == [""] and not seen.left_out
+        else:
+            assert not seen.compared
+        assert bool(seen.left_out) is not is_own
+
+
+def other_model(world: World) -> None:
+    """A loss function that calls the engine's model instead of the one it is given is right, but cannot be compared;
+    one that calls a part of it would wait for other ranks."""
+    layout = Layout(tp=2, stage=3)
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+    model = model_of(layout)
+    with looking() as seen:
+        engine = shardwise.initialize(
+            model, config_of(layout), world=world, loss=lambda _, batch: model(*batch)
+        )
+        engine.train_step([(tokens, tokens)])
+        engine.close()
+    assert not seen.compared and bool(world.rank) is not ("not the one that it is given" in seen.left_out[0])
+    model = model_of(layout)
+
+    def partly(given: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = given(*batch) + model.embed(batch[0]).mean() * 0
+        return loss
+
+    engine = shardwise.initialize(model, config_of(layout._replace(sequence=False)), world=world, loss=partly)
+    with pytest.raises(PlanError, match=r"check: .*loss function fails on the uncut model.*check: off"):
+        engine.train_step([(tokens, tokens)])
+    engine.close()
+
+
+def hooks(world: World) -> None:
+    """A user's hook sees each batch once: the model is not compared."""
+    layout = Layout(pp=2)
+    model = model_of(layout)
+    calls: list[int] = []
+    model.blocks[-1].register_forward_hook(lambda *_: calls.append(1))
+    with looking() as seen:
+        engine = shardwise.initialize(model, config_of(layout), world=world)
+        engine.train_step(*pieces(layout, 0, 0))
+        engine.close()
+    assert not seen.compared and seen.left_out
+    assert world.rank == 0 or "has hooks" in seen.left_out[0]
+
+
+@pytest.mark.parametrize(
+    "story",
+    [nothing_changes, dtypes, buffers, own_loop, other_model, hooks],
+    ids=lambda story: story.__name__,
+)
+def test_two_ranks(ranks: Any, story: Any) -> None:
+    ranks(2).run(story)
