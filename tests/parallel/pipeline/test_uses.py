@@ -36,12 +36,19 @@ class Between(Net):
 
 
 class Counts(Net):
-    """Its pass changes attributes and buffers, and draws."""
+    """Its pass changes attributes, lists and buffers, and draws; a hook keeps what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.seen: list[Tensor] = []
+        self.embed.register_forward_hook(lambda module, args, output: self.seen.append(output))
 
     def forward(self, tokens: Tensor) -> Any:
         self.last = self.embed(tokens)
         self.moving = self.moving + 1
         self.wave = torch.rand(2)
+        self.kept.append(self.wave)
         return super().forward(tokens)
 
 
@@ -136,7 +143,9 @@ def test_the_look_leaves_nothing_behind() -> None:
         assert {key: id(value) for key, value in vars(module).items()} == {
             key: id(value) for key, value in before[name].items()
         }
-    assert float(net.moving.sum()) == 0
+    assert float(net.moving.sum()) == 0 and not net.kept and not net.seen
+    call(net)
+    assert (len(net.kept), len(net.seen)) == (1, 2)
 
 
 def test_what_cannot_be_seen_keeps_the_order_of_registration() -> None:

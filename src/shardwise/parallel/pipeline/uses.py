@@ -18,7 +18,9 @@ Cost: once, before the model is cut; a tenth of a millisecond per operation.
 """
 
 import contextlib
+import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.parallel.pipeline.stand_in import tensors_of
 
 _TOKENS = (2, 8)
+_CHANGES = (list, dict, set)
 
 
 class _Call(NamedTuple):
@@ -166,13 +169,19 @@ def _noted(model: nn.Module, calls: list[_Call]) -> Iterator[None]:
             handle.remove()
 
 
+_HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))
+)
+
+
 @contextlib.contextmanager
 def _hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients; in the place of all parameters and buffers stand fake ones on ``device``, and
-    conversions of modules do nothing. Modes, attributes, parameters and buffers are put back."""
-    before = [
-        (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
-        for module in model.modules()
+    """Evaluation mode without gradients; in the place of all parameters and buffers stand fake ones on ``device``.
+    Hooks do not run, and conversions of modules do nothing. All is put back, what lists hold too."""
+    modules = list(model.modules())
+    before = [dict(vars(module)) for module in modules]
+    held = [
+        (value, copy.copy(value)) for each in before for value in each.values() if type(value) in _CHANGES
     ]
     twins: dict[int, Any] = {}
 
@@ -185,19 +194,20 @@ def _hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     try:
         model.eval()
-        for module, _, parameters, buffers in before:
+        for module in modules:
+            vars(module).update({name: OrderedDict() for name in _HOOKS})
             vars(module)["_apply"] = lambda *args, module=module, **kwargs: module
-            module._parameters.update({name: twin(each) for name, each in parameters.items()})
-            module._buffers.update({name: twin(each) for name, each in buffers.items()})
+            module._parameters.update({name: twin(each) for name, each in module._parameters.items()})
+            module._buffers.update({name: twin(each) for name, each in module._buffers.items()})
         with torch.no_grad():
             yield
     finally:
-        for module, attributes, parameters, buffers in before:
+        for module, attributes in zip(modules, before, strict=True):
             vars(module).clear()
             vars(module).update(attributes)
-            for held, was in ((module._parameters, parameters), (module._buffers, buffers)):
-                held.clear()  # type: ignore[attr-defined]
-                held.update(was)  # type: ignore[arg-type]
+        for value, was in held:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(was)
 
 
 def _around(name: str) -> Iterator[str]:
