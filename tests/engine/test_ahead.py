@@ -24,7 +24,7 @@ from tests.engine.tables_net import FEATURES, ROWS, batch, build, rows_of
 
 MIXED = {"large": "row", "grows": "row", "rare": "table", "wide": "column"}
 COPIES = {"large": "data_parallel", "grows": "data_parallel", "rare": "data_parallel", "wide": "table"}
-STEPS = 50
+STEPS = 30
 _PATIENCE_S = 10.0
 
 
@@ -79,7 +79,7 @@ def wait_for_threads() -> list[str]:
 def losses_and_rows(
     world: World, placements: dict[str, str], depth: int, accumulation: int, slow: str, config: dict[str, Any]
 ) -> Any:
-    """Every number that a run of 50 steps makes, evaluations ahead of it and between its steps included."""
+    """Every number that a run of 30 steps makes, evaluations ahead of it and between its steps included."""
     micro = 12 // world.size // accumulation
     engine = build(world, placements, batch={"global_size": 12, "micro_size": micro}, **config)
     waits = random.Random(world.rank + 1)

@@ -96,8 +96,11 @@ IN_SOAK = {  # each of these placements lies on 2 ranks alone, and on 4 among th
     Layout(4, "data_parallel"),
     Layout(4, "column"),
     Layout(4, "table", "rows"),
+    Layout(4, "table", "sums"),
+    Layout(4, "row", "rows"),
     Layout(4, "row", "sums"),
     Layout(4, "row", precision="fp32"),
+    Layout(4, "mixed", precision="fp32", microbatches=2),
 }
 
 

@@ -76,7 +76,7 @@ assert "killed by SIGKILL" in said_by(is_killed)
 assert "a function, cannot be handed over" in said_by(lambda: lambda: 1)
 assert "itself a rank" in said_by(lambda: shardwise.launch(train, 1))
 group = shardwise.launch(starts_more)
-for _ in range(200):
+for _ in range(3000):  # until init has reaped it
     try:
         os.killpg(group, 0)
         time.sleep(0.01)
