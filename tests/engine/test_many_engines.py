@@ -66,7 +66,8 @@ def target_of(descriptor: str) -> str:
         target = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")[0]
     except OSError:
         return ""  # the one that lists them
-    return "" if target.endswith("/store") else target  # the watch opens it for a moment, again and again
+    looked_at = target.startswith("/proc/") or target.endswith("/store")
+    return "" if looked_at else target  # by the watch of the pool's own world, at any time and not for long
 
 
 @contextlib.contextmanager
