@@ -21,7 +21,6 @@ from shardwise.plan.errors import ConfigError
             {"precision": {"compute": "bf16", "keep_fp32": ["bias", "haed.*"]}},
             "pattern 'haed.*' matches no parameter",
         ),
-        ({"compile": {"scope": "blocks", "backend": "nothing"}}, "torch has no backend 'nothing'"),
     ],
 )
 def test_a_pattern_without_effect(config: dict[str, Any], said: str) -> None:
