@@ -222,7 +222,7 @@ class Engine:
             norm = gradient_norm(totals, divisor)
             finite = math.isfinite(norm)
             check_alike(totals, self.config.batch.equal, finite, self._loss_tolerance)
-            if self.check is not None and finite and totals.weight:
+            if self.check is not None and finite and totals.weight and not math.isnan(totals.loss):
                 self.check.compare(self.step_count + 1, totals, divisor)
                 self.check = None
         self._first_batches = None
