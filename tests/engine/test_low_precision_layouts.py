@@ -8,11 +8,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise
 from shardwise.comm.world import join
 from shardwise.engine.engine import Engine
 from shardwise.models import Gpt
+from shardwise.plan.errors import PlanError
+from tests.engine.nets import seeded
 from tests.engine.test_dropout_layouts import batch_of
 from tests.engine.test_model_parallel import Layout, config_of, policy_of
 
@@ -128,3 +131,53 @@ def overflow_on_one_rank(world: Any, layout: Layout, where: int) -> tuple[bool, 
 def test_an_overflow_on_one_rank_is_an_overflow_on_all(ranks: Any, where: int) -> None:
     layout = Layout(pp=2, tp=2, microbatches=2)
     assert ranks(4).run(overflow_on_one_rank, layout, where) == [(True, True, 2.0**15)] * 4
+
+
+class Normed(nn.Module):
+    """A batch norm behind a pair of cut layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.last(self.norm(x + self.down(self.up(x).tanh()))).square().mean()
+        return loss
+
+
+def normed(world: Any, tp: int, precision: str, style: str) -> list[float]:
+    """Losses, a norm of gradients and the running statistics."""
+    rows = {"": "replicate", "up": "column", "down": "row", "norm": style}
+    config: dict[str, Any] = {
+        "mesh": {"tp": tp},
+        "precision": precision,
+        "optimizer": {"type": "sgd", "lr": 0.1},
+    }
+    tensor = {"table": rows, "sequence_parallel": style == "sequence"}
+    model = seeded(Normed, dtype=torch.float64 if precision == "fp64" else torch.float32)
+    engine = shardwise.initialize(model, config | {"tensor": tensor}, world=world)
+    given = torch.linspace(-2, 3, 64, dtype=torch.float64).view(16, 4).sin() * torch.arange(1, 5)
+    steps = [engine.train_step([given * (1 + step)]) for step in range(3)]
+    statistics = [*model.norm.running_mean.tolist(), *model.norm.running_var.tolist()]
+    engine.close()
+    return [steps[-1].loss, steps[0].grad_norm, *statistics]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("bf16", 2e-2)])
+def test_batch_norm_behind_slices(ranks: Any, precision: str, tolerance: float) -> None:
+    truth = normed(join(quiet=True), 1, precision, "replicate")
+    for found in ranks(2).run(normed, 2, precision, "replicate"):
+        assert found == pytest.approx(truth, rel=tolerance, abs=tolerance)
+
+
+def refused_norm(world: Any, style: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        normed(world, 2, "bf16", style)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("style", ["sequence", "channels"])
+def test_statistics_of_a_part_are_refused(ranks: Any, style: str) -> None:
+    for text in ranks(2).run(refused_norm, style):
+        assert f"norm: style {style} gives a BatchNorm1d a part" in text

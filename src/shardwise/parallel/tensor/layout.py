@@ -162,6 +162,8 @@ def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[s
     sequence = sequence and table.sequence
     by_module = styles(model, table)
     modules = dict(model.named_modules(remove_duplicate=False))
+    if ranks > 1:
+        _check_statistics(modules, by_module, sequence)
     placed: dict[int, tuple[str, Place]] = {}
     waiting: dict[int, str] = {}
     names: list[tuple[str, nn.Parameter]] = list(model.named_parameters(remove_duplicate=False))
@@ -293,6 +295,24 @@ def _place(
     dim = 1 if leaf == "weight" and is_transposed(module) else 0
     blocks = _blocks(name, shape[dim], style.parts, ranks, replicas=True)
     return _shard(Shard(dim, blocks), shape)
+
+
+def _check_statistics(
+    modules: Mapping[str, nn.Module], by_module: Mapping[str, Style], sequence: bool
+) -> None:
+    """A norm over the samples must see all tokens and, for what it keeps of them, all features."""
+    for name, module in modules.items():
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            continue
+        style = style_of(name, by_module)
+        parts = style is not None and style.kind == "sequence" and sequence and not style.sees_whole
+        if parts or (style is not None and style.kind in ("channels", "partial")):
+            assert style is not None, "it has a kind"
+            raise PlanError(
+                f"tensor.table: {name}: style {style.kind} gives a {type(module).__name__} a part of its input, and "
+                f"its statistics would be those of the part; keep it whole with {{{name!r}: 'replicate'}} where its "
+                "input is whole, or set tensor.sequence_parallel: false"
+            )
 
 
 def _shard(placement: Shard, shape: tuple[int, ...]) -> Place:
