@@ -4,27 +4,33 @@ Each bug is patched into the rank processes for the time of one layout, which is
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
+from shardwise import initialize
 from shardwise.comm.peers import Peers
+from shardwise.comm.world import join
+from shardwise.compose import cut
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipeline import _Training
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Totals
+from shardwise.kernels.dropout import Cut
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.tensor.layers import RowLinear
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.executor import Executor
-from shardwise.plan.errors import CommError
+from shardwise.plan.errors import CommError, UsageError
 from shardwise.plan.placement import Replicate
+from tests.engine.nets import seeded
 from tests.engine.test_model_parallel import LAYOUTS, Figures, Layout, measure
 
 LIMIT = 1e-10
@@ -391,3 +397,64 @@ def test_a_message_to_the_wrong_neighbour_is_an_error(ranks: Any) -> None:
     # Ranks 1 and 2 wait for one another, equally long: either its own deadline ends it, or rank 1 gives up before.
     assert "did not arrive within" in last
     assert "the other rank did not arrive" in last or "rank 1 gave up" in last
+
+
+# Dropout of foreign models ------------------------------------------------------------------------------------------
+
+
+def part_of_the_first() -> Patch:
+    """Every rank drops in its part of the tokens what falls in the first part."""
+    right = cut.dropout_cuts
+    return patch.object(
+        cut,
+        "dropout_cuts",
+        lambda *args: {name: each._replace(part=0) for name, each in right(*args).items()},
+    )
+
+
+def parts_where_it_is_whole() -> Patch:
+    """Ranks drop other features of the embedding, which all of them hold whole."""
+    right = cut.dropout_cuts
+
+    def wrong(model: Any, table: Any, index: int, *rest: Any) -> Any:
+        return right(model, table, index, *rest) | {"transformer.drop": Cut(2, 2, index)}
+
+    return patch.object(cut, "dropout_cuts", wrong)
+
+
+def whole_where_it_is_cut() -> Patch:
+    """Every rank draws for its tokens as if they were all."""
+    return patch.object(cut, "dropout_cuts", lambda *args: {})
+
+
+def dropping(world: Any, tp: int, plant: Callable[[], Patch]) -> list[float] | str:
+    """Losses and norms of a GPT-2 of transformers, or how the engine refuses."""
+    shape = dict(vocab_size=19, n_positions=8, n_embd=8, n_layer=1, n_head=2, use_cache=False)
+    dropouts = dict(attn_pdrop=0.0, resid_pdrop=0.3, embd_pdrop=0.3)
+    model = seeded(transformers.GPT2LMHeadModel, transformers.GPT2Config(**shape, **dropouts))
+    tokens, found = torch.arange(16).view(2, 8), []
+    config = {"mesh": {"tp": tp}, "optimizer": {"type": "sgd", "lr": 0.1}}
+    with plant():
+        engine = initialize(model.train(), config, world=world)
+        try:
+            for _ in range(2):
+                result = engine.train_step([{"input_ids": tokens, "labels": tokens}])
+                found += [result.loss, result.grad_norm]
+        except UsageError as error:
+            return str(error)
+        finally:
+            engine.close()
+    return found
+
+
+def test_dropout_of_foreign_models_falls_alike_and_its_bugs_show(ranks: Any) -> None:
+    truth = dropping(join(quiet=True), 1, nullcontext)
+    for found in ranks(2).run(dropping, 2, nullcontext):
+        assert found == pytest.approx(truth, rel=1e-6)
+    for plant in (part_of_the_first, whole_where_it_is_cut):
+        for found in ranks(2).run(dropping, 2, plant):
+            assert max(abs(a - b) / b for a, b in zip(found, truth, strict=True)) > 1e-3, plant.__name__
+    for found in ranks(2).run(dropping, 2, parts_where_it_is_whole):
+        assert (
+            found != pytest.approx(truth, rel=1e-3) if isinstance(found, list) else "report losses" in found
+        )
