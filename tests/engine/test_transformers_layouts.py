@@ -168,22 +168,57 @@ def test_whole_logits_beside_the_loss_on_request(ranks: Any) -> None:
         assert found_norm == pytest.approx(norm, rel=1e-6)
 
 
-def penalised(model: nn.Module, batch: Any) -> Tensor:
-    """A penalty by hand, over what this rank holds."""
-    loss: Tensor = model(**batch).loss
-    return loss + sum(parameter.sum() for parameter in model.parameters())
+def past_the_model(world: Any, tp: int) -> Any:
+    """The loss by hand from inner modules, with gradients and without; embeddings from outside."""
+
+    def by_hand(model: Any, batch: Any) -> Tensor:
+        logits = model.lm_head(model.model(batch["input_ids"]).last_hidden_state)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def from_embeddings(model: Any, batch: Any) -> Tensor:
+        given = model.get_input_embeddings()(batch["input_ids"])
+        found: Tensor = model(inputs_embeds=given, labels=batch["labels"]).loss
+        return found
+
+    found = []
+    engine = engine_of(world, tp, by_hand)
+    if tp > 1:
+        with pytest.raises(UsageError, match="past the model's own forward"):
+            engine.train_step([batches(1)[0]])
+    found.append(engine.evaluate([(batches(1)[0], 1.0)]))
+    engine.close()
+    engine = engine_of(world, tp, from_embeddings)
+    result = engine.train_step([batches(1)[0]])
+    engine.close()
+    return [*found, result.loss, result.grad_norm]
 
 
-def penalty(world: Any) -> str:
-    engine = engine_of(world, 2, penalised)
+def test_inner_modules_called_past_the_model_are_whole_or_refused(ranks: Any) -> None:
+    """Where the sequence is cut, what the inner model returns is a part of it."""
+    expected = past_the_model(join(quiet=True), 1)
+    for found in ranks(2).run(past_the_model, 2):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def late_penalty(world: Any) -> str:
+    """A penalty by hand over what this rank holds, which begins behind the first step."""
+    steps = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        steps.append(0)
+        found: Tensor = model(**batch).loss
+        return found + (sum(each.sum() for each in model.parameters()) if len(steps) > 1 else 0)
+
+    engine = engine_of(world, 2, loss, check="off")
+    engine.train_step([batches(1)[0]])
     with pytest.raises(UsageError) as caught:
         engine.train_step([batches(1)[0]])
     engine.close()
     return str(caught.value)
 
 
-def test_a_penalty_over_slices_of_weights_is_an_error(ranks: Any) -> None:
-    for text in ranks(2).run(penalty):
+def test_a_penalty_over_slices_that_begins_later_is_an_error(ranks: Any) -> None:
+    for text in ranks(2).run(late_penalty):
         assert "the ranks of one model (along tp) report losses that differ" in text
 
 

@@ -25,6 +25,7 @@ from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.uses import Uses, order_of_use
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import dropout_cuts
+from shardwise.parallel.tensor.layout import owners as owners_of
 from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.plan.errors import PlanError
 
@@ -70,6 +71,7 @@ def cut_model(
         )
     if table is not None:
         placed = make_parallel(model, table, tp, is_cut, replay=replay)
+        whole.owners.update(owners_of(model, table, placed))
         whole.places.update({name: placed[name] for name in whole.parameters})
     if pp.size == 1 and not isinstance(model, Layers):
         return {0: (model, None)}

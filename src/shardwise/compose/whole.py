@@ -44,6 +44,8 @@ class Whole:
     """Names as in the model's state dict."""
     places: dict[str, Place] = field(default_factory=dict)
     """On "tp", by name; empty where nothing is cut there."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """The module in whose forward pass alone a parameter may be used, by each name of one that "tp" cuts or sums."""
     stages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Pipeline stages that hold a tensor, by name; empty where there is one."""
 

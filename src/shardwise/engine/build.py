@@ -51,6 +51,7 @@ from shardwise.models.initial import Rule
 from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moments_of
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings, absent
 from shardwise.parallel.zero.executor import Executor, UnitState
@@ -439,6 +440,23 @@ def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
     )
 
 
+def _own_use(whole: Whole, stages: Sequence[Stage], compiled: bool) -> OwnUse:
+    """What looks for uses of slices by others than their owners. A compiled block is looked at from outside."""
+    owned: list[tuple[str, nn.Parameter, nn.Module]] = []
+    names: dict[nn.Module, str] = {}
+    for stage in stages if whole.owners else ():
+        modules = dict(stage.module.named_modules(remove_duplicate=False))
+        blocks = [state.unit.name for state in stage.executor.states[1:]] if compiled else []
+        for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+            if name not in whole.owners:
+                continue
+            owner = whole.owners[name]
+            owner = next((each for each in blocks if f"{owner}.".startswith(f"{each}.")), owner)
+            owned.append((name, parameter, modules[owner]))
+            names.setdefault(modules[owner], owner or "the model")
+    return OwnUse(owned, names)
+
+
 def _parts(
     model: nn.Module,
     site: _Site,
@@ -488,5 +506,6 @@ def _parts(
         optimizer_groups=recipe.groups,
         replay=share.replay,
         vocabulary=vocabulary,
+        own_use=_own_use(share.whole, stages, settings.compile.scope == "blocks"),
         number=world.next_engine(),
     )

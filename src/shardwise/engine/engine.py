@@ -144,6 +144,8 @@ class Engine:
                 output = self.module(*args, **kwargs)
         if self.check is not None and torch.is_grad_enabled():
             self.check.returned(output)
+        if torch.is_grad_enabled():
+            self._parts.own_use.begin()  # until backward: the user may go on with the loss
         return output
 
     def _at(self, batch: Any, microbatch: int) -> AbstractContextManager[None]:
@@ -176,6 +178,7 @@ class Engine:
         if self._accumulation.done == 0:
             self._parts.clock.step = self.step_count + 1
         weight = self.weighing.of_loss(loss, self._batch()) if weight is None else float(weight)
+        self._parts.own_use.end()
         scale = self._accumulation.scale_of(weight)
         executor = self._parts.executors[0]
         executor.begin_backward(last=self._accumulation.done == self._accumulation.microbatches - 1)
@@ -312,6 +315,7 @@ class Engine:
         if self.check is not None:  # a skipped step
             self.check.forget()
         self._parts.clock.step_ended()
+        self._parts.own_use.step_ended()
         for callback in self.on_step:
             callback(self, result)
         return result
@@ -801,6 +805,7 @@ class Engine:
         if self._accumulation.done:  # its gradients would stay on the model
             self.discard()
         self._model_calls.remove()
+        self._parts.own_use.end()
         self._parts.optimizer_groups.release()
         for executor in self._parts.executors:
             executor.remove_hooks()
@@ -829,6 +834,7 @@ class Engine:
         alike."""
         if self._first_batches is not None:
             self._first_batches, self._passes = Fingerprint(), []
+        self._parts.own_use.end()
         for executor in self._parts.executors:
             executor.abandon()
         self._parts.shared.reset()

@@ -22,6 +22,7 @@ from shardwise.engine.tables import Tables
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.memory.replay import Place, Replay
 from shardwise.optim.groups import OptimizerGroups
+from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import Strategy
 from shardwise.plan.errors import PlanError
@@ -80,6 +81,8 @@ class Parts:
     """The microbatch that random numbers are drawn for."""
     vocabulary: Vocabulary
     """What the tokens of a batch may be."""
+    own_use: OwnUse
+    """Who uses which slice."""
     number: int = 0
     """Which engine of its world: keeps the keys of several engines apart in the store."""
     checkpoints: dict[Path, Checkpoints] = field(default_factory=dict)
@@ -113,8 +116,8 @@ class Parts:
     def at(self, step: int, microbatch: int, batch: Any) -> Iterator[None]:
         """Around a pass: random numbers are drawn at its place. Errors: DataError where tokens are outside the model's
         vocabulary."""
-        place = self.place(step, microbatch, batch)
-        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place):
+        place, looked_at = self.place(step, microbatch, batch), self.own_use.looked_at()
+        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at:
             yield
 
     def place(self, step: int, microbatch: int, batch: Any) -> Place:

@@ -48,6 +48,8 @@ class Replay:
         """True where the last pass with gradients did not cut the sequence, though the model is made for it."""
         self.stays_whole = False
         """True while no pass shall cut the sequence."""
+        self.runs_again = 0
+        """Pieces of passes that run again now, one in another perhaps."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -100,9 +102,11 @@ class _Again(AbstractContextManager[None]):
         self._before: list[tuple[Place | None, dict[str, int], bool]] = []
 
     def __enter__(self) -> None:
+        self._replay.runs_again += 1
         self._before.append((self._replay._place, self._replay._calls, self._replay.whole_sequence))
         place, calls, self._replay.whole_sequence = self._then
         self._replay._place, self._replay._calls = place, dict(calls)
 
     def __exit__(self, *exception: Any) -> None:
+        self._replay.runs_again -= 1
         self._replay._place, self._replay._calls, self._replay.whole_sequence = self._before.pop()

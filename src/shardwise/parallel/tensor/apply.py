@@ -224,7 +224,7 @@ def _cut_argument(name: str, module: nn.Module, argument: str, heads: int, group
 
 def _entering(name: str, region: Region, sees_whole: bool) -> Callable[[Tensor], Tensor]:
     def enter(x: Tensor) -> Tensor:
-        if region.cut and not sees_whole:
+        if not sees_whole and region.cut:
             return duals.gather(x, region.group, name)
         return duals.copy(region.inward(x, sees_whole), region.group, name)
 

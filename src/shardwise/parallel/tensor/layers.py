@@ -45,7 +45,7 @@ class _Cut(nn.Module):
     @property
     def cut(self) -> bool:
         """True while this layer's surroundings hold a cut sequence."""
-        return self.region.cut and not self.sees_whole
+        return not self.sees_whole and self.region.cut
 
     def extra_repr(self) -> str:
         weight = self._parameters["weight"]

@@ -218,6 +218,29 @@ def dropout_cuts(model: nn.Module, table: Table, index: int, ranks: int, sequenc
     return found
 
 
+def owners(model: nn.Module, table: Table, placed: Mapping[str, Place]) -> dict[str, str]:
+    """The module in whose forward pass alone a parameter may be used, by each name of one that is cut or whose gradient
+    is an addend: its own, or the one around it that has the row; for channels the outermost such module."""
+    by_module = styles(model, table)
+    found: dict[str, str] = {}
+    for name, place in placed.items():
+        if not isinstance(place.placement, Shard) and not isinstance(place.gradient, Partial):
+            continue
+        owner = name.rpartition(".")[0]
+        styled = next((key for key in _around(owner) if key in by_module and by_module[key].kind), owner)
+        kind = by_module[styled].kind if styled in by_module else None
+        if kind in ("sequence", "partial"):
+            owner = styled
+        while kind == "channels" and _kind(owner.rpartition(".")[0], by_module) == kind:
+            owner = owner.rpartition(".")[0]
+        found[name] = owner
+    return found
+
+
+def _kind(name: str, by_module: Mapping[str, Style]) -> Kind | None:
+    return by_module[name].kind if name in by_module else None
+
+
 def style_of(name: str, by_module: Mapping[str, Style]) -> Style | None:
     """Style of the innermost module around ``name``, itself included, that has one for parameters."""
     for around in _around(name):

@@ -3,7 +3,8 @@
 With sequence parallelism a training pass is cut: between the cut layers each rank holds T/tp tokens. A pass without
 gradients is not: it keeps no activations, so a cut would save little, and it may have any length and a cache. What
 lies inside a backward pass (a block computed again) belongs to the last pass with gradients, or to the pass that its
-``Replay`` brings back.
+``Replay`` brings back. A layer that is called past the root's forward is refused where gradients are asked for: what
+leaves it may be cut. Without gradients it works on the whole.
 
 [Note: a whole pass of a model that is made to be cut] A training pass whose tokens do not divide over the ranks, or in
 which the model reads single places of the sequence, stays whole. The gradients of norms and row biases are summed over
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
+from shardwise.memory.absent import place_of_use
 from shardwise.memory.replay import Replay
 from shardwise.plan.errors import UsageError
 
@@ -51,11 +53,31 @@ class Region:
         self.takes_cut_logits = False
         """Whether what follows the head works on part of the vocabulary as on all of it."""
         self._without_gradients = False
+        self._running = 0
+        """Forward passes of the root that run now, one in another perhaps."""
 
     @property
     def cut(self) -> bool:
-        """True while activations between the cut layers hold this rank's part of the sequence."""
-        return self.sequence and not self._without_gradients and not self.replay.whole_sequence
+        """True while activations between the cut layers hold this rank's part of the sequence.
+
+        Errors: UsageError in a layer that is called past the root's forward with gradients.
+        """
+        if not self.sequence:
+            return False
+        inside = self._running or self.replay.runs_again or _in_backward()
+        if not inside and self._is_whole_outside():
+            return False
+        return not self._without_gradients and not self.replay.whole_sequence
+
+    def _is_whole_outside(self) -> bool:
+        if not torch.is_grad_enabled() or self.replay.stays_whole:
+            return True
+        raise UsageError(
+            f"tensor: a layer inside the model is called past the model's own forward, at {place_of_use().line}. "
+            "Under sequence parallelism that forward decides where the sequence is cut, and such a call may return "
+            "this rank's tokens alone; call the model itself (a class around it may do this in its forward), or set "
+            "tensor.sequence_parallel: false"
+        )
 
     @property
     def adds(self) -> bool:
@@ -88,6 +110,7 @@ class Region:
             given = signature.bind_partial(*args, **kwargs).arguments
             given |= given.get("kwargs", {})
             training = torch.is_grad_enabled()
+            self._running += 1
             self._without_gradients = not training
             if training:
                 self.replay.whole_sequence = self.replay.stays_whole or not _can_cut(given, self.group.size)
@@ -98,6 +121,7 @@ class Region:
             if self.logits_cut and not self.keeps_cut_logits and getattr(output, "logits", None) is not None:
                 output.logits = WithheldLogits()  # A part of the vocabulary must not pass for the whole.
             self._without_gradients = self.logits_cut = False
+            self._running = max(self._running - 1, 0)
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
@@ -135,6 +159,11 @@ class WithheldLogits:
 
     def __repr__(self) -> str:
         return "<logits: cut over the vocabulary>"
+
+
+def _in_backward() -> bool:
+    """Where a block that is computed again runs."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _can_cut(given: dict[str, Any], ranks: int) -> bool:
