@@ -255,9 +255,65 @@ def hooks(world: World) -> None:
     assert world.rank == 0 or "has hooks" in seen.left_out[0]
 
 
+def passed(world: World, layout: Layout, before: Any = None, autocast: bool = False) -> tuple[str, str]:
+    """What is refused of a first step after ``before(model)``, which a user did to it, and why it was not compared."""
+    model = model_of(layout).float() if autocast else model_of(layout)
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+    engine = shardwise.initialize(model, config_of(layout), world=world)
+    if before is not None:
+        before(model)
+    with looking() as seen:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = engine((tokens, tokens))
+        engine.backward(loss)
+        try:
+            engine.step()
+        except PlanError as error:
+            return str(error), ""
+        finally:
+            engine.close()
+    assert bool(seen.compared) is (world.rank == 0 and not any(seen.left_out))
+    return "", "".join(seen.left_out)
+
+
+def what_a_user_changed(world: World) -> None:
+    """Frozen later: compared. Hooks on gradients, and autocast around the pass: right, but the uncut model has none."""
+    frozen = passed(world, Layout(tp=2), lambda model: model.embed.requires_grad_(False))
+    assert frozen == ("", "")
+    halved = passed(world, Layout(tp=2), lambda model: model.norm.weight.register_hook(lambda grad: grad / 2))
+    assert halved[0] == "" and "norm.weight has a hook on its gradient" in halved[1], halved
+    cast = passed(world, Layout(tp=2), autocast=True)
+    assert cast[0] == "" and (world.rank or "torch.autocast was on" in cast[1]), cast
+
+
+class Overflows(Counts):
+    """The first loss of all does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = super().forward(x)
+        return loss * (1e30 if float(self.blocks[-1].calls) == 2 else 1)
+
+
+def skipped(world: World) -> None:
+    """The step after a skipped one begins with the buffers that it left; small gradients in fp16 have their norm."""
+    precision = {"compute": "fp16", "grad": "fp16", "loss_scale": {"start": 2.0**12}}
+    engine = shardwise.initialize(
+        seeded(Overflows).float(),  # type: ignore[arg-type]
+        {"mesh": {"pp": 2}, "precision": precision},
+        world=world,
+        loss=lambda model, x: model(x).float() * 1e-4,
+    )
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+    with looking() as seen:
+        results = [engine.train_step([x]) for _ in range(2)]
+    engine.close()
+    assert [result.skipped for result in results] == [True, False], results
+    assert seen.compared == [""] * world.rank and not any(seen.left_out), (seen.compared, seen.left_out)
+
+
 @pytest.mark.parametrize(
     "story",
-    [nothing_changes, dtypes, buffers, own_loop, other_model, hooks],
+    [nothing_changes, dtypes, buffers, own_loop, other_model, hooks, what_a_user_changed, skipped],
     ids=lambda story: story.__name__,
 )
 def test_two_ranks(ranks: Any, story: Any) -> None:

@@ -10,12 +10,13 @@ runs the step's microbatches on it with the same dropout, and compares
     dtype          loss      gradient, of max(its own norm, 1e-3 of the whole)
     fp64, stages   1e-9      1e-9
     fp32, slices   1e-3      1e-2      sums in another order; models that round to fp32 inside
-    16 bits        5e-2      0.3       of the whole gradient alone: the uncut model computes in fp32
+    16 bits        5e-2      0.3       of the whole gradient alone: the uncut model computes in fp32; and products of
+                                       matrices that torch may round (torch.set_float32_matmul_precision)
 
 No number of the run changes: random generators are put back, buffers and modules are copies, traffic is not counted.
 Left out, and said so in the log, where the model cannot be copied, has hooks of a user's or draws random numbers of its
-own, where the loss is not what the engine's call returned, and where weights and gradients do not fit beside what is
-there.
+own, where the loss is not what the engine's call returned or was computed under torch.autocast, and where weights and
+gradients do not fit beside what is there.
 
 Cost: once, the whole weights and gradients on the ranks of one model, and a step of the uncut model on one of them.
 """
@@ -25,6 +26,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +49,9 @@ _log = logging.getLogger("shardwise")
 _TEXT_BYTES = 2000
 _NAMED = 5
 _SHARE_OF_FREE = 0.25
-_COPIES = 3
-"""Of all parameters, in memory at a time: weights and gradients of the uncut model, gradients of the cut one."""
+_COPIES = 4
+"""Of all parameters, in memory at a time: weights of the uncut model, its gradients (in fp64 when they are compared),
+gradients of the cut one."""
 _NORM = 1e-3
 """Largest relative error of the norm beside the gradients that it is of; they may be in 16 bits."""
 _LOW = (torch.bfloat16, torch.float16)
@@ -72,10 +75,11 @@ def keep_uncut(model: nn.Module) -> Uncut:
         for hook in (each for kind in _HOOKS for each in vars(module)[kind].values()):
             if not type(hook).__module__.startswith(("torch.nn.utils", "shardwise")):
                 return Uncut(None, f"{name or 'the model'} has hooks, which would see the batch twice")
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
-    }
     try:
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+            for p in model.parameters()
+        }
         return Uncut(copy.deepcopy(model, memo))
     except Exception as error:
         return Uncut(None, f"it cannot be copied ({type(error).__name__}: {error})")
@@ -110,6 +114,7 @@ class Check:
         self._output: Any = None
         self._passes: list[_Pass] = []
         self._is_known = True
+        self._is_cast = False
         self._runs_uncut = False
 
     # During the step -------------------------------------------------------------------------------------------
@@ -119,6 +124,7 @@ class Check:
         if not self._buffers:
             held = state.own_buffers(self._parts)
             self._buffers = {name: buffer.detach().clone() for name, buffer in held.items()}
+        self._is_cast = self._is_cast or torch.is_autocast_enabled(self._parts.device.type)
         if self._uncut is not None:
             self._running.append(tree_map(_cloned, (args, dict(kwargs))))
 
@@ -148,7 +154,8 @@ class Check:
 
     def forget(self) -> None:
         """The step begins anew."""
-        self._running, self._passes, self._output, self._is_known = [], [], None, True
+        self._running, self._passes, self._output, self._is_known, self._is_cast = [], [], None, True, False
+        self._buffers = {}  # what a skipped step left in them, or a load, is what the next one begins with
 
     # Before the update -----------------------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class Check:
                 self._say(reason)
                 return
             weights = state.whole_parameters(self._parts) | state.whole_buffers(self._parts, self._buffers)
-            got = state.gradients(self._parts, divisor)
+            got = state.gradients(self._parts, 1.0)  # divided in fp64: small ones would be 0 in fp16
             whole, loss, problem = None, 0.0, ""
             if self._uncut is not None:
                 try:
@@ -183,7 +190,18 @@ class Check:
             self._agree(problem)
 
     def _obstacle(self) -> str:
-        """Why this rank cannot compare."""
+        """Why this rank cannot compare, or cannot hold what the others compare with."""
+        parts = self._parts
+        hooked = [name for name, each in parts.model.named_parameters() if each._backward_hooks]
+        if hooked:
+            return f"{hooked[0]} has a hook on its gradient, which the uncut model has not"
+        wanted = _COPIES * sum(
+            prod(entry.shape) * max(4, entry.dtype.itemsize) for entry in parts.whole.parameters.values()
+        )
+        sharing = parts.world.local_size if parts.device.type == "cpu" else 1
+        free = _SHARE_OF_FREE * (available_bytes(parts.device) or 0) / sharing
+        if wanted > free:
+            return f"the whole model takes {wanted / 2**30:.1f} GiB here and {free / 2**30:.1f} may be used"
         if self._uncut is None:
             return ""
         model = self._uncut.model
@@ -191,17 +209,13 @@ class Check:
             return self._uncut.reason
         if not self._is_known:
             return "the loss is not what engine(batch) returned"
-        parts = self._parts
+        if self._is_cast:
+            return "torch.autocast was on around the pass"
         if self._settings.batch_norm == "synchronized" and parts.both.size > 1:
             return "batch_norm: synchronized takes the samples of all ranks"
         drawing = unkeyed_dropout(_undropped(model))
         if drawing:
             return f"{drawing[0]} draws random numbers of its own"
-        wanted = _COPIES * sum(p.numel() * max(4, p.element_size()) for p in model.parameters())
-        sharing = parts.world.local_size if parts.device.type == "cpu" else 1
-        free = _SHARE_OF_FREE * (available_bytes(parts.device) or 0) / sharing
-        if wanted > free:
-            return f"the whole model takes {wanted / 2**30:.1f} GiB here and {free / 2**30:.1f} may be used"
         return ""
 
     def _filled(self, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -213,8 +227,10 @@ class Check:
             value = value.to(device, copy=True)
             return value.float() if is_low and value.is_floating_point() else value
 
+        frozen = {name for name, each in self._parts.model.named_parameters() if not each.requires_grad}
         made = {
-            id(p): nn.Parameter(real(weights[name]), p.requires_grad) for name, p in model.named_parameters()
+            id(p): nn.Parameter(real(weights[name]), p.requires_grad and name not in frozen)
+            for name, p in model.named_parameters()
         }
         buffers = dict(model.named_buffers())
         for name, module in model.named_modules():
@@ -280,7 +296,7 @@ class Check:
             if parameter.requires_grad:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                 both.all_reduce(grad.view(-1), name, purpose="control").wait()
-                wanted[name] = grad.double() / totals.weight
+                wanted[name], parameter.grad = grad.double() / totals.weight, None
         tolerance = self._tolerances()
         uncut_loss, cut_loss = float(mean) / totals.weight, totals.loss / totals.weight
         if not abs(uncut_loss - cut_loss) <= tolerance.loss * max(1.0, abs(uncut_loss)):
@@ -291,12 +307,12 @@ class Check:
         errors: dict[str, float] = {}
         for name, grad in wanted.items():
             mine = got.get(name)
-            distance = float((grad if mine is None else mine.to(grad) - grad).norm())
-            errors[name] = distance / (whole if self._is_low else max(float(grad.norm()), 1e-3 * whole))
+            distance = float((grad if mine is None else mine.to(grad) / divisor - grad).norm())
+            errors[name] = distance / (whole if self._is_rough else max(float(grad.norm()), 1e-3 * whole))
         wrong = {name: error for name, error in errors.items() if not error <= tolerance.gradient}
         if not wrong:
             norm = totals.squares**0.5 / divisor
-            assembled = sum(float(each.double().square().sum()) for each in got.values()) ** 0.5
+            assembled = sum(float(each.double().square().sum()) for each in got.values()) ** 0.5 / divisor
             if not abs(norm - assembled) <= _NORM * assembled:
                 return f"the norm of its gradients is {assembled:.6g}, but {norm:.6g} was taken for clipping"
             return ""
@@ -304,9 +320,13 @@ class Check:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         return f"the gradients of {len(wrong)} of {len(errors)} parameters differ from the uncut model's: {named}{more}"
 
+    @property
+    def _is_rough(self) -> bool:
+        return self._is_low or torch.get_float32_matmul_precision() != "highest"
+
     def _tolerances(self) -> Tolerances:
         """See the module's docstring."""
-        if self._is_low:
+        if self._is_rough:
             return Tolerances(5e-2, 0.3)
         dtypes = {
             self._settings.precision.dtypes(e.name, e.dtype).compute
@@ -389,7 +409,7 @@ def _undropped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _generators_kept(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Random generators are as before at the end; yields whether torch's were drawn from."""
+    """Random generators are as before at the end; yields whether torch's or Python's were drawn from."""
     python = random.getstate()
     module = None if device.type == "cpu" else torch.get_device_module(device)
 
@@ -398,7 +418,12 @@ def _generators_kept(device: torch.device) -> Iterator[Callable[[], bool]]:
 
     before = states()
     try:
-        yield lambda: not all(torch.equal(a, b) for a, b in zip(states(), before, strict=True))
+        yield (
+            lambda: (
+                random.getstate() != python
+                or not all(torch.equal(a, b) for a, b in zip(states(), before, strict=True))
+            )
+        )
     finally:
         random.setstate(python)
         torch.set_rng_state(before[0])

@@ -804,6 +804,7 @@ class Engine:
         self.wait_for_save()
         if self._accumulation.done:  # its gradients would stay on the model
             self.discard()
+        self.check = None
         self._model_calls.remove()
         self._parts.own_use.end()
         self._parts.optimizer_groups.release()
