@@ -255,6 +255,34 @@ def hooks(world: World) -> None:
     assert world.rank == 0 or "has hooks" in seen.left_out[0]
 
 
+def forwards(world: World) -> None:
+    """A forward that was put on a module calls that module, in a copy of it too: it is not compared."""
+    layout = Layout(pp=2)
+    model = model_of(layout)
+    own = model.blocks[-1].forward
+    model.blocks[-1].forward = lambda *args, **kwargs: own(*args, **kwargs)
+    with looking() as seen:
+        engine = shardwise.initialize(model, config_of(layout), world=world)
+        engine.train_step(*pieces(layout, 0, 0))
+        engine.close()
+    assert not seen.compared and (world.rank == 0 or "a function" in seen.left_out[0])
+
+
+def trained_beside(world: World) -> None:
+    """What a loss function trains outside of the model gets its gradient once."""
+    layout = Layout(tp=2)
+    factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+    with looking() as seen:
+        engine = shardwise.initialize(
+            model_of(layout), config_of(layout), world=world, loss=lambda model, batch: model(*batch) * factor
+        )
+        loss = engine.train_step([(tokens, tokens)]).loss
+        engine.close()
+    assert seen.compared == [""] * (world.rank == 0)
+    assert factor.grad is not None and abs(float(factor.grad) - loss) < 1e-9
+
+
 def passed(world: World, layout: Layout, before: Any = None, autocast: bool = False) -> tuple[str, str]:
     """What is refused of a first step after ``before(model)``, which a user did to it, and why it was not compared."""
     model = model_of(layout).float() if autocast else model_of(layout)
@@ -313,7 +341,18 @@ def skipped(world: World) -> None:
 
 @pytest.mark.parametrize(
     "story",
-    [nothing_changes, dtypes, buffers, own_loop, other_model, hooks, what_a_user_changed, skipped],
+    [
+        nothing_changes,
+        dtypes,
+        buffers,
+        own_loop,
+        other_model,
+        hooks,
+        what_a_user_changed,
+        skipped,
+        forwards,
+        trained_beside,
+    ],
     ids=lambda story: story.__name__,
 )
 def test_two_ranks(ranks: Any, story: Any) -> None:

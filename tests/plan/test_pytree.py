@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.plan.pytree import tensors_in
+from shardwise.plan.pytree import part_named, tensors_in
 
 A, B = torch.zeros(1), torch.zeros(2)
 
@@ -39,3 +39,15 @@ class Pair(NamedTuple):
 )
 def test_in_order(value: Any) -> None:
     assert [id(tensor) for tensor in tensors_in(value)] == [id(A), id(B)]
+
+
+class Output(NamedTuple):
+    logits: int
+    loss: int
+
+
+def test_part_named() -> None:
+    """A named tuple's field is no matter of its place."""
+    assert part_named(Output(1, 2), "loss") == 2
+    assert part_named((1, 2), "loss") == 1
+    assert part_named({"loss": 3}, "loss") == 3

@@ -27,6 +27,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,9 +73,13 @@ def keep_uncut(model: nn.Module) -> Uncut:
     if isinstance(model, Layers):
         return Uncut(None, "its layers are built where they live")
     for name, module in model.named_modules():
-        for hook in (each for kind in _HOOKS for each in vars(module)[kind].values()):
+        for hook in (each for kind in _HOOKS for each in vars(module).get(kind, {}).values()):
             if not type(hook).__module__.startswith(("torch.nn.utils", "shardwise")):
                 return Uncut(None, f"{name or 'the model'} has hooks, which would see the batch twice")
+        if isinstance(vars(module).get("forward"), FunctionType):
+            return Uncut(
+                None, f"the forward of {name or 'the model'} is a function that a copy would share with it"
+            )
     try:
         memo: dict[int, Any] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
@@ -268,6 +273,7 @@ class Check:
             with_kwargs=True,
         )
         total = 0.0
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with _generators_kept(device) as was_drawn:
             for i, (args, kwargs, weight) in enumerate(self._passes):
                 if not weight:  # no labels: its mean loss may be 0 / 0
@@ -279,7 +285,8 @@ class Check:
                     )
                     loss = find_loss(output)
                 total += float(loss.detach()) * weight
-                loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+                # Of these alone: what else trains by this loss has its gradient already.
+                torch.autograd.backward(loss, torch.full_like(loss, weight), inputs=trained)
             if was_drawn():
                 raise _LeftOut("it draws random numbers of its own, which differ from rank to rank")
         return total

@@ -9,14 +9,15 @@ from torch import Tensor
 
 
 def part_named(output: Any, name: str) -> Any:
-    """``name`` of what a model returned: an entry, an attribute, or the first of a tuple; a tensor is all there is.
+    """``name`` of what a model returned: an entry, an attribute (a named tuple's too), or the first of a tuple; a tensor is
+    all there is.
 
     None where there is none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
         return output.get(name)
-    if isinstance(output, tuple | list):
+    if isinstance(output, tuple | list) and name not in getattr(output, "_fields", ()):
         return output[0] if output else None
     return getattr(output, name, None)
 

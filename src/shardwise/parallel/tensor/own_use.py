@@ -64,7 +64,7 @@ class OwnUse:
             return
         self._running.clear()
         for owner in () if self._handles else self._by_owner:
-            self._handles.append(owner.register_forward_pre_hook(self._enter))
+            self._handles.append(owner.register_forward_pre_hook(self._enter, prepend=True))
             self._handles.append(owner.register_forward_hook(self._leave, always_call=True))
         withhold(self._parameters, self._told, self._classes)
 
