@@ -314,6 +314,31 @@ def what_a_user_changed(world: World) -> None:
     assert cast[0] == "" and (world.rank or "torch.autocast was on" in cast[1]), cast
 
 
+def rounded_inside(world: World) -> None:
+    """A pass that rounds to 16 bits inside, though all weights are fp32, is held to what 16 bits can tell."""
+    layout = Layout(tp=2, manner="gpt2")
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: Tensor = model(*batch)
+        return found
+
+    taken: list[Any] = []
+    tolerances = Check._tolerances
+
+    def takes(self: Check) -> Any:
+        taken.append(tolerances(self))
+        return taken[-1]
+
+    with looking() as seen, patch.object(Check, "_tolerances", takes):
+        engine = shardwise.initialize(model_of(layout).float(), config_of(layout), world=world, loss=loss)
+        engine.train_step([(tokens, tokens)])
+        engine.close()
+    assert seen.compared == [""] * (world.rank == 0)
+    assert [each.gradient for each in taken] == [0.3] * (world.rank == 0)
+
+
 class Overflows(Counts):
     """The first loss of all does."""
 
@@ -350,6 +375,7 @@ def skipped(world: World) -> None:
         hooks,
         what_a_user_changed,
         skipped,
+        rounded_inside,
         forwards,
         trained_beside,
     ],

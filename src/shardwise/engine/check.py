@@ -10,8 +10,9 @@ runs the step's microbatches on it with the same dropout, and compares
     dtype          loss      gradient, of max(its own norm, 1e-3 of the whole)
     fp64, stages   1e-9      1e-9
     fp32, slices   1e-3      1e-2      sums in another order; models that round to fp32 inside
-    16 bits        5e-2      0.3       of the whole gradient alone: the uncut model computes in fp32; and products of
-                                       matrices that torch may round (torch.set_float32_matmul_precision)
+    16 bits        5e-2      0.3       of the whole gradient alone: the uncut model computes in fp32. So for models that
+                                       round to 16 bits inside, and where torch may round products of matrices
+                                       (torch.set_float32_matmul_precision)
 
 No number of the run changes: random generators are put back, buffers and modules are copies, traffic is not counted.
 Left out, and said so in the log, where the model cannot be copied, has hooks of a user's or draws random numbers of its
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from shardwise.compose.cut import recompute_blocks
@@ -120,6 +122,7 @@ class Check:
         self._passes: list[_Pass] = []
         self._is_known = True
         self._is_cast = False
+        self._rounds_inside = False
         self._runs_uncut = False
 
     # During the step -------------------------------------------------------------------------------------------
@@ -278,12 +281,14 @@ class Check:
             for i, (args, kwargs, weight) in enumerate(self._passes):
                 if not weight:  # no labels: its mean loss may be 0 / 0
                     continue
-                with torch.enable_grad(), replay.at(self._parts.place(step, i, (args, kwargs))):
+                seen = _Dtypes()
+                with torch.enable_grad(), replay.at(self._parts.place(step, i, (args, kwargs))), seen:
                     is_batch = len(args) == 1 and not kwargs
                     output = (
                         call_model(model, self._loss, args[0], device) if is_batch else model(*args, **kwargs)
                     )
                     loss = find_loss(output)
+                self._rounds_inside = self._rounds_inside or not seen.all.isdisjoint(_LOW)
                 total += float(loss.detach()) * weight
                 # Of these alone: what else trains by this loss has its gradient already.
                 torch.autograd.backward(loss, torch.full_like(loss, weight), inputs=trained)
@@ -329,7 +334,7 @@ class Check:
 
     @property
     def _is_rough(self) -> bool:
-        return self._is_low or torch.get_float32_matmul_precision() != "highest"
+        return self._is_low or self._rounds_inside or torch.get_float32_matmul_precision() != "highest"
 
     def _tolerances(self) -> Tolerances:
         """See the module's docstring."""
@@ -397,6 +402,20 @@ class Check:
             traffic.counts.clear()
             traffic.counts.update(counts)
             traffic.sequence = sequence
+
+
+class _Dtypes(TorchFunctionMode):
+    """Those of what torch's functions return while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.all.add(result.dtype)
+        return result
 
 
 class _LeftOut(Exception):
