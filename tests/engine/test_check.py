@@ -253,6 +253,13 @@ def hooks(world: World) -> None:
         engine.close()
     assert not seen.compared and seen.left_out
     assert world.rank == 0 or "has hooks" in seen.left_out[0]
+    layout = Layout(tp=2)
+    model, calls = model_of(layout), []
+    model.blocks[-1].mlp.down.register_full_backward_hook(lambda *_: calls.append(1))
+    engine = shardwise.initialize(model, config_of(layout), world=world)
+    engine.train_step(*pieces(layout, 0, 0))
+    engine.close()
+    assert calls == [1], "a layer that is cut keeps its hooks"
 
 
 def forwards(world: World) -> None:

@@ -132,6 +132,9 @@ def _parallel(name: str, module: nn.Module, style: Style, region: Region, inside
         new._forward_hooks, new._forward_pre_hooks = module._forward_hooks, module._forward_pre_hooks
         new._forward_hooks_with_kwargs = module._forward_hooks_with_kwargs
         new._forward_pre_hooks_with_kwargs = module._forward_pre_hooks_with_kwargs
+        new._forward_hooks_always_called = module._forward_hooks_always_called
+        new._backward_hooks, new._backward_pre_hooks = module._backward_hooks, module._backward_pre_hooks
+        new._is_full_backward_hook = module._is_full_backward_hook
     for argument, heads in style.arguments:
         _cut_argument(name, new, argument, heads, region.group)
     if "again" in style.flags:
