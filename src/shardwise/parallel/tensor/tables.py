@@ -149,6 +149,8 @@ def _bert(model: nn.Module) -> Table | None:
             return None
         if getattr(layer, "attention_type", "original_full") != "original_full":
             return None  # BigBird's blocks of attention count heads by the configuration.
+        if not (hasattr(attention, "num_attention_heads") and hasattr(attention, "all_head_size")):
+            return None  # Longformer has others' names, and weights for global tokens beside
         heads = attention.num_attention_heads
         rows |= {
             f"{name}.attention.self": "region num_attention_heads all_head_size",
