@@ -9,10 +9,9 @@ from torch import Tensor
 
 
 def part_named(output: Any, name: str) -> Any:
-    """``name`` of what a model returned: an entry, an attribute (a named tuple's too), or the first of a tuple; a tensor is
-    all there is.
+    """``name`` of what a model returned: an entry, an attribute (a named tuple's too), or the first of a tuple.
 
-    None where there is none."""
+    A tensor is all there is; None where there is none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
