@@ -53,8 +53,8 @@ def table_of(model: nn.Module, rows: Mapping[str, str] | None = None) -> Table:
         raise PlanError(
             f"tensor: nobody knows how to cut a {type(model).__name__}: it has no tensor_table() method, is of none of "
             "the known shapes (LLaMA, GPT-2, BERT, BART, OPT, BLOOM, Falcon, Mamba and their kin) and brings no plan "
-            "of its own; give tensor.table, {pattern of module names: style}, as in {'layers.*.up': 'column', 'layers.*.down': 'row'} "
-            "(shardwise.parallel.tensor.layout lists the styles)"
+            "of its own; give tensor.table, {pattern of module names: style}, as in {'layers.*.up': 'column', "
+            "'layers.*.down': 'row'} (shardwise.parallel.tensor.layout lists the styles)"
         )
     table = table or Table()
     return Table(dict(table.rows) | dict(rows or {}), table.sequence, table.note, table.causal_loss)
