@@ -76,4 +76,5 @@ def _plain(text: str) -> str:
     """A reason without what differs from class to class alike: its first sentence, numbers of layers starred."""
     first = re.split(r"; | \(", text.partition(": ")[2] or text)[0]
     first = re.sub(r"/\S+/", "", first)
+    first = re.sub(r"(how to cut) an? \w+: it", r"\1 this class: it", first)
     return re.sub(r"\.\d+(?=\.|\b)", ".*", first).replace("|", "/")[:200]

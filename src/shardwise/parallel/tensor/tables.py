@@ -13,6 +13,7 @@ block and not in the embedding, and attention and feed-forward enter once for th
 not say what lies between the cut layers: there the sequence stays whole.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -402,4 +403,8 @@ def _is_linear(model: nn.Module, name: str) -> bool:
 
 
 def _has_causal_loss(model: nn.Module) -> bool:
-    return getattr(getattr(model, "loss_function", None), "__name__", "") == _CAUSAL_LOSS
+    """Whether transformers' causal loss is what its logits go to: a forward that computes a loss of its own from them
+    (Granite Speech) needs whole ones."""
+    calls = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    is_called = calls is not None and "loss_function" in calls.co_names
+    return is_called and getattr(getattr(model, "loss_function", None), "__name__", "") == _CAUSAL_LOSS
