@@ -35,6 +35,13 @@ def test_a_class_is_exact_or_refused(
     assert answer["verdict"] in sweep.GOOD, answer
 
 
+def test_slices_and_stages_together(ranks: Any, tmp_path: Path) -> None:
+    """An embedding that is cut inside its own forward is a stand-in on the second stage."""
+    case.plain("causal", "Gemma2ForCausalLM", "gemma2", tmp_path, {})
+    answers = ranks(4).run(on_ranks, "causal", "Gemma2ForCausalLM", "gemma2", "tp2pp2", str(tmp_path))
+    assert sweep.together(answers)["verdict"] == "exact", answers
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(4 * 3600)
 def test_every_class_is_exact_or_refused(tmp_path: Path) -> None:

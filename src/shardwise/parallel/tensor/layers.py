@@ -157,14 +157,18 @@ class OwnLookup(TorchFunctionMode):
         super().__init__()
         self.module, self.name, self.region, self.rows = module, name, region, rows
         self.vocabulary = module.num_embeddings
+        self._running = 0
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
+        self._running += 1
         self.__enter__()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.__exit__(None, None, None)
+        if self._running:  # else a stand-in on another stage tells its hooks of a pass that it did not run
+            self._running -= 1
+            self.__exit__(None, None, None)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, weight = kwargs or {}, self.module.weight
