@@ -105,4 +105,4 @@ def test_the_trial_ends_what_spins(tmp_path: Path) -> None:
     verdict = Trials(Kind("toy", make, read, lambda count: ()), tmp_path / "toy").run(
         Case("spin", lambda path: path.write_text("spin") and None)
     )
-    assert verdict.outcome == "killed"
+    assert verdict.outcome in ("killed", "slow"), "by its own clock or by ours"
