@@ -44,7 +44,7 @@ def page(found: Answers) -> str:
         f"{transformers.__version__} (torch {torch.__version__.partition('+')[0]}), as tiny random models in fp64 with "
         "fp32 inside them widened, against one plain process: losses, norm, gradients (in a pipeline the first "
         "change of the weights) and weights after two steps. A figure is the largest relative error, and at most "
-        f"{EXACT:.0e}; a refusal is an error before the first step, its reason below. "
+        f"{EXACT:.0e}; a refusal is an error before the first step, its reason below; an empty cell was not run. "
         "`python -m tests.foreign.sweep --help` tells how this page is made; `make soak` runs it.\n\n"
         f"{counts['exact']} exact, {counts['refused']} refused"
         + "".join(f", {counts[word]} {word}" for word in ("wrong", "error", "late") if counts[word])
