@@ -179,7 +179,7 @@ class Absent(Tensor):
         self._watch.refuse(self._what, "is read past torch's operations")
 
     # What would look for memory that is not there.
-    apply_ = map_ = map2_ = __dlpack__ = untyped_storage = storage = share_memory_ = _is_read  # type: ignore[assignment]
+    apply_ = map_ = map2_ = __dlpack__ = data_ptr = untyped_storage = storage = share_memory_ = _is_read  # type: ignore[assignment]
 
     def __format__(self, how: str) -> str:
         if how:
