@@ -111,10 +111,9 @@ class Relay:
         """What an earlier block would have returned in the place of a leaf of the received value."""
         if not isinstance(leaf, Tensor):
             return leaf
-        filler = self.filler(tuple(leaf.shape), leaf.dtype, leaf.device)
+        filler = self.filler(tuple(leaf.shape), leaf.dtype, leaf.device).clone()
         if not self._writes:
             return filler
-        filler = filler.clone()
         self._outputs.append((filler, filler._version))
         return self.marked(filler, what)
 
