@@ -8,7 +8,7 @@ The order of the techniques, outermost first:
     5  dtypes      of each parameter's buffers                 precision/policy.py
     6  buckets     parameters of one dtype, trained or frozen, and one optimizer group, laid out flat
     7  placements  of each bucket's buffers on the mesh        parallel/zero/layout.py
-    8  Actions     of one optimizer step                       parallel/zero/layout.py, compose/schedule.py
+    8  Actions     of one optimizer step                       plan/lists.py, compose/schedule.py
 
 The first three are in compose/cut.py, the others here: a Unit is made of what a stage holds of a slice.
 """
@@ -22,7 +22,9 @@ from shardwise.compose.whole import Whole
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.modules import Found, Holding, find_units, unit_names
 from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan import lists
 from shardwise.plan.action import Action
+from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.names import chosen_by
 from shardwise.plan.plan import Plan
@@ -36,7 +38,7 @@ class Draft:
     """The Plan of one pipeline stage (or of the whole model), and what the running parts need beside it."""
 
     plan: Plan
-    strategy: layout.Strategy
+    strategy: Strategy
     found: tuple[Found, ...]
     """One per Unit."""
     holdings: dict[str, Holding]
@@ -93,14 +95,14 @@ def draft(
 
 def full_step(
     units: Sequence[Unit],
-    strategy: layout.Strategy,
+    strategy: Strategy,
     accumulation: int,
-    brackets: Sequence[layout.Bracket] | None = None,
+    brackets: Sequence[lists.Bracket] | None = None,
     prefetch_units: int = 0,
 ) -> tuple[Action, ...]:
     """The list of one optimizer step, in the order of ``brackets`` (default: of registration)."""
-    brackets = brackets or layout.registration_brackets([unit.name for unit in units])
-    return tuple(layout.step_actions(units, brackets, strategy, accumulation, prefetch_units))
+    brackets = brackets or lists.registration_brackets([unit.name for unit in units])
+    return tuple(lists.step_actions(units, brackets, strategy, accumulation, prefetch_units))
 
 
 def _grouped(

@@ -2,7 +2,7 @@
 
     schedule(...)          F and B of the stages               parallel/pipeline/schedules.py
     + add_communication    SEND and RECV                       parallel/pipeline/passes.py
-    + add_sharding         UNSHARD, RESHARD, REDUCE of Units   the Actions come from parallel/zero/layout.py
+    + add_sharding         UNSHARD, RESHARD, REDUCE of Units   the Actions come from plan/lists.py
     + STEP                 once, when all microbatches are done
 
 Cost: one look at each Action, once per number of microbatches.
@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
-from shardwise.parallel.pipeline.validate import validate
-from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.executor import Executor
+from shardwise.plan import lists as lists_of_units
 from shardwise.plan.action import Action
+from shardwise.plan.lists import Strategy
 from shardwise.plan.plan import Plan
+from shardwise.plan.validate import validate
 
 Lists = dict[int, list[Action]]
 """Actions by the rank's index on "pp"."""
@@ -39,7 +40,7 @@ def with_units(
     lists: Lists,
     here: int,
     stages: Mapping[int, tuple[Plan, Executor]],
-    strategy: layout.Strategy,
+    strategy: Strategy,
     holds: bool,
 ) -> Lists:
     """``lists`` with the Actions of the Units of the ``stages`` on rank ``here``, numbered as in their merged Plan."""
@@ -56,13 +57,15 @@ def with_units(
 
     def forward(stage: int, last: bool) -> list[Action]:
         executor = stages[stage][1]
-        return numbered(stage, layout.forward_actions(executor.brackets, strategy, executor.prefetch_units))
+        return numbered(
+            stage, lists_of_units.forward_actions(executor.brackets, strategy, executor.prefetch_units)
+        )
 
     def backward(stage: int, last: bool) -> list[Action]:
         executor = stages[stage][1]
         return numbered(
             stage,
-            layout.backward_actions(
+            lists_of_units.backward_actions(
                 executor.brackets, strategy, trained[stage], last, executor.prefetch_units
             ),
         )
@@ -71,6 +74,6 @@ def with_units(
     updates = [
         action
         for index in sorted(stages)
-        for action in numbered(index, layout.update_actions(trained[index], strategy))
+        for action in numbered(index, lists_of_units.update_actions(trained[index], strategy))
     ]
     return lists | {here: own + updates}

@@ -17,6 +17,7 @@ from shardwise.parallel.tensor.layout import Place
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.modules import check_memory, holdings
 from shardwise.plan.errors import PlanError
+from shardwise.plan.lists import Strategy
 from shardwise.plan.placement import Partial, Replicate
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.precision.policy import PrecisionPolicy
@@ -78,7 +79,7 @@ def describe(model: nn.Module) -> Whole:
 
 def register(
     whole: Whole,
-    strategy: layout.Strategy,
+    strategy: Strategy,
     precision: PrecisionPolicy,
     moments: Sequence[str],
 ) -> Registry:

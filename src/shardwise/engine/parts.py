@@ -24,8 +24,8 @@ from shardwise.memory.replay import Place, Replay
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.executor import Executor
-from shardwise.parallel.zero.layout import Strategy
 from shardwise.plan.errors import PlanError
+from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.pytree import tensors_in

@@ -4,6 +4,9 @@
     SEND, RECV            an activation or its gradient, between pipeline stages
     UNSHARD, RESHARD      gather a Unit's weights, give the memory back
     REDUCE                reduce a Unit's gradients over the data-parallel ranks
+    FETCH, DELIVER        bring the rows that a batch asks of tables, take their gradients to their owners
+    SUM                   add up the gradients that model-parallel ranks hold in common
+    NORM                  the norm of all gradients, and what all ranks decide by it: scale, clip, or skip
     STEP                  update a Unit's masters and moments where they live
 
 A step is a list of Actions. Under a schedule a loop walks the list; in a user's own loop the order of Units belongs to
@@ -14,6 +17,10 @@ A pipeline's passes name a stage and a microbatch, what serves them inside a sta
     F(2, 5)          forward of stage 2, microbatch 5            UNSHARD(u), REDUCE(u)   one Unit
     SEND(2, 5, 3)    stage 2 sends to 3: an activation, for 3 > 2
     RECV(2, 5, 3)    stage 2 receives from 3: a gradient
+
+A rank has one SUM and one NORM, between its last REDUCE or DELIVER and its first STEP:
+
+    ... REDUCE(u) DELIVER(t) SUM NORM STEP(u) UNSHARD(u) STEP(u + 1) UNSHARD(u + 1) ... STEP(t)
 """
 
 from enum import Enum
@@ -32,6 +39,10 @@ class Kind(Enum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE = "REDUCE"
+    FETCH = "FETCH"
+    DELIVER = "DELIVER"
+    SUM = "SUM"
+    NORM = "NORM"
     STEP = "STEP"
 
     @property
@@ -48,7 +59,7 @@ class Action(NamedTuple):
 
     kind: Kind
     unit: int = -1
-    """Index of a Unit; -1 for an Action of a whole stage."""
+    """Index of a Unit; -1 for an Action of a whole stage, or of the rank."""
     microbatch: int = -1
     stage: int = -1
     """Pipeline stage; -1 where there is no pipeline."""
@@ -57,8 +68,9 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         where = [self.unit] if self.unit >= 0 else [self.stage]
-        where += [number for number in (self.microbatch, self.other) if number >= 0]
-        return f"{self.kind.value}({','.join(map(str, where))})"
+        where += [self.microbatch, self.other]
+        numbers = ",".join(str(number) for number in where if number >= 0)
+        return f"{self.kind.value}({numbers})" if numbers else self.kind.value
 
     @property
     def carries_gradient(self) -> bool:
@@ -84,3 +96,9 @@ def SEND(stage: int, microbatch: int, other: int) -> Action:
 def RECV(stage: int, microbatch: int, other: int) -> Action:
     """Stage ``stage`` receives from ``other``."""
     return Action(Kind.RECV, -1, microbatch, stage, other)
+
+
+SUM = Action(Kind.SUM)
+"""Of the whole rank, once per step."""
+NORM = Action(Kind.NORM)
+"""Of the whole rank, once per step."""

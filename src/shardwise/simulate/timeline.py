@@ -9,8 +9,8 @@ Cost: one look at each Action; a million take seconds.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shardwise.parallel.pipeline.dataflow import walk
 from shardwise.plan.action import Action
+from shardwise.plan.dataflow import walk
 from shardwise.plan.timeline import Timeline
 
 

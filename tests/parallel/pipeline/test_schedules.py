@@ -6,9 +6,9 @@ from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline import schedules
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
 from shardwise.parallel.pipeline.schedules import forward_only, microbatch_groups, schedule
-from shardwise.parallel.pipeline.validate import validate
 from shardwise.plan.action import Kind
 from shardwise.plan.errors import PlanError
+from shardwise.plan.validate import validate
 from shardwise.simulate.timeline import timeline_of
 from tests.parallel.pipeline.shapes import SHAPES, WIDE, Shape
 

@@ -18,8 +18,8 @@ schedule costs.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from shardwise.parallel.pipeline.dataflow import Lists, stages_of, walk
 from shardwise.plan.action import RECV, SEND, Action, Kind
+from shardwise.plan.dataflow import Lists, stages_of, walk
 
 UnitActions = Callable[[int, bool], Sequence[Action]]
 """(stage, whether it is its last microbatch) -> Actions of its Units during one pass."""

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import DONE, Group, Pending
 from shardwise.memory.absent import give, withhold
 from shardwise.memory.slots import SlotPool
-from shardwise.parallel.zero.layout import Strategy
 from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.plan.errors import UsageError
+from shardwise.plan.lists import Strategy
 from shardwise.plan.unit import Bucket, Slot
 from shardwise.precision.policy import Dtypes
 

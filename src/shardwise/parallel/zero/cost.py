@@ -12,7 +12,7 @@ Paper: arXiv:1910.02054, section 7.
 
 from collections.abc import Sequence
 
-from shardwise.parallel.zero.layout import Strategy
+from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Replicate, Shard, elements_sent
 from shardwise.plan.unit import Unit

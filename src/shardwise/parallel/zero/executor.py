@@ -58,7 +58,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.parallel.zero.layout import (
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.errors import UsageError
+from shardwise.plan.lists import (
     Bracket,
     Strategy,
     backward_actions,
@@ -67,8 +69,6 @@ from shardwise.parallel.zero.layout import (
     registration_brackets,
     with_absent,
 )
-from shardwise.plan.action import Action, Kind
-from shardwise.plan.errors import UsageError
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.unit import Unit
 

@@ -1,4 +1,4 @@
-"""ZeRO 0 to 3 and HSDP as a table of placements, and the Actions that follow from it.
+"""ZeRO 0 to 3 and HSDP as a table of placements.
 
 Each Unit has a weight, a gradient and a master (with the optimizer's moments). Each lies somehow on the two
 data-parallel axes; the stage is nothing else than this table, written (dp_replicate, dp_shard):
@@ -9,59 +9,22 @@ data-parallel axes; the stage is nothing else than this table, written (dp_repli
     2  ZeRO-2         R, R      P, S                             R, S
     3  ZeRO-3, FSDP   R, S      P, S                             R, S
 
-With ranks on both axes stage 3 is HSDP (MiCS, hpZ). The Actions are the moves of ``plan/placement.py``:
-weight S -> R before use is UNSHARD; gradient P -> the master's placement is REDUCE; after STEP a weight that is R while
-its master is S is gathered once.
-
-A microbatch runs a list. In the forward pass Units open and close like brackets; the backward pass is the mirror image:
-
-    forward    UNSHARD(u) F(u) ... RESHARD(u)
-    backward   UNSHARD(u) B(u) ... RESHARD(u) REDUCE(u)
-
-so gathers come in the reverse order of closing and reductions in the reverse order of opening, on every rank alike,
-whatever order the gradients arrive in.
+With ranks on both axes stage 3 is HSDP (MiCS, hpZ). The Actions that follow from a row are in ``plan/lists.py``.
 
 Papers: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Zhao et al. 2023, arXiv:2304.11277 (FSDP).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.action import Action, Kind
+from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard
 from shardwise.plan.plan import Buffers
-from shardwise.plan.unit import Unit
 from shardwise.precision.policy import Dtypes
 
 AXES = ("dp_replicate", "dp_shard")
 _WHOLE, _CUT, _ADDEND = Replicate(), Shard(), Partial()
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Placements on (dp_replicate, dp_shard); whether gradients travel with every microbatch."""
-
-    weight: tuple[Placement, Placement]
-    grad: tuple[Placement, Placement]
-    master: tuple[Placement, Placement]
-
-    @property
-    def cuts_weight(self) -> bool:
-        """True where a rank keeps its shard of the weights alone."""
-        return self.weight[1] == _CUT
-
-    @property
-    def cuts_grad(self) -> bool:
-        """True where a rank keeps its shard of the gradients alone."""
-        return self.grad[1] == _CUT
-
-    @property
-    def cuts_master(self) -> bool:
-        """True where a rank updates its shard alone."""
-        return self.master[1] == _CUT
 
 
 def strategy_of(policy: ZeroPolicy, mesh: Mesh) -> Strategy:
@@ -92,175 +55,3 @@ def buffers(strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence
             rows.append(placed("master", dtypes.master.itemsize, strategy.master))
         rows += [placed(moment, dtypes.master.itemsize, strategy.master) for moment in moments]
     return tuple(rows)
-
-
-class Bracket(NamedTuple):
-    """A Unit's window in the forward pass opens or closes."""
-
-    opens: bool
-    unit: int
-
-
-def forward_actions(brackets: Sequence[Bracket], strategy: Strategy, prefetch_units: int = 0) -> list[Action]:
-    """The forward pass of one microbatch."""
-    actions: list[Action] = []
-    for (opens, unit), is_outermost in zip(brackets, _outermost(brackets), strict=True):
-        moves = strategy.cuts_weight and is_outermost
-        if opens:
-            actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.F, unit)]
-        elif moves:
-            actions.append(Action(Kind.RESHARD, unit))
-    return _gather_ahead(_without_pauses(actions), prefetch_units)
-
-
-def backward_actions(
-    brackets: Sequence[Bracket],
-    strategy: Strategy,
-    trained: Sequence[bool],
-    last: bool,
-    prefetch_units: int = 0,
-) -> list[Action]:
-    """The backward pass of one microbatch: the mirror image of ``brackets``.
-
-    A Unit that ran twice opens twice, as in the forward pass, so that what ran in between may stand in its memory. It
-    is reduced once, after its last window: autograd delivers the sum of both gradients then. ``last``: gradients that
-    stay whole between microbatches are reduced now.
-    """
-    mirror = [Bracket(not bracket.opens, bracket.unit) for bracket in reversed(brackets)]
-    last_close = {bracket.unit: i for i, bracket in enumerate(mirror) if not bracket.opens}
-    actions: list[Action] = []
-    for i, ((opens, unit), is_outermost) in enumerate(zip(mirror, _outermost(mirror), strict=True)):
-        moves = strategy.cuts_weight and is_outermost
-        if opens:
-            actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.B, unit)]
-            continue
-        actions += [Action(Kind.RESHARD, unit)] * moves
-        if trained[unit] and (last or strategy.cuts_grad) and i == last_close[unit]:
-            actions.append(Action(Kind.REDUCE, unit))
-    return _gather_ahead(_without_pauses(actions), prefetch_units)
-
-
-def _outermost(brackets: Sequence[Bracket]) -> list[bool]:
-    """For each bracket whether its Unit is not open already: a Unit that calls itself is gathered by its outer call."""
-    depth: dict[int, int] = {}
-    found = []
-    for opens, unit in brackets:
-        depth[unit] = depth.get(unit, 0) + (1 if opens else -1)
-        found.append(depth[unit] == (1 if opens else 0))
-    return found
-
-
-def _without_pauses(actions: list[Action]) -> list[Action]:
-    """A Unit that would be released and gathered again with nothing in between stays."""
-    kept: list[Action] = []
-    for action in actions:
-        if (
-            action.kind is Kind.UNSHARD
-            and kept
-            and kept[-1] == Action(Kind.RESHARD, action.unit, action.microbatch)
-        ):
-            kept.pop()
-        else:
-            kept.append(action)
-    return kept
-
-
-def _gather_ahead(actions: list[Action], units: int) -> list[Action]:
-    """Move every UNSHARD before the compute Action that comes ``units`` earlier: a gather runs while others compute."""
-    for _ in range(units):
-        moved: list[Action] = []
-        start = 0  # where the segment after the last compute Action but one begins
-        for action in actions:
-            if (
-                action.kind is Kind.UNSHARD
-                and start
-                and not any(done[:2] == (Kind.RESHARD, action.unit) for done in moved[start - 1 :])
-            ):
-                moved.insert(start - 1, action)
-                start += 1
-            else:
-                moved.append(action)
-                if action.kind.computes:
-                    start = len(moved)
-        actions = moved
-    return actions
-
-
-def step_actions(
-    units: Sequence[Unit],
-    brackets: Sequence[Bracket],
-    strategy: Strategy,
-    accumulation: int,
-    prefetch_units: int = 0,
-) -> list[Action]:
-    """A whole optimizer step: ``accumulation`` microbatches, then STEP, then the weights that changed elsewhere."""
-    trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
-    actions: list[Action] = []
-    for microbatch in range(accumulation):
-        last = microbatch == accumulation - 1
-        passes = forward_actions(brackets, strategy, prefetch_units)
-        passes += backward_actions(brackets, strategy, trained, last, prefetch_units)
-        actions += [action._replace(microbatch=microbatch) for action in passes]
-    return actions + update_actions(trained, strategy)
-
-
-def update_actions(trained: Sequence[bool], strategy: Strategy) -> list[Action]:
-    """The end of the step: update what is owned, gather what is kept whole."""
-    actions = []
-    for unit, is_trained in enumerate(trained):
-        if is_trained:
-            actions.append(Action(Kind.STEP, unit))
-            if strategy.cuts_master and not strategy.cuts_weight:
-                actions.append(Action(Kind.UNSHARD, unit))
-    return actions
-
-
-def registration_brackets(names: Sequence[str]) -> list[Bracket]:
-    """Brackets in the order in which the modules were registered: the order until the first step has shown its own.
-
-    ``names``: module names of the Units in order of registration; a Unit lies inside another where its name does.
-    """
-    brackets: list[Bracket] = []
-    open_units: list[int] = []
-    for unit, name in enumerate(names):
-        while open_units and not is_inside(name, names[open_units[-1]]):
-            brackets.append(Bracket(False, open_units.pop()))
-        brackets.append(Bracket(True, unit))
-        open_units.append(unit)
-    return brackets + [Bracket(False, unit) for unit in reversed(open_units)]
-
-
-def with_absent(seen: Sequence[Bracket], before: Sequence[Bracket]) -> tuple[Bracket, ...]:
-    """The order ``seen`` of a forward pass with the Units that did not run, each where it stood in the order
-    ``before``: behind the neighbour in front of it. So data that skips blocks, now these and now those, finds them in
-    their places.
-
-    Both begin and end with the root's bracket.
-    """
-    order = list(seen)
-    ran = {bracket.unit for bracket in seen}
-    around: list[int] = []
-    last_inside: dict[int, int] = {}
-    """Of each Unit whose window is open in ``before``: the last Unit that stood directly in it."""
-    for opens, unit in before:
-        if not opens:
-            around.pop()
-            continue
-        if unit not in ran:
-            parent = around[-1]
-            neighbour = last_inside.get(parent)
-            if neighbour is None:
-                place = order.index(Bracket(True, parent)) + 1
-            else:  # behind its last window
-                place = len(order) - order[::-1].index(Bracket(False, neighbour))
-            order[place:place] = [Bracket(True, unit), Bracket(False, unit)]
-            ran.add(unit)
-        if around:
-            last_inside[around[-1]] = unit
-        around.append(unit)
-    return tuple(order)
-
-
-def is_inside(name: str, outer: str) -> bool:
-    """True where the module ``outer`` contains the module ``name``, by their names."""
-    return not outer or name.startswith(outer + ".")

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 import pytest
+from tests.parallel.pipeline.test_passes import unit_backward, unit_forward
 
-from shardwise.parallel.pipeline.dataflow import Lists
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
-from shardwise.parallel.pipeline.validate import validate
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
+from shardwise.plan.dataflow import Lists
 from shardwise.plan.errors import PlanError
-from tests.parallel.pipeline.test_passes import unit_backward, unit_forward
+from shardwise.plan.validate import validate
 
 MICROBATCHES = 4
 UNITS = {0: [0, 2], 1: [1, 3]}

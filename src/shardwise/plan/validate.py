@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from shardwise.parallel.pipeline.dataflow import stages_of
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
+from shardwise.plan.dataflow import stages_of
 from shardwise.plan.errors import PlanError
 
 _Lists = Mapping[int, Sequence[Action]]

@@ -1,0 +1,173 @@
+"""Lists of Units, as pure data."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.parallel.zero.layout import strategy_of
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.lists import (
+    Bracket,
+    backward_actions,
+    forward_actions,
+    is_inside,
+    registration_brackets,
+    step_actions,
+    with_absent,
+)
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.unit import BucketKey, Unit, lay_out
+
+ZERO3 = strategy_of(ZeroPolicy(stage=3), Mesh(dp_shard=2))
+ZERO2 = strategy_of(ZeroPolicy(stage=2), Mesh(dp_shard=2))
+ZERO1 = strategy_of(ZeroPolicy(stage=1), Mesh(dp_shard=2))
+
+
+def text(actions: list[Action]) -> str:
+    return " ".join(str(action) for action in actions)
+
+
+def opens(*units: int) -> list[Bracket]:
+    """Units of a row inside the root 0."""
+    inner = [bracket for unit in units for bracket in (Bracket(True, unit), Bracket(False, unit))]
+    return [Bracket(True, 0), *inner, Bracket(False, 0)]
+
+
+def test_lists_of_a_row() -> None:
+    row = opens(1, 2)
+    assert text(forward_actions(row, ZERO3)) == (
+        "UNSHARD(0) F(0) UNSHARD(1) F(1) RESHARD(1) UNSHARD(2) F(2) RESHARD(2) RESHARD(0)"
+    )
+    assert text(backward_actions(row, ZERO3, [True] * 3, last=False)) == (
+        "UNSHARD(0) B(0) UNSHARD(2) B(2) RESHARD(2) REDUCE(2) UNSHARD(1) B(1) RESHARD(1) REDUCE(1) RESHARD(0) REDUCE(0)"
+    )
+    assert text(backward_actions(row, ZERO2, [True, False, True], last=False)) == (
+        "B(0) B(2) REDUCE(2) B(1) REDUCE(0)"
+    )
+    assert text(backward_actions(row, ZERO1, [True] * 3, last=False)) == "B(0) B(2) B(1)"
+    assert text(backward_actions(row, ZERO1, [True] * 3, last=True)) == (
+        "B(0) B(2) REDUCE(2) B(1) REDUCE(1) REDUCE(0)"
+    )
+
+
+def test_gathers_run_ahead_of_their_use() -> None:
+    row = opens(1, 2, 3)
+    assert text(forward_actions(row, ZERO3, 1)) == (
+        "UNSHARD(0) UNSHARD(1) F(0) UNSHARD(2) F(1) RESHARD(1) UNSHARD(3) F(2) RESHARD(2) F(3) RESHARD(3) RESHARD(0)"
+    )
+
+
+def test_a_unit_that_runs_twice() -> None:
+    """It stays where nothing comes in between, opens again where something does, and is reduced once."""
+    assert text(forward_actions(opens(1, 1), ZERO3)) == (
+        "UNSHARD(0) F(0) UNSHARD(1) F(1) F(1) RESHARD(1) RESHARD(0)"
+    )
+    assert text(backward_actions(opens(1, 2, 1), ZERO3, [True] * 3, last=True)) == (
+        "UNSHARD(0) B(0) UNSHARD(1) B(1) RESHARD(1) UNSHARD(2) B(2) RESHARD(2) REDUCE(2) "
+        "UNSHARD(1) B(1) RESHARD(1) REDUCE(1) RESHARD(0) REDUCE(0)"
+    )
+
+
+def test_order_of_registration() -> None:
+    names = ["", "a", "a.b", "a.c", "ab", "d"]
+    assert registration_brackets(names) == [
+        Bracket(True, 0),
+        Bracket(True, 1),
+        Bracket(True, 2),
+        Bracket(False, 2),
+        Bracket(True, 3),
+        Bracket(False, 3),
+        Bracket(False, 1),
+        Bracket(True, 4),
+        Bracket(False, 4),
+        Bracket(True, 5),
+        Bracket(False, 5),
+        Bracket(False, 0),
+    ]
+    assert is_inside("a.b", "a") and is_inside("a", "") and not is_inside("ab", "a")
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> list[Bracket]:
+    """Any nesting and repetition of up to six Units inside the root."""
+
+    def some(depth: int) -> list[Bracket]:
+        found: list[Bracket] = []
+        for unit in draw(st.lists(st.integers(1, 6), max_size=4 - depth)):
+            found += [Bracket(True, unit), *(some(depth + 1) if depth < 2 else []), Bracket(False, unit)]
+        return found
+
+    return [Bracket(True, 0), *some(0), Bracket(False, 0)]
+
+
+@given(windows(), st.integers(0, 3), st.integers(1, 3))
+def test_every_list_can_be_run(brackets: list[Bracket], ahead: int, passes: int) -> None:
+    """A Unit is gathered whenever it computes, never twice at once, and released and reduced once at the end."""
+    trained = [True] * 7
+    for actions, reduces in (
+        (forward_actions(brackets, ZERO3, ahead), False),
+        (backward_actions(brackets * passes, ZERO3, trained, True, ahead), True),
+    ):
+        open_units: set[int] = set()
+        reduced: set[int] = set()
+        for kind, unit, *_ in actions:
+            if kind is Kind.UNSHARD:
+                assert unit not in open_units and unit not in reduced
+                open_units.add(unit)
+            elif kind is Kind.RESHARD:
+                open_units.discard(unit)
+            elif kind is Kind.REDUCE:
+                assert unit not in reduced and unit not in open_units
+                reduced.add(unit)
+            else:
+                assert unit in open_units
+        assert not open_units
+        used = {bracket.unit for bracket in brackets}
+        assert reduced == (used if reduces else set())
+
+
+def test_a_whole_step() -> None:
+    key = BucketKey(torch.float32, True, 0)
+    units = [Unit(i, name, (lay_out(key, [("w", (3,), ())], 2),)) for i, name in enumerate(["", "a"])]
+    actions = step_actions(units, opens(1), ZERO2, accumulation=2)
+    assert text(actions) == (
+        "F(0,0) F(1,0) B(0,0) B(1,0) REDUCE(1,0) REDUCE(0,0) "
+        "F(0,1) F(1,1) B(0,1) B(1,1) REDUCE(1,1) REDUCE(0,1) "
+        "STEP(0) UNSHARD(0) STEP(1) UNSHARD(1)"
+    )
+    assert "UNSHARD" not in text(step_actions(units, opens(1), ZERO3, 1)[-2:])
+
+
+def test_units_that_did_not_run_keep_their_places() -> None:
+    """They stood behind all others, so that a step that used one again on a rank alone was out of order."""
+    assert with_absent(opens(2, 3), opens(1, 2, 3)) == tuple(opens(1, 2, 3))
+    assert with_absent(opens(1, 3), opens(1, 2, 3)) == tuple(opens(1, 2, 3))
+    assert with_absent(opens(), opens(1, 2, 3)) == tuple(opens(1, 2, 3))
+    assert with_absent(opens(3, 1), opens(3, 2, 1)) == tuple(opens(3, 2, 1))
+    assert with_absent(opens(1, 2, 1), opens(1, 2, 3)) == tuple(opens(1, 2, 3, 1))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
+def test_any_units_may_be_absent(depths: list[int], data: st.DataObject) -> None:
+    """The order stays a nest of brackets with every Unit in it, what ran stays in order, and others keep theirs."""
+    names, path = [""], [""]
+    for i, depth in enumerate(depths):
+        path = path[: min(depth, len(path) - 1) + 1]
+        path.append(f"{path[-1]}.{i}".lstrip("."))
+        names.append(path[-1])
+    before = registration_brackets(names)
+    absent = data.draw(st.sets(st.integers(1, len(depths))))
+    seen = [bracket for bracket in before if bracket.unit not in absent]
+    assert with_absent(seen, seen) == tuple(seen)
+    found = with_absent(seen, before)
+    assert [bracket for bracket in found if bracket.unit not in absent] == seen
+    assert {bracket.unit for bracket in found} == set(range(len(names)))
+    around: list[int] = []
+    for opened, unit in found:
+        if opened:
+            around.append(unit)
+        else:
+            assert around.pop() == unit
+    if set(depths) == {0}:
+        assert found == tuple(before)
