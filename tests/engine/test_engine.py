@@ -238,8 +238,8 @@ def looks_and_edits(world: World) -> None:
 def masters(engine: Any) -> dict[str, Tensor]:
     found = {}
     for bucket, _ in engine._parts.trained:
-        full = bucket.gathered_copy(bucket.master)
-        for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
+        full = bucket.weight.gathered_copy(bucket.weight.master)
+        for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
             for name in (slot.name, *slot.aliases):
                 found[name] = view.double()
     return found

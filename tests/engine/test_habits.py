@@ -197,7 +197,7 @@ def loads_into_masters(world: Any, stage: int, precision: str) -> None:
     exact = {name: tensor.to(torch.bfloat16).float() for name, tensor in other.items()}
     assert worst(engine.state_dict(), exact if precision == "bf16" else other) == 0
     engine.load_state_dict(other)
-    masters = [bucket.master for bucket, _ in engine._parts.trained]
+    masters = [bucket.weight.master for bucket, _ in engine._parts.trained]
     assert precision == "fp32" or any(  # not rounded on their way
         not torch.equal(m, m.bfloat16().float()) for m in masters
     )

@@ -109,7 +109,7 @@ def overflow_on_one_rank(world: Any, layout: Layout, where: int) -> tuple[bool, 
 
     def with_overflow() -> Any:
         if world.rank == where:
-            engine._parts.trained[-1].bucket.owned_grad[0] = math.inf
+            engine._parts.trained[-1].bucket.gradient.owned[0] = math.inf
         return engine_step()
 
     parts = [each.chunk(layout.dp * layout.microbatches) for each in batch_of(0)]

@@ -18,7 +18,8 @@ from shardwise.comm.collectives import DONE
 from shardwise.engine import engine as engine_module
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import Totals
-from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.gradient import Gradient
+from shardwise.parallel.zero.weight import Weight
 from tests.engine.nets import VOCABULARY, Language, seeded
 from tests.engine.plain import Truth, train, worst
 
@@ -198,16 +199,16 @@ def test_equals_one_process(measured: Any, size: int, case: Case) -> None:
 # Bugs put in on purpose: the figures must show them ------------------------------------------------------------------
 
 
-def loses_an_addend(bucket: BucketState) -> None:
+def loses_an_addend(gradient: Gradient) -> None:
     """What one rank has to say about one block never arrives."""
-    if bucket.what == "Unit blocks.1" and bucket._around.both.index == 1 and bucket._landing_full is not None:
-        bucket._landing_full.zero_()
-    _reduce(bucket)
+    if gradient.what == "Unit blocks.1" and gradient._around.dp.index == 1 and gradient.staging is not None:
+        gradient.staging.zero_()
+    _reduce(gradient)
 
 
-def gathers_what_is_stale(bucket: BucketState) -> Any:
+def gathers_what_is_stale(weight: Weight) -> Any:
     """The weights that were updated elsewhere never arrive."""
-    return DONE if bucket.what == "Unit blocks.1" else _gather_update(bucket)
+    return DONE if weight.what == "Unit blocks.1" else _gather_updated(weight)
 
 
 def counts_this_rank_alone(parts: Parts, local: Sequence[float]) -> Totals:
@@ -218,7 +219,7 @@ def counts_this_rank_alone(parts: Parts, local: Sequence[float]) -> Totals:
 def scaled_again_by_odd_ranks(parts: Parts, local: Any) -> Totals:
     """Gradients are scaled once more by the number of ranks where it is odd."""
     totals = _exchange(parts, local)
-    ranks = parts.both.size
+    ranks = parts.dp.size
     return (
         totals._replace(squares=totals.squares * ranks**2, weight=totals.weight / ranks)
         if ranks % 2
@@ -226,10 +227,10 @@ def scaled_again_by_odd_ranks(parts: Parts, local: Any) -> Totals:
     )
 
 
-_reduce, _gather_update, _exchange = BucketState.reduce, BucketState.gather_update, engine_module.exchange
+_reduce, _gather_updated, _exchange = Gradient.reduce, Weight.gather_updated, engine_module.exchange
 BUGS: dict[str, tuple[Any, str, Any, int, int]] = {
-    "an addend is lost": (BucketState, "reduce", loses_an_addend, 1, 2),
-    "updated weights are not gathered": (BucketState, "gather_update", gathers_what_is_stale, 2, 2),
+    "an addend is lost": (Gradient, "reduce", loses_an_addend, 1, 2),
+    "updated weights are not gathered": (Weight, "gather_updated", gathers_what_is_stale, 2, 2),
     "divided by the local weight": (engine_module, "exchange", counts_this_rank_alone, 3, 2),
     "scaled by an odd number of ranks": (engine_module, "exchange", scaled_again_by_odd_ranks, 0, 3),
 }

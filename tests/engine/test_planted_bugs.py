@@ -26,8 +26,8 @@ from shardwise.engine.step import Totals
 from shardwise.kernels.dropout import Cut
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.tensor.layers import RowLinear
-from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.executor import Executor
+from shardwise.parallel.zero.weight import Weight
 from shardwise.plan.errors import CommError, UsageError
 from shardwise.plan.placement import Replicate
 from tests.engine.nets import seeded
@@ -63,7 +63,7 @@ def averaged_over_tp() -> Patch:
         for ranks, held in () if ended else self._held.items():
             for bucket in held:
                 for start, stop in held[bucket]:
-                    bucket.owned_grad[start:stop] /= len(ranks)
+                    bucket.gradient.owned[start:stop] /= len(ranks)
 
     return patch.object(SharedGradients, "sum", wrong)
 
@@ -81,7 +81,7 @@ def replicas_not_reduced() -> Patch:
 
 def all_counted_in_the_norm() -> Patch:
     """What several ranks hold alike counts on each of them."""
-    return patch.object(SharedGradients, "counted", lambda self, bucket: [(0, bucket.owned_grad.numel())])
+    return patch.object(SharedGradients, "counted", lambda self, bucket: [(0, bucket.gradient.owned.numel())])
 
 
 def sequence_gradient_not_summed() -> Patch:
@@ -279,8 +279,8 @@ def last_reduction_skipped() -> Patch:
 
     def wrong(self: Executor, state: Any) -> None:
         for bucket in state.buckets:
-            for view in (bucket._landing or ()) if self._is_last else ():
-                view.zero_()
+            if self._is_last and bucket.gradient.staging is not None:
+                bucket.gradient.staging.zero_()
         right(self, state)
 
     return patch.object(Executor, "_reduce", wrong)
@@ -289,18 +289,18 @@ def last_reduction_skipped() -> Patch:
 @contextmanager
 def stale_weights() -> Iterator[None]:
     """Units are gathered from the weights of the first step."""
-    right = BucketState.start_gather
+    right = Weight.start_unshard
     first: dict[int, Tensor] = {}
 
-    def wrong(self: BucketState) -> None:
-        fresh = self.weight
-        self.weight = first.setdefault(id(self), fresh.clone())
+    def wrong(self: Weight) -> None:
+        fresh = self.shard
+        self.shard = first.setdefault(id(self), fresh.clone())
         try:
             right(self)
         finally:
-            self.weight = fresh
+            self.shard = fresh
 
-    with patch.object(BucketState, "start_gather", wrong):
+    with patch.object(Weight, "start_unshard", wrong):
         yield
 
 

@@ -48,12 +48,12 @@ def fingerprint(engine: Any) -> dict[str, list[float]]:
     """Weights, masters and moments, whole, as plain numbers by name."""
     found = {name: tensor.double().flatten().tolist() for name, tensor in engine.state_dict().items()}
     for bucket, optimizer in engine._parts.trained:
-        flats = {label: torch.zeros_like(bucket.master) for label in ("exp_avg", "exp_avg_sq")}
+        flats = {label: torch.zeros_like(bucket.weight.master) for label in ("exp_avg", "exp_avg_sq")}
         for label, start, stop, tensor in optimizer.moments():
             flats[label][start:stop] = tensor
-        flats["master"] = bucket.master
+        flats["master"] = bucket.weight.master
         for label, flat in flats.items():
-            full = bucket.gathered_copy(flat)
+            full = bucket.weight.gathered_copy(flat)
             for slot in bucket.layout.slots:
                 values = full[slot.offset : slot.offset + slot.elements]
                 found[f"{label}/{slot.name}"] = values.double().tolist()

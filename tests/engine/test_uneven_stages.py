@@ -57,7 +57,9 @@ def run(world: Any, make: Any, mesh: dict[str, int], steps: int = 3, **config: A
     )
     results = [engine.train_step([batch(2 * step), batch(2 * step + 1)]) for step in range(steps)]
     lr, state = engine.lr, engine.state_dict()
-    tied = [bucket.weight.clone() for buckets in engine._parts.shared.tied.values() for bucket in buckets]
+    tied = [
+        bucket.weight.shard.clone() for buckets in engine._parts.shared.tied.values() for bucket in buckets
+    ]
     engine.close()
     lrs = [*(r.lr for r in results), lr]
     return {"losses": [r.loss for r in results], "lrs": lrs, "state": state, "tied": tied}

@@ -179,6 +179,11 @@ class Group:
     names: tuple[int, ...] = ()
     """The ranks as the whole job counts them, for errors; left out, as ``ranks``."""
 
+    @classmethod
+    def alone(cls, axis: str) -> "Group":
+        """A group of one rank, whose collectives are the identity."""
+        return cls(axis, (0,), 0, None, Clock(0.0), Traffic())
+
     @property
     def size(self) -> int:
         """Ranks in the group."""

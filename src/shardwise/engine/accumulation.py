@@ -20,16 +20,16 @@ from shardwise.precision.loss_scale import LossScale
 
 
 class Accumulation:
-    """See the module's docstring. ``both``: all data-parallel ranks."""
+    """See the module's docstring. ``dp``: all data-parallel ranks."""
 
     def __init__(
-        self, microbatches: int, both: Group, loss_scale: LossScale | None, device: torch.device
+        self, microbatches: int, dp: Group, loss_scale: LossScale | None, device: torch.device
     ) -> None:
         self.microbatches = microbatches
         """That make a step."""
         self.reference = 0.0
         """r, by which all weights are divided; found from the first global batch, 0 before."""
-        self._both = both
+        self._dp = dp
         self._loss_scale = loss_scale
         self._device = device
         self.clear()
@@ -70,11 +70,11 @@ class Accumulation:
             return
         # Rank 0's own, which is that of the same samples on any number of ranks; the average tells the size.
         first = total = weight
-        if self._both.size > 1:
-            both = [weight, weight if self._both.index == 0 else 0.0]
-            sums = torch.tensor(both, dtype=torch.float64, device=self._device)
-            self._both.all_reduce(sums, "the first weights", purpose="control").wait()
+        if self._dp.size > 1:
+            mine = [weight, weight if self._dp.index == 0 else 0.0]
+            sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
+            self._dp.all_reduce(sums, "the first weights", purpose="control").wait()
             total, first = sums.tolist()
-        near = abs(total) * self.microbatches or float(self._both.size * self.microbatches)
+        near = abs(total) * self.microbatches or float(self._dp.size * self.microbatches)
         unit = abs(first) or 1.0
         self.reference = unit * 2.0 ** round(math.log2(near / unit))

@@ -53,11 +53,13 @@ from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
-from shardwise.parallel.zero.bucket import BucketState, Fill, Surroundings, absent
+from shardwise.parallel.zero.bucket import BucketState, Fill
+from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.executor import Executor, UnitState
 from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.modules import Holding, check_renormalized, repeated_blocks
 from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.parallel.zero.views import absent
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.registry import Registry
@@ -189,8 +191,8 @@ class _Recipe(NamedTuple):
 
     def optimizer_of(self, bucket: BucketState) -> FlatOptimizer:
         """That of one bucket."""
-        assert bucket.master is not None, "a trained bucket has a master"
-        return FlatOptimizer(bucket.master, self.make, bucket.layout.key.optimizer_group)
+        assert bucket.weight.master is not None, "a trained bucket has a master"
+        return FlatOptimizer(bucket.weight.master, self.make, bucket.layout.key.optimizer_group)
 
 
 def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elementwise: bool) -> _Recipe:
@@ -326,7 +328,7 @@ def _stage(
         recipe.group_of,
         recipe.moments,
     )
-    states = _unit_states(module, drawn, _surroundings(drawn, site), start.or_own(drawn.holdings))
+    states = _unit_states(module, drawn, _bucket_context(drawn, site), start.or_own(drawn.holdings))
     if settings.compile.scope == "blocks":
         _compile_blocks(states, settings.compile.backend)
     recompute_blocks(module, share.to_recompute, settings.recompute, share.replay)
@@ -347,23 +349,23 @@ def _gather_around_methods(executor: Executor, zero: ZeroPolicy, mesh: Mesh) -> 
             executor.gather_around(units[name], method)
 
 
-def _surroundings(drawn: Draft, site: _Site) -> Surroundings:
+def _bucket_context(drawn: Draft, site: _Site) -> BucketContext:
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     holds = zero.regather == "step" and groups["pp"].size > 1
     shares = zero.share_memory and not holds
     spare = int(zero.prefetch_units) if shares else _NEVER_SHARES
-    return Surroundings(
+    return BucketContext(
         strategy=drawn.strategy,
         shard=groups["dp_shard"],
         replicate=groups["dp_replicate"],
-        both=groups["dp"],
+        dp=groups["dp"],
         weights=SlotPool(device, spare, zero.debug),
         gradients=SlotPool(device, 0, zero.debug),
         device=device,
     )
 
 
-def _unit_states(model: nn.Module, drawn: Draft, around: Surroundings, start: Fill) -> list[UnitState]:
+def _unit_states(model: nn.Module, drawn: Draft, around: BucketContext, start: Fill) -> list[UnitState]:
     states = []
     for unit, found in zip(drawn.plan.units, drawn.found, strict=True):
         made = []
@@ -373,7 +375,7 @@ def _unit_states(model: nn.Module, drawn: Draft, around: Surroundings, start: Fi
             what = f"Unit {unit.title}" + (f" bucket {place}" if len(unit.buckets) > 1 else "")
             bucket = BucketState(layout, drawn.dtypes[unit.index, place], parameters, what, around)
             bucket.fill(start)
-            bucket.attach()
+            bucket.weight.attach()
             made.append(bucket)
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)

@@ -219,7 +219,7 @@ class Check:
             return "the loss is not what engine(batch) returned"
         if self._is_cast:
             return "torch.autocast was on around the pass"
-        if self._settings.batch_norm == "synchronized" and parts.both.size > 1:
+        if self._settings.batch_norm == "synchronized" and parts.dp.size > 1:
             return "batch_norm: synchronized takes the samples of all ranks"
         drawing = unkeyed_dropout(_undropped(model))
         if drawing:
@@ -300,14 +300,14 @@ class Check:
         self, model: nn.Module, got: Mapping[str, Tensor], loss: float, totals: Totals, divisor: float
     ) -> str:
         """What differs, in words. Collective over the ranks that compare."""
-        both = self._parts.both
+        dp = self._parts.dp
         mean = torch.tensor([loss], dtype=torch.float64, device=self._parts.device)
-        both.all_reduce(mean, "the uncut loss", purpose="control").wait()
+        dp.all_reduce(mean, "the uncut loss", purpose="control").wait()
         wanted: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-                both.all_reduce(grad.view(-1), name, purpose="control").wait()
+                dp.all_reduce(grad.view(-1), name, purpose="control").wait()
                 wanted[name], parameter.grad = grad.double() / totals.weight, None
         tolerance = self._tolerances()
         uncut_loss, cut_loss = float(mean) / totals.weight, totals.loss / totals.weight

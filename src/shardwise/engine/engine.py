@@ -305,7 +305,7 @@ class Engine:
 
     def _close_step(self, totals: Totals, norm: float, lr: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
-            bucket.forget_gradients()
+            bucket.gradient.drop_gradients()
         self._parts.shared.reset()
         self.step_count += 1
         loss = totals.loss / totals.weight if totals.weight else 0.0
@@ -541,7 +541,7 @@ class Engine:
                 "and before step()"
             )
         weight = torch.tensor([step.weight], dtype=torch.float64, device=self._parts.device)
-        self._parts.both.all_reduce(weight, "the summed weights", purpose="control").wait()
+        self._parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()
         return state.gradients(self._parts, step.divisor_of(float(weight)))
 
     def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
@@ -551,7 +551,7 @@ class Engine:
     def gathered(self) -> AbstractContextManager[None]:
         """A context for many passes without gradients: the weights that this rank computes with are gathered once.
         Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes."""
-        return state.lent_parameters(self._parts)
+        return state.summoned_parameters(self._parts)
 
     def state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
         """The whole model on the CPU, under the model's own names (tied names both). Collective.
@@ -648,7 +648,7 @@ class Engine:
         ``epochs`` ends a ``BatchedDataset`` after as many passes.
         Errors: ConfigError without a batch size or where it contradicts the configuration, DataError.
         """
-        batch, dp = self.config.batch, self._parts.both
+        batch, dp = self.config.batch, self._parts.dp
         given = batch_size or getattr(data, "batch_size", None)
         micro = batch.micro_size or given
         if micro is None:
@@ -687,7 +687,7 @@ class Engine:
         """(batch, samples that count) pairs for one ``engine.evaluate``, or a loop with ``engine.gather_metrics``.
 
         Every sample once over all ranks, in order. Every rank gets as many pairs; in one that fills up, 0 count."""
-        dp = self._parts.both
+        dp = self._parts.dp
         micro = batch_size or getattr(data, "batch_size", None) or self.config.batch.micro_size or 1
         return evaluation_batches(data, dp.index, dp.size, micro, collate_fn=collate_fn, workers=workers)
 

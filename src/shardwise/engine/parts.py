@@ -92,7 +92,7 @@ class Parts:
     """What the model's modules held themselves in the places of ``REPLACED`` before they were wrapped."""
 
     @property
-    def both(self) -> Group:
+    def dp(self) -> Group:
         """All data-parallel ranks."""
         return self.groups["dp"]
 
@@ -123,7 +123,7 @@ class Parts:
     def place(self, step: int, microbatch: int, batch: Any) -> Place:
         """Where the samples of ``batch`` stand in the global batch of ``step``."""
         rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
-        return Place(step, (microbatch * self.both.size + self.both.index) * rows, rows or None)
+        return Place(step, (microbatch * self.dp.size + self.dp.index) * rows, rows or None)
 
     @contextmanager
     def _told_as_cut(self) -> Iterator[None]:

@@ -116,8 +116,8 @@ def load(
         return None
     saved = SavedState.of(loaded.trainer, loaded.path)
     for bucket in buckets(parts):
-        bucket.publish()
-        bucket.gather_update().wait()
+        bucket.weight.copy_from_master()
+        bucket.weight.gather_updated().wait()
     if parts.tables:
         notes = saved_tables.notes_of(loaded.trainer, str(loaded.path))
         saved_tables.load(
@@ -191,13 +191,13 @@ def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str
             slots = [
                 s for s in layout.slots if parts.registry.get("parameter", s.name).stages[0] == stage.index
             ]
-            first = window[0] if bucket.weight.numel() < layout.elements else 0
-            _pieces(parts, held, "weight", slots, first, bucket.weight, window)
-            if bucket.master is None:
+            first = window[0] if bucket.weight.shard.numel() < layout.elements else 0
+            _pieces(parts, held, "weight", slots, first, bucket.weight.shard, window)
+            if bucket.weight.master is None:
                 continue
-            first = bucket.owned_range[0] * bucket.master.numel()
+            first = bucket.owned_range[0] * bucket.weight.master.numel()
             if bucket.dtypes.master != bucket.dtypes.compute:
-                _pieces(parts, held, "master", slots, first, bucket.master, window)
+                _pieces(parts, held, "master", slots, first, bucket.weight.master, window)
             with_state = [slot for slot in slots if slot.name not in stateless]
             for label, start, _, tensor in optimizers[id(bucket)].moments():
                 _pieces(parts, held, label, with_state, first + start, tensor, window)
@@ -219,7 +219,7 @@ def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
     items = []
     held = own_buffers(parts)
     pp = parts.groups["pp"]
-    is_first = parts.both.index == 0 and parts.groups["tp"].index == 0
+    is_first = parts.dp.index == 0 and parts.groups["tp"].index == 0
     for info in parts.registry.of_kind("buffer"):
         if not parts.whole.buffers[info.name][2]:
             continue
@@ -315,9 +315,9 @@ def _items_to_load(
     held: Pieces = {}
     for bucket in buckets(parts):
         layout = bucket.layout
-        target, first = bucket.weight, 0
-        if bucket.master is not None:
-            target, first = bucket.master, bucket.owned_range[0] * bucket.master.numel()
+        target, first = bucket.weight.shard, 0
+        if bucket.weight.master is not None:
+            target, first = bucket.weight.master, bucket.owned_range[0] * bucket.weight.master.numel()
         elif target.numel() < layout.elements:
             first = parts.groups["dp_shard"].index * layout.shard_elements
         _pieces(parts, held, "state", layout.slots, first, target, None)
@@ -362,9 +362,9 @@ def _empty_moments(parts: Parts, manifest: Manifest) -> dict[int, dict[str, Tens
             f"{', '.join(expected)}. Use the optimizer it was saved with, or load(..., weights_only=True)"
         )
     return {
-        id(bucket): {label: torch.zeros_like(bucket.master) for label in labels}
+        id(bucket): {label: torch.zeros_like(bucket.weight.master) for label in labels}
         for bucket, _ in parts.trained
-        if bucket.master is not None
+        if bucket.weight.master is not None
     }
 
 

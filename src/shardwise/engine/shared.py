@@ -87,26 +87,26 @@ class SharedGradients:
             return
         self._is_summed = True
         for ranks, held in sorted(self._held.items(), key=lambda item: item[0]):
-            addends = [bucket.owned_grad[start:stop] for bucket in held for start, stop in held[bucket]]
+            addends = [bucket.gradient.owned[start:stop] for bucket in held for start, stop in held[bucket]]
             flat = torch.cat(addends)
             self._groups[ranks].all_reduce(flat, "gradients that the ranks share").wait()
             for addend, total in zip(addends, flat.split([len(each) for each in addends]), strict=True):
                 addend.copy_(total)
         for name, buckets in self.tied.items():
-            total = buckets[0].owned_grad
+            total = buckets[0].gradient.owned
             for other in buckets[1:]:
-                total.add_(other.owned_grad)
+                total.add_(other.gradient.owned)
             ranks = self._tied_ranks[name]
             if len(ranks) > 1:
                 self._groups[ranks].all_reduce(total, f"the gradient of {name}, tied across stages").wait()
-            used = torch.tensor([any(any(bucket.used) for bucket in buckets)], dtype=torch.float64)
+            used = torch.tensor([any(any(bucket.gradient.used) for bucket in buckets)], dtype=torch.float64)
             used = used.to(total.device)
             if len(ranks) > 1:
                 self._groups[ranks].all_reduce(used, f"the use of {name}", purpose="control").wait()
             for bucket in buckets:
-                bucket.used = [bool(used.item())] * len(bucket.used)
+                bucket.gradient.used = [bool(used.item())] * len(bucket.gradient.used)
             for other in buckets[1:]:
-                other.owned_grad.copy_(total)
+                other.gradient.owned.copy_(total)
 
     def reset(self) -> None:
         """After the step."""

@@ -37,10 +37,10 @@ def bytes_by_kind(parts: Parts) -> dict[str, int]:
     if parts.tables:
         total["tables"] = parts.tables.nbytes
     for bucket in buckets(parts):
-        total["weight"] += bucket.weight.nbytes
-        total["grad"] += bucket.grad_elements * bucket.dtypes.grad.itemsize
-        own_master = bucket.master is not None and bucket.dtypes.master != bucket.dtypes.compute
-        total["master"] += bucket.master.nbytes if own_master and bucket.master is not None else 0
+        total["weight"] += bucket.weight.shard.nbytes
+        total["grad"] += bucket.gradient.elements * bucket.dtypes.grad.itemsize
+        master = bucket.weight.master
+        total["master"] += 0 if master is None or bucket.weight.shares_master else master.nbytes
     total["moments"] = sum(optimizer.state_bytes for _, optimizer in parts.trained)
     return total
 
@@ -48,15 +48,15 @@ def bytes_by_kind(parts: Parts) -> dict[str, int]:
 def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
     """What was summed over ranks and microbatches, by ``divisor``, by name."""
     finish_reductions(parts.trained, parts.shared)
-    votes = [float(used) for bucket, _ in parts.trained for used in bucket.used]
+    votes = [float(used) for bucket, _ in parts.trained for used in bucket.gradient.used]
     vector = torch.tensor(votes, dtype=torch.float64, device=parts.device)
-    parts.both.all_reduce(vector, "which parameters were used", purpose="control").wait()
+    parts.dp.all_reduce(vector, "which parameters were used", purpose="control").wait()
     used = vector.tolist()
     found: dict[str, Tensor] = {}
     place = 0
     for bucket, _ in parts.trained:
-        full = bucket.gathered_copy(bucket.owned_grad)
-        for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
+        full = bucket.weight.gathered_copy(bucket.gradient.owned)
+        for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
             if used[place]:
                 found[slot.name] = view / divisor
             place += 1
@@ -64,28 +64,28 @@ def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
 
 
 @contextmanager
-def lent_parameters(parts: Parts) -> Iterator[None]:
+def summoned_parameters(parts: Parts) -> Iterator[None]:
     """See ``Engine.gathered``."""
-    lent = _lend(parts)
+    summoned = _summon(parts)
     try:
         yield
     finally:
-        for bucket, full in lent:
-            bucket.reclaim(full, keep=False)
+        for bucket, full in summoned:
+            bucket.weight.restore(full, keep=False)
 
 
 @contextmanager
 def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Parameter]]:
     """See ``Engine.full_parameters``."""
-    lent = _lend(parts)
+    summoned = _summon(parts)
     is_cut = parts.groups["model"].size > 1
     whole: dict[str, nn.Parameter] = {}
     versions: dict[str, int] = {}
     if is_cut:
         own = {
             slot.name: view
-            for bucket, full in lent
-            for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True)
+            for bucket, full in summoned
+            for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True)
         }
         for name, tensor in _assembled(parts, own, "parameter").items():
             whole[name] = nn.Parameter(tensor, requires_grad=False)
@@ -97,12 +97,12 @@ def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Paramete
         with torch.no_grad():
             yield whole or dict(parts.model.named_parameters(remove_duplicate=False))
     finally:
-        for bucket, full in lent:
+        for bucket, full in summoned:
             if is_cut and write:
                 with torch.no_grad():
-                    for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
+                    for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
                         _take(parts, slot.name, whole[slot.name].data, view)
-            edited += bucket.reclaim(full, keep=write)
+            edited += bucket.weight.restore(full, keep=write)
         edited += [name for name, version in versions.items() if whole[name]._version != version]
     if edited and not write:
         raise UsageError(
@@ -111,22 +111,22 @@ def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Paramete
         )
 
 
-def _lend(parts: Parts) -> list[tuple[BucketState, Tensor]]:
+def _summon(parts: Parts) -> list[tuple[BucketState, Tensor]]:
     """Every bucket and the copy, whole over the data-parallel ranks, that its parameters point into until
-    ``reclaim``."""
-    lent = []
+    ``restore``."""
+    summoned = []
     for bucket in buckets(parts):
-        full = bucket.gathered_copy()
-        bucket.lend(full)
-        lent.append((bucket, full))
-    return lent
+        full = bucket.weight.gathered_copy()
+        bucket.weight.summon(full)
+        summoned.append((bucket, full))
+    return summoned
 
 
 def give_back(parts: Parts) -> None:
     """The model's parameters hold the weights from here on, whole over the data-parallel ranks; a second call does
     nothing."""
     for bucket in buckets(parts):
-        bucket.give_back()
+        bucket.weight.give_back()
 
 
 def unwrap(parts: Parts) -> None:
@@ -159,8 +159,8 @@ def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tens
     for bucket in buckets(parts):
         if trained_only and not bucket.layout.key.trained:
             continue
-        full = bucket.gathered_copy()
-        for slot, view in zip(bucket.layout.slots, bucket.fresh_views(full), strict=True):
+        full = bucket.weight.gathered_copy()
+        for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
             whole[slot.name] = view.detach().to("cpu", copy=True)
     whole = _assembled(parts, whole, "parameter", to_cpu=True)
     return {alias: whole[name] for alias, name in parts.whole.canonical.items() if name in whole}
@@ -186,7 +186,7 @@ def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> 
     """See ``Engine.load_state_dict``: each rank writes the elements that it owns, so that nothing is put together."""
     whole = parts.whole
     _check_names(parts, given, strict)
-    if any(bucket.is_lent for bucket in buckets(parts)):
+    if any(bucket.weight.is_summoned for bucket in buckets(parts)):
         raise UsageError(
             "load_state_dict: not inside engine.full_parameters() or engine.gathered(); call it outside of them"
         )
@@ -296,7 +296,7 @@ def gather_rows(parts: Parts, value: Tensor, samples: int | None) -> Tensor:
                 f"gather_metrics: {samples} samples shall count, but the tensor has {len(own)} rows"
             )
         own = own[:samples]
-    dp = parts.both
+    dp = parts.dp
     if dp.size == 1:
         return own.clone()
     counts = torch.zeros(dp.size, dtype=torch.float64, device=parts.device)

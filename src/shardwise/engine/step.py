@@ -92,38 +92,38 @@ class Totals(NamedTuple):
 def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> None:
     """Every gradient is whole where its master lies; a second call does nothing."""
     for bucket, _ in trained:
-        bucket.finish_reduce()
+        bucket.gradient.finish_reduce()
     shared.sum()
 
 
 def exchange(parts: "Parts", local: Local) -> Totals:
     """Sum over the data-parallel ranks, then over those that share a model."""
-    trained, shared, executors, both = parts.trained, parts.shared, parts.executors, parts.both
+    trained, shared, executors, dp = parts.trained, parts.shared, parts.executors, parts.dp
     finish_reductions(trained, shared)
     squares = parts.tables.square_sum()
     used: list[float] = []
     for bucket, _ in trained:
         index, count = bucket.owned_range
-        copies = both.size // count  # ranks that hold the same gradient each sum a part of it
+        copies = dp.size // count  # ranks that hold the same gradient each sum a part of it
         for start, stop in shared.counted(bucket):
-            mine = share(bucket.owned_grad[start:stop], both.index // count, copies)
+            mine = share(bucket.gradient.owned[start:stop], dp.index // count, copies)
             squares = squares + square_sum(mine).cpu()
-        used += map(float, bucket.used)
+        used += map(float, bucket.gradient.used)
     order = float(sum(executor.order_hash for executor in executors) % (1 << 20))
-    sequence = float(both.traffic.sequence >> 12)
+    sequence = float(dp.traffic.sequence >> 12)
     rates = float(local.rates)
     pairs = (order, order * order, sequence, sequence * sequence, rates, rates * rates)
-    seats = [0.0] * (0 if local.batches is None else both.size)
+    seats = [0.0] * (0 if local.batches is None else dp.size)
     if seats:
-        seats[both.index] = float(local.batches or 0)
+        seats[dp.index] = float(local.batches or 0)
     own = torch.tensor([local.weight, local.loss, local.flags, *pairs, *seats, *used], dtype=torch.float64)
     on_device: Tensor = torch.cat([squares.reshape(1), own]).to(parts.device)
-    both.all_reduce(on_device, "the gradient norm", purpose="control").wait()
+    dp.all_reduce(on_device, "the gradient norm", purpose="control").wait()
     total = on_device.tolist()
-    if not _agree(both.size, total[6], total[7]):
+    if not _agree(dp.size, total[6], total[7]):
         departures = [text for executor in executors for text in executor.departures[-3:]]
         raise CommError(
-            f"rank {both.ranks[both.index]}, step {both.clock.step}: the ranks did not run the same collectives in the "
+            f"rank {dp.ranks[dp.index]}, step {dp.clock.step}: the ranks did not run the same collectives in the "
             "same order, so weights and gradients were mixed up; the weights of the step before are intact. At stage 3 "
             "data may make a rank skip Units, but not run them in another order than other ranks. Departures from the "
             f"Plan here: {departures or 'none'}"
@@ -133,9 +133,9 @@ def exchange(parts: "Parts", local: Local) -> Totals:
         loss=total[2],
         squares=total[0],
         used=[count > 0 for count in total[10 + len(seats) :]],
-        orders_agree=_agree(both.size, total[4], total[5]),
+        orders_agree=_agree(dp.size, total[4], total[5]),
         flags=int(total[3]),
-        rates_agree=_agree(both.size, total[8], total[9]),
+        rates_agree=_agree(dp.size, total[8], total[9]),
         batches=tuple(map(int, total[10 : 10 + len(seats)])),
     )
     if parts.groups["model"].size == 1:
@@ -206,9 +206,9 @@ def update(
     for bucket, optimizer in parts.trained:
         used = totals.used[place : place + len(bucket.parameters)]
         place += len(bucket.parameters)
-        optimizer.step(bucket.owned_grad, divisor, rates, unused_ranges(bucket, used))
-        bucket.publish()
-        gathers.append(bucket.gather_update())
+        optimizer.step(bucket.gradient.owned, divisor, rates, unused_ranges(bucket, used))
+        bucket.weight.copy_from_master()
+        gathers.append(bucket.weight.gather_updated())
     parts.tables.step(tables_factor, divisor)
     for gather in gathers:
         gather.wait()

@@ -17,6 +17,7 @@ Cost:   padding of at most 63 bytes per parameter and N·64 bytes per bucket.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,13 @@ class Bucket:
     def used_elements(self) -> int:
         """Elements without padding."""
         return sum(slot.elements for slot in self.slots)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [start, stop) that belong to no parameter."""
+        ends = (0, *(slot.offset + slot.elements for slot in self.slots))
+        starts = (*(slot.offset for slot in self.slots), self.elements)
+        return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
 
     def overlaps(self, index: int, shards: int | None = None) -> Iterator[Overlap]:
         """The parts of parameters inside range ``index`` of ``shards`` (default: as the bucket is cut)."""

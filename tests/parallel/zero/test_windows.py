@@ -422,9 +422,11 @@ def few_slots(world: Any) -> None:
         blocks, (_, first) = engine.plan.units[1].elements, engine._parts.executors[0].states[:2]
         for step in range(2):
             engine.train_step([piece(step, world.rank)])
-        pool = first.buckets[0]._around.weights
+        pool = first.buckets[0].weight._around.weights
         assert pool.bytes == 8 * (engine.plan.units[0].elements + wanted * blocks), (ahead, share)
-        assert first.buckets[0]._around.gradients.bytes <= 8 * (engine.plan.units[0].elements + 2 * blocks)
+        assert first.buckets[0].weight._around.gradients.bytes <= 8 * (
+            engine.plan.units[0].elements + 2 * blocks
+        )
         engine.close()
 
 

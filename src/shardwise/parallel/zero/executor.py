@@ -96,9 +96,9 @@ class UnitState:
     def gather(self) -> None:
         """UNSHARD, finished."""
         for bucket in self.buckets:
-            bucket.start_gather()
+            bucket.weight.start_unshard()
         for bucket in self.buckets:
-            bucket.finish_gather()
+            bucket.weight.finish_unshard()
 
     @property
     def is_complete(self) -> bool:
@@ -243,22 +243,23 @@ class Executor:
                 self._need(self.states[action[1]])
 
     def _unshard(self, state: UnitState) -> None:
-        if any(bucket.in_the_way is not None for bucket in state.buckets):
+        if any(bucket.weight.in_the_way is not None for bucket in state.buckets):
             self._deferred.add(state.unit.index)  # [Note: deferred gathers]
             return
         for bucket in state.buckets:
-            bucket.start_gather()
+            bucket.weight.start_unshard()
 
     def _need(self, state: UnitState) -> None:
         """The Unit's weights are needed now. Who was gathered ahead into its memory makes way."""
         for bucket in state.buckets:
-            if bucket.in_the_way is None:
+            holder_name = bucket.weight.in_the_way
+            if holder_name is None:
                 continue
-            holder = self._holders[bucket.in_the_way]
+            holder = self._holders[holder_name]
             if holder.in_forward or (holder.in_backward and not state.recomputes):
                 break  # the slot itself will complain
             for other in holder.buckets:
-                other.release()
+                other.weight.reshard()
             holder.made_way = holder.in_backward
             if not holder.in_backward:
                 self._deferred.add(holder.unit.index)
@@ -268,14 +269,14 @@ class Executor:
     def _reshard(self, state: UnitState) -> None:
         if not self._is_held:
             for bucket in state.buckets:
-                bucket.release()
+                bucket.weight.reshard()
         state.in_forward = 0
         state.in_backward = state.recomputes = state.made_way = False
 
     def _reduce(self, state: UnitState) -> None:
         for bucket in state.buckets:
             if bucket.layout.key.trained:
-                bucket.reduce()
+                bucket.gradient.reduce()
         state.is_reduced = True
 
     # Forward ---------------------------------------------------------------------------------------------------
@@ -411,7 +412,7 @@ class Executor:
             state.missing = state.trained_parameters
             state.is_reduced = state.in_backward = state.recomputes = state.made_way = False
             for bucket in state.buckets:
-                bucket.reduces_alone = last and not self._adds_up
+                bucket.gradient.reduces_alone = last and not self._adds_up
         if self._is_differentiated_twice and not self._is_held:
             self._hold_for_second_derivatives()
 
@@ -489,7 +490,7 @@ class Executor:
     def mark_gradients(self) -> None:
         """The user's code goes on: what it reads in ``p.grad`` is an error from here to the step."""
         for bucket in self._trained_buckets:
-            bucket.mark_gradients()
+            bucket.gradient.mark()
         self._is_marked = True
 
     def unmark_gradients(self, at_step: bool = False) -> None:
@@ -500,7 +501,7 @@ class Executor:
         if not self._is_marked:
             return
         self._is_marked = False
-        changes = [bucket.unmark_gradients() for bucket in self._trained_buckets]
+        changes = [bucket.gradient.unmark() for bucket in self._trained_buckets]
         given = [name for _, names in changes for name in names]
         dropped = [name for names, _ in changes for name in names]
         if given:
@@ -520,7 +521,7 @@ class Executor:
         if self._is_marked:
             self._is_marked = False
             for bucket in self._trained_buckets:
-                bucket.unmark_gradients()
+                bucket.gradient.unmark()
         self._begin([])
         self._is_backward = self._adds_up = self._is_held = self._is_differentiated_twice = False
         self._interrupted = None
@@ -528,7 +529,7 @@ class Executor:
         self._release_all()
         for state in self.states:
             for bucket in state.buckets:
-                bucket.forget_gradients()
+                bucket.gradient.drop_gradients()
 
     def _before_backward(self, index: int, grad: Tensor) -> None:
         state = self.states[index]
@@ -567,7 +568,7 @@ class Executor:
                 f"backward: {name} got a gradient while another Unit, which recomputes, "
                 "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.share_memory: false"
             )
-        if bucket.land(place, parameter):
+        if bucket.gradient.accumulate(place, parameter):
             state.missing -= 1
             if state.missing == 0:
                 self._close_complete()

@@ -1,0 +1,138 @@
+"""The lives of a weight and a gradient: which state may follow which, and what the parameters show in each."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import Group
+from shardwise.memory.slots import SlotPool
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.context import BucketContext
+from shardwise.parallel.zero.gradient import GradientState
+from shardwise.parallel.zero.weight import WeightState
+from shardwise.plan.errors import UsageError
+from shardwise.plan.lists import Strategy
+from shardwise.plan.placement import Partial, Replicate, Shard
+from shardwise.plan.unit import BucketKey, lay_out
+from shardwise.precision.policy import Dtypes
+
+R, S, P = Replicate(), Shard(), Partial()
+F32 = torch.float32
+WHOLE, CUT = Strategy((R, R), (P, P), (R, R)), Strategy((R, S), (P, S), (R, S))
+
+
+def bucket(strategy: Strategy, device: str = "cpu") -> BucketState:
+    """One weight of three elements and one of five, of one rank."""
+    layout = lay_out(BucketKey(F32, True, 0), [("a", (3,), ()), ("b", (5,), ())], 1)
+    pools = (SlotPool(torch.device(device), poison=True) for _ in range(2))
+    alone = (Group.alone(axis) for axis in ("dp_shard", "dp_replicate", "dp"))
+    around = BucketContext(strategy, *alone, *pools, torch.device(device))
+    parameters = [nn.Parameter(torch.zeros(slot.shape, device=device)) for slot in layout.slots]
+    made = BucketState(layout, Dtypes(F32, F32, F32, F32), parameters, "the bucket", around)
+    made.fill(lambda slot, start, stop, dtype: torch.arange(start, stop, dtype=dtype) + 1)
+    return made
+
+
+def test_a_cut_weight_is_there_in_its_window_alone() -> None:
+    here = bucket(CUT)
+    weight, seen = here.weight, []
+    assert weight.state is WeightState.SUMMONED
+    weight.attach()
+    for _ in range(2):
+        seen.append((weight.state, weight.in_the_way))
+        weight.start_unshard()
+        seen.append((weight.state, weight.in_the_way))
+        with pytest.raises(UsageError, match="'a' of the bucket"):
+            _ = here.parameters[0] + 1
+        weight.finish_unshard()
+        seen.append((weight.state, weight.in_the_way))
+        assert here.parameters[1].tolist() == [1, 2, 3, 4, 5]
+        weight.reshard()
+    in_turn = [
+        (WeightState.SHARDED, None),
+        (WeightState.GATHERING, None),
+        (WeightState.UNSHARDED, None),
+    ]
+    assert seen == in_turn * 2
+
+
+@pytest.mark.parametrize("strategy", [WHOLE, CUT], ids=["whole", "cut"])
+def test_a_summoned_weight_stays_until_it_is_restored(strategy: Strategy) -> None:
+    here = bucket(strategy)
+    weight = here.weight
+    weight.attach()
+    at_rest = weight.state
+    for keep in (False, True):
+        full = weight.gathered_copy().clone()
+        weight.summon(full)
+        weight.start_unshard()
+        weight.finish_unshard()
+        weight.reshard()
+        assert weight.is_summoned
+        with torch.no_grad():
+            here.parameters[0].fill_(7.0)
+        assert weight.restore(full, keep) == ["a"]
+        assert weight.state is at_rest
+        assert weight.shard[:3].tolist() == ([7.0] * 3 if keep else [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda weight: weight.attach(),  # shown already
+        lambda weight: weight.restore(weight.shard, keep=False),  # never summoned
+        lambda weight: (weight.summon(weight.shard), weight.summon(weight.shard)),
+    ],
+    ids=["attached twice", "restored without a summon", "summoned twice"],
+)
+@pytest.mark.parametrize("strategy", [WHOLE, CUT], ids=["whole", "cut"])
+def test_a_weight_refuses_a_step_out_of_turn(strategy: Strategy, wrong: Any) -> None:
+    weight = bucket(strategy).weight
+    weight.attach()
+    with pytest.raises(AssertionError, match="does not become"):
+        wrong(weight)
+
+
+def test_a_gradient_is_accumulated_reduced_finished_and_dropped() -> None:
+    here = bucket(CUT)
+    here.weight.attach()
+    gradient, seen = here.gradient, []
+    for microbatch in range(2):
+        here.weight.start_unshard()
+        here.weight.finish_unshard()
+        here.parameters[1].grad = torch.full((5,), 2.0)
+        assert gradient.accumulate(1, here.parameters[1])
+        seen.append(gradient.state)
+        gradient.reduce()
+        seen.append(gradient.state)
+        here.weight.reshard()
+        assert gradient.owned[16:21].tolist() == [2.0 * (microbatch + 1)] * 5
+        assert not gradient.owned[:16].any(), (
+            "what got no gradient counts as zero, the slot's old values do not"
+        )
+    gradient.finish_reduce()
+    seen.append(gradient.state)
+    assert gradient.used == [False, True]
+    gradient.drop_gradients()
+    seen.append(gradient.state)
+    added, reduced = GradientState.ACCUMULATING, GradientState.REDUCED
+    assert seen == [added, reduced, added, reduced, GradientState.FINISHED, GradientState.EMPTY]
+    assert gradient.used == [False, False]
+
+
+def test_a_gradient_that_is_finished_takes_no_more() -> None:
+    here = bucket(CUT)
+    here.weight.attach()
+    here.gradient.reduce()
+    here.gradient.finish_reduce()
+    with pytest.raises(AssertionError, match="finished does not become accumulating"):
+        here.gradient.reduce()
+
+
+def test_views_of_two_buffers_without_an_address_are_two() -> None:
+    views = bucket(WHOLE).views
+    one, other = (torch.empty(32, device="meta") for _ in range(2))  # data_ptr() is 0, as of fake tensors
+    assert views.of(one) is views.of(one)
+    assert views.of(one) is not views.of(other)
