@@ -479,6 +479,28 @@ def test_a_full_table_is_said_on_all_ranks_and_the_run_can_go_on(ranks: Any, pla
     assert first[1:] == [True, 4, 4, 2]
 
 
+def small_all_reduces(world: World, capacity: int | None) -> int:
+    """Control all-reduces of one step of two microbatches, by the traffic that was counted."""
+    model = Capped("row")
+    table = model.tables.tables[0].model_copy(update={"dynamic": DynamicPolicy(capacity=capacity)})
+    model.tables.tables = (table,)
+    config = {"comm": {"deadline_s": 20}, "batch": {"accumulation": 2}}
+    engine = shardwise.initialize(model, config, world=world)
+    batches = [{"sparse": {"user": Ragged.of_lists([[key + world.rank]])}} for key in (1, 2)]
+    engine.train_step(batches)
+    engine.traffic.clear()
+    engine.train_step(batches)
+    calls = engine.traffic.counts["all_reduce", "control"].calls
+    engine.close()
+    return calls
+
+
+def test_room_is_asked_for_once_a_step(ranks: Any) -> None:
+    """Asked for in the norm and again in the update, it went round twice."""
+    capped, free = ranks(2).run(small_all_reduces, 4), ranks(2).run(small_all_reduces, None)
+    assert [more - less for more, less in zip(capped, free, strict=True)] == [1, 1]
+
+
 def refuse_the_second(world: World) -> int:
     """One rank's second microbatch has a bad key."""
     model = Net(Layout(world.size, "row"))

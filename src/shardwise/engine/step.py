@@ -99,6 +99,7 @@ def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> No
 def exchange(parts: "Parts", local: Local) -> Totals:
     """Sum over the data-parallel ranks, then over those that share a model."""
     trained, shared, executors, dp = parts.trained, parts.shared, parts.executors, parts.dp
+    parts.tables.deliver()
     finish_reductions(trained, shared)
     squares = parts.tables.square_sum()
     used: list[float] = []

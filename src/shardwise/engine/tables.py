@@ -4,7 +4,8 @@ Rows are no parameters: ZeRO does not cut them, and no gradient of a whole table
 collections of a model over one by one and calls them where a step needs them:
 
     build       place           rows go to the data-parallel ranks, each table by its own placement
-    step        square_sum      joins Σ g² of the dense gradients: one norm, one clip factor, one decision to skip
+    step        deliver         row gradients go to the owners of the rows
+                square_sum      joins Σ g² of the dense gradients: one norm, one clip factor, one decision to skip
                 step or drop    with the schedule's factor and the divisor that makes means of sums
 
 Cost: parallel/embedding/cost.py.
@@ -63,15 +64,20 @@ class Tables:
         """Weights and optimizer state on this rank."""
         return sum(collection.bytes_here for collection in self.collections.values())
 
+    def deliver(self) -> None:
+        """Row gradients to the owners of the rows. Collective. Errors: TableFullError on all ranks alike."""
+        for collection in self.collections.values():
+            collection.deliver()
+
     def square_sum(self) -> Tensor:
-        """Σ g² over the rows whose gradients this rank owns: fp64. Collective."""
+        """Σ g² over the delivered gradients of the rows that this rank owns: fp64."""
         total = torch.zeros((), dtype=torch.float64)
         for collection in self.collections.values():
             total = total + collection.square_sum()
         return total
 
     def step(self, lr_factor: float, divisor: float) -> None:
-        """Update the rows that got gradients. Collective."""
+        """Update the rows that got gradients; placements row and column evict, or average, together."""
         for collection in self.collections.values():
             collection.step(lr_factor, divisor)
 

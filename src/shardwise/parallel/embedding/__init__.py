@@ -12,9 +12,8 @@ saved    a table as a checkpoint has it   collection  the module
 What an engine does with each of ``collections_of(model)``; its weights are no parameters, so ZeRO does not see them:
 
     build     place(group, keys_group, batch=, memory_bytes=)         collective
-    backward  end_backward() after each backward pass, or only in the step
-    step      square_sum() joins the sum of squares of the dense gradients, summed over the ranks of ``group``; then
-              step(lr_factor, divisor), or drop_gradients() where the step is skipped
+    step      deliver() after the last backward pass; square_sum() joins the sum of squares of the dense gradients, summed
+              over the ranks of ``group``; then step(lr_factor, divisor), or drop_gradients() where it is skipped
     save      progress() once; rows_here(table) of every rank, ordered by buckets(table, keys) and key
     load      load_progress() on every rank, then load_rows(table, rows) with any pieces that cover the table
     threads   prepare(features) may run in one thread of its own, over ``keys_group``; find_features(batch, ...) finds

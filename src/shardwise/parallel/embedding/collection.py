@@ -10,10 +10,10 @@ One batch, and how often each line runs for it:
     prepare      keys: distinct, counted, exchanged       once for a batch, also ahead of it, in another thread
     forward      vectors                                  once
     backward     gradients, merged to distinct rows       once, by autograd
-    end_backward gradients to the owners of the rows      before the step; as many times as forward ran, on every rank
+    deliver      gradients to the owners of the rows      once a step, those of every forward pass in it
     step         merged over ranks and microbatches, and the rows updated
 
-prepare, forward, end_backward and step are collective: every rank calls them in the same order, a rank that has run out
+prepare, forward, deliver and step are collective: every rank calls them in the same order, a rank that has run out
 of data with empty features (``Ragged.of_lists([])``).
 
 The weights are no parameters: a gradient of a whole table never exists, and no other optimizer may touch them. They are
@@ -471,37 +471,25 @@ class EmbeddingCollection(nn.Module):
     # The step ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def end_backward(self) -> None:
-        """Bring the gradients of all forward passes since the last call to the owners of the rows.
+    def deliver(self) -> None:
+        """Bring the gradients of all forward passes since the last step to the owners of the rows.
 
-        After the last backward pass of a step, or after each. Collective: a rank whose loss does not depend on the
-        vectors brings zeros.
+        Once a step, after its last backward pass. Collective: a rank whose loss does not depend on the vectors brings
+        zeros. Without a forward pass since the last call it does nothing.
+
+        Errors: TableFullError on all ranks alike where a table would have more rows than its capacity and evicts none
+        for it. The new keys of the step are forgotten then, and its gradients: rows are those of the step before.
         """
+        if not self._open:
+            return
+        self._check_room()
         open_passes, self._open = self._open, []
         for prepared in open_passes:
             for part, asked in zip(self._parts, prepared.asked, strict=True):
                 part.way.deliver(asked, part.store)
 
-    @torch.no_grad()
-    def square_sum(self) -> Tensor:
-        """Σ g² over the rows whose gradients this rank owns, fp64: summed over the ranks, that of all tables.
-
-        Collective. Errors: TableFullError, as ``check_room``'s.
-        """
-        self.check_room()
-        self.end_backward()
-        squares = torch.zeros((), dtype=torch.float64)
-        for part in self._parts:
-            squares = squares + part.store.square_sum().cpu()
-        return squares
-
-    @torch.no_grad()
-    def check_room(self) -> None:
-        """TableFullError on all ranks alike where a table has more rows than its capacity and evicts none for it.
-
-        The new keys of the step are forgotten then, and its gradients: rows are those of the step before. Collective;
-        free where there is no such table.
-        """
+    def _check_room(self) -> None:
+        """One small all-reduce where a table has a capacity and evicts nothing for it; else free."""
         assert self._group is not None, "asked of placed tables"
         capped = [(part.store, table) for part in self._parts for table in part.store.capped]
         if not capped:
@@ -519,16 +507,25 @@ class EmbeddingCollection(nn.Module):
                 )
 
     @torch.no_grad()
+    def square_sum(self) -> Tensor:
+        """Σ g² over the delivered gradients of the rows that this rank owns, fp64: summed over the ranks, that of all
+        tables."""
+        squares = torch.zeros((), dtype=torch.float64)
+        for part in self._parts:
+            squares = squares + part.store.square_sum().cpu()
+        return squares
+
+    @torch.no_grad()
     def step(self, lr_factor: float = 1.0, divisor: float = 1.0, max_norm: float | None = None) -> None:
-        """Update the rows that got gradients since the last step.
+        """Update the rows that got gradients since the last step, delivered here if ``deliver`` was not called.
 
         Gradients are sums over ranks and microbatches; ``divisor`` makes means of them (an engine puts loss scale and
         clipping in it too). ``lr_factor`` is the schedule's. ``max_norm`` clips by the norm over these tables alone.
+        Errors: TableFullError, as ``deliver``'s.
         """
         self._settle()
         assert self._group is not None, "settled above"
-        self.check_room()
-        self.end_backward()
+        self.deliver()
         if max_norm is not None:
             squares = self.square_sum().reshape(1).to(self.device)
             self._group.all_reduce(squares, "the gradient norm of the tables", "control").wait()
