@@ -98,7 +98,7 @@ class Ours(Lookup):
         return 0.0
 
     def state(self) -> list[float]:
-        store = self.collection.parts[0].store
+        store = self.collection.placed.parts[0].store
         return self.figures(store.read(self.watched))
 
 

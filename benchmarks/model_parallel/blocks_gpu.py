@@ -26,8 +26,7 @@ import torch
 from machine import describe
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Clock, Group
-from shardwise.comm.trace import Traffic
+from shardwise.comm.collectives import Group
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.rotary import angles
 from shardwise.models.layers import Attention, Block, RmsNorm, SwiGlu
@@ -66,7 +65,7 @@ TINY = Shape(width=64, heads=8, hidden=192, batch=1, tokens=32)
 
 def alone() -> Region:
     """A region whose only rank is this one."""
-    return Region(Group("tp", (0,), 0, None, Clock(deadline_s=60), Traffic()), sequence=False)
+    return Region(Group.alone("tp"), sequence=False)
 
 
 def cut(linear: nn.Linear, kind: str, name: str) -> nn.Module:

@@ -59,10 +59,9 @@ def test_rows_go_and_come_back(ranks: Any, size: int, transport: str) -> None:
 
 
 def on_one_rank(world: World) -> list[bool]:
-    from shardwise.comm.collectives import Clock, Group
-    from shardwise.comm.trace import Traffic
+    from shardwise.comm.collectives import Group
 
-    alone = Group("tables", (0,), 0, None, Clock(30.0), Traffic())
+    alone = Group.alone("tables")
     rows = torch.arange(6.0).view(3, 2)
     flat = torch.empty(6)
     alone.all_to_all(flat, rows.view(-1), [[6]], "a test").wait()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.world import World, join
 from shardwise.engine.tables import Tables
-from shardwise.parallel.embedding import store, ways
+from shardwise.parallel.embedding import evict, store, ways
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.dynamic import Dynamic
 from shardwise.parallel.embedding.policy import (
@@ -193,7 +193,7 @@ def run(world: World, layout: Layout, steps: int = STEPS) -> Found:
 
 def whole_rows(collection: EmbeddingCollection, table: str) -> Tensor:
     """Rows that this rank writes: [n, 1 + width + state + 1]."""
-    rows = collection.rows_to_write(table)[0].rows
+    rows = collection.saved.rows_to_write(table)[0].rows
     scores = rows.keys * 0 if rows.scores is None else rows.scores
     columns = [rows.weights, *(rows.state[name] for name in sorted(rows.state))]
     return torch.cat([rows.keys[:, None], *columns, scores[:, None]], 1).double()
@@ -252,7 +252,7 @@ def _schedule_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _copies_counted_by_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store.Store, "square_sum", lambda self: (self._merged()[1] ** 2).sum())
+    patch.setattr(store.Store, "square_sum", lambda self: (self._gradients.merged(self.slab)[1] ** 2).sum())
 
 
 def _means_over_own_columns(patch: pytest.MonkeyPatch) -> None:
@@ -272,14 +272,14 @@ def _last_microbatch_alone(patch: pytest.MonkeyPatch) -> None:
     add = store.Store.add
 
     def last(self: Any, rows: Tensor, grads: Tensor) -> None:
-        self._waiting.clear()
+        self._gradients.clear()
         add(self, rows, grads)
 
     patch.setattr(store.Store, "add", last)
 
 
 def _each_rank_evicts_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store.Store, "_lowest", lambda self, keys, scores, count: keys)
+    patch.setattr(evict, "lowest", lambda keys, scores, count, group: keys)
 
 
 def _no_replay(patch: pytest.MonkeyPatch) -> None:

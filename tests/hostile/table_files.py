@@ -69,7 +69,7 @@ def read(step: Path) -> Any:
     engine = engine_of()
     engine.load(step)
     collection = engine.tables["tables"]
-    found: list[Any] = [collection.progress()]
+    found: list[Any] = [collection.saved.progress()]
     for name in ("static", "grows"):
         rows = collection.rows_here(name)
         tensors = [rows.keys, rows.weights, rows.scores, rows.candidates, *rows.state.values()]

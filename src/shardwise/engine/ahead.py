@@ -318,9 +318,9 @@ class Ahead(Iterator[Any]):
     def _agree(self, word: _Word) -> str:
         """What is wrong where ranks do not all bring a step with the same features, or have not all come to their end;
         "" where nothing is. Collective."""
-        if not self._collections or self._collections[0].keys_group.size == 1:
+        if not self._collections or self._collections[0].placed.keys_group.size == 1:
             return ""
-        group = self._collections[0].keys_group
+        group = self._collections[0].placed.keys_group
         told = share(torch.tensor([word] * group.size), group, "whether there is a step")[:, 0].tolist()
         words = {rank: _Word(*each) for rank, each in zip(group.ranks, told, strict=True)}
         failed = [rank for rank, each in words.items() if each.state == _FAILED]

@@ -99,11 +99,11 @@ def items_to_save(tables: Tables) -> tuple[list[Item], dict[str, Any]]:
     """What this rank writes of every table, and what ``trainer.json`` is to say of them. Collective."""
     items: list[Item] = []
     notes: dict[str, Any] = {
-        "collections": {name: each.progress() for name, each in tables.collections.items()},
+        "collections": {name: each.saved.progress() for name, each in tables.collections.items()},
         "tables": {},
     }
     for name, collection, table in tables.each():
-        stretch, waiting = collection.rows_to_write(table.name)
+        stretch, waiting = collection.saved.rows_to_write(table.name)
         items += _items_of(name, table, stretch)
         note: dict[str, Any] = {"rows": stretch.total}
         if table.dynamic is not None:
@@ -172,7 +172,7 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
             continue
         if not weights_only:
             theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]
-            ours = sorted(collection.state_names(table.name))
+            ours = sorted(collection.saved.state_names(table.name))
             if theirs != ours:
                 found.fault(
                     f"table {name!r} has the optimizer state {', '.join(theirs) or 'none'}, and this optimizer keeps "
@@ -325,15 +325,15 @@ def load(
 ) -> None:
     """Fill every table but those ``left`` from a step that :func:`compare` and :func:`examine` passed. Collective."""
     for name, collection in tables.collections.items():
-        collection.clear()
+        collection.saved.clear()
         if not weights_only and name in notes.collections:
-            collection.load_progress(notes.collections[name].model_dump())
+            collection.saved.load_progress(notes.collections[name].model_dump())
     wishes: list[_Wish] = []
     held = 0
     for name, collection, table in tables.each():
         note = None if name in left else notes.tables.get(name)
         if table.rows is not None and (note is None or note.rows < table.rows):
-            collection.restart(table.name)
+            collection.saved.restart(table.name)
         if note is None:
             continue
         counts = static_counts(note.rows) if note.buckets is None else torch.tensor(note.buckets)
@@ -386,7 +386,7 @@ class _Wish:
     ):
         self._collection, self._table = collection, table.name
         self._keeps_scores = keeps_scores
-        place, group = collection.place_of(table.name)
+        place, group = collection.saved.place_of(table.name)
         self._ranges = ranges_to_read(counts, place, group.index, group.size, within)
         self._keys = static_keys_at(counts, self._ranges) if table.rows is not None else None
         self.items: list[Item] = []
@@ -435,7 +435,7 @@ class _Waiting(_Wish):
         return [_WAITING]
 
     def take(self) -> None:
-        self._collection.load_candidates(self._table, self._read[_WAITING])
+        self._collection.saved.load_candidates(self._table, self._read[_WAITING])
 
 
 # Without an engine -------------------------------------------------------------------------------------------------

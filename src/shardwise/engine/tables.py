@@ -62,29 +62,29 @@ class Tables:
     @property
     def nbytes(self) -> int:
         """Weights and optimizer state on this rank."""
-        return sum(collection.bytes_here for collection in self.collections.values())
+        return sum(collection.placed.nbytes for collection in self.collections.values())
 
     def deliver(self) -> None:
         """Row gradients to the owners of the rows. Collective. Errors: TableFullError on all ranks alike."""
         for collection in self.collections.values():
-            collection.deliver()
+            collection.placed.deliver()
 
     def square_sum(self) -> Tensor:
         """Σ g² over the delivered gradients of the rows that this rank owns: fp64."""
         total = torch.zeros((), dtype=torch.float64)
         for collection in self.collections.values():
-            total = total + collection.square_sum()
+            total = total + collection.placed.square_sum()
         return total
 
     def step(self, lr_factor: float, divisor: float) -> None:
         """Update the rows that got gradients; placements row and column evict, or average, together."""
         for collection in self.collections.values():
-            collection.step(lr_factor, divisor)
+            collection.placed.step(lr_factor, divisor)
 
     def drop(self) -> None:
         """Forget the gradients of this step."""
         for collection in self.collections.values():
-            collection.drop_gradients()
+            collection.placed.drop()
 
     @property
     def choices(self) -> list[str]:
@@ -93,10 +93,10 @@ class Tables:
 
     def tallies(self) -> dict[str, Tally]:
         """Rows in use, inserted and evicted of each table, over all ranks. Collective."""
-        here = [collection.tallies[table.name] for _, collection, table in self.each()]
+        here = [collection.placed.tallies[table.name] for _, collection, table in self.each()]
         counts = torch.tensor(here, dtype=torch.float64).reshape(len(here), len(Tally._fields))
         if self._group.size > 1 and here:
-            device = next(iter(self.collections.values())).device
+            device = next(iter(self.collections.values())).placed.device
             counts = counts.to(device)
             self._group.all_reduce(counts.view(-1), "rows of tables", "control").wait()
         names = [name for name, _, _ in self.each()]
@@ -170,7 +170,7 @@ def choices_for(model: nn.Module, settings: RunConfig, ranks: int) -> list[Choic
 
 def tables_of(model: nn.Module) -> Tables:
     """What can be asked of a model's tables before any of them is placed."""
-    return Tables(collections_of(model), Group("tables", (0,), 0, None, Clock(0.0), Traffic()))
+    return Tables(collections_of(model), Group.alone("tables"))
 
 
 def register_tables(registry: Registry, tables: Tables) -> None:

@@ -241,7 +241,7 @@ def test_candidates_and_scores_are_kept() -> None:
     before, after = collection_of(dynamic), collection_of(dynamic)
     for keys in ([1, 2], [1, 2], [1]):
         train_on(before, keys)
-    after.load_progress(before.progress())
+    after.saved.load_progress(before.saved.progress())
     after.load_rows("t", before.rows_here("t"))
     assert keys_of(after) == [1]
     train_on(after, [2, 3])

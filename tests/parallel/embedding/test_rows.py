@@ -44,12 +44,12 @@ def part(
     collection.place(group)
     if saved is not None:
         progress, pieces = saved
-        collection.load_progress(progress)
+        collection.saved.load_progress(progress)
         for name, of_table in pieces.items():
             for rows in of_table:
                 collection.load_rows(name, rows)
     steps(collection, group, first, last)
-    return collection.progress(), {table.name: collection.rows_here(table.name) for table in policies}
+    return collection.saved.progress(), {table.name: collection.rows_here(table.name) for table in policies}
 
 
 def joined(results: list[Any], placement: str) -> tuple[Any, dict[str, list[Rows]]]:
@@ -95,7 +95,7 @@ def test_rows_are_ordered_by_bucket() -> None:
     grown = EmbeddingCollection([TablePolicy(name="t", dynamic=DynamicPolicy(), width=1)])
     grown.load_rows("t", Rows.of_weights(torch.arange(500), torch.zeros(500, 1)))
     grown.place()
-    buckets = grown.buckets("t", grown.rows_here("t").keys)
+    buckets = grown.saved.buckets("t", grown.rows_here("t").keys)
     assert (buckets.diff() >= 0).all() and buckets[0] >= 0 and buckets[-1] < BUCKETS
 
 

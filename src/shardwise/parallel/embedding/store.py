@@ -6,10 +6,7 @@
                                                    with the rows, and none moves as it grows
     index   key -> row, one for each dynamic table
 
-Gradients wait in the order in which they came, and are merged to one for each row before the step.
-
-Rows of one dynamic table that lie on several ranks are evicted by their common order of (score, key), so that the same
-rows go on any number of ranks.
+Gradients wait for the step in row_gradients.py; evict.py says which rows of dynamic tables go after it.
 
 Shapes: U rows of one call, w columns of the table that are here (all, but for placement column).
 """
@@ -21,18 +18,16 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.comm.exchange import gather as gather_rows
-from shardwise.comm.exchange import share
 from shardwise.kernels import philox
-from shardwise.kernels.tables.pooling import gather, merge
+from shardwise.kernels.tables.pooling import gather
 from shardwise.kernels.tables.row_optimizers import update
 from shardwise.kernels.tables.row_replay import catch_up
 from shardwise.kernels.tables.row_rules import Adam, RowwiseAdagrad
 from shardwise.kernels.tables.slab import reserve
 from shardwise.kernels.tables.start_rows import Uniform, start_rows
-from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
 from shardwise.parallel.embedding.dynamic import Dynamic, capacity_of, limit_of
+from shardwise.parallel.embedding.evict import evict
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.layout import (
     dynamic_bucket,
@@ -41,6 +36,7 @@ from shardwise.parallel.embedding.layout import (
     static_row,
     writer_of,
 )
+from shardwise.parallel.embedding.row_gradients import RowGradients
 from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.rules import ONE_A_ROW, history_of, optimizer_of, state_columns
 from shardwise.plan.errors import MismatchError
@@ -79,8 +75,7 @@ class Store:
         self._alike = group.size == 1 or tables.place.placement in ("data_parallel", "column")
         self._seed = seed
         self._history = history_of(self.optimizer)
-        self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._is_merged = False
+        self._gradients = RowGradients(len(self.columns), tables.is_dynamic, group.size == 1)
         self._steps = 0
         width = len(self.columns)
         line = width + self.optimizer.columns(width)
@@ -119,7 +114,7 @@ class Store:
 
     @property
     def tallies(self) -> dict[str, Tally]:
-        """Of each table, what this rank speaks for: summed over the ranks, each row counts once."""
+        """Of each table, what this rank counts: summed over the ranks, each row counts once."""
         if self._dynamic:
             found = {each.name: Tally(len(each.index), each.inserted, each.evicted) for each in self._dynamic}
         else:
@@ -127,10 +122,10 @@ class Store:
                 table.name: Tally(where.rows_on(table.rows or 0, self._group.index, self._group.size))
                 for table, where in zip(self.tables.tables, self.tables.places, strict=True)
             }
-        return found if self.speaks else dict.fromkeys(found, Tally(0))
+        return found if self.is_counted else dict.fromkeys(found, Tally(0))
 
     @property
-    def speaks(self) -> bool:
+    def is_counted(self) -> bool:
         """True where the rows here count: copies do on the first rank alone."""
         return self._group.index == 0 or not self._alike
 
@@ -181,20 +176,19 @@ class Store:
 
     def add(self, rows: Tensor, grads: Tensor) -> None:
         """Gradients [U, w] of rows wait for the step."""
-        self._is_merged = False
-        self._waiting.append((rows, grads))
+        self._gradients.add(rows, grads)
 
     def square_sum(self) -> Tensor:
-        """Σ g² of the rows whose gradients this rank speaks for, fp64."""
+        """Σ g² of the delivered gradients that count on this rank, fp64."""
         if self.tables.place.placement == "data_parallel" and self._group.index:
             return torch.zeros((), dtype=torch.float64)
-        _, grads = self._merged()
+        _, grads = self._gradients.merged(self.slab)
         return square_sum(grads.reshape(-1))
 
     def step(self, step: int, lr_factor: float, divisor: float) -> None:
         """Update the rows with gradients; move scores, evict."""
-        rows, grads = self._merged()
-        self._waiting.clear()
+        rows, grads = self._gradients.merged(self.slab)
+        self._gradients.clear()
         lr = self.tables.optimizer.lr * lr_factor
         self._catch_up(rows)
         scale = 1.0 / divisor
@@ -209,11 +203,12 @@ class Store:
         for each in self._dynamic:
             each.score(step)
             each.forget_candidates(step)
-        self._evict(step)
+        is_spread = not self._alike and self.tables.place.placement != "table"
+        evict(self._dynamic, self._group if is_spread else None, step)
 
     def drop(self) -> None:
         """Forget gradients that wait, and the keys that came with them: this step does not count."""
-        self._waiting.clear()
+        self._gradients.clear()
         for each in self._dynamic:
             each.forget_step()
 
@@ -223,27 +218,6 @@ class Store:
         self._history = history_of(
             self.optimizer, [self.tables.optimizer.lr * factor for factor in lr_factors]
         )
-
-    def _merged(self) -> tuple[Tensor, Tensor]:
-        """One gradient for each row, in the order in which the rows first came."""
-        if not self._waiting:
-            empty = torch.empty(0, dtype=torch.int64, device=self.device)
-            return empty, self.slab.new_empty(0, len(self.columns))
-        if not self._is_merged:
-            rows, grads = self._waiting[0]
-            if len(self._waiting) > 1:
-                rows = torch.cat([rows for rows, _ in self._waiting])
-                grads = torch.cat([grads for _, grads in self._waiting])
-            if self._dynamic:
-                present = rows >= 0
-                if not bool(present.all()):
-                    rows, grads = rows[present], grads[present]
-            if len(self._waiting) > 1 or self._group.size > 1:
-                distinct = unique(rows)
-                rows, grads = distinct.keys, merge(grads, distinct.inverse, None, distinct.keys.numel())
-            self._waiting = [(rows, grads)]
-            self._is_merged = True
-        return self._waiting[0]
 
     def _mean_squares(self, rows: Tensor, grads: Tensor, scale: float) -> Tensor | None:
         """For row-wise Adagrad on columns: means over whole rows. Rows come in the same order on every rank."""
@@ -279,50 +253,6 @@ class Store:
         """Start weights and state of new rows."""
         policy = next(each for each in self.tables.tables if each.name == table.name)
         self.slab[rows] = self._start_lines(table.start_key, keys, policy.start_bound)
-
-    def _evict(self, step: int) -> None:
-        """Remove what is too old, or lowest in a table that is too full."""
-        for each in self._dynamic:
-            limit = each.policy.eviction.max_age_steps
-            if limit is not None:
-                each.forget(each.index.below(step - limit + 1))
-        if not any(self._is_bounded(each) for each in self._dynamic):
-            return
-        here = torch.tensor([[len(each.index), each.waiting] for each in self._dynamic]).view(-1)
-        if not self._is_spread:
-            total = here
-        else:
-            total = share(here.repeat(self._group.size, 1), self._group, "rows of tables")[:, 0].sum(0)
-        for each, (rows, waiting) in zip(self._dynamic, total.view(-1, 2).tolist(), strict=True):
-            if each.capacity is not None and not each.is_capped and rows > each.capacity:
-                kept = int(each.capacity * (1 - each.policy.eviction.fraction))
-                lowest = each.index.lowest(rows - kept)
-                keys = self._lowest(each.index.keys_of(lowest), each.index.scores_of(lowest), rows - kept)
-                each.forget_keys(keys)
-            surplus = waiting - each.policy.admission.most_waiting
-            if surplus > 0:
-                each.forget_waiting(self._lowest(*each.longest_waiting(surplus), surplus))
-
-    @property
-    def _is_spread(self) -> bool:
-        """True where the rows of one table lie on several ranks."""
-        return not self._alike and self.tables.place.placement != "table"
-
-    def _is_bounded(self, table: Dynamic) -> bool:
-        """Something of it may have to go: alike on all ranks."""
-        evicts = table.capacity is not None and not table.is_capped
-        return evicts or table.policy.admission.type == "frequency"
-
-    def _lowest(self, keys: Tensor, scores: Tensor, count: int) -> Tensor:
-        """Of each rank's lowest keys, those ``count`` that are the lowest of all by (score, key)."""
-        if not self._is_spread:
-            return keys
-        offered = torch.stack([scores, keys], 1)
-        mine = torch.full((self._group.size, 1), keys.numel())
-        parts = share(mine, self._group, "rows to evict")[:, 0, 0].tolist()
-        everyone = gather_rows(offered, parts, self._group, "rows to evict", "control")
-        by_key = everyone[everyone[:, 1].argsort(stable=True)]
-        return by_key[by_key[:, 0].argsort(stable=True)][:count, 1]
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
@@ -372,8 +302,7 @@ class Store:
             self._draw(place, self._static_keys(place))
 
     def clear(self) -> None:
-        """Dynamic tables begin anew without a key; gradients that wait are forgotten."""
-        self.drop()
+        """Dynamic tables begin anew without a key."""
         for each in self._dynamic:
             each.clear()
 

@@ -1,0 +1,300 @@
+"""PlacedTables: the tables of one collection on this rank, and the acts of a step on them.
+
+    prepare    keys: distinct, counted, exchanged       once for a batch, also ahead of it, in another thread
+    fetch      vectors; autograd keeps their gradients  once for a batch
+    deliver    gradients to the owners of the rows      once a step, those of every batch in it
+    step       merged over ranks and microbatches, and the rows updated; or ``drop``, where the step is skipped
+
+All four are collective: every rank calls them in the same order.
+
+Cost: cost.py.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Group
+from shardwise.comm.exchange import share
+from shardwise.kernels.tables.unique import Scratch
+from shardwise.optim.clip import clip_factor
+from shardwise.parallel.embedding.batch import Part, Prepared, Vectors, on_device
+from shardwise.parallel.embedding.dynamic import is_unlimited
+from shardwise.parallel.embedding.fuse import batch_size, fuse
+from shardwise.parallel.embedding.group import group_tables
+from shardwise.parallel.embedding.layout import Place
+from shardwise.parallel.embedding.planner import Choice
+from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.rows import Tally
+from shardwise.parallel.embedding.store import Store
+from shardwise.parallel.embedding.ways import Asked, Lane, way_of
+from shardwise.plan.errors import CommError, DataError, TableFullError, UsageError
+from shardwise.plan.policy import nearest
+from shardwise.plan.ragged import Ragged
+from shardwise.plan.words import named_ranks
+
+_REFUSED = -1
+"""Number of keys of a rank that cannot say it."""
+_MANY_PASSES, _MOST_PASSES = 64, 4096
+"""Training forward passes without a step: from which on a loop of the user's own is warned, and refused."""
+
+
+def make_parts(
+    tables: Sequence[TablePolicy],
+    optimizer: RowOptimizerPolicy,
+    choices: Sequence[Choice],
+    group: Group,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Part]:
+    """The groups of tables on this rank, with their start rows. ``optimizer``: of tables without their own."""
+    places = {choice.table: choice.place for choice in choices}
+    if group.size == 1:
+        places = dict.fromkeys(places, Place("data_parallel"))
+    unlimited = sum(is_unlimited(table.dynamic) for table in tables)
+    return [
+        Part(each, way_of(each, group, dtype), Store(each, group, seed, dtype, device, unlimited))
+        for each in group_tables(tables, places, optimizer, group.size)
+    ]
+
+
+class PlacedTables:
+    """See the module's docstring.
+
+    group          carries vectors and gradients; keys too, where they are not prepared ahead
+    keys_group     carries keys that are prepared ahead
+    device         of the vectors, ``compute_dtype`` theirs; rows have ``dtype``
+    is_led         an engine calls ``step``, after as many forward passes as it likes
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        group: Group,
+        keys_group: Group,
+        device: torch.device,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        is_led: bool,
+    ):
+        self.parts = tuple(parts)
+        self.group = group
+        self.device = device
+        self.dtype = dtype
+        self.steps = 0
+        """Optimizer steps done."""
+        self.lr_factors: list[float] = []
+        """Of each of them, where an optimizer replays them."""
+        self._compute_dtype = compute_dtype
+        self._is_led = is_led
+        self._here, self._ahead = Lane(group, Scratch()), Lane(keys_group, Scratch())
+        self._open: list[Prepared] = []
+        """Forward passes whose gradients have not been delivered."""
+
+    @property
+    def keys_group(self) -> Group:
+        """The ranks among which keys are sent ahead."""
+        return self._ahead.group
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of weights and optimizer state on this rank, as far as it is taken."""
+        return sum(part.store.nbytes for part in self.parts)
+
+    @property
+    def tallies(self) -> dict[str, Tally]:
+        """Rows in use, inserted and evicted, by table: what this rank counts, so that ranks may be summed."""
+        return {name: tally for part in self.parts for name, tally in part.store.tallies.items()}
+
+    # A batch -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, features: Mapping[str, Ragged], ahead: bool = False) -> Prepared:
+        """Find the distinct keys of a batch and send them where they are needed; reads no weights, inserts no key.
+
+        ``ahead``: over ``keys_group``, perhaps in a thread of its own.
+        Errors: DataError on every rank where the batch of any is refused.
+        """
+        lane = self._ahead if ahead else self._here
+        try:
+            samples = batch_size(features)
+            asked, weights = [], []
+            for part in self.parts:
+                names = [feature.name for feature in part.tables.features]
+                fused = fuse(part.tables, on_device(part.store.device, features, names), self.dtype)
+                weights.append(_live(fused.weights, part))
+                if fused.weights is not None:
+                    fused = fused._replace(weights=fused.weights.detach())
+                asked.append(part.way.ask(fused, lane))
+                asked[-1].keeps_vectors = weights[-1] is not None
+        except Exception:
+            # The others hear of it in the exchange that they come to next, and end there too.
+            with contextlib.suppress(CommError):
+                self._numbers([], lane)
+            raise
+        numbers = self._numbers(asked, lane)
+        for part, each, everyone in zip(self.parts, asked, numbers, strict=True):
+            part.way.meet(each, everyone, lane)
+        flat = {
+            feature.name: features[feature.name].offsets.to(self.device)
+            for part in self.parts
+            for feature in part.tables.features
+            if feature.pooling == "none"
+        }
+        return Prepared(samples, flat, asked, weights=weights)
+
+    def _numbers(self, asked: Sequence[Asked], lane: Lane) -> list[Tensor]:
+        """Of each part what leaves every rank for every rank: int64 [N, N, K]. ``asked`` is empty where this rank
+        cannot say it."""
+        group = lane.group
+        if group.size == 1:
+            return [each.leaving[None] for each in asked]
+        kinds = [part.way.kinds for part in self.parts]
+        refused = torch.full((group.size, sum(kinds)), _REFUSED)
+        leaving = torch.cat([each.leaving for each in asked], 1) if asked else refused
+        everyone = share(leaving, group, "numbers of keys")
+        out = [group.ranks[index] for index in (everyone[:, 0, 0] == _REFUSED).nonzero()[:, 0].tolist()]
+        if out and asked:
+            raise DataError(
+                f"embedding: {named_ranks(out)} could not take a part of this batch and said why; the batch was given "
+                f"up here, on rank {group.ranks[group.index]}, too"
+            )
+        return list(everyone.split(kinds, 2))
+
+    def fetch(self, prepared: Prepared, learns: bool) -> list[list[Tensor]]:
+        """Vectors of each run of each part. Where it ``learns``, new keys get rows, and gradients are kept for
+        ``deliver``."""
+        weighs = torch.is_grad_enabled() and any(weights is not None for weights in prepared.weights)
+        with torch.no_grad():
+            fetched = [
+                [output.to(self.device) for output in part.way.fetch(each, part.store, learns)]
+                for part, each in zip(self.parts, prepared.asked, strict=True)
+            ]
+        if not learns and not weighs:
+            return [[output.to(self._compute_dtype) for output in of_part] for of_part in fetched]
+        if learns:
+            if prepared.is_learning:
+                raise UsageError(
+                    "embedding: a second training forward pass on one prepared batch; prepare it again, or run it "
+                    "under torch.no_grad()"
+                )
+            prepared.is_learning = True
+            self._open.append(prepared)
+            self._check_steps()
+        flat = [output for of_part in fetched for output in of_part]
+        anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=learns)
+        outputs = iter(Vectors.apply(anchor, self.parts, prepared, learns, *prepared.weights, *flat))
+        return [[next(outputs).to(self._compute_dtype) for _ in of_part] for of_part in fetched]
+
+    def _check_steps(self) -> None:
+        """A loop that never calls ``step`` would keep every batch, and move no row."""
+        passes = len(self._open)
+        if self._is_led or passes < _MANY_PASSES:
+            return
+        what = (
+            f"embedding: {passes} training forward passes without a step() of the tables, whose rows do not move; call "
+            "tables.step() after the optimizer's step, or run passes that are not to learn under torch.no_grad()"
+        )
+        if passes >= _MOST_PASSES:
+            raise UsageError(what)
+        if passes == _MANY_PASSES:
+            warnings.warn(what, stacklevel=2)
+
+    # The step ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def deliver(self) -> None:
+        """Bring the gradients of all forward passes since the last step to the owners of the rows.
+
+        Once a step, after its last backward pass. Collective: a rank whose loss does not depend on the vectors brings
+        zeros. Without a forward pass since the last call it does nothing.
+
+        Errors: TableFullError on all ranks alike where a table would have more rows than its capacity and evicts none
+        for it. The new keys of the step are forgotten then, and its gradients: rows are those of the step before.
+        """
+        if not self._open:
+            return
+        self._check_room()
+        open_passes, self._open = self._open, []
+        for prepared in open_passes:
+            for part, asked in zip(self.parts, prepared.asked, strict=True):
+                part.way.deliver(asked, part.store)
+
+    def _check_room(self) -> None:
+        """One small all-reduce where a table has a capacity and evicts nothing for it; else free."""
+        capped = [(part.store, table) for part in self.parts for table in part.store.capped]
+        if not capped:
+            return
+        here = [table.rows_after(self.steps + 1) * store.is_counted for store, table in capped]
+        rows = torch.tensor(here, dtype=torch.float64, device=self.device)
+        self.group.all_reduce(rows, "rows of tables", "control").wait()
+        for (_, table), total in zip(capped, rows.tolist(), strict=True):
+            if table.capacity is not None and total > table.capacity:
+                self.drop()
+                raise TableFullError(
+                    f"table {table.name!r} would have {total:.0f} rows of at most {table.capacity} after this step, "
+                    "and evicts none for that; raise dynamic.capacity (or budget_bytes), admit fewer keys, or set "
+                    "dynamic.eviction.type: lru or lfu"
+                )
+
+    @torch.no_grad()
+    def square_sum(self) -> Tensor:
+        """Σ g² over the delivered gradients of the rows that this rank owns, fp64: summed over the ranks, that of all
+        tables."""
+        squares = torch.zeros((), dtype=torch.float64)
+        for part in self.parts:
+            squares = squares + part.store.square_sum().cpu()
+        return squares
+
+    @torch.no_grad()
+    def step(self, lr_factor: float = 1.0, divisor: float = 1.0, max_norm: float | None = None) -> None:
+        """Update the rows that got gradients since the last step; see ``EmbeddingCollection.step``."""
+        self.deliver()
+        if max_norm is not None:
+            squares = self.square_sum().reshape(1).to(self.device)
+            self.group.all_reduce(squares, "the gradient norm of the tables", "control").wait()
+            norm = float(squares.sqrt()) / divisor
+            divisor = divisor / clip_factor(norm, max_norm)
+        self.steps += 1
+        if any(part.tables.optimizer.exact for part in self.parts):
+            self.lr_factors.append(lr_factor)
+        for part in self.parts:
+            part.store.step(self.steps, lr_factor, divisor)
+
+    def drop(self) -> None:
+        """Forget the gradients since the last step, and the keys that came: rows, scores and keys that wait for
+        admission are those of the step before."""
+        self._open.clear()
+        for part in self.parts:
+            part.store.drop()
+
+    def find(self, table: str) -> tuple[Part, int]:
+        """The part that has a table, and its place in it. Errors: UsageError where there is none."""
+        check_table(table, [policy.name for part in self.parts for policy in part.tables.tables])
+        return next(
+            (part, place)
+            for part in self.parts
+            for place, policy in enumerate(part.tables.tables)
+            if policy.name == table
+        )
+
+
+def check_table(table: str, names: Sequence[str]) -> None:
+    """Errors: UsageError where ``table`` is not among ``names``."""
+    if table not in names:
+        raise UsageError(f"embedding: there is no table {table!r}{nearest(table, names)}")
+
+
+def _live(weights: Tensor | None, part: Part) -> Tensor | None:
+    """Weights of keys that want gradients."""
+    if weights is None or not weights.requires_grad:
+        return None
+    if not part.way.sees_rows:
+        raise DataError(
+            f"embedding: weights of keys of {part.tables} want gradients, and this table sends sums, from which they "
+            "do not follow; give it sends: rows, or detach the weights"
+        )
+    return weights

@@ -1,0 +1,56 @@
+"""RowGradients: gradients of rows of one store, until the step that uses them.
+
+They wait in the order in which they came, and are merged to one for each row: the same bits in every run.
+
+Shapes: U rows of one call, w columns.
+"""
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables.pooling import merge
+from shardwise.kernels.tables.unique import unique
+
+
+class RowGradients:
+    """See the module's docstring.
+
+    may_lack      some of the rows may be -1: keys that were not admitted, whose gradients go nowhere
+    is_distinct   the rows of one call are distinct, as no other rank asks for them
+    """
+
+    def __init__(self, columns: int, may_lack: bool, is_distinct: bool):
+        self._columns = columns
+        self._may_lack = may_lack
+        self._is_distinct = is_distinct
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._is_merged = False
+
+    def add(self, rows: Tensor, grads: Tensor) -> None:
+        """Gradients [U, w] of rows [U]."""
+        self._is_merged = False
+        self._waiting.append((rows, grads))
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._waiting.clear()
+
+    def merged(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """One gradient for each row, in the order in which the rows first came; of none, on the device of ``like``."""
+        if not self._waiting:
+            return torch.empty(0, dtype=torch.int64, device=like.device), like.new_empty(0, self._columns)
+        if not self._is_merged:
+            rows, grads = self._waiting[0]
+            if len(self._waiting) > 1:
+                rows = torch.cat([rows for rows, _ in self._waiting])
+                grads = torch.cat([grads for _, grads in self._waiting])
+            if self._may_lack:
+                present = rows >= 0
+                if not bool(present.all()):
+                    rows, grads = rows[present], grads[present]
+            if len(self._waiting) > 1 or not self._is_distinct:
+                distinct = unique(rows)
+                rows, grads = distinct.keys, merge(grads, distinct.inverse, None, distinct.keys.numel())
+            self._waiting = [(rows, grads)]
+            self._is_merged = True
+        return self._waiting[0]
