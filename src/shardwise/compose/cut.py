@@ -73,12 +73,8 @@ def cut_model(
         placed = make_parallel(model, table, tp, is_cut, replay=replay)
         whole.owners.update(owners_of(model, table, placed))
         whole.places.update({name: placed[name] for name in whole.parameters})
-    if pp.size == 1 and not isinstance(model, Layers):
+    if pp.size == 1:
         return {0: (model, None)}
-    if pp.size == 1:  # its layers exist only where they live
-        module = cut(model, (), [0])[0].module
-        replace_dropout(module, seed, replay)
-        return {0: (module, None)}
     starts = stage_starts(model, pipeline, pp.size, uses)
     owner = owners(model, starts, uses)
     for name, entry in whole.parameters.items():

@@ -35,7 +35,8 @@ from shardwise.engine.engine import Engine, Loss, OnStep
 from shardwise.engine.held import take_back
 from shardwise.engine.inputs import call_model, cast_inputs
 from shardwise.engine.named import check_named, methods_of
-from shardwise.engine.parts import REPLACED, Parts, Stage
+from shardwise.engine.original import Original
+from shardwise.engine.parts import Parts, Stage
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.saving import start_from_step
 from shardwise.engine.shared import SharedGradients
@@ -116,10 +117,9 @@ def initialize(
     if loss is None and settings.loss is not None:
         loss = load_target("loss.target", settings.loss.target)
     recipe = _recipe(model, settings, optimizer, elementwise)
-    own_calls = {
-        module: {key: value for key, value in vars(module).items() if key in REPLACED}
-        for module in model.modules()
-    }
+    if mesh.pp == 1 and isinstance(model, Layers):
+        model.build_all()
+    original = Original(model)
     vocabulary = Vocabulary(model)
     if example is not None and mesh.pp > 1:  # where the model lies now: its buffers move to the device below
         home = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
@@ -135,8 +135,8 @@ def initialize(
         _stage(index, site, recipe, share, start, casts_output=loss is not None) for index in share.stages
     ]
     _forget_foreign(model, stages)
-    parts = _parts(model, site, recipe, share, stages, vocabulary)
-    parts.own_calls = own_calls
+    original.compare()
+    parts = _parts(model, site, recipe, share, stages, vocabulary, original)
     pipeline = None
     if mesh.pp > 1:
         peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
@@ -466,6 +466,7 @@ def _parts(
     share: _Share,
     stages: list[Stage],
     vocabulary: Vocabulary,
+    original: Original,
 ) -> Parts:
     settings, world, mesh, groups = site.settings, site.world, site.mesh, site.groups
     owned = [
@@ -509,5 +510,6 @@ def _parts(
         replay=share.replay,
         vocabulary=vocabulary,
         own_use=_own_use(share.whole, stages, settings.compile.scope == "blocks"),
+        original=original,
         number=world.next_engine(),
     )

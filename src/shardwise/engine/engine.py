@@ -159,11 +159,7 @@ class Engine:
         count alike (``batch.weigh_by``). A rank without data runs any batch with weight 0.
         Errors: UsageError where ``loss`` is not one number.
         """
-        if self.is_closed:
-            raise UsageError(
-                "backward: this engine is closed (by close(), or because initialize() was called again on its "
-                "model); use the engine that has the model now"
-            )
+        self._check_open("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"backward: expected a loss of one number, given {shape}; take its mean or sum")
@@ -546,11 +542,13 @@ class Engine:
 
     def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """A context in which every parameter is whole; with ``write`` it may be edited, alike on all ranks."""
+        self._check_open("full_parameters")
         return state.full_parameters(self._parts, write)
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context for many passes without gradients: the weights that this rank computes with are gathered once.
         Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes."""
+        self._check_open("gathered")
         return state.summoned_parameters(self._parts)
 
     def state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
@@ -792,12 +790,14 @@ class Engine:
             checkpoints.wait()
 
     def close(self, whole: bool = True) -> None:
-        """Finish what runs behind training and give the model back: without hooks, and with its weights whole again.
+        """Finish what runs behind training and give the model back as it came: without hooks, its own dropout, forward
+        passes and dtypes, and its weights whole again, as precise as the masters that the optimizer updated. It trains
+        on in plain torch, and ``initialize`` takes it again.
 
-        Collective at zero stage 3, where every rank gathers all weights; ``whole=False`` leaves them in pieces, for a
-        model that is not used any more, and so does an exception on its way through (``finally: engine.close()``), for
-        other ranks may not come. Under tp and pp a rank keeps its own part of the model either way. A second call does
-        nothing.
+        Collective where weights or masters lie in pieces (stage 3; stages 1 and 2 with masters of a wider dtype than
+        the weights): every rank gathers them. ``whole=False`` leaves the weights as they lie, for a model that is not
+        used any more, and so does an exception on its way through (``finally: engine.close()``), for other ranks may
+        not come. Under tp and pp a rank keeps its own part of the model either way. A second call does nothing.
         """
         if self.is_closed:
             return
@@ -810,14 +810,25 @@ class Engine:
         self._parts.optimizer_groups.release()
         for executor in self._parts.executors:
             executor.remove_hooks()
-        state.unwrap(self._parts)
-        if whole and sys.exc_info()[0] is None:
-            state.give_back(self._parts)
+        for stage in self._parts.stages:
+            for handle in stage.handles:
+                handle.remove()
+        self._pending.clear()
         self.is_closed = True
         if self._parts.groups["model"].size == 1:  # what was cut stays cut, and says so
+            self._parts.original.put_back()
             self._held.remove()
+        if whole and sys.exc_info()[0] is None:
+            state.give_back(self._parts)
         if self.world.ends_with_engine:
             self.world.release()
+
+    def _check_open(self, call: str) -> None:
+        if self.is_closed:
+            raise UsageError(
+                f"{call}: this engine is closed (by close(), or because initialize() was called again on its model); "
+                "use the engine that has the model now, or the model itself"
+            )
 
     @contextmanager
     def discard_on_error(self) -> Iterator[None]:

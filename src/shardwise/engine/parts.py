@@ -16,6 +16,7 @@ from shardwise.comm.world import World
 from shardwise.compose.cut import RunStage
 from shardwise.compose.whole import Whole
 from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.original import Original
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Trained
 from shardwise.engine.tables import Tables
@@ -31,9 +32,6 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.registry import Registry
 from shardwise.precision.loss_scale import LossScale
-
-REPLACED = ("forward", "attention")
-"""Attributes of modules that recomputation, compilation and synchronized batch norm put wrappers in."""
 
 
 @dataclass
@@ -83,13 +81,13 @@ class Parts:
     """What the tokens of a batch may be."""
     own_use: OwnUse
     """Who uses which slice."""
+    original: Original
+    """What the model's modules held before."""
     number: int = 0
     """Which engine of its world: keeps the keys of several engines apart in the store."""
     checkpoints: dict[Path, Checkpoints] = field(default_factory=dict)
     """By folder."""
     saves: int = 0
-    own_calls: Mapping[nn.Module, Mapping[str, Any]] = field(default_factory=dict)
-    """What the model's modules held themselves in the places of ``REPLACED`` before they were wrapped."""
 
     @property
     def dp(self) -> Group:

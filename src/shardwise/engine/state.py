@@ -13,10 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.parts import REPLACED, Parts
+from shardwise.engine.parts import Parts
 from shardwise.engine.start_weights import StartWeights
 from shardwise.engine.step import finish_reductions
-from shardwise.models.dropout import KeyedDropout
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import MismatchError, UsageError
 from shardwise.plan.placement import Placement, Shard, local_shape, pieces
@@ -123,26 +122,10 @@ def _summon(parts: Parts) -> list[tuple[BucketState, Tensor]]:
 
 
 def give_back(parts: Parts) -> None:
-    """The model's parameters hold the weights from here on, whole over the data-parallel ranks; a second call does
-    nothing."""
+    """The model's parameters hold the weights from here on, whole over the data-parallel ranks and each in the dtype
+    that it came in; a second call does nothing."""
     for bucket in buckets(parts):
-        bucket.weight.give_back()
-
-
-def unwrap(parts: Parts) -> None:
-    """Hooks beside the executors' are removed, and modules call what they called before ``initialize``."""
-    for stage in parts.stages:
-        for handle in stage.handles:
-            handle.remove()
-    for module, own in parts.own_calls.items():
-        for key in REPLACED:
-            if key in own:
-                setattr(module, key, own[key])
-            elif key in vars(module):
-                delattr(module, key)
-        for name, child in module._modules.items():
-            if isinstance(child, KeyedDropout):
-                module._modules[name] = nn.Dropout(child.p).train(child.training)
+        bucket.weight.give_back([parts.whole.parameters[slot.name].dtype for slot in bucket.layout.slots])
 
 
 def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:

@@ -106,6 +106,11 @@ class Layers(nn.Module):
             x = layer(x)
         return x if self.loss is None or targets is None else self.loss(x, targets)
 
+    def build_all(self) -> None:
+        """Every layer in its place, with its start weights; nothing where that is done."""
+        if any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
+            self._modules.update(self.build(self._modules))
+
     def build(self, names: Iterable[str]) -> dict[str, nn.Module]:
         """The layers of these places on torch's default device, with their start weights."""
         return {str(place): module for place, module in self._make(sorted(map(int, names))).items()}

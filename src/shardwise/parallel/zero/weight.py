@@ -21,7 +21,7 @@ A master of the compute dtype is the kept weight itself or this rank's range of 
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from enum import Enum
 
 import torch
@@ -191,11 +191,17 @@ class Weight:
             self.renew()
         return edited
 
-    def give_back(self) -> None:
-        """The engine ends: the parameters hold their values, whole, in memory of their own. Collective where the weight
-        is cut."""
-        if self.has_window and not self.is_summoned:
-            self.summon(self.gathered_copy())
+    def give_back(self, dtypes: Sequence[torch.dtype]) -> None:
+        """The engine ends: the parameters hold their values, whole, in these dtypes, from the master where it is more
+        precise than the weight. Collective where what they are made of is cut."""
+        if self.is_summoned:
+            return
+        same = all(dtype == self.dtypes.compute for dtype in dtypes)
+        source = self.shard if same or self.master is None else self.master
+        if source is not self._full:
+            self.summon(self.gathered_copy(source))
+        for parameter, dtype in zip(self.views.parameters, dtypes, strict=True):
+            parameter.data = parameter.data.to(dtype)
 
     # Updates ---------------------------------------------------------------------------------------------------
 
