@@ -23,10 +23,27 @@ import yaml
 
 from shardwise.cli.main import app, main
 from shardwise.config.run import RunConfig, _UniqueKeys
+from shardwise.observe.schedule_picture import draw_text
+from shardwise.parallel.pipeline.passes import nominal_s
+from shardwise.parallel.pipeline.policy import SCHEDULES
+from shardwise.parallel.pipeline.schedules import schedule
+from shardwise.simulate.timeline import timeline_of
 from tests import forked
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/techniques/*.md"), ROOT / "README.md"])
+READ = sorted([*PAGES, *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"])
+"""Pages without blocks that run are held to what they name."""
+PARTS = [
+    "The problem",
+    "The algorithm",
+    "How to use it",
+    "How it is built",
+    "How it is tested",
+    "What it costs",
+    "Limits and risks",
+    "Beside others",
+]
 KINDS = {"python", "yaml", "bash", "bash elsewhere", "text", ""}
 SMALL = "train.steps=2 train.eval_every=0 train.sample_tokens=4 data.validation_samples=8 checkpoint.every=2"
 SMALL_TEXT = "model.layers=2 model.width=16 model.heads=2 model.context=16 data.pattern=ab*.py schedule.total_steps=100"
@@ -41,6 +58,11 @@ def small(words: list[str]) -> list[str]:
     text = Path(words[2]).read_text() if words[2].endswith(".yaml") else words[2]
     more = f"{SMALL} {SMALL_CLICKS if 'dlrm' in text else SMALL_TEXT}".split()
     return [*words[:3], *(part for each in more for part in ("--set", each)), *words[3:]]
+
+
+def name_of(page: Path) -> str:
+    """``techniques/zero``."""
+    return "/".join(page.relative_to(ROOT).with_suffix("").parts[-2:])
 
 
 class Block(NamedTuple):
@@ -81,7 +103,7 @@ def known_flags(command: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_is_of_a_kind_and_in_good_form(page: Path) -> None:
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
@@ -107,14 +129,49 @@ def test_every_block_is_of_a_kind_and_in_good_form(page: Path) -> None:
                         assert flags <= known_flags(command), f"{where}: {flags - known_flags(command)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", READ, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", READ, ids=name_of)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    """Those that begin with a folder of the package or of the project; others are files of the user's."""
+    missing = []
+    for name in re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", page.read_text(encoding="utf-8")):
+        inside = (ROOT / "src" / "shardwise" / name.partition("/")[0]).is_dir()
+        if inside or (ROOT / name.partition("/")[0]).is_dir():
+            missing += [name] * (not any((above / name).exists() for above in (ROOT, ROOT / "src/shardwise")))
+    assert not missing, f"{page.name}: {missing}"
+
+
+TECHNIQUES = sorted({*ROOT.glob("docs/techniques/*.md")} - {ROOT / "docs/techniques/README.md"})
+
+
+@pytest.mark.parametrize("page", TECHNIQUES, ids=name_of)
+def test_a_technique_has_all_its_parts(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, re.M) == PARTS
+    built, tested = (text.partition(f"## {part}\n")[2].partition("\n## ")[0] for part in PARTS[3:5])
+    assert "Action" in built and "`tests/" in tested
+    index = (ROOT / "docs/techniques/README.md").read_text(encoding="utf-8")
+    assert f"]({page.name})" in index
+
+
+def test_schedules_are_drawn_as_they_are() -> None:
+    page = (ROOT / "docs/techniques/pipeline.md").read_text(encoding="utf-8")
+    drawn = re.findall(
+        r"^(\w+): (\d+) ranks × (\d+) microbatches(?: × (\d+) stages)?\n((?:pp .*\n)+)", page, re.M
+    )
+    assert {name for name, *_ in drawn} == set(SCHEDULES)
+    for name, ranks, microbatches, stages, rows in drawn:
+        lists = schedule(name, int(ranks), int(microbatches), int(stages or 1))
+        assert draw_text(timeline_of(lists, nominal_s), row="pp") == rows.rstrip("\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process and its forks, which have torch already."""
     monkeypatch.chdir(tmp_path)
