@@ -15,6 +15,7 @@ from shardwise.parallel.pipeline.cost import messages
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.passes import add_communication
 from shardwise.parallel.pipeline.schedules import schedule
+from shardwise.plan.errors import UsageError
 from shardwise.plan.mesh import Mesh
 
 MICROBATCHES, ELEMENTS = 5, 3
@@ -59,3 +60,33 @@ def test_losses_gradients_and_messages(ranks: Any, size: int) -> None:
         sent = [counts.get(("send", purpose), Count()) for _, _, counts in results]
         assert sum(count.calls for count in sent) == messages(size, MICROBATCHES, 2) / 2
         assert sum(count.elements for count in sent) == messages(size, MICROBATCHES, 2) / 2 * ELEMENTS
+
+
+class Fails(Product):
+    """Ends the last backward pass of one stage with an error."""
+
+    def __init__(self, stages: int, culprit: int):
+        super().__init__(stages)
+        self.culprit = culprit
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+        if (stage, microbatch) == (self.culprit, MICROBATCHES - 1):
+            raise UsageError(f"stage {stage} cannot")
+        super().backward(stage, microbatch, run)
+
+
+def failed_at_the_end(world: World, culprit: int) -> str:
+    policy = CommPolicy(deadline_s=30)
+    group = world.group(Mesh(pp=world.size), "pp", policy, Clock(30.0), Traffic())
+    lists = add_communication(schedule("1f1b", world.size, MICROBATCHES, 1), world.size)
+    executor = ScheduleExecutor(world.peers(group, policy), world.size)
+    with pytest.raises(UsageError) as caught:
+        executor.run(lists[world.rank], Fails(world.size, culprit))
+    executor.run(lists[world.rank], Product(world.size))  # with nothing left in between
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_error_in_the_last_backward_reaches_ranks_that_expect_no_message(ranks: Any, culprit: int) -> None:
+    """The stages behind it have sent and received all of theirs; they would wait in the step's sums."""
+    assert ranks(3).run(failed_at_the_end, culprit) == [f"stage {culprit} cannot"] * 3

@@ -11,10 +11,11 @@ modules; this loop knows stages alone.
 
 An error of one rank ends the walk of all with the same words (messages.py): whoever meets or hears of it tells every
 neighbour that it has business with, and reads what those who wait for it have sent until they have told it too. The
-next walk begins with nothing in between. In a walk without B the stages before would not hear of later ones; there each
-rank says at its end that it and all behind it have ended well.
+next walk begins with nothing in between. Those that the last Actions send nothing to would not hear: so each rank says
+at its end that it and all that end after it have ended well, with B from the first rank to the last, without from the
+last to the first.
 
-Cost: one message per edge between stages, microbatch and direction; without B one empty message per rank.
+Cost: one message per edge between stages, microbatch and direction, and one empty message per rank.
 """
 
 import contextlib
@@ -74,8 +75,7 @@ class ScheduleExecutor:
                 start_s = time.perf_counter()
                 do[action.kind](action)
                 self.spans.append(Span(rank, action, start_s, time.perf_counter()))
-            if not trains:
-                self._confirm()
+            self._confirm()
         except CommError:
             raise
         except Exception as error:
@@ -85,12 +85,19 @@ class ScheduleExecutor:
         return self._results
 
     def _confirm(self) -> None:
-        """From the last rank to the first: this walk has ended well."""
-        index, last = self._peers.group.index, self._peers.group.size - 1
-        if index < last:
-            check_refusal(self._take(index + 1, _END).text)
-        if index:
-            self._peers.send("", [], index - 1, _END, "control")
+        """This walk has ended well here and on those that end later."""
+        later, earlier = self._around()
+        if later is not None:
+            check_refusal(self._take(later, _END).text)
+        if earlier is not None:
+            self._peers.send("", [], earlier, _END, "control")
+
+    def _around(self) -> tuple[int | None, int | None]:
+        """The ranks beside this one that end later and earlier than it, where there are any."""
+        group = self._peers.group
+        before = group.index - 1 if group.index else None
+        behind = group.index + 1 if group.index < group.size - 1 else None
+        return (before, behind) if self._trains else (behind, before)
 
     def _take(self, source: int, what: str) -> Message:
         message = self._peers.receive(source, what)
@@ -112,11 +119,11 @@ class ScheduleExecutor:
                 )
             elif action.kind is Kind.RECV:
                 sending.add(other)
-        if not self._trains:
-            if group.index:
-                waiting.setdefault(group.index - 1, (_END, "control"))
-            if group.index < group.size - 1:
-                sending.add(group.index + 1)
+        later, earlier = self._around()
+        if earlier is not None:
+            waiting.setdefault(earlier, (_END, "control"))
+        if later is not None:
+            sending.add(later)
         with contextlib.suppress(CommError):  # of one that has given up itself
             for to, (what, purpose) in waiting.items():
                 self._peers.send(text, [], to, what, purpose)
@@ -176,7 +183,7 @@ class ScheduleExecutor:
         self._inputs[key] = [tensor for tensor in message.tensors if tensor.requires_grad]
 
 
-_END = "the end of a walk without gradients"
+_END = "the end of a walk"
 
 
 def _detached(leaf: Any) -> Any:
