@@ -409,3 +409,13 @@ def test_a_skipped_step_is_none_of_the_schedule(ranks: Any) -> None:
     for rates, skipped in ranks(2).run(skipping):
         assert skipped == [False, True, False, False]
         assert rates == [0.25, 0.5, 0.5, 0.75]
+
+
+def test_an_optimizer_of_another_engine_is_refused_as_such() -> None:
+    """It was refused for hooks that no user had registered."""
+    model, world = net(), World(0, 1)
+    optimizer = adamw(model)
+    engine = shardwise.initialize(model, optimizer=optimizer, world=world)
+    with pytest.raises(UsageError, match=r"another engine works with it.*close\(\)"):
+        shardwise.initialize(nn.Sequential(model), optimizer=optimizer, world=world)
+    engine.close()

@@ -63,12 +63,18 @@ class OptimizerGroups:
 
     def _check_hooks(self) -> None:
         ours = {handle.id for handle in self._ours}
-        found = [
-            f"register_{kind} ({getattr(hook, '__name__', type(hook).__name__)})"
+        hooks = [
+            (kind, hook)
             for kind in _HOOKS
             for number, hook in getattr(self.given, f"_optimizer_{kind}s").items()
             if number not in ours
         ]
+        if any(hook is _refuse_state_dict for _, hook in hooks):
+            raise UsageError(
+                "optimizer: another engine works with it, and both would take their learning rates and write their "
+                "loaded ones there; give each engine an optimizer of its own, or close() the other engine first"
+            )
+        found = [f"register_{kind} ({getattr(hook, '__name__', type(hook).__name__)})" for kind, hook in hooks]
         if found:
             raise UsageError(
                 f"optimizer: it has hooks of {', '.join(found)}, which would never be called: the engine steps on "
