@@ -216,3 +216,14 @@ def test_init_from_a_file_may_lack_a_head(saved: Path, caplog: pytest.LogCapture
     assert "init_from: not loaded, stays as it starts" in caplog.text
     with pytest.raises(MismatchError, match="pattern 'haed' matches no name of the model"):
         shardwise.initialize(Net("head", 2, 7), {"init_from": {"path": file, "missing": ["head.*", "haed"]}})
+
+
+def test_a_buffer_of_another_shape_in_a_file_is_no_small_matter(saved: Path) -> None:
+    """It was passed over without a word, and the model began with its own."""
+    file, other = str(saved / "step_00000002" / "model"), Net("old", 3, 7)
+    other.shift = torch.full((1,), 7.0, dtype=torch.float64)
+    with pytest.raises(MismatchError, match=r"1 tensors have another shape: shift is \[5\], the model's is \[1\]"):
+        shardwise.initialize(other, {"precision": "fp64", "init_from": file})
+    start = {"path": file, "missing": ["shift"]}
+    engine = shardwise.initialize(other, {"precision": "fp64", "init_from": start})
+    assert engine.module.shift.eq(7).all()

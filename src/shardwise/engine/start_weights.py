@@ -82,11 +82,13 @@ def start_weights(
     found = Differences(wanted.missing, wanted.unexpected)
     found.check_patterns({*whole.order, *whole.canonical}, source.names(), wanted.path)
     entries = [entry for entry in whole.parameters.values() if not _is_left(source, entry, found)]
+    buffers = _buffers_in(source, whole, found)
     source.check(
-        {entry.name: entry.shape for entry in entries}, {entry.name: entry.dtype for entry in entries}
+        {entry.name: entry.shape for entry in entries} | buffers,
+        {entry.name: entry.dtype for entry in entries} | {name: whole.buffers[name][1] for name in buffers},
     )
     read = frozenset(entry.name for entry in entries)
-    _read_buffers(source, model, whole)
+    _read_buffers(source, model, buffers)
     others = _drawn(model, settings.train.seed, initial, read)
 
     def fill(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -108,11 +110,22 @@ def _is_left(source: WeightSource, entry: Entry, found: Differences) -> bool:
     return found.lacks("weight", entry.name, how, *entry.aliases)
 
 
-def _read_buffers(source: WeightSource, model: nn.Module, whole: Whole) -> None:
-    """Statistics and the like, where the source has them."""
+def _buffers_in(source: WeightSource, whole: Whole, found: Differences) -> dict[str, tuple[int, ...]]:
+    """Shapes of the saved buffers (statistics and the like) that the source has, but for those that may be of another
+    shape there and are."""
+    names, shapes = set(source.names()), {}
+    for name, (shape, _, is_saved) in whole.buffers.items():
+        if not is_saved or name not in names:
+            continue
+        how = f"is {source.shape(name)} there and {shape} in this model"
+        if source.shape(name) == shape or not found.lacks("buffer", name, how):
+            shapes[name] = shape
+    return shapes
+
+
+def _read_buffers(source: WeightSource, model: nn.Module, names: Collection[str]) -> None:
     for name, buffer in model.named_buffers():
-        is_saved = name in whole.buffers and whole.buffers[name][2]
-        if is_saved and not buffer.is_meta and name in source.names() and source.shape(name) == buffer.shape:
+        if name in names and not buffer.is_meta:
             with torch.no_grad():
                 buffer.copy_(source.read(name, 0, buffer.numel()).view(buffer.shape))
 
