@@ -18,7 +18,7 @@ import shardwise
 from shardwise.comm.world import World
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.errors import ConfigError, MismatchError, UsageError
 from shardwise.plan.ragged import Ragged
 
 STEPS = 12
@@ -419,3 +419,18 @@ def test_an_optimizer_of_another_engine_is_refused_as_such() -> None:
     with pytest.raises(UsageError, match=r"another engine works with it.*close\(\)"):
         shardwise.initialize(nn.Sequential(model), optimizer=optimizer, world=world)
     engine.close()
+
+
+def test_a_step_of_other_groups_is_refused_before_a_weight_is_filled(tmp_path: Path) -> None:
+    """It was refused behind them: the weights of the step, and the moments and numbers of the run."""
+    model, world = net(), World(0, 1)
+    engine = shardwise.initialize(model, optimizer=adamw(model), world=world)
+    engine.backward(engine(*data(0)))
+    engine.step()
+    engine.save(tmp_path, asynchronous=False)
+    other = net()
+    late = shardwise.initialize(other, optimizer=optim.AdamW(other.parameters(), lr=0.01), world=world)
+    before = late.state_dict()
+    with pytest.raises(MismatchError, match="saved with 2 groups, the one given now has 1"):
+        late.load(tmp_path)
+    assert all(tensor.equal(before[name]) for name, tensor in late.state_dict().items())

@@ -47,6 +47,8 @@ class EngineState(Entry):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
     step: Count | None = None
+    groups: list[dict[str, Any]] | None = None
+    """Numbers of a given optimizer's groups."""
     reference: float = 0.0
     loss_scale: LossScaleState | None = None
     optimizer: OptimizerState = OptimizerState()

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, Solo
 from shardwise.checkpoint.load import Reader
+from shardwise.checkpoint.manifest import TRAINER
 from shardwise.checkpoint.steps import steps_at
 from shardwise.compose.whole import Whole
 from shardwise.engine import saved_tables
@@ -37,6 +38,7 @@ from shardwise.engine.tables import Tables
 from shardwise.plan.errors import CheckpointError, MismatchError
 from shardwise.plan.placement import runs
 from shardwise.plan.registry import TensorInfo
+from shardwise.plan.strict_json import read_object
 from shardwise.plan.unit import Slot
 
 if TYPE_CHECKING:
@@ -107,14 +109,21 @@ def load(
 
     checkpoints = checkpoints_in(engine, parts, folder.parent if is_step else folder)
 
+    saved = SavedState()
+
     def examine(reader: Reader) -> None:
+        """Before anything is filled."""
+        nonlocal saved
+        trainer = read_object(reader.text(TRAINER), f"{reader.path / TRAINER}")
+        saved = SavedState.of(trainer, reader.path)
+        if not weights_only:
+            parts.optimizer_groups.check_state(saved.engine.groups)
         if parts.tables:
             saved_tables.examine(reader, (parts.world.rank, parts.world.size))
 
     loaded = checkpoints.load(choose, path=folder if is_step else None, examine=examine)
     if loaded is None:
         return None
-    saved = SavedState.of(loaded.trainer, loaded.path)
     for bucket in buckets(parts):
         bucket.weight.copy_from_master()
         bucket.weight.gather_updated().wait()

@@ -134,8 +134,8 @@ class OptimizerGroups:
             for group in self.given.param_groups
         ]
 
-    def load_state(self, state: Sequence[Mapping[str, Any]] | None) -> None:
-        """Write saved numbers into the given optimizer's groups. Errors: MismatchError where the groups are others."""
+    def check_state(self, state: Sequence[Mapping[str, Any]] | None) -> None:
+        """Errors: MismatchError where ``state`` was saved of other groups."""
         if self.given is None or state is None:
             return
         groups = self.given.param_groups
@@ -144,6 +144,12 @@ class OptimizerGroups:
                 f"optimizer: the step was saved with {len(state)} groups, the one given now has {len(groups)}; give "
                 "the groups it was saved with, or load(..., weights_only=True)"
             )
+
+    def load_state(self, state: Sequence[Mapping[str, Any]] | None) -> None:
+        """Write saved numbers, which ``check_state`` has seen, into the given optimizer's groups."""
+        if self.given is None or state is None:
+            return
+        groups = self.given.param_groups
         for group, saved in zip(groups, state, strict=True):
             for key, value in saved.items():
                 if isinstance(group.get(key), Tensor):
