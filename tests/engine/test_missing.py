@@ -222,7 +222,9 @@ def test_a_buffer_of_another_shape_in_a_file_is_no_small_matter(saved: Path) -> 
     """It was passed over without a word, and the model began with its own."""
     file, other = str(saved / "step_00000002" / "model"), Net("old", 3, 7)
     other.shift = torch.full((1,), 7.0, dtype=torch.float64)
-    with pytest.raises(MismatchError, match=r"1 tensors have another shape: shift is \[5\], the model's is \[1\]"):
+    with pytest.raises(
+        MismatchError, match=r"1 tensors have another shape: shift is \[5\], the model's is \[1\]"
+    ):
         shardwise.initialize(other, {"precision": "fp64", "init_from": file})
     start = {"path": file, "missing": ["shift"]}
     engine = shardwise.initialize(other, {"precision": "fp64", "init_from": start})

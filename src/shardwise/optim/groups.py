@@ -74,7 +74,9 @@ class OptimizerGroups:
                 "optimizer: another engine works with it, and both would take their learning rates and write their "
                 "loaded ones there; give each engine an optimizer of its own, or close() the other engine first"
             )
-        found = [f"register_{kind} ({getattr(hook, '__name__', type(hook).__name__)})" for kind, hook in hooks]
+        found = [
+            f"register_{kind} ({getattr(hook, '__name__', type(hook).__name__)})" for kind, hook in hooks
+        ]
         if found:
             raise UsageError(
                 f"optimizer: it has hooks of {', '.join(found)}, which would never be called: the engine steps on "
