@@ -384,7 +384,7 @@ def run_files() -> Iterator[str]:
     """The run folder, and the columns of its metrics."""
     yield "# Files of a run folder"
     yield ""
-    yield "`shardwise train` leaves these in the folder that `out` names. Files that do not apply are not made."
+    yield "`shardwise train` leaves these in the folder that `output_dir` names. Files that do not apply are not made."
     yield from ["", "| file | what it holds |", "|---|---|"]
     for line in prose(folder_docstring()).splitlines()[2:]:
         name, _, about = line.partition("  ")

@@ -54,7 +54,7 @@ def main() -> None:
     steps = parser.parse_args().steps
 
     torch.manual_seed(0)
-    engine = shardwise.initialize(Model(), {"optimizer": {"type": "adamw", "lr": 3e-3}, "clip": 1.0})
+    engine = shardwise.initialize(Model(), {"optimizer": {"type": "adamw", "lr": 3e-3}, "max_grad_norm": 1.0})
     for step in range(steps):
         loss = engine(batch(step))
         engine.backward(loss)

@@ -28,7 +28,7 @@ def main() -> None:
     config = {
         "zero": {"stage": arguments.stage},
         "optimizer": {"type": "adamw", "lr": 3e-3},
-        "clip": 1.0,
+        "max_grad_norm": 1.0,
     }
     engine = shardwise.initialize(lesson_1.Model(), config)
     rank, ranks = engine.world.rank, engine.world.size

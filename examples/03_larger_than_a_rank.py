@@ -26,7 +26,7 @@ def main() -> None:
         "optimizer": {"type": "adamw", "lr": 1e-3, "groups": [{"match": "*norm*", "weight_decay": 0.0}]},
         "schedule": {"type": "cosine", "warmup_steps": 5, "total_steps": max(steps, 6)},
         "batch": {"global_size": 16, "micro_size": 4},  # accumulation follows
-        "clip": 1.0,
+        "max_grad_norm": 1.0,
     }
     engine = shardwise.initialize(model, config)
     rank, ranks = engine.world.rank, engine.world.size

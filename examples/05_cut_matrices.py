@@ -36,7 +36,7 @@ def main() -> None:
         # A sequence could be cut too, between the cut matrices; this model has none.
         "tensor": {"table": TABLE, "sequence_parallel": False},
         "optimizer": {"type": "adamw", "lr": 3e-3},
-        "clip": 1.0,
+        "max_grad_norm": 1.0,
     }
     engine = shardwise.initialize(lesson_1.Model(), config)
     rank = engine.world.rank

@@ -47,7 +47,7 @@ def main() -> None:
             "micro_size": 2,
         },  # accumulation follows: with stages, their microbatches
         "optimizer": {"type": "adamw", "lr": 1e-3},
-        "clip": 1.0,
+        "max_grad_norm": 1.0,
     }
     engine = shardwise.initialize(model, config)
     rank, mesh = engine.world.rank, engine.plan.mesh

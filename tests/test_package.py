@@ -79,7 +79,7 @@ def test_examples_are_run_by_name_and_copied(tmp_path: Path, monkeypatch: pytest
     for name in examples.found():
         assert load(examples.named(name)).model is not None
     examples.command(copy=tmp_path / "mine")
-    assert yaml.safe_load((tmp_path / "mine" / "dlrm.yaml").read_text())["out"] == "runs/dlrm"
+    assert yaml.safe_load((tmp_path / "mine" / "dlrm.yaml").read_text())["output_dir"] == "runs/dlrm"
     with pytest.raises(Exception, match="there already"):
         examples.command(copy=tmp_path / "mine")
     (tmp_path / "dlrm").write_text("a file of the user's own goes first")

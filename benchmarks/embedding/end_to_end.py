@@ -85,7 +85,9 @@ class Training(Running):
 
     def model(self) -> Dlrm:
         """The whole model, its tables not yet placed."""
-        tables = [TablePolicy(name=name, rows=self.rows, width=WIDTH, bound=BOUND) for name in self.names]
+        tables = [
+            TablePolicy(name=name, rows=self.rows, width=WIDTH, init_bound=BOUND) for name in self.names
+        ]
         policy = RowOptimizerPolicy(type=self.optimizer, lr=LR, eps=EPS)  # type: ignore[arg-type]
         return Dlrm(DlrmPolicy(width=WIDTH, bottom=(64,), top=(128, 64)), DENSE, tables, policy)
 

@@ -96,7 +96,9 @@ class Ours(Lookup):
         self.names = names
 
     def table(self, name: str, features: list[str]) -> TablePolicy:
-        return TablePolicy(name=name, rows=self.rows, width=self.width, features=tuple(features), bound=BOUND)
+        return TablePolicy(
+            name=name, rows=self.rows, width=self.width, features=tuple(features), init_bound=BOUND
+        )
 
     def data(self, number: int) -> dict[str, Ragged]:
         return {name: Ragged.of_ones(keys) for name, keys in zip(self.names, self.keys(number), strict=True)}

@@ -80,7 +80,7 @@ class Ours(Lookup):
     def __init__(self, case: Case, optimizer: str) -> None:
         super().__init__(case, optimizer)
         tables = [
-            TablePolicy(name=f"t{place}", rows=rows, width=WIDTH, bound=BOUND)
+            TablePolicy(name=f"t{place}", rows=rows, width=WIDTH, init_bound=BOUND)
             for place, rows in enumerate(self.rows)
         ]
         policy = RowOptimizerPolicy(type=optimizer, lr=LR)  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def content_of(case: Case, out: str) -> dict[str, Any]:
         "schedule": {"type": "linear"},
         "train": {"eval_every": 0, "steps": 10**9},
         "monitor": {"tensorboard": False, "picture": False},
-        "out": out,
+        "output_dir": out,
     }
 
 

@@ -79,7 +79,7 @@ class Training(Running):
     def model(self) -> WideDeep:
         """The whole model; its table is not made before it is used."""
         names = tuple(f"f{number}" for number in range(FEATURES))
-        table = TablePolicy(name="t", rows=self.rows, width=1 + WIDTH, features=names, bound=BOUND)
+        table = TablePolicy(name="t", rows=self.rows, width=1 + WIDTH, features=names, init_bound=BOUND)
         policy = RowOptimizerPolicy(type="rowwise_adagrad", lr=LR, eps=EPS)
         return WideDeep(WideDeepPolicy(width=WIDTH, hidden=(128, 64)), DENSE, [table], policy)
 

@@ -64,12 +64,12 @@ def build(row: Contender, setting: Setting) -> Running:
 def _parallel(row: Contender, work: Workload) -> dict[str, Any]:
     if row.options["kind"] == "tensor":
         return {"mesh": {"tp": row.ranks}, "tensor": {"sequence_parallel": row.options["sequence"] == "yes"}}
-    interleave = INTERLEAVE[row.options["schedule"]]
+    virtual_stages = INTERLEAVE[row.options["schedule"]]
     return {
         "mesh": {"pp": row.ranks},
         "pipeline": {
             "schedule": row.options["schedule"],
-            "interleave": interleave,
-            "partition": [f"blocks.{i}" for i in starts(work, row.ranks * interleave)[1:]],
+            "virtual_stages": virtual_stages,
+            "partition": [f"blocks.{i}" for i in starts(work, row.ranks * virtual_stages)[1:]],
         },
     }

@@ -23,7 +23,7 @@ MESHES: list[dict[str, Any]] = [
     *({"mesh": {"dp": 2}, "zero": {"stage": stage}} for stage in (0, 1, 2, 3)),
     {"mesh": {"tp": 2}, "precision": "bf16"},
     {"mesh": {"pp": 2}, "zero": {"stage": 1}},
-    {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "interleave": 2}},
+    {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
     {"optimizer": {"type": "sgd", "momentum": 0.9}},
 ]
 
@@ -98,7 +98,7 @@ def config(tmp_path: Path) -> Path:
         "data": {"source": str(tmp_path / "text.txt")},
         "batch": {"global_size": 4},
         "train": {"steps": 1},
-        "out": str(tmp_path / "run"),
+        "output_dir": str(tmp_path / "run"),
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(given))
@@ -137,8 +137,8 @@ def test_a_check_starts_nothing_and_answers_in_json(
         ),
         ("precision.keep_fp32=[haed]", "precision.keep_fp32: pattern 'haed' matches no parameter"),
         (
-            "zero={stage: 3, methods: [nothing.encode]}",
-            "zero.methods: 'nothing.encode' names no method of a Unit",
+            "zero={stage: 3, forward_methods: [nothing.encode]}",
+            "zero.forward_methods: 'nothing.encode' names no method of a Unit",
         ),
         ("init_from=/no/such/file", "init_from: /no/such/file is neither a file nor a folder"),
     ],

@@ -25,7 +25,7 @@ def trained(folder: Path, ranks: int, mesh: str) -> tuple[list[StepRecord], str]
     """Records of the run, and what the model writes at its end."""
     command = [sys.executable, "-m", "shardwise.cli.main", "train", str(JOB), "--ranks", str(ranks)]
     out = folder / str(ranks)
-    for override in (*REDUCED, f"mesh={mesh}", f"data.cache={folder / 'cache'}", f"out={out}"):
+    for override in (*REDUCED, f"mesh={mesh}", f"data.cache={folder / 'cache'}", f"output_dir={out}"):
         command += ["--set", override]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)

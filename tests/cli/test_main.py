@@ -27,7 +27,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(GOOD | {"out": str(tmp_path / "run")}))
+    path.write_text(yaml.safe_dump(GOOD | {"output_dir": str(tmp_path / "run")}))
     return path
 
 

@@ -32,7 +32,9 @@ def test_auto_goes_on_from_the_run_folder(tmp_path: Path) -> None:
 
 
 def test_never_refuses_to_mix_two_runs_and_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds checkpoints of an earlier run.*--resume auto.*--set out="):
+    with pytest.raises(
+        UsageError, match="holds checkpoints of an earlier run.*--resume auto.*--set output_dir="
+    ):
         with_step(tmp_path).start_from("never")
 
 

@@ -43,7 +43,7 @@ class Runs:
             "optimizer": {"lr": 1e-3},
             "train": {"steps": 6, "eval_every": 3, "sample_tokens": 8},
             "checkpoint": {"every": 2, "keep_last": None},
-            "out": str(self.folder / "run"),
+            "output_dir": str(self.folder / "run"),
         }
         path = self.folder / "config.yaml"
         path.write_text(yaml.safe_dump(content | changes))
@@ -91,12 +91,12 @@ def test_the_kept_configuration_starts_the_same_run(runs: Runs) -> None:
     runs.train()
     kept = runs.folder / "run" / "config.yaml"
     again = runs.folder / "again"
-    assert train(Request(str(kept), (f"out={again}",))) == 0
+    assert train(Request(str(kept), (f"output_dir={again}",))) == 0
     assert compared(runs.rows("again")) == compared(runs.rows())
 
 
 def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(runs: Runs) -> None:
-    undisturbed, resumed = f"out={runs.folder / 'a'}", f"out={runs.folder / 'b'}"
+    undisturbed, resumed = f"output_dir={runs.folder / 'a'}", f"output_dir={runs.folder / 'b'}"
     runs.train(undisturbed)
     runs.train(resumed, "train.steps=4", "schedule.total_steps=6")
     with (runs.folder / "b" / "metrics.csv").open("a") as file:
@@ -123,7 +123,7 @@ def test_a_finished_run_is_not_trained_further(runs: Runs, capsys: pytest.Captur
 def test_a_run_goes_on_in_another_folder(runs: Runs) -> None:
     runs.train("train.steps=4", "schedule.total_steps=6")
     new = runs.folder / "new"
-    assert runs.train(f"out={new}", resume=str(runs.folder / "run")) == 0
+    assert runs.train(f"output_dir={new}", resume=str(runs.folder / "run")) == 0
     assert [row.step for row in runs.rows("new")] == [5, 6]
     assert sorted(path.name for path in (new / "checkpoints").glob("step_*")) == ["step_00000006"]
 
@@ -294,7 +294,7 @@ def test_the_last_save_of_a_run_is_tried_twice_and_must_succeed(
 ) -> None:
     override = f"checkpoint.asynchronous={str(asynchronous).lower()}"
     FullDisk(monkeypatch, 3)
-    assert runs.train(override, out=str(runs.folder / "run")) == 0
+    assert runs.train(override, output_dir=str(runs.folder / "run")) == 0
     assert steps_saved(runs) == [2, 4, 6]
     FullDisk(monkeypatch, 1, 2, 3)
     with pytest.raises(CheckpointError, match="step 8 was not saved"):

@@ -58,7 +58,7 @@ def content_of(folder: Path) -> dict[str, Any]:
         "train": {"steps": 8, "eval_every": 4},
         "checkpoint": {"every": 2, "keep_last": None},
         "monitor": {"tensorboard": False},
-        "out": str(folder / "run"),
+        "output_dir": str(folder / "run"),
     }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_the_best_score_is_computed_once(runs: Runs, monkeypatch: pytest.MonkeyP
 def test_keys_ahead_change_no_number(runs: Runs) -> None:
     for depth in (0, 3):
         folder = runs.folder / f"depth_{depth}"
-        assert runs.train(f"tables.prepare_ahead={depth}", f"out={folder}") == 0
+        assert runs.train(f"tables.prefetch_steps={depth}", f"output_dir={folder}") == 0
     assert compared(runs.rows("depth_0")) == compared(runs.rows("depth_3"))
     assert same_tensors(*(runs.folder / f"depth_{depth}" / "checkpoints" for depth in (0, 3)))
 
@@ -167,7 +167,7 @@ def test_the_example_runs(runs: Runs) -> None:
         "data.synthetic.validation_samples=500",
     )
     example = Path(__file__).parent.parent.parent / "examples" / "dlrm.yaml"
-    assert train(Request(str(example), (*few, f"out={runs.folder / 'run'}"))) == 0
+    assert train(Request(str(example), (*few, f"output_dir={runs.folder / 'run'}"))) == 0
     last = runs.rows()[-1]
     assert last.auc is not None and last.inserted and last.samples == 4096
 
@@ -175,7 +175,7 @@ def test_the_example_runs(runs: Runs) -> None:
 def test_the_kept_configuration_starts_the_same_run(runs: Runs) -> None:
     runs.train()
     again = runs.folder / "again"
-    assert train(Request(str(runs.folder / "run" / "config.yaml"), (f"out={again}",))) == 0
+    assert train(Request(str(runs.folder / "run" / "config.yaml"), (f"output_dir={again}",))) == 0
     assert compared(runs.rows("again")) == compared(runs.rows())
 
 
@@ -209,7 +209,7 @@ def test_epochs_alone_say_how_long(runs: Runs) -> None:
 
 
 def test_a_run_that_no_longer_gets_better_ends_early(runs: Runs) -> None:
-    stop = {"steps": 50, "eval_every": 1, "early_stop": {"patience": 2, "least_gain": 0.9}}
+    stop = {"steps": 50, "eval_every": 1, "early_stop": {"patience": 2, "min_delta": 0.9}}
     assert runs.train(train=stop, schedule={}) == 0
     assert [row.step for row in runs.rows()] == [1, 2, 3], "the first is the best; two are no better"
     steps = sorted(path.name for path in (runs.folder / "run" / "checkpoints").glob("step_*"))
@@ -286,7 +286,7 @@ def test_a_folder_of_another_kind_of_run_is_refused(runs: Runs) -> None:
 def trained(world: World, config: str, goes_on: bool = False) -> list[list[float | None]]:
     """What a rank's records say, samples of all ranks included."""
     resolved = resolve(load(config), world.size, world.device.type)
-    trainer = ClickTrainer(world, resolved, RunFolder(Path(resolved.config.out)))
+    trainer = ClickTrainer(world, resolved, RunFolder(Path(resolved.config.output_dir)))
     if goes_on:
         trainer.go_on_from(trainer.folder.checkpoints)
     kept: list[ClickRecord] = []
@@ -317,12 +317,12 @@ def test_two_ranks_train_and_evaluate_as_one_does(runs: Runs, ranks: Ranks) -> N
             "optimizer": {"type": "adagrad", "lr": 0.1},
         },
     }
-    runs.config(**changes, out=str(runs.folder / "one"))
+    runs.config(**changes, output_dir=str(runs.folder / "one"))
     alone = trained(World(0, 1), str(runs.folder / "config.yaml"))
     assert [row[SAMPLES] for row in alone] == [32] * 5 + [20], "the last step leaves the second rank less"
     rows, _, evicted = alone[-1][ROWS:]
     assert rows and evicted and rows <= 4 * 24, "each table was full"
-    runs.config(**changes, out=str(runs.folder / "two"), mesh={"dp": 2}, zero={"stage": 2})
+    runs.config(**changes, output_dir=str(runs.folder / "two"), mesh={"dp": 2}, zero={"stage": 2})
     for records in ranks(2).run(trained, str(runs.folder / "config.yaml")):
         for got, expected in zip(records, alone, strict=True):
             assert got[SAMPLES:] == expected[SAMPLES:]
@@ -331,7 +331,7 @@ def test_two_ranks_train_and_evaluate_as_one_does(runs: Runs, ranks: Ranks) -> N
 
 
 def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(runs: Runs) -> None:
-    undisturbed, resumed = f"out={runs.folder / 'a'}", f"out={runs.folder / 'b'}"
+    undisturbed, resumed = f"output_dir={runs.folder / 'a'}", f"output_dir={runs.folder / 'b'}"
     runs.train(undisturbed)
     runs.train(resumed, "train.steps=6")
     runs.train(resumed)
@@ -354,7 +354,7 @@ def test_a_killed_run_loses_nothing_that_was_committed(runs: Runs, ranks: Ranks)
             "schedule": {},
             "checkpoint": {"every": 3, "keep_last": None},
         }
-        return runs.config(**changes, out=str(runs.folder / name))
+        return runs.config(**changes, output_dir=str(runs.folder / name))
 
     command = [
         sys.executable,
@@ -422,7 +422,7 @@ def test_a_model_with_a_feature_more_begins_with_yesterdays_weights_and_the_best
     today = content_of(runs.folder)["data"]
     today["synthetic"]["tables"] = 4
     overrides = (
-        "out=" + str(runs.folder / "today"),
+        "output_dir=" + str(runs.folder / "today"),
         "train.steps=2",
         "optimizer.lr=1e-20",
         "schedule.type=constant",

@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train": {"steps": 4, "sample_tokens": 0},
         "checkpoint": {"every": 2},
         "monitor": {"tensorboard": False, "picture": False},
-        "out": str(folder / "run"),
+        "output_dir": str(folder / "run"),
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     assert train(Request(str(folder / "config.yaml"))) == 0

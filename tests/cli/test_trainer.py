@@ -44,7 +44,7 @@ def config_of(
             "batch": {"global_size": 8, "micro_size": 2},
             "optimizer": {"lr": 1e-3},
             "train": {"steps": 4, "eval_every": 2, "sample_tokens": 24},
-            "out": str(Path(folder) / "run"),
+            "output_dir": str(Path(folder) / "run"),
         }
         | (changes or {})
     )
@@ -52,7 +52,7 @@ def config_of(
 
 def trainer_of(world: World, config: RunConfig) -> TextTrainer:
     resolved = resolve(config, world.size, world.device.type)
-    return TextTrainer(world, resolved, RunFolder(Path(config.out)))
+    return TextTrainer(world, resolved, RunFolder(Path(config.output_dir)))
 
 
 def trained(
@@ -116,10 +116,10 @@ def test_two_ranks_train_and_write_as_one_does(folder: str, tmp_path: Path, rank
         assert whole == by_unit == alone[1]
 
 
-MODEL = {"model": {"name": "gpt", "layers": 4, "width": 16, "heads": 2, "context": 16, "manner": "gpt2"}}
+MODEL = {"model": {"name": "gpt", "layers": 4, "width": 16, "heads": 2, "context": 16, "family": "gpt2"}}
 LAYOUTS = [
     (2, 0, {"mesh": {"tp": 2}}),
-    (2, 0, {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "interleave": 2}}),
+    (2, 0, {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}}),
     (4, 3, {"mesh": {"pp": 2, "dp": 2}}),
     (4, 3, {"mesh": {"dp": 2, "tp": 2}, "recompute": "full"}),
     (4, 2, {"mesh": {"pp": 2, "tp": 2}}),

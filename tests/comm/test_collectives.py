@@ -16,11 +16,11 @@ from shardwise.plan.mesh import Mesh
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 
-def group_of(world: World, transport: str, deadline_s: float = 30.0) -> Group:
-    clock = Clock(deadline_s)
+def group_of(world: World, transport: str, timeout_s: float = 30.0) -> Group:
+    clock = Clock(timeout_s)
     clock.steps_done = 1
     mesh = Mesh(dp_shard=world.size)
-    return world.group(mesh, "dp", CommPolicy(transport=transport, deadline_s=deadline_s), clock, Traffic())
+    return world.group(mesh, "dp", CommPolicy(transport=transport, timeout_s=timeout_s), clock, Traffic())
 
 
 def parts(size: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ def test_counts_are_the_ring_formulas(ranks: Any) -> None:
 
 
 def late(world: World, transport: str) -> str:
-    group = group_of(world, transport, deadline_s=1.0)
+    group = group_of(world, transport, timeout_s=1.0)
     group.clock.step = 12
     if group.index == 1:
         time.sleep(2.5)
@@ -108,7 +108,7 @@ def test_a_late_rank_is_named_with_operation_unit_and_step(transport: str) -> No
         pool.close()
     assert "rank 0: all_reduce of Unit blocks.3 in step 12" in text
     assert "did not arrive within 1 s" in text
-    assert "comm.deadline_s" in text
+    assert "comm.timeout_s" in text
 
 
 def test_the_first_step_has_ten_times_the_deadline() -> None:

@@ -63,7 +63,7 @@ def test_a_rank_that_does_not_come_is_named_by_all(absent: int, monkeypatch: pyt
     errors = [each for rank, each in enumerate(found) if rank != absent]
     assert all(isinstance(each, DeadlineError) for each in errors)
     said = "rank 0 has not joined within" if absent == 0 else "rank 2 of 3 did not join within"
-    assert all(said in str(each) and "comm.join_s" in str(each) for each in errors)
+    assert all(said in str(each) and "comm.join_timeout_s" in str(each) for each in errors)
 
 
 def test_another_secret_is_found_on_both_sides() -> None:

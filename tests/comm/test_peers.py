@@ -19,10 +19,10 @@ WIRES = pytest.mark.parametrize("transport", ["torch", "auto"])
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 
 
-def peers_of(world: World, transport: str, deadline_s: float = 30.0) -> Peers:
-    clock = Clock(deadline_s)
+def peers_of(world: World, transport: str, timeout_s: float = 30.0) -> Peers:
+    clock = Clock(timeout_s)
     clock.steps_done = 1
-    policy = CommPolicy(transport=transport, deadline_s=deadline_s)
+    policy = CommPolicy(transport=transport, timeout_s=timeout_s)
     group = world.group(Mesh(pp=world.size), "pp", policy, clock, Traffic())
     return world.peers(group, policy)
 
@@ -121,7 +121,7 @@ def test_another_microbatch_than_expected_is_an_error(transport: str) -> None:
 
 
 def late(world: World, transport: str) -> str:
-    peers = peers_of(world, transport, deadline_s=1.0)
+    peers = peers_of(world, transport, timeout_s=1.0)
     peers.group.clock.step = 7
     if world.rank == 1:
         time.sleep(2.5)
@@ -141,7 +141,7 @@ def test_a_rank_that_sends_nothing_is_named(transport: str) -> None:
     finally:
         pool.close()
     assert "rank 0: receive of gradient of stage 0, microbatch 2 from rank 1 in step 7" in text
-    assert "comm.deadline_s" in text
+    assert "comm.timeout_s" in text
 
 
 def to_itself(world: World) -> list[str]:

@@ -144,9 +144,9 @@ def test_a_rank_at_work_is_named_and_waited_for(
 def test_a_number_for_the_deadline_is_kept(ranks: Callable[[int], RankPool], fifo: str) -> None:
     """It ends the job then, and says what was found before."""
     pool = ranks(2)
-    config = {"comm": {"transport": "torch", "deadline_s": 2.0}}
+    config = {"comm": {"transport": "torch", "timeout_s": 2.0}}
     said, _ = pool.run(hanging, stuck_in_a_lock, 1, config, pool.pids, fifo)[0]
-    assert "did not arrive within 2 s" in said and "comm.deadline_s" in said
+    assert "did not arrive within 2 s" in said and "comm.timeout_s" in said
     assert "When last asked: rank 1 has not moved" in said and "stuck_in_a_lock" in said
 
 

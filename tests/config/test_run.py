@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise.config.foreign_keys import FOREIGN_KEYS
+from shardwise.config.foreign_keys import FOREIGN_KEYS, FORMER_KEYS
+from shardwise.config.keys import find
 from shardwise.config.run import RunConfig, load, read_file
-from shardwise.data.policy import DataPolicy
-from shardwise.models.gpt import GptPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
@@ -20,14 +19,17 @@ from shardwise.plan.errors import ConfigError
     [
         ({"zeroo": {}}, r"\(top level\): unknown key 'zeroo'; did you mean 'zero'"),
         ({"zero": {"stge": 1}}, "zero: unknown key 'stge'; did you mean 'stage'"),
-        ({"precision": {"loss_scale": {"strat": 1}}}, "precision.loss_scale: unknown key 'strat'.*'start'"),
+        (
+            {"precision": {"loss_scale": {"init_scal": 1}}},
+            "precision.loss_scale: unknown key 'init_scal'.*'init_scale'",
+        ),
         ({"mesh": {"dp": {"replicat": 1}}}, "unknown key 'replicat'; did you mean 'replicate'"),
         ({"zero": {"stage": 4}}, r"zero.stage: .*0, 1, 2 or 3.*given 4"),
         ({"zero": {"stage": "three"}}, "zero.stage: .*given 'three'"),
         ({"zero": 3}, "zero: "),
         ({"batch": {"global_size": 0}}, "batch.global_size: .*greater than 0.*given 0"),
         ({"batch": {"global_size": 2.5}}, "batch.global_size"),
-        ({"clip": -1}, "clip: .*greater than 0"),
+        ({"max_grad_norm": -1}, "max_grad_norm: .*greater than 0"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: .*given 'fast'"),
         ({"compile": "everything"}, "compile.scope"),
         ({"train": {"steps": 0}}, "train.steps"),
@@ -74,7 +76,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     [
         ("a.yaml", "zero: {stage: 1}\nzero: {stage: 2}\n", "key 'zero' is given twice"),
         ("a.yaml", "zero:\n  stage: 1\n  stage: 2\n", "key 'stage' is given twice"),
-        ("a.json", '{"clip": 1, "clip": 2}', "does not parse.*clip"),
+        ("a.json", '{"max_grad_norm": 1, "max_grad_norm": 2}', "does not parse.*max_grad_norm"),
         ("a.yaml", "zero: [stage\n", "does not parse"),
         ("a.json", "{", "does not parse"),
         ("a.yaml", "- 1\n- 2\n", "holds a list; expected keys and values"),
@@ -100,15 +102,16 @@ def test_strange_yaml_is_an_error_of_ours(tmp_path: Path, text: str) -> None:
 
 def test_overrides() -> None:
     config = load(
-        {"zero": {"stage": 1}}, ["zero.stage=3", "optimizer.betas=[0.8, 0.9]", "clip=0.5", "out=x=y"]
+        {"zero": {"stage": 1}},
+        ["zero.stage=3", "optimizer.betas=[0.8, 0.9]", "max_grad_norm=0.5", "output_dir=x=y"],
     )
     assert config.zero.stage == 3
     assert config.optimizer.betas == (0.8, 0.9)
-    assert config.clip == 0.5 and config.out == "x=y"
+    assert config.max_grad_norm == 0.5 and config.output_dir == "x=y"
     assert load({"precision": "bf16"}, ["precision.grad=bf16"]).precision.compute == "bf16"
     assert load({}, ["precision=fp16"]).precision.compute == "fp16"
-    assert load(RunConfig(clip=1.0), ["zero.stage=2"]).clip == 1.0
-    assert load({"clip": 1.0}, ["clip=null"]).clip is None
+    assert load(RunConfig(max_grad_norm=1.0), ["zero.stage=2"]).max_grad_norm == 1.0
+    assert load({"max_grad_norm": 1.0}, ["max_grad_norm=null"]).max_grad_norm is None
 
 
 @pytest.mark.parametrize(
@@ -117,14 +120,14 @@ def test_overrides() -> None:
         ("zero.stage", "expected key=value, as in zero.stage=3"),
         ("=3", "expected key=value"),
         ("zero.stge=3", "unknown key 'stge'; did you mean 'stage'"),
-        ("clip.max=1", "'clip' is 1.0, which has no keys of its own"),
+        ("max_grad_norm.max=1", "'max_grad_norm' is 1.0, which has no keys of its own"),
         ("zero=[", "the value does not parse"),
         ("zero..stage=3", "zero"),
     ],
 )
 def test_overrides_that_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load({"clip": 1.0}, [override])
+        load({"max_grad_norm": 1.0}, [override])
 
 
 def test_an_override_does_not_reach_into_what_was_given() -> None:
@@ -169,14 +172,24 @@ def test_all_unknown_keys_are_named_at_once_with_what_else_is_wrong() -> None:
 
 
 def test_every_suggestion_for_a_foreign_key_is_a_key() -> None:
-    def is_key(path: str) -> bool:
-        policy: Any = RunConfig
-        for part in path.split("."):
-            if part not in policy.model_fields:
-                return False
-            kind = policy.model_fields[part].annotation
-            policy = GptPolicy if part == "model" else DataPolicy if part == "data" else kind
-        return True
-
     for key, ours in FOREIGN_KEYS.items():
-        assert is_key(ours.partition(",")[0].partition(" ")[0].partition(":")[0]), (key, ours)
+        assert find(ours.partition(",")[0].partition(" ")[0].partition(":")[0]), (key, ours)
+
+
+def test_former_keys_are_refused_with_their_new_name() -> None:
+    def refusal(path: str) -> str:
+        given: Any = [{}]
+        for part in reversed(path.split(".")):  # a value that is wrong for every key
+            given = {part: given}
+        with pytest.raises(ConfigError) as caught:
+            RunConfig.parse(
+                given | ({"data": {"kind": "clicks", **given["data"]}} if "data" in given else {})
+            )
+        return str(caught.value)
+
+    for former, ours in FORMER_KEYS.items():
+        *block, key = former.split(".")
+        assert f"unknown key {key!r}; here it is {ours}" in refusal(former), former
+        new = ours.partition(" ")[0].rpartition(".")[2]
+        assert "unknown key" not in refusal(".".join([*block, new])), former  # the value alone is at fault
+    assert "here it is exchange" in refusal("tables.named.user.sends")

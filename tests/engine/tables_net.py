@@ -77,9 +77,9 @@ def build(world: World, placements: Mapping[str, str] | None = None, **config: A
     config = {
         "precision": "fp64",
         "optimizer": {"type": "adamw", "lr": 1e-2},
-        "clip": 0.5,
+        "max_grad_norm": 0.5,
         "schedule": {"type": "cosine", "warmup_steps": 3, "total_steps": 100},
-        "comm": {"deadline_s": 60},
+        "comm": {"timeout_s": 60},
         **config,
     }
     return shardwise.initialize(Net(placements or {}), config, world=world)

@@ -115,7 +115,7 @@ CASES = [
     (MIXED, 2, (1, 3), 1, "", {}),
     (MIXED, 2, (1, 3), 2, "reader", {}),
     (MIXED, 2, (2,), 1, "compute", {}),
-    (COPIES, 2, (1,), 2, "compute", {"comm": {"deadline_s": 60, "transport": "torch"}}),
+    (COPIES, 2, (1,), 2, "compute", {"comm": {"timeout_s": 60, "transport": "torch"}}),
     (MIXED, 2, (1,), 1, "", {"precision": {"compute": "bf16"}, "zero": {"stage": 3}}),
     ({}, 1, (1, 3), 2, "reader", {}),
     ({}, 1, (2,), 1, "compute", {"precision": "fp32"}),
@@ -252,7 +252,7 @@ def test_two_engines_in_turns(ranks: Any) -> None:
 
 def failing(world: World, how: str) -> Any:
     """What each rank hears where the second one fails at step 4; then both go on with the same engine."""
-    engine = build(world, MIXED, comm={"deadline_s": 10})
+    engine = build(world, MIXED, comm={"timeout_s": 10})
 
     def steps() -> Iterator[Any]:
         for step in range(8):

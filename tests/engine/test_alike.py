@@ -31,7 +31,7 @@ def side_losses(world: World, precision: str | None) -> list[Any]:
     """A step whose side loss is nan on the last rank; one of weight 0 with it; a good one; one without a graph."""
     config: dict[str, Any] = {"zero": {"stage": 3}, "optimizer": {"type": "sgd", "lr": 0.1}}
     if precision is not None:
-        config["precision"] = {"compute": precision, "loss_scale": {"start": 2.0}}
+        config["precision"] = {"compute": precision, "loss_scale": {"init_scale": 2.0}}
     engine = shardwise.initialize(seeded(Reporting, dtype=torch.float32), config, world=world)
     x, good, nan = torch.full((2, 3), 1.0 + world.rank), torch.zeros(2), torch.tensor([0.0, math.nan])
     is_last = world.rank == world.size - 1
@@ -95,7 +95,7 @@ def test_a_loss_of_slices_is_an_error(ranks: Any, precision: str) -> None:
 def given(world: World, kind: str) -> str:
     """Two or four ranks and what the first step gave them."""
     mesh = {"dp": 2, "tp": 2} if world.size == 4 else {"dp": world.size}
-    batch = {"equal": "allow"} if kind == "allowed" else {}
+    batch = {"duplicates": "allow"} if kind == "allowed" else {}
     model: nn.Module = seeded(Language)
     if world.size == 4:
         model = Gpt(GptPolicy(layers=2, width=16, heads=4, context=8, vocab=VOCABULARY))

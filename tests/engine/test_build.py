@@ -165,7 +165,7 @@ def with_optimizer(world: World, name: str) -> float:
         given: Any = make(list(model.parameters())) if stage % 2 else lambda ps: make(list(ps))
         engine = shardwise.initialize(
             model,
-            {"zero": {"stage": stage}, "clip": 0.5},
+            {"zero": {"stage": stage}, "max_grad_norm": 0.5},
             optimizer=given,
             elementwise=name == "own",
             world=world,
@@ -205,7 +205,7 @@ def groups_by_name(world: World) -> float:
     for stage in range(4):
         engine = shardwise.initialize(
             seeded(Language),
-            {"zero": {"stage": stage}, "optimizer": settings, "batch": {"equal": "allow"}},
+            {"zero": {"stage": stage}, "optimizer": settings, "batch": {"duplicates": "allow"}},
             world=world,
         )
         for wanted in truth:

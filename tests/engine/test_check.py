@@ -22,7 +22,7 @@ from tests.engine.test_planted_bugs import BUGS, Bug, norm_gradients_not_summed,
 ALL = [
     *BUGS,
     Bug(Layout(pp=2, tp=2, microbatches=3), norm_gradients_not_summed),
-    Bug(Layout(pp=2, tp=2, microbatches=3, manner="gpt2", recompute="full"), tied_gradient_lost),
+    Bug(Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute="full"), tied_gradient_lost),
 ]
 NOT_OF_THE_FIRST_STEP = {
     "stale_weights": "they are those of the first step",
@@ -30,10 +30,10 @@ NOT_OF_THE_FIRST_STEP = {
 }
 RIGHT = [
     Layout(tp=2),
-    Layout(tp=2, manner="gpt2", sequence=False, dropout=0.2),
+    Layout(tp=2, family="gpt2", sequence=False, dropout=0.2),
     Layout(pp=2, microbatches=3, dropout=0.2, recompute="full"),
-    Layout(pp=2, microbatches=3, schedule="interleaved_1f1b", interleave=2, manner="gpt2"),
-    Layout(pp=2, tp=2, microbatches=3, manner="gpt2", dropout=0.2),
+    Layout(pp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, family="gpt2"),
+    Layout(pp=2, tp=2, microbatches=3, family="gpt2", dropout=0.2),
     Layout(pp=2, dp=2, stage=3, microbatches=3),
     Layout(dp=2, tp=2, stage=3, microbatches=2, recompute="selective", kv_heads=1),
 ]
@@ -126,12 +126,14 @@ def test_right_models_are_compared_and_pass(ranks: Any, size: int) -> None:
 
 def nothing_changes(world: World) -> None:
     """Weights, generators and traffic of a run are those of one without the check, to the bit."""
-    layout = Layout(tp=2, manner="gpt2", dropout=0.2)
+    layout = Layout(tp=2, family="gpt2", dropout=0.2)
 
     def run(check: str) -> Any:
         torch.manual_seed(5)
         random.seed(5)
-        engine = shardwise.initialize(model_of(layout), config_of(layout) | {"check": check}, world=world)
+        engine = shardwise.initialize(
+            model_of(layout), config_of(layout) | {"check_first_step": check}, world=world
+        )
         for step in range(2):
             engine.train_step(*pieces(layout, 0, step))
         found = engine.state_dict(), torch.rand(1), random.random(), dict(engine.traffic.counts)
@@ -236,7 +238,9 @@ def other_model(world: World) -> None:
         return loss
 
     engine = shardwise.initialize(model, config_of(layout._replace(sequence=False)), world=world, loss=partly)
-    with pytest.raises(PlanError, match=r"check: .*loss function fails on the uncut model.*check: off"):
+    with pytest.raises(
+        PlanError, match=r"check: .*loss function fails on the uncut model.*check_first_step: off"
+    ):
         engine.train_step([(tokens, tokens)])
     engine.close()
 
@@ -323,7 +327,7 @@ def what_a_user_changed(world: World) -> None:
 
 def rounded_inside(world: World) -> None:
     """A pass that rounds to 16 bits inside, though all weights are fp32, is held to what 16 bits can tell."""
-    layout = Layout(tp=2, manner="gpt2")
+    layout = Layout(tp=2, family="gpt2")
     tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -356,7 +360,7 @@ class Overflows(Counts):
 
 def skipped(world: World) -> None:
     """The step after a skipped one begins with the buffers that it left; small gradients in fp16 have their norm."""
-    precision = {"compute": "fp16", "grad": "fp16", "loss_scale": {"start": 2.0**12}}
+    precision = {"compute": "fp16", "grad": "fp16", "loss_scale": {"init_scale": 2.0**12}}
     engine = shardwise.initialize(
         seeded(Overflows).float(),  # type: ignore[arg-type]
         {"mesh": {"pp": 2}, "precision": precision},

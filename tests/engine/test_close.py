@@ -100,7 +100,7 @@ def closed(world: Any, config: dict[str, Any], dtype: torch.dtype) -> None:
         for step in range(2):
             engine.train_step([piece(step, world.rank)])
         engine.evaluate([(piece(3, world.rank), None)])
-        if "methods" in config["zero"]:
+        if "forward_methods" in config["zero"]:
             engine.backward(model.blocks[0].doubled(torch.ones(2, 6, dtype=dtype)).sum())
         whole = engine.state_dict()
         assert inventory(model) != before
@@ -124,7 +124,7 @@ CASES = [
     ({"zero": {"stage": 0}}, torch.float64),
     ({"zero": {"stage": 1}, "recompute": "full", "batch_norm": "synchronized"}, torch.float64),
     ({"zero": {"stage": 2}, "recompute": "selective", "precision": "bf16"}, torch.float32),
-    ({"zero": {"stage": 3, "methods": ["blocks.*.doubled"]}}, torch.float64),
+    ({"zero": {"stage": 3, "forward_methods": ["blocks.*.doubled"]}}, torch.float64),
     (
         {"zero": {"stage": 3}, "recompute": "full", "batch_norm": "synchronized", "precision": "bf16"},
         torch.float32,

@@ -14,14 +14,20 @@ from tests.engine.test_model_parallel import Layout, config_of, policy_of
 
 SEQUENCES, CONTEXT, STEPS = 8, 12, 5
 LAYOUTS = [
-    Layout(manner=manner, dropout=0.1, **axes)  # type: ignore[arg-type]
-    for manner in ("llama", "gpt2")
+    Layout(family=family, dropout=0.1, **axes)  # type: ignore[arg-type]
+    for family in ("llama", "gpt2")
     for axes in (
         {"dp": 2, "microbatches": 2, "stage": 3},
         {"tp": 2},
         {"tp": 2, "sequence": False},
         {"pp": 2, "microbatches": 2},
-        {"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b", "interleave": 2, "recompute": "full"},
+        {
+            "pp": 2,
+            "microbatches": 4,
+            "schedule": "interleaved_1f1b",
+            "virtual_stages": 2,
+            "recompute": "full",
+        },
         {"pp": 2, "tp": 2, "microbatches": 2},
         {"pp": 2, "tp": 2, "microbatches": 4, "recompute": "full"},
     )
@@ -67,19 +73,19 @@ def found(ranks: Any) -> Any:
 
 
 @cache
-def alone(manner: str, dropout: float) -> Any:
-    return curve(join(quiet=True), Layout(manner=manner, dropout=dropout))
+def alone(family: str, dropout: float) -> Any:
+    return curve(join(quiet=True), Layout(family=family, dropout=dropout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_losses_are_those_of_one_rank(found: Any, layout: Layout) -> None:
-    start, losses = alone(layout.manner, layout.dropout)
+    start, losses = alone(layout.family, layout.dropout)
     for own_start, own_losses in found(layout.size)[layout]:
         assert own_start == start, "start weights differ"
         assert own_losses == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("manner", ["llama", "gpt2"])
-def test_dropout_is_seen_in_the_losses(manner: str) -> None:
-    with_dropout, without = alone(manner, 0.1)[1], alone(manner, 0.0)[1]
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dropout_is_seen_in_the_losses(family: str) -> None:
+    with_dropout, without = alone(family, 0.1)[1], alone(family, 0.0)[1]
     assert min(abs(a / b - 1) for a, b in zip(with_dropout, without, strict=True)) > 1e-4

@@ -34,7 +34,7 @@ def world() -> World:
 
 def start(world: Any, model: nn.Module | None = None, **config: Any) -> Any:
     model = seeded(Language) if model is None else model
-    return shardwise.initialize(model, {"comm": {"deadline_s": 10.0}, **config}, world=world)
+    return shardwise.initialize(model, {"comm": {"timeout_s": 10.0}, **config}, world=world)
 
 
 def raised(call: Callable[[], Any], kind: type[Exception] = UsageError) -> str:
@@ -83,7 +83,7 @@ def refused_at_once(world: Any, stage: int) -> None:
         if stage == 3 and name == "another loss":  # it reads a released weight first
             assert "engine.full_parameters()" in text, text
         else:
-            assert ".grad: between engine.backward" in text and "clip: 1.0" in text, name
+            assert ".grad: between engine.backward" in text and "max_grad_norm: 1.0" in text, name
             assert "engine.gradients()" in text, name
         engine.step()
         assert all(p.grad is None for p in engine.module.parameters()), name

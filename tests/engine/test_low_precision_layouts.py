@@ -24,7 +24,7 @@ LAYOUTS = [
     Layout(tp=2),
     Layout(pp=2, microbatches=4),
     Layout(pp=2, dp=2, stage=3, microbatches=2),
-    Layout(pp=2, tp=2, microbatches=2, manner="gpt2", schedule="interleaved_1f1b", interleave=2),
+    Layout(pp=2, tp=2, microbatches=2, family="gpt2", schedule="interleaved_1f1b", virtual_stages=2),
 ]
 TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
 
@@ -34,7 +34,7 @@ def precision_of(compute: str) -> dict[str, Any]:
     if compute == "bf16":
         return {"compute": "bf16"}
     start = 2.0**24 if compute == "overflow" else 2.0**12
-    return {"compute": "fp16", "loss_scale": {"start": start, "hysteresis": 1}}
+    return {"compute": "fp16", "loss_scale": {"init_scale": start, "hysteresis": 1}}
 
 
 def curve(world: Any, layout: Layout, compute: str) -> list[tuple[bool, float, float]]:
@@ -71,14 +71,14 @@ def found(ranks: Any) -> Any:
 
 
 @cache
-def alone(manner: str, compute: str) -> Any:
-    return curve(join(quiet=True), Layout(manner=manner), compute)
+def alone(family: str, compute: str) -> Any:
+    return curve(join(quiet=True), Layout(family=family), compute)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_losses_are_near_those_of_one_rank(found: Any, layout: Layout, compute: str) -> None:
-    truth = alone(layout.manner, compute)
+    truth = alone(layout.family, compute)
     losses = [loss for _, loss, _ in truth]
     assert min(losses) < max(losses) - 0.05, "a curve that does not move shows nothing"
     for own in found(layout.size, compute)[layout]:

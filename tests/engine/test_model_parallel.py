@@ -29,12 +29,12 @@ class Layout(NamedTuple):
     microbatches: int = 1
     stage: int = 0
     schedule: str = "1f1b"
-    interleave: int = 1
+    virtual_stages: int = 1
     sequence: bool = True
     recompute: str = "none"
-    manner: str = "llama"
+    family: str = "llama"
     kv_heads: int = 4
-    regather: str = "microbatch"
+    reshard_after_forward: bool = True
     transport: str = "auto"
     partition: str = "uniform"
     dropout: float = 0.0
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         default = Layout()._asdict()
-        words = {"manner": "", "transport": ""}
+        words = {"family": "", "transport": ""}
         said = [
             f"{words.get(key, key)}{value}" for key, value in self._asdict().items() if value != default[key]
         ]
@@ -64,9 +64,9 @@ class Figures(NamedTuple):
 
 
 def policy_of(layout: Layout) -> GptPolicy:
-    kv_heads = min(layout.kv_heads, layout.heads) if layout.manner == "llama" else None
+    kv_heads = min(layout.kv_heads, layout.heads) if layout.family == "llama" else None
     return GptPolicy(
-        manner=layout.manner,  # type: ignore[arg-type]
+        family=layout.family,  # type: ignore[arg-type]
         layers=layout.layers,
         width=4 * layout.heads,
         heads=layout.heads,
@@ -95,9 +95,9 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def truth(manner: str, kv_heads: int, layers: int, heads: int) -> list[Truth]:
+def truth(family: str, kv_heads: int, layers: int, heads: int) -> list[Truth]:
     """The plain loop, sequence by sequence, so that the addends are known."""
-    model = model_of(Layout(manner=manner, kv_heads=kv_heads, layers=layers, heads=heads))
+    model = model_of(Layout(family=family, kv_heads=kv_heads, layers=layers, heads=heads))
     steps = []
     for step in range(3):
         tokens, targets = data(step)
@@ -113,19 +113,19 @@ def truth(manner: str, kv_heads: int, layers: int, heads: int) -> list[Truth]:
 def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
     return {
         "mesh": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
-        "zero": {"stage": layout.stage, "regather": layout.regather},
+        "zero": {"stage": layout.stage, "reshard_after_forward": layout.reshard_after_forward},
         "tensor": {"sequence_parallel": layout.sequence},
         "pipeline": {
             "schedule": layout.schedule,
-            "interleave": layout.interleave,
+            "virtual_stages": layout.virtual_stages,
             "partition": layout.partition,
         },
         "recompute": layout.recompute,
-        "check": check,
+        "check_first_step": check,
         "batch": {"accumulation": layout.microbatches},
         "optimizer": OPTIMIZER,
-        "clip": CLIP,
-        "comm": {"transport": layout.transport, "deadline_s": 20.0},
+        "max_grad_norm": CLIP,
+        "comm": {"transport": layout.transport, "timeout_s": 20.0},
     }
 
 
@@ -152,7 +152,7 @@ def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
     engine.step = with_gradients  # type: ignore[method-assign]
     figures = Figures(0.0, 0.0, 0.0, 0.0)
     dp_index = engine._parts.groups["dp"].index
-    for step, wanted in enumerate(truth(layout.manner, layout.kv_heads, layout.layers, layout.heads)):
+    for step, wanted in enumerate(truth(layout.family, layout.kv_heads, layout.layers, layout.heads)):
         batches, weights = pieces(layout, dp_index, step)
         result = engine.train_step(batches, weights)
         assert not result.skipped
@@ -172,15 +172,15 @@ def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:
 
 
 TENSOR = [
-    Layout(tp=tp, sequence=sequence, manner=manner, kv_heads=kv_heads)
+    Layout(tp=tp, sequence=sequence, family=family, kv_heads=kv_heads)
     for tp in (1, 2, 4)
     for sequence in (True, False)
-    for manner, kv_heads in (("llama", 4), ("llama", 2), ("gpt2", 4))
+    for family, kv_heads in (("llama", 4), ("llama", 2), ("gpt2", 4))
     if tp > 1 or sequence
 ] + [
-    Layout(tp=3, sequence=sequence, heads=heads, kv_heads=kv_heads, manner=manner)
+    Layout(tp=3, sequence=sequence, heads=heads, kv_heads=kv_heads, family=family)
     for sequence in (True, False)
-    for manner, heads, kv_heads in (("llama", 6, 3), ("llama", 6, 1), ("gpt2", 6, 6))
+    for family, heads, kv_heads in (("llama", 6, 3), ("llama", 6, 1), ("gpt2", 6, 6))
 ]
 SCHEDULES = [
     Layout(pp=pp, microbatches=microbatches, schedule=schedule)
@@ -188,7 +188,7 @@ SCHEDULES = [
     for schedule in ("gpipe", "1f1b")
     for microbatches in (1, 2, 3, 5, 8)
 ] + [
-    Layout(pp=pp, microbatches=microbatches, schedule="interleaved_1f1b", interleave=2, layers=2 * pp)
+    Layout(pp=pp, microbatches=microbatches, schedule="interleaved_1f1b", virtual_stages=2, layers=2 * pp)
     for pp in (2, 3, 4)
     for microbatches in (1, 2, 3, 5, 8)
 ]
@@ -201,24 +201,28 @@ TOGETHER = [
     *(Layout(pp=2, dp=2, stage=stage, microbatches=3) for stage in range(4)),
     *(Layout(dp=2, tp=2, stage=stage, microbatches=2) for stage in range(4)),
     *(Layout(pp=2, tp=2, microbatches=3, sequence=sequence) for sequence in (True, False)),
-    *(Layout(pp=2, tp=2, microbatches=3, manner="gpt2", recompute=how) for how in ("full", "selective")),
-    Layout(pp=2, dp=2, stage=3, microbatches=3, regather="step"),
-    Layout(pp=2, dp=2, stage=3, microbatches=3, regather="step", recompute="full"),
-    Layout(pp=2, dp=2, stage=3, microbatches=4, schedule="interleaved_1f1b", interleave=2, recompute="full"),
-    Layout(pp=2, dp=2, stage=2, microbatches=3, schedule="gpipe", manner="gpt2"),
-    Layout(pp=2, tp=2, microbatches=3, schedule="interleaved_1f1b", interleave=2, kv_heads=1),
+    *(Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute=how) for how in ("full", "selective")),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, reshard_after_forward=False),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, reshard_after_forward=False, recompute="full"),
+    Layout(
+        pp=2, dp=2, stage=3, microbatches=4, schedule="interleaved_1f1b", virtual_stages=2, recompute="full"
+    ),
+    Layout(pp=2, dp=2, stage=2, microbatches=3, schedule="gpipe", family="gpt2"),
+    Layout(pp=2, tp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, kv_heads=1),
     Layout(dp=2, tp=2, stage=3, microbatches=2, recompute="selective", kv_heads=1),
-    Layout(dp=2, tp=2, stage=2, microbatches=2, recompute="full", manner="gpt2"),
+    Layout(dp=2, tp=2, stage=2, microbatches=2, recompute="full", family="gpt2"),
     Layout(tp=4, kv_heads=1, recompute="full"),
     Layout(tp=4, kv_heads=1, transport="torch"),
-    Layout(pp=2, tp=2, microbatches=3, transport="torch", manner="gpt2"),
-    Layout(pp=2, microbatches=3, recompute="selective", manner="gpt2", partition="parameters"),
-    Layout(pp=3, microbatches=4, manner="gpt2"),
-    Layout(pp=2, microbatches=3, schedule="interleaved_1f1b", interleave=2, manner="gpt2", recompute="full"),
-    *(Layout(pp=2, dp=2, tp=2, microbatches=3, stage=stage, kv_heads=2) for stage in range(4)),
-    Layout(pp=2, dp=2, tp=2, microbatches=2, stage=2, recompute="full", manner="gpt2"),
+    Layout(pp=2, tp=2, microbatches=3, transport="torch", family="gpt2"),
+    Layout(pp=2, microbatches=3, recompute="selective", family="gpt2", partition="parameters"),
+    Layout(pp=3, microbatches=4, family="gpt2"),
     Layout(
-        2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", interleave=2, recompute="selective"
+        pp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, family="gpt2", recompute="full"
+    ),
+    *(Layout(pp=2, dp=2, tp=2, microbatches=3, stage=stage, kv_heads=2) for stage in range(4)),
+    Layout(pp=2, dp=2, tp=2, microbatches=2, stage=2, recompute="full", family="gpt2"),
+    Layout(
+        2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", virtual_stages=2, recompute="selective"
     ),
 ]
 LAYOUTS = [*TENSOR, *SCHEDULES, *ZERO, *TOGETHER]

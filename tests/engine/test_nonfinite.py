@@ -66,7 +66,7 @@ CASES = {
     "plain": {},
     "stage 2": {"zero": {"stage": 2}},
     "stage 3": {"zero": {"stage": 3}},
-    "clip": {"clip": 1.0},
+    "max_grad_norm": {"max_grad_norm": 1.0},
     "two microbatches": {"batch": {"accumulation": 2}, "zero": {"stage": 3}},
 }
 

@@ -135,8 +135,8 @@ def measure(world: Any, case: Case) -> Figures:
             "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
             "batch": {"accumulation": case.accumulation},
             "optimizer": OPTIMIZERS[case.optimizer],
-            "clip": CLIP,
-            "comm": {"transport": case.transport, "deadline_s": 20.0},
+            "max_grad_norm": CLIP,
+            "comm": {"transport": case.transport, "timeout_s": 20.0},
         },
         world=world,
     )

@@ -311,19 +311,19 @@ BUGS = [
     Bug(Layout(tp=4, kv_heads=2), all_counted_in_the_norm, ("norm",)),
     Bug(Layout(tp=2), sequence_gradient_not_summed),
     Bug(Layout(tp=2, sequence=False), column_gradient_not_summed),
-    Bug(Layout(tp=2, manner="gpt2"), row_bias_on_every_rank, ("loss",)),
-    Bug(Layout(tp=2, manner="gpt2"), first_positions_everywhere, ("gradients", "loss")),
+    Bug(Layout(tp=2, family="gpt2"), row_bias_on_every_rank, ("loss",)),
+    Bug(Layout(tp=2, family="gpt2"), first_positions_everywhere, ("gradients", "loss")),
     Bug(Layout(tp=2), loss_of_the_first_rows, ("gradients", "loss")),
     Bug(Layout(tp=2), loss_of_unlike_maxima, ("gradients", "loss")),
-    Bug(Layout(pp=3, microbatches=4, manner="gpt2"), tied_gradient_lost),
-    Bug(Layout(pp=3, microbatches=4, manner="gpt2"), all_counted_in_the_norm, ("norm",)),
+    Bug(Layout(pp=3, microbatches=4, family="gpt2"), tied_gradient_lost),
+    Bug(Layout(pp=3, microbatches=4, family="gpt2"), all_counted_in_the_norm, ("norm",)),
     Bug(Layout(pp=2, microbatches=5), weights_of_microbatches_ignored),
     Bug(Layout(pp=2, microbatches=3), norm_of_one_stage, ("norm", "weights")),
     Bug(Layout(pp=2, microbatches=5), targets_of_another_microbatch, ("gradients", "loss")),
     Bug(Layout(pp=2, microbatches=5), activation_of_another_microbatch, ("gradients", "loss")),
     Bug(Layout(pp=2, microbatches=5), gradient_of_another_microbatch),
     Bug(
-        Layout(pp=2, microbatches=5, schedule="interleaved_1f1b", interleave=2),
+        Layout(pp=2, microbatches=5, schedule="interleaved_1f1b", virtual_stages=2),
         activation_of_another_stage,
         ("gradients", "loss"),
     ),
@@ -368,7 +368,7 @@ def test_the_table_shows_it(measured: Any, number: int) -> None:
 
 def errors_planted(world: Any) -> str:
     """What the engine says when a message goes to the wrong neighbour."""
-    layout = Layout(pp=3, microbatches=4, manner="gpt2")
+    layout = Layout(pp=3, microbatches=4, family="gpt2")
     train_step = Engine.train_step
 
     def impatient(self: Engine, *args: Any) -> Any:
@@ -433,7 +433,7 @@ def dropping(world: Any, tp: int, plant: Callable[[], Patch]) -> list[float] | s
     dropouts = dict(attn_pdrop=0.0, resid_pdrop=0.3, embd_pdrop=0.3)
     model = seeded(transformers.GPT2LMHeadModel, transformers.GPT2Config(**shape, **dropouts))
     tokens, found = torch.arange(16).view(2, 8), []
-    config = {"mesh": {"tp": tp}, "optimizer": {"type": "sgd", "lr": 0.1}, "check": "off"}
+    config = {"mesh": {"tp": tp}, "optimizer": {"type": "sgd", "lr": 0.1}, "check_first_step": "off"}
     with plant():
         engine = initialize(model.train(), config, world=world)
         try:

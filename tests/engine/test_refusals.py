@@ -52,7 +52,7 @@ CASES = {
     "layers": Case(gpt(layers=1), PP2, ("has no blocks", "at least two children")),
     "stages": Case(
         gpt(layers=3),
-        PP2 | {"pipeline": {"schedule": "interleaved_1f1b", "interleave": 2}},
+        PP2 | {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
         ("3 blocks cannot make 4 stages", "nearest that work"),
     ),
     "no blocks": Case(Flat, PP2, ("Flat has no blocks", "pipeline.partition", "Layers")),
@@ -73,11 +73,15 @@ CASES = {
         ("global_size 10", "micro_size 4", "nearest that does is 8"),
     ),
     "mesh": Case(gpt(), {"mesh": {"pp": 3}}, ("pp=3", "3", "2")),
-    "interleave without stages": Case(
-        gpt(), {"pipeline": {"schedule": "interleaved_1f1b", "interleave": 2}}, ("mesh.pp is 1", "mesh.pp: 2")
+    "virtual_stages without stages": Case(
+        gpt(),
+        {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
+        ("mesh.pp is 1", "mesh.pp: 2"),
     ),
     "schedule": Case(gpt(), PP2 | {"pipeline": {"schedule": "1fb1"}}, ("1fb1", "1f1b")),
-    "regather": Case(gpt(), {"zero": {"stage": 3, "regather": "step"}}, ("mesh.pp is 1", "stage: 2")),
+    "reshard": Case(
+        gpt(), {"zero": {"stage": 3, "reshard_after_forward": False}}, ("mesh.pp is 1", "stage: 2")
+    ),
     "batch norm": Case(gpt(), PP2 | {"batch_norm": "synchronized"}, ("batch_norm", "per_rank")),
     "context axis": Case(gpt(), {"mesh": {"cp": 2}}, ("cp", "1")),
 }
@@ -156,7 +160,7 @@ def test_one_rank_needs_no_table_and_no_blocks() -> None:
     engine = shardwise.initialize(seeded(Flat), {}, world=solo)
     assert engine.train_step([torch.ones(2, 4, dtype=torch.float64)]).step == 1
     engine = shardwise.initialize(seeded(Language), {"mesh": {"pp": 1, "tp": 1}}, world=solo)
-    with pytest.raises(ConfigError, match="interleave"):
+    with pytest.raises(ConfigError, match="virtual_stages"):
         shardwise.initialize(
-            Flat(), {"pipeline": {"schedule": "interleaved_1f1b", "interleave": 2}}, world=solo
+            Flat(), {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}}, world=solo
         )

@@ -22,15 +22,15 @@ ROUTE = (
     Layout(pp=2, tp=2, microbatches=2),
     Layout(dp=4, stage=3),
     Layout(dp=2, tp=2, stage=1, microbatches=2),
-    Layout(pp=2, dp=2, stage=2, microbatches=4, schedule="interleaved_1f1b", interleave=2),
+    Layout(pp=2, dp=2, stage=2, microbatches=4, schedule="interleaved_1f1b", virtual_stages=2),
     Layout(tp=4),
-    Layout(pp=2, dp=2, stage=3, microbatches=2, regather="step"),
+    Layout(pp=2, dp=2, stage=3, microbatches=2, reshard_after_forward=False),
     Layout(pp=4, microbatches=4, schedule="gpipe"),
 )
 KINDS = {
     "llama": GptPolicy(layers=4, width=16, heads=4, kv_heads=2, context=CONTEXT, vocab=VOCABULARY, hidden=24),
     "gpt2": GptPolicy(
-        manner="gpt2", layers=4, width=16, heads=4, context=CONTEXT, vocab=VOCABULARY, hidden=24
+        family="gpt2", layers=4, width=16, heads=4, context=CONTEXT, vocab=VOCABULARY, hidden=24
     ),
 }
 
@@ -40,16 +40,16 @@ def build(world: Any, layout: Layout, kind: str, precision: str) -> Any:
         model = Gpt(KINDS[kind])
     config = {
         "mesh": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
-        "zero": {"stage": layout.stage, "regather": layout.regather},
+        "zero": {"stage": layout.stage, "reshard_after_forward": layout.reshard_after_forward},
         "pipeline": {
             "schedule": layout.schedule,
-            "interleave": layout.interleave,
+            "virtual_stages": layout.virtual_stages,
             "partition": layout.partition,
         },
         "batch": {"accumulation": layout.microbatches},
         "precision": precision,
         "optimizer": {"type": "adamw", "lr": 1e-2},
-        "clip": 1.0,
+        "max_grad_norm": 1.0,
     }
     return shardwise.initialize(model, config, world=world)
 

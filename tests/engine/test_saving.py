@@ -28,7 +28,7 @@ def build(
         "precision": precision,
         "optimizer": {"type": optimizer, "lr": 1e-2, **sgd},
         "batch": {"global_size": 4, "micro_size": 4 // world.size},
-        "clip": 1.0,
+        "max_grad_norm": 1.0,
     }
     return shardwise.initialize(model, config, world=world)
 

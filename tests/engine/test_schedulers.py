@@ -390,7 +390,7 @@ def skipping(world: World) -> tuple[list[float], list[bool]]:
             return self.linear(x).sum()
 
     config = {
-        "precision": {"compute": "fp16", "loss_scale": {"start": 2.0, "hysteresis": 1}},
+        "precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0, "hysteresis": 1}},
         "schedule": {"warmup_steps": 4},
         "optimizer": {"type": "sgd", "lr": 1.0},
     }

@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     ranks: int
     placement: str
     """Of all tables, or ``mixed``: each of another."""
-    sends: str = "auto"
+    exchange: str = "auto"
     stage: int = 0
     microbatches: int = 1
     shares: tuple[int, ...] = ()
@@ -63,21 +63,21 @@ class Layout(NamedTuple):
     precision: str = "fp64"
 
     def __str__(self) -> str:
-        parts = [f"{self.ranks}", self.placement, self.sends, f"z{self.stage}", f"m{self.microbatches}"]
+        parts = [f"{self.ranks}", self.placement, self.exchange, f"z{self.stage}", f"m{self.microbatches}"]
         return "-".join([*parts, *map(str, self.shares), self.precision])
 
 
 LAYOUTS = [
     *(
-        Layout(ranks, placement, sends)
+        Layout(ranks, placement, exchange)
         for ranks in (2, 4)
-        for placement, sends in (
+        for placement, exchange in (
             ("data_parallel", "auto"),
             ("column", "auto"),
             ("table", "rows"),
-            ("table", "sums"),
+            ("table", "pooled"),
             ("row", "rows"),
-            ("row", "sums"),
+            ("row", "pooled"),
             ("mixed", "auto"),
         )
     ),
@@ -96,9 +96,9 @@ IN_SOAK = {  # each of these placements lies on 2 ranks alone, and on 4 among th
     Layout(4, "data_parallel"),
     Layout(4, "column"),
     Layout(4, "table", "rows"),
-    Layout(4, "table", "sums"),
+    Layout(4, "table", "pooled"),
     Layout(4, "row", "rows"),
-    Layout(4, "row", "sums"),
+    Layout(4, "row", "pooled"),
     Layout(4, "row", precision="fp32"),
     Layout(4, "mixed", precision="fp32", microbatches=2),
 }
@@ -113,11 +113,15 @@ class Net(nn.Module):
         for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
             placement = PLACEMENTS[number % 4] if layout.placement == "mixed" else layout.placement
             given: dict[str, Any] = {"optimizer": optimizer, "width": 4, "placement": placement}
-            tables.append(TablePolicy(name=name, rows=ROWS, sends=layout.sends, bound=0.3, **given))
+            tables.append(
+                TablePolicy(name=name, rows=ROWS, exchange=layout.exchange, init_bound=0.3, **given)
+            )
             evicts = EvictionPolicy(type="lru", fraction=0.2)
             grows = DynamicPolicy(capacity=60, eviction=evicts, initial_rows=2)
-            sends = layout.sends if layout.sends != "sums" else "auto"
-            tables.append(TablePolicy(name=f"{name}*", dynamic=grows, sends=sends, bound=0.3, **given))
+            exchange = layout.exchange if layout.exchange != "pooled" else "auto"
+            tables.append(
+                TablePolicy(name=f"{name}*", dynamic=grows, exchange=exchange, init_bound=0.3, **given)
+            )
         self.tables = EmbeddingCollection(tables, seed=5)
         generator = torch.Generator().manual_seed(1)
         self.hidden = nn.Linear(4 * len(tables), 8)
@@ -170,8 +174,8 @@ def run(world: World, layout: Layout, steps: int = STEPS) -> Found:
         "batch": {"accumulation": layout.microbatches},
         "optimizer": {"type": "adamw", "lr": 1e-2},
         "schedule": {"type": "cosine", "warmup_steps": 5, "total_steps": 60},
-        "clip": 0.1,
-        "comm": {"deadline_s": 60},
+        "max_grad_norm": 0.1,
+        "comm": {"timeout_s": 60},
     }
     engine = shardwise.initialize(model, config, world=world)
     names = [table.name for table in model.tables.tables]
@@ -454,7 +458,7 @@ class Capped(nn.Module):
 def fill_up(world: World, placement: str) -> list[Any]:
     """A step with too many keys among good ones: what was said, the keys and the dense weights around it."""
     engine = shardwise.initialize(
-        Capped(placement), {"comm": {"deadline_s": 20}, "batch": {"accumulation": 2}}, world=world
+        Capped(placement), {"comm": {"timeout_s": 20}, "batch": {"accumulation": 2}}, world=world
     )
 
     def step(*keys: int) -> None:
@@ -484,7 +488,7 @@ def small_all_reduces(world: World, capacity: int | None) -> int:
     model = Capped("row")
     table = model.tables.tables[0].model_copy(update={"dynamic": DynamicPolicy(capacity=capacity)})
     model.tables.tables = (table,)
-    config = {"comm": {"deadline_s": 20}, "batch": {"accumulation": 2}}
+    config = {"comm": {"timeout_s": 20}, "batch": {"accumulation": 2}}
     engine = shardwise.initialize(model, config, world=world)
     batches = [{"sparse": {"user": Ragged.of_lists([[key + world.rank]])}} for key in (1, 2)]
     engine.train_step(batches)
@@ -505,7 +509,7 @@ def refuse_the_second(world: World) -> int:
     """One rank's second microbatch has a bad key."""
     model = Net(Layout(world.size, "row"))
     engine = shardwise.initialize(
-        model, {"batch": {"accumulation": 2}, "comm": {"deadline_s": 20}}, world=world
+        model, {"batch": {"accumulation": 2}, "comm": {"timeout_s": 20}}, world=world
     )
     names = [table.name for table in model.tables.tables]
     good = [batch(0, names, world.rank, world.rank + 2), batch(0, names, 4 + world.rank, 5 + world.rank)]

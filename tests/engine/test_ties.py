@@ -22,7 +22,7 @@ class Row(NamedTuple):
     """A net of ``blocks`` blocks, those in ``tied`` with one matrix, cut over ``pp`` ranks."""
 
     pp: int
-    interleave: int
+    virtual_stages: int
     blocks: int
     tied: tuple[int, ...]
 
@@ -75,17 +75,21 @@ def measure(
         lambda model, batch: model(*batch),
         None,
     )[0]
-    schedule = {"schedule": "interleaved_1f1b", "interleave": row.interleave} if row.interleave > 1 else {}
+    schedule = (
+        {"schedule": "interleaved_1f1b", "virtual_stages": row.virtual_stages}
+        if row.virtual_stages > 1
+        else {}
+    )
     with nullcontext() if plant is None else plant():
         engine = shardwise.initialize(
             net(row),
             {
                 "mesh": {"pp": row.pp},
-                "check": "auto" if plant is None else "off",
+                "check_first_step": "auto" if plant is None else "off",
                 "pipeline": {**schedule, "partition": "uniform"},
                 "batch": {"accumulation": 4},
                 "optimizer": {"type": "sgd", "lr": 0.1},
-                "comm": {"deadline_s": 20.0},
+                "comm": {"timeout_s": 20.0},
             },
             world=world,
         )

@@ -106,7 +106,7 @@ def told(world: Any, pipeline: dict[str, Any]) -> dict[str, list[str]]:
 
     def begin() -> Any:
         torch.manual_seed(0)
-        net = Net(world.size * pipeline.get("interleave", 1)).double()
+        net = Net(world.size * pipeline.get("virtual_stages", 1)).double()
         return shardwise.initialize(net, config, loss=lambda root, x: current(root, x), world=world)
 
     engine = begin()
@@ -140,7 +140,7 @@ def told(world: Any, pipeline: dict[str, Any]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("size", "pipeline"),
-    [(2, {}), (2, {"schedule": "interleaved_1f1b", "interleave": 2}), (3, {"schedule": "gpipe"})],
+    [(2, {}), (2, {"schedule": "interleaved_1f1b", "virtual_stages": 2}), (3, {"schedule": "gpipe"})],
 )
 def test_an_error_of_one_stage_is_one_on_all(ranks: Any, size: int, pipeline: dict[str, Any]) -> None:
     by_rank = ranks(size).run(told, pipeline)

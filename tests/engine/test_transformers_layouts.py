@@ -35,7 +35,7 @@ def trained(world: Any, pp: int, tp: int, tied: bool) -> Any:
         "mesh": {"pp": pp, "tp": tp},
         "batch": {"accumulation": MICROBATCHES},
         "optimizer": {"type": "adamw", "lr": 0.01},
-        "clip": 0.5,
+        "max_grad_norm": 0.5,
     }
     engine = shardwise.initialize(llama(tied), config, world=world)
     numbers = []
@@ -153,7 +153,7 @@ def test_generation_and_functions_of_the_model_give_what_one_process_gives(ranks
 
 
 def whole_logits(world: Any, tp: int) -> Any:
-    engine = engine_of(world, tp, tensor={"whole_logits": True})
+    engine = engine_of(world, tp, tensor={"gather_logits": True})
     output = engine(batches(5)[0])
     engine.backward(output.loss + output.logits.square().mean())
     norm = engine.step().grad_norm
@@ -209,7 +209,7 @@ def late_penalty(world: Any) -> str:
         found: Tensor = model(**batch).loss
         return found + (sum(each.sum() for each in model.parameters()) if len(steps) > 1 else 0)
 
-    engine = engine_of(world, 2, loss, check="off")
+    engine = engine_of(world, 2, loss, check_first_step="off")
     engine.train_step([batches(1)[0]])
     with pytest.raises(UsageError) as caught:
         engine.train_step([batches(1)[0]])

@@ -164,7 +164,7 @@ def refused_output(world: Any) -> str:
             loss = super().forward(tokens, targets)
             return {"loss": loss, "cache": object()}
 
-    engine = shardwise.initialize(seeded(Odd), {"mesh": {"pp": 2}, "comm": {"deadline_s": 10.0}}, world=world)
+    engine = shardwise.initialize(seeded(Odd), {"mesh": {"pp": 2}, "comm": {"timeout_s": 10.0}}, world=world)
     try:
         engine.predict([batch(0)])
     except PlanError as error:

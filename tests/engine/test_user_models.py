@@ -109,10 +109,10 @@ def trained(world: Any, kind: str, pp: int, schedule: str, dp: int = 1, stage: i
     config = {
         "mesh": {"pp": pp, "dp": dp},
         "zero": {"stage": stage},
-        "pipeline": {"schedule": schedule, "interleave": 2 if schedule == "interleaved_1f1b" else 1},
-        "batch": {"accumulation": MICROBATCHES, "equal": "allow"},
+        "pipeline": {"schedule": schedule, "virtual_stages": 2 if schedule == "interleaved_1f1b" else 1},
+        "batch": {"accumulation": MICROBATCHES, "duplicates": "allow"},
         "optimizer": {"type": "adamw", "lr": 0.01},
-        "clip": 0.5,
+        "max_grad_norm": 0.5,
     }
     engine = shardwise.initialize(net(kind), config, loss=loss_of(kind), world=world)
     numbers = []

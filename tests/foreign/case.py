@@ -102,8 +102,8 @@ def laid_out(
                 model = build(name, model_type, **more)
             config = {
                 "optimizer": {"type": "sgd", "lr": LR},
-                "clip": CLIP,
-                "comm": {"deadline_s": 60.0},
+                "max_grad_norm": CLIP,
+                "comm": {"timeout_s": 60.0},
                 **LAYOUTS[layout][1],
             }
             before = {key: value.detach().clone() for key, value in model.named_parameters()}

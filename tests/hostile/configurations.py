@@ -22,8 +22,8 @@ GOOD: dict[str, Any] = {
     "schedule": {"warmup_steps": 2},
     "train": {"steps": 6, "eval_every": 3},
     "checkpoint": {"every": 2, "keep_last": 2},
-    "clip": 1.0,
-    "out": "runs/x",
+    "max_grad_norm": 1.0,
+    "output_dir": "runs/x",
 }
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
@@ -74,7 +74,7 @@ def cases(count: int) -> Iterator[Case]:
         yaml.safe_dump(GOOD | {"model": GOOD["model"] | {"layers": 10**100}}).encode(),
         "10^100 layers",
     )
-    yield of("yaml", yaml.safe_dump(GOOD | {"out": ""}).encode(), "no folder")
+    yield of("yaml", yaml.safe_dump(GOOD | {"output_dir": ""}).encode(), "no folder")
     for number in range(count):
         draws = random.Random(f"configuration {number}")
         form = draws.choice(["yaml", "json"])

@@ -34,7 +34,7 @@ def make(folder: Path) -> Path:
         "step": 7, "reference": 1.0, "loss_scale": None, "layout": {"mesh": "dp 1", "zero_stage": 0},
         "optimizer": {"common": {"step": 7.0}, "exceptions": {}},
     }  # fmt: skip
-    user = {"config": {"model": MODEL, "data": {"tokenizer": "bytes"}, "out": "runs/x"}}
+    user = {"config": {"model": MODEL, "data": {"tokenizer": "bytes"}, "output_dir": "runs/x"}}
     checkpoints = Checkpoints(folder, policy=CheckpointPolicy(asynchronous=False))
     checkpoints.save(7, items, {"engine": state, "user": user})
     return folder / "step_00000007"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shardwise.kernels.rotary import Angles, Stretch, angles, plain_rotate, rotate
+from shardwise.kernels.rotary import Angles, FrequencyScaling, angles, plain_rotate, rotate
 
 CPU = torch.device("cpu")
 
@@ -57,9 +57,9 @@ def test_the_dtype_is_that_of_the_input(dtype: torch.dtype) -> None:
 
 
 def test_the_stretch_slows_slow_angles_and_leaves_fast_ones() -> None:
-    stretch = Stretch(factor=8, low=1, high=4, original_context=256)
+    scaling = FrequencyScaling(factor=8, low=1, high=4, original_context=256)
     plain = angles(1, 2, 64, 10_000.0, CPU).sin.asin()[0]
-    slowed = angles(1, 2, 64, 10_000.0, CPU, stretch).sin.asin()[0]
+    slowed = angles(1, 2, 64, 10_000.0, CPU, scaling).sin.asin()[0]
     turns = 256 / 10_000 ** (torch.arange(0, 64, 2) / 64) / (2 * math.pi)
     ratio = slowed / plain
     assert torch.allclose(ratio[turns > 4][1:], torch.tensor(1.0), atol=1e-5)

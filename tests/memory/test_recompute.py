@@ -29,16 +29,16 @@ from shardwise.plan.mesh import Mesh
 SCOPES: list[dict[str, Any]] = [
     {"scope": "full"},
     {"scope": "selective"},
-    {"scope": "selective", "selects": "operations"},
+    {"scope": "selective", "select": "operations"},
     {"scope": "full", "blocks": 2},
     {"scope": "selective", "blocks": ["blocks.1"]},
 ]
 TOKENS = torch.arange(32).view(2, 16) % 11
 
 
-def gpt(manner: str = "llama", dropout: float = 0.0, dtype: torch.dtype = torch.float64, **keys: Any) -> Gpt:
+def gpt(family: str = "llama", dropout: float = 0.0, dtype: torch.dtype = torch.float64, **keys: Any) -> Gpt:
     shape = {"layers": 3, "width": 16, "heads": 4, "context": 1024, "vocab": 11, "hidden": 24} | keys
-    return Gpt(GptPolicy(manner=manner, dropout=dropout, **shape)).to(dtype)
+    return Gpt(GptPolicy(family=family, dropout=dropout, **shape)).to(dtype)
 
 
 def wrap(model: Gpt, replay: Replay, keys: dict[str, Any]) -> list[str]:
@@ -61,12 +61,12 @@ def gradients(model: nn.Module, replay: Replay) -> list[Tensor]:
 # The same numbers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("manner", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("keys", SCOPES, ids=str)
-def test_gradients_are_the_same_bits_with_dropout(keys: dict[str, Any], manner: str) -> None:
+def test_gradients_are_the_same_bits_with_dropout(keys: dict[str, Any], family: str) -> None:
     results = []
     for wanted in ({}, keys):
-        model, replay = gpt(manner, dropout=0.3), Replay()
+        model, replay = gpt(family, dropout=0.3), Replay()
         assert replace_dropout(model, 0, replay) == 7
         wrap(model, replay, wanted)
         results.append(gradients(model, replay))
@@ -160,7 +160,7 @@ SHAPES = {
 def shape_of(model: Gpt, tokens: Tensor) -> BlockShape:
     p = model.policy
     counts = (*tokens.shape, p.width, p.heads, p.kv_heads, p.head_size, p.hidden)
-    return BlockShape(*counts, is_gated=p.manner == "llama")  # type: ignore[arg-type]
+    return BlockShape(*counts, is_gated=p.family == "llama")  # type: ignore[arg-type]
 
 
 def block_run(model: Gpt, tokens: Tensor) -> tuple[Callable[[], Tensor], list[Tensor]]:
@@ -193,8 +193,8 @@ def kept_bytes(run: Callable[[], Tensor], shared: list[Tensor]) -> int:
 @pytest.mark.parametrize("scope", ["none", "full", "selective"])
 @pytest.mark.parametrize("sequence", [48, 300, 600])
 def test_kept_bytes_equal_the_closed_form(name: str, scope: Any, sequence: int) -> None:
-    manner, keys = SHAPES[name]
-    model, tokens = gpt(manner, **keys), torch.zeros(2, sequence, dtype=torch.int64)
+    family, keys = SHAPES[name]
+    model, tokens = gpt(family, **keys), torch.zeros(2, sequence, dtype=torch.int64)
     wrap(model, Replay(), {"scope": scope})
     assert kept_bytes(*block_run(model, tokens)) == 8 * kept_elements(shape_of(model, tokens), scope)
 
@@ -216,11 +216,11 @@ def live_bytes(run: Callable[[], Tensor]) -> int:
 @pytest.mark.parametrize("scope", ["full", "selective"])
 @pytest.mark.parametrize("sequence", [48, 600])
 def test_repeated_flops_equal_the_closed_form(name: str, scope: Any, sequence: int) -> None:
-    manner, keys = SHAPES[name]
+    family, keys = SHAPES[name]
     tokens = torch.zeros(2, sequence, dtype=torch.int64)
     counted = []
     for wanted in ("none", scope):
-        model = gpt(manner, **keys)
+        model = gpt(family, **keys)
         wrap(model, Replay(), {"scope": wanted})
         run, _ = block_run(model, tokens)
         with FlopCounterMode(display=False) as counter:
@@ -315,10 +315,10 @@ def test_errors() -> None:
         chosen(NAMES, RecomputePolicy(scope="full", blocks=["layers.*"]))
     with pytest.raises(ConfigError, match="blocks are not found"):
         chosen([], RecomputePolicy(scope="full"))
-    with pytest.raises(ValueError, match="selects: attention belongs to scope selective, not to full"):
-        RecomputePolicy(scope="full", selects="attention")
-    with pytest.raises(ConfigError, match=r"no module in block b holds.*selects: operations"):
-        policy = RecomputePolicy(scope="selective", selects="attention")
+    with pytest.raises(ValueError, match="select: attention belongs to scope selective, not to full"):
+        RecomputePolicy(scope="full", select="attention")
+    with pytest.raises(ConfigError, match=r"no module in block b holds.*select: operations"):
+        policy = RecomputePolicy(scope="selective", select="attention")
         apply_recompute([("b", TorchBlock(True))], policy, Replay())
     itself = TorchBlock(True)
     itself.gradient_checkpointing = True  # type: ignore[assignment]
@@ -420,7 +420,7 @@ def exchanged(world: World, keys: dict[str, Any]) -> tuple[list[Tensor], int]:
 
 def test_collectives_inside_run_again(ranks: Any) -> None:
     plain = ranks(2).run(exchanged, {})
-    for keys in ({"scope": "full"}, {"scope": "selective", "selects": "operations"}):
+    for keys in ({"scope": "full"}, {"scope": "selective", "select": "operations"}):
         for (a, sent), (b, sent_again) in zip(plain, ranks(2).run(exchanged, keys), strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
             assert sent == 6

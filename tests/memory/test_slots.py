@@ -61,7 +61,7 @@ def test_a_taken_slot_is_an_error_that_says_what_to_do() -> None:
     pool.release("a")
     pool.acquire("b", 4, WIDE)
     assert pool.holder_in_the_way("a") == "b"
-    with pytest.raises(UsageError, match="a is needed while b.*share_memory: false"):
+    with pytest.raises(UsageError, match="a is needed while b.*reuse_buffers: false"):
         pool.acquire("a", 4, WIDE)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from shardwise.models.gpt import Gpt, GptPolicy
 
 LLAMA = GptPolicy(layers=2, width=24, heads=4, kv_heads=2, head_size=8, context=16, vocab=50, hidden=40)
-GPT2 = GptPolicy(manner="gpt2", layers=2, width=24, heads=3, context=16, vocab=50)
+GPT2 = GptPolicy(family="gpt2", layers=2, width=24, heads=3, context=16, vocab=50)
 BOTH = [LLAMA, GPT2]
 NAMES = ["llama", "gpt2"]
 

@@ -10,7 +10,7 @@ from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_drop
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.plan.errors import UsageError
 
-POLICY = GptPolicy(manner="gpt2", layers=2, width=8, heads=2, context=8, vocab=11, dropout=0.25)
+POLICY = GptPolicy(family="gpt2", layers=2, width=8, heads=2, context=8, vocab=11, dropout=0.25)
 TOKENS = torch.arange(32).view(4, 8) % 11
 
 

@@ -26,7 +26,7 @@ POLICIES = {
     "llama": LLAMA,
     "llama tied": GptPolicy.model_validate(LLAMA.model_dump() | {"tied_head": True}),
     "llama stretched": GptPolicy.model_validate(
-        LLAMA.model_dump() | {"rope_theta": 500.0, "rope_stretch": STRETCH}
+        LLAMA.model_dump() | {"rope_theta": 500.0, "rope_scaling": STRETCH}
     ),
     "gpt2": GPT2,
     "gpt2 untied": GptPolicy.model_validate(GPT2.model_dump() | {"tied_head": False}),

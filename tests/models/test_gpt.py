@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.kernels.attention import plain_attention
-from shardwise.models.gpt import Gpt, GptPolicy, RopeStretch, flops_per_token, parameter_count
+from shardwise.models.gpt import Gpt, GptPolicy, RopeScaling, flops_per_token, parameter_count
 from shardwise.models.initial import Constant, Normal, draw
 from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from tests.models.shapes import BOTH, GPT2, LLAMA, NAMES, restless, tokens
@@ -227,7 +227,7 @@ def test_left_out_keys_are_filled() -> None:
     assert (policy.vocab, policy.kv_heads, policy.head_size, policy.hidden) == (256, 6, 64, 1024)
     assert policy.tied_head is False
     assert policy.resolved() == policy == policy.resolved(256)
-    gpt2 = GptPolicy(manner="gpt2", width=384, heads=6).resolved(256)
+    gpt2 = GptPolicy(family="gpt2", width=384, heads=6).resolved(256)
     assert (gpt2.hidden, gpt2.tied_head) == (1536, True)
     assert GptPolicy(vocab=300).resolved(256).vocab == 300
 
@@ -238,10 +238,10 @@ def test_left_out_keys_are_filled() -> None:
         ({"width": 100}, "width 100 does not divide by heads 6"),
         ({"kv_heads": 4}, "heads 6 does not divide by kv_heads 4"),
         ({"head_size": 33}, "a head has 33; make it even"),
-        ({"manner": "gpt2", "kv_heads": 2}, "kv_heads 2 is for manner llama"),
-        ({"manner": "gpt2", "rope_theta": 5e5}, "rope_theta and rope_stretch are for manner llama"),
+        ({"family": "gpt2", "kv_heads": 2}, "kv_heads 2 is for family: llama"),
+        ({"family": "gpt2", "rope_theta": 5e5}, "rope_theta and rope_scaling are for family: llama"),
         ({"layer": 3}, "unknown key 'layer'; did you mean 'layers'"),
-        ({"rope_stretch": {"factor": 8, "low_frequency_factor": 5}}, "low_frequency_factor must be below"),
+        ({"rope_scaling": {"factor": 8, "low_freq_factor": 5}}, "low_freq_factor must be below"),
     ],
 )
 def test_wrong_policies(keys: dict[str, object], message: str) -> None:
@@ -269,13 +269,13 @@ def test_flops_are_those_of_the_matrix_products(policy: GptPolicy) -> None:
 
 
 def test_parameter_count_of_a_published_model() -> None:
-    gpt2 = GptPolicy(manner="gpt2", layers=12, width=768, heads=12, context=1024, vocab=50257)
+    gpt2 = GptPolicy(family="gpt2", layers=12, width=768, heads=12, context=1024, vocab=50257)
     assert parameter_count(gpt2) == 124_439_808
 
 
 def test_long_contexts_turn_more_slowly() -> None:
-    stretch = RopeStretch(factor=8, original_context=16)
-    plain, stretched = restless(LLAMA), restless(changed(LLAMA, rope_stretch=stretch.model_dump()))
+    scaling = RopeScaling(factor=8, original_context=16)
+    plain, stretched = restless(LLAMA), restless(changed(LLAMA, rope_scaling=scaling.model_dump()))
     assert not torch.allclose(plain(tokens()), stretched(tokens()), atol=1e-4)
 
 

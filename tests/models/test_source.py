@@ -220,8 +220,8 @@ def test_configurations_of_llama(tmp_path: Path) -> None:
     scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
     scaling["original_max_position_embeddings"] = 8192
     stretched = policy_from(tmp_path, rope_scaling=scaling, rope_theta=5e5)
-    assert stretched.rope_stretch is not None
-    assert (stretched.rope_stretch.factor, stretched.rope_theta) == (32, 5e5)
+    assert stretched.rope_scaling is not None
+    assert (stretched.rope_scaling.factor, stretched.rope_theta) == (32, 5e5)
     assert policy_from(tmp_path, model_type="mistral", sliding_window=8).context == 8
     assert policy_from(tmp_path, model_type="mistral", sliding_window=None).context == 16
 

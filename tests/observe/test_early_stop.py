@@ -9,7 +9,7 @@ from shardwise.observe.early_stop import EarlyStop
 
 
 @pytest.mark.parametrize(
-    ("values", "higher", "least_gain", "expected"),
+    ("values", "higher", "min_delta", "expected"),
     [
         ([0.5, 0.6, 0.7, 0.8], True, 0.0, [False] * 4),
         ([0.5, 0.6, 0.6, 0.55], True, 0.0, [False, False, False, True]),
@@ -20,15 +20,15 @@ from shardwise.observe.early_stop import EarlyStop
         ([math.nan, math.nan], True, 0.0, [False, True]),
     ],
 )
-def test_patience_of_two(values: list[float], higher: bool, least_gain: float, expected: list[bool]) -> None:
-    stop = EarlyStop(2, least_gain, higher)
+def test_patience_of_two(values: list[float], higher: bool, min_delta: float, expected: list[bool]) -> None:
+    stop = EarlyStop(2, min_delta, higher)
     assert [stop.update(step, value) for step, value in enumerate(values)] == expected
-    resumed = EarlyStop(2, least_gain, higher)
+    resumed = EarlyStop(2, min_delta, higher)
     found = []
     for step, value in enumerate(values):
         found.append(resumed.update(step, value))
         state = json.loads(json.dumps(resumed.state()))
-        resumed = EarlyStop(2, least_gain, higher)
+        resumed = EarlyStop(2, min_delta, higher)
         resumed.load_state(state)
     assert found == expected
 

@@ -76,9 +76,9 @@ def test_the_closed_form_for_a_transformer(
     assert ours == pytest.approx(72 * batch * sequence * layers * width**2 * factor, rel=1e-12)
 
 
-@pytest.mark.parametrize("manner", ["llama", "gpt2"])
-def test_counting_a_step_gives_the_formula(manner: str) -> None:
-    policy = GptPolicy(manner=manner, layers=2, width=32, heads=4, context=16, vocab=50)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_counting_a_step_gives_the_formula(family: str) -> None:
+    policy = GptPolicy(family=family, layers=2, width=32, heads=4, context=16, vocab=50)
     model = Gpt(policy)
     x = torch.randint(50, (3, 16))
     with flops.Counter() as counter:

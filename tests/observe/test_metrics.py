@@ -129,7 +129,7 @@ def test_a_click_through_model_has_columns_of_its_own(tmp_path: Path) -> None:
 
 def test_records_of_two_kinds_do_not_share_a_file(tmp_path: Path) -> None:
     write(tmp_path / "metrics.csv", range(1, 3))
-    with pytest.raises(DataError, match="choose another folder with out, or move the file away"):
+    with pytest.raises(DataError, match="choose another folder with output_dir, or move the file away"):
         MetricsFile(tmp_path / "metrics.csv", 2, ClickRecord)
     with closing(MetricsFile(tmp_path / "metrics.csv", 0, ClickRecord)):
         pass  # nothing of the earlier run is kept

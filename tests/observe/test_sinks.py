@@ -132,7 +132,7 @@ def test_wandb_continues_the_same_page_after_a_resume(
     monkeypatch.setitem(sys.modules, "wandb", Module)
     for resume_step in (0, 3):
         policy = MonitorPolicy(wandb="project", picture=False, tensorboard=False)
-        sinks = open_sinks(tmp_path, policy, resume_step, {"out": "x"})
+        sinks = open_sinks(tmp_path, policy, resume_step, {"output_dir": "x"})
         sinks.write(StepRecord(resume_step + 1, 2.0))
         sinks.close()
     assert [s["id"] for s in started] == [None, "abc123"]

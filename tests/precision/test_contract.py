@@ -329,7 +329,7 @@ def feed(engine: Any, value: float) -> Any:
 def overflows(world: World) -> None:
     """One rank overflows: all skip together, the scale halves at the second time, nothing moves meanwhile."""
     for stage in range(4):
-        engine = half(world, stage, start=2.0**15, growth_interval=2)
+        engine = half(world, stage, init_scale=2.0**15, growth_interval=2)
         scale = engine._parts.loss_scale
         result = feed(engine, 0.25)
         assert not result.skipped and result.grad_norm == 0.5
@@ -354,13 +354,13 @@ def reaches_the_floor(world: World) -> None:
             world,
             seeded(Language, dtype=F32),
             stage,
-            {"compute": "fp16", "loss_scale": {"start": 2.0, "hysteresis": 1}},
+            {"compute": "fp16", "loss_scale": {"init_scale": 2.0, "hysteresis": 1}},
         )
         engine.module.blocks[1].down.register_forward_hook(lambda module, inputs, output: output * 1e6)
         assert engine.train_step([tokens(0, world.rank)]).skipped
         before = engine.state_dict()
         text = raised(NonFiniteError, lambda engine=engine: engine.train_step([tokens(0, world.rank)]))  # type: ignore[misc]
-        assert "step 2: the loss scale is at its floor 1.0" in text
+        assert "step 2: the loss scale is at its minimum, 1.0" in text
         assert "output is 'blocks.1.down'" in text
         assert worst(engine.state_dict(), before) == 0.0
         engine.close()
@@ -369,7 +369,7 @@ def reaches_the_floor(world: World) -> None:
 def small_gradients_survive(world: World) -> None:
     """2^-26 is below fp16's smallest number; the scale carries it through the backward pass."""
     for start_at, wanted in ((2.0**10, 2.0**-26), (1.0, 0.0)):
-        engine = half(world, 0, start=start_at)
+        engine = half(world, 0, init_scale=start_at)
         engine.backward(engine(torch.full((4,), 2.0**-13)) * 2.0**-13)
         assert engine.gradients()["w"].tolist() == [wanted] * 4
         engine.step()

@@ -75,7 +75,7 @@ def trained(world: Any, precision: str, config: dict[str, Any]) -> tuple[float, 
     """It was "expected scalar type BFloat16 but found Float" at the first norm."""
     settings = {"precision": precision, "optimizer": {"type": "sgd", "lr": 0.1}, **config}
     if precision == "fp16":
-        settings["precision"] = {"compute": "fp16", "loss_scale": {"start": 2 * SCALE}}
+        settings["precision"] = {"compute": "fp16", "loss_scale": {"init_scale": 2 * SCALE}}
     model = seeded(Vision, dtype=F32)
     engine = shardwise.initialize(model, settings, world=world)
     engine.backward(engine(*images(world.rank)))

@@ -102,7 +102,7 @@ def check(request: Request) -> Foreseen:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
     wanted = request.load()
-    folder = RunFolder(Path(wanted.out))
+    folder = RunFolder(Path(wanted.output_dir))
     start = folder.start_from(request.resume)
     resolved = resolve(wanted, ranks, device.type)
     config, make, samples, held_out = _opened(resolved.config, folder)

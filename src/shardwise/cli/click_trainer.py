@@ -2,7 +2,7 @@
 
 A microbatch counts by its samples; in the last step of the last epoch it may have none. Evaluations give the exact AUC
 and log loss over the held-out rows of all ranks (observe/auc.py); ``train.early_stop`` looks at the AUC. Keys are
-exchanged ``tables.prepare_ahead`` steps ahead, in training and in evaluations (engine/ahead.py).
+exchanged ``tables.prefetch_steps`` steps ahead, in training and in evaluations (engine/ahead.py).
 """
 
 import functools

@@ -30,8 +30,8 @@ from shardwise.observe.sinks import Sinks, open_sinks
 def train(request: Request) -> int:
     """Train as one rank; returns the exit code."""
     config = request.load()
-    world = join(timeout_s=config.comm.join_s, device=config.comm.device)
-    folder = RunFolder(Path(config.out))
+    world = join(timeout_s=config.comm.join_timeout_s, device=config.comm.device)
+    folder = RunFolder(Path(config.output_dir))
     console = lasting_console(quiet=world.rank != 0)
     start = folder.start_from(request.resume)
     # Our launcher already copies what rank 0 says into its log, except to a terminal, which it does not read. So it is

@@ -46,7 +46,7 @@ _STARTS = 100
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths inside the folder that ``out:`` names."""
+    """Paths inside the folder that ``output_dir:`` names."""
 
     root: Path
 
@@ -103,7 +103,7 @@ class RunFolder:
             if self.has_checkpoints():
                 raise UsageError(
                     f"--resume never: {self.root} holds checkpoints of an earlier run, which a fresh start would mix "
-                    f"with its own; go on with --resume auto, choose another folder with --set out=..., or remove it"
+                    f"with its own; use --resume auto, choose another folder with --set output_dir=..., or remove it"
                 )
             return None
         if resume == "auto":
@@ -122,7 +122,7 @@ class RunFolder:
         ):
             raise UsageError(
                 f"--resume {resume}: {self.root} already holds checkpoints of its own, which are not those; "
-                f"choose another folder for the new run with --set out=..."
+                f"choose another folder for the new run with --set output_dir=..."
             )
         return path
 
@@ -166,7 +166,7 @@ class RunFolder:
             except (OSError, ValueError) as error:
                 why = in_words(error) if isinstance(error, OSError) else str(error)
                 raise UsageError(
-                    f"out: the run folder cannot be made: {why}; choose another with out"
+                    f"output_dir: the run folder cannot be made: {why}; choose another with output_dir"
                 ) from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,7 +176,7 @@ class RunFolder:
                     os.close(descriptor)
                     raise UsageError(
                         f"{self.root}: a run is on in this folder ({held or 'it does not say which'}); wait for its "
-                        "end, stop it, or choose another folder with --set out=..."
+                        "end, stop it, or choose another folder with --set output_dir=..."
                     ) from None
             if lies_at(descriptor, path):
                 return descriptor

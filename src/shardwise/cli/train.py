@@ -67,7 +67,7 @@ def command(
     check_ranks(ranks)
     wanted = request.load()
     resolve(wanted, ranks, "cpu")
-    folder = RunFolder(Path(wanted.out))
+    folder = RunFolder(Path(wanted.output_dir))
     folder.start_from(resume)
     with folder.claimed():
         pass  # rank 0 takes it for the life of the run; a second run is told before its ranks have started

@@ -106,7 +106,7 @@ class Trainer(ABC):
         stop = self.config.train.early_stop
         self.early_stop: EarlyStop | None = None
         if stop is not None:
-            self.early_stop = EarlyStop(stop.patience, stop.least_gain, self.higher_is_better)
+            self.early_stop = EarlyStop(stop.patience, stop.min_delta, self.higher_is_better)
 
     # What a subclass says ----------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Trainer(ABC):
     @property
     def stages(self) -> int:
         """Pipeline stages of the whole model."""
-        return self.mesh.pp * self.config.pipeline.interleave
+        return self.mesh.pp * self.config.pipeline.virtual_stages
 
     @property
     def is_done(self) -> bool:

@@ -84,14 +84,14 @@ class Transport(Protocol):
 class Clock:
     """The step that the ranks are in, shared by all groups of an engine; errors and deadlines read it.
 
-    ``deadline_s``: as ``comm.deadline_s``. ``watch`` hears of every wait; None where nobody watches.
+    ``timeout_s``: as ``comm.timeout_s``. ``watch`` hears of every wait; None where nobody watches.
     """
 
-    def __init__(self, deadline_s: float | str, delay_s: float = 0.0, watch: Watch | None = None):
+    def __init__(self, timeout_s: float | str, delay_s: float = 0.0, watch: Watch | None = None):
         self.step = 0
         self.steps_done = 0
         self.watch = watch
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._delay_s = delay_s
         self._random = random.Random()
         self._ended_s = 0.0
@@ -127,14 +127,14 @@ class Clock:
     @property
     def timeout_s(self) -> float:
         """When a wait ends the job at the latest: long in the first step of this process, short later."""
-        given = self._deadline_s
+        given = self._timeout_s
         base = max(LONGEST_WAIT_S, _LIMIT_STEPS * self._median_s) if isinstance(given, str) else given
         return base * (10 if self.steps_done == 0 else 1)
 
     def begin_wait(self, what: tuple[Any, ...], give_up: Callable[[], None] | None = None) -> None:
         """The calling thread waits for other ranks: ``what`` is (rank, operation, tensor). ``end_wait`` ends it."""
         if self.watch is not None:
-            is_auto = isinstance(self._deadline_s, str)
+            is_auto = isinstance(self._timeout_s, str)
             patience_s, standstill_s = self._patience_s
             self.watch.begin((*what, self.step), patience_s, is_auto, standstill_s, give_up)
 
@@ -146,7 +146,7 @@ class Clock:
     def _patience(self) -> tuple[float, float]:
         """After how long the others are asked, and how long one of them may stand still."""
         patience_s = max(PATIENCE_S, _PATIENCE_STEPS * self._median_s)
-        if not isinstance(self._deadline_s, str):
+        if not isinstance(self._timeout_s, str):
             patience_s = min(patience_s, self.timeout_s / 2)
         return patience_s, patience_s if self.steps_done else max(patience_s, FIRST_STEP_S)
 
@@ -321,7 +321,7 @@ class Group:
         if isinstance(error, DeadlineError) or is_late(error):
             return DeadlineError(
                 f"{where}: another rank did not arrive within {timeout_s:.0f} s. Look at the last lines of the other "
-                f"ranks' logs; a rank that is merely slow needs a larger comm.deadline_s. ({error}){self.clock.story}"
+                f"ranks' logs; a rank that is merely slow needs a larger comm.timeout_s. ({error}){self.clock.story}"
             )
         if isinstance(error, CommError):
             return CommError(f"{where} failed: {error}")

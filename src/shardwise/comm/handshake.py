@@ -108,7 +108,7 @@ def meet(
     if missing_keys(base, [key], timeout_s + _PATIENCE_S):
         raise DeadlineError(
             f"rank {rank}: rank 0 has not joined within {timeout_s + _PATIENCE_S:.0f} s; see its log. Where ranks "
-            "start that far apart, raise comm.join_s"
+            "start that far apart, raise comm.join_timeout_s"
         )
     said = json.loads(base.get(key))
     if said["error"]:
@@ -157,7 +157,7 @@ def _host(
         error = (
             f"rank{'s' * (len(absent) > 1)} {named} of {size} did not join within {timeout_s:.0f} s: they were not "
             "started, have ended, or are still starting. See their logs; where ranks start that far apart, raise "
-            "comm.join_s"
+            "comm.join_timeout_s"
         )
         for rank in set(range(1, size)) - set(absent):
             base.set(f"{place}/welcome/{rank}", json.dumps({"error": error}))

@@ -202,7 +202,7 @@ class Peers:
             if isinstance(error, DeadlineError) or is_late(error):
                 raise DeadlineError(
                     f"{where}: the other rank did not arrive within {timeout_s:.0f} s. Look at the last lines of its "
-                    f"log; a rank that is merely slow needs a larger comm.deadline_s. ({error}){clock.story}"
+                    f"log; a rank that is merely slow needs a larger comm.timeout_s. ({error}){clock.story}"
                 ) from error
             raise CommError(f"{where} failed: {error}") from error
         finally:

@@ -1,4 +1,4 @@
-"""CommPolicy: how ranks talk and how long they wait for one another."""
+"""CommPolicy: how ranks find one another, what carries their data, and how long they wait."""
 
 from typing import Literal
 
@@ -7,11 +7,11 @@ from pydantic import PositiveFloat
 from shardwise.plan.policy import Policy
 
 LONGEST_WAIT_S = 300.0
-"""``deadline_s: auto`` never ends a job sooner for a rank that is at work."""
+"""``timeout_s: auto`` waits at least so long for a rank that is working."""
 PATIENCE_S = 20.0
-"""After which a rank that waits asks who keeps it waiting."""
+"""A rank that has waited so long asks which rank keeps it waiting."""
 FIRST_STEP_S = 60.0
-"""A rank may stand still so long in its first step: it fetches data and models, and others compile for it."""
+"""A rank may make no progress for so long in its first step, while it reads data and models or compiles."""
 
 
 class CommPolicy(Policy):
@@ -23,17 +23,17 @@ class CommPolicy(Policy):
     transport: Literal["auto", "shared_memory", "torch"] = "auto"
     """What carries the collectives: ``shared_memory`` between CPU ranks of one host, ``torch`` for the backend of torch
     (gloo or NCCL); ``auto`` takes shared memory where every rank can."""
-    deadline_s: PositiveFloat | Literal["auto"] = "auto"
+    timeout_s: PositiveFloat | Literal["auto"] = "auto"
     """Seconds that a rank waits for the others in one collective before the job ends; ten times as long in the first
-    step, in which ranks still build, compile and fill caches. ``auto``: 300 or ten median steps, the longer; but a rank
-    that does not answer, or neither moves nor computes, ends the job after 20 s or five median steps. Whoever is waited
-    for is named with its Python stack by then in any case."""
-    join_s: PositiveFloat = 60.0
-    """Seconds within which all ranks must have come, from the arrival of rank 0."""
-    delay_s: float = 0.0
+    step, in which ranks still build, compile and fill caches. ``auto``: 300 s or ten median steps, whichever is longer,
+    but 20 s or five median steps for a rank that does not answer or neither moves nor computes. In all cases the error
+    names the rank that is waited for and shows its Python stack."""
+    join_timeout_s: PositiveFloat = 60.0
+    """Seconds after the start of rank 0 within which all ranks must have joined."""
+    debug_delay_s: float = 0.0
     """Debugging: each collective starts after a random pause of up to this many seconds; no result may change."""
 
     @property
     def limit_s(self) -> float:
         """Seconds to wait where no steps have been measured."""
-        return LONGEST_WAIT_S if self.deadline_s == "auto" else self.deadline_s
+        return LONGEST_WAIT_S if self.timeout_s == "auto" else self.timeout_s

@@ -275,7 +275,7 @@ class Rings:
             if missing and time.monotonic() - start > call.timeout_s:
                 raise DeadlineError(
                     f"{self._where(call)}: {self._list(missing)} did not arrive within {call.timeout_s:g} s; see the "
-                    "last lines of their logs. Ranks that are merely slow need a larger comm.deadline_s"
+                    "last lines of their logs. Ranks that are merely slow need a larger comm.timeout_s"
                 )
 
     def _gone(self, missing: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ A rank that has waited long asks all ranks, over the store; a thread of each ans
     stack      where its main thread is, in Python
     unmoved    seconds since that stack changed, or the process and its children computed, read or wrote anything
 
-From the answers follows one of these, and what becomes of it under ``comm.deadline_s: auto``:
+From the answers follows one of these, and what becomes of it under ``comm.timeout_s: auto``:
 
     does not answer    its process is stopped, has no time, or is gone             the job ends
     does not move      a lock, a sleep, a lost server: no work at all              the job ends
@@ -15,7 +15,7 @@ From the answers follows one of these, and what becomes of it under ``comm.deadl
     all wait           for one another: ranks called different collectives         the job ends
 
 Being asked costs nothing that counts, so it happens early: after 20 s, or five median steps where steps are long; a
-number for ``comm.deadline_s`` asks before it, and ends the job then and not before. A debugger is no hang.
+number for ``comm.timeout_s`` asks before it, and ends the job then and not before. A debugger is no hang.
 
 Two threads, since a call of the store may block (rank 0, which serves it, may be the one that is stopped): ``_observe``
 looks at this process and at the clock, ``_talk`` speaks with the store. The verdict of the first to reach one is left

@@ -122,7 +122,7 @@ class World:
         """The clock of one engine."""
         if self.watch is not None and self.watch.start():
             _log.debug("rank %d: the watch begins", self.rank)
-        return Clock(policy.deadline_s, policy.delay_s, self.watch)
+        return Clock(policy.timeout_s, policy.debug_delay_s, self.watch)
 
     def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
         """The ranks along ``axis``. Every rank calls this for the same axes in the same order."""

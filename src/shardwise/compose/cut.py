@@ -58,7 +58,7 @@ def cut_model(
         )
     uses = order_of_use(model, call, device) if pp.size > 1 and not isinstance(model, Layers) else None
     table = table_of(model, tensor.table) if tp.size > 1 else None
-    if table is not None and tensor.whole_logits:
+    if table is not None and tensor.gather_logits:
         table = replace(table, causal_loss=False)
     is_cut = table is not None and table.sequence and tensor.sequence_parallel
     cuts = {} if table is None else dropout_cuts(model, table, tp.index, tp.size, is_cut)
@@ -94,7 +94,7 @@ def stage_starts(
     how = policy.partition
     blocks = find_blocks(model, uses) if isinstance(how, str) else blocks_around(model, how)
     weights, front, back = weigh(model, blocks, uses)
-    return partition(how, blocks, weights, ranks * policy.interleave, front, back)
+    return partition(how, blocks, weights, ranks * policy.virtual_stages, front, back)
 
 
 def check_stages(

@@ -50,9 +50,9 @@ class Draft:
 def names_of_units(model: nn.Module, zero: ZeroPolicy) -> list[str]:
     """Modules of the whole model whose parameters move together, the root left out: as the user, the model or its
     repeated blocks say."""
-    if zero.whole_pass:
+    if zero.external_parameters:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        chosen_by(zero.whole_pass, names, "zero.whole_pass", "parameter")
+        chosen_by(zero.external_parameters, names, "zero.external_parameters", "parameter")
     own = getattr(model, "unit_patterns", None)
     return unit_names(model, own() if zero.units == "auto" and own is not None else zero.units)
 
@@ -73,7 +73,7 @@ def draft(
     ``units``: from ``names_of_units``; ``group_of``: optimizer group of a parameter name; ``moments``: names of the
     optimizer's moments.
     """
-    found = find_units(model, units, zero.whole_pass)
+    found = find_units(model, units, zero.external_parameters)
     strategy = layout.strategy_of(zero, mesh)
     shards = mesh.size("dp_shard")
     laid, buffers, dtypes = [], {}, {}

@@ -26,14 +26,14 @@ Lists = dict[int, list[Action]]
 
 def step_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
     """What the stages do in one optimizer step. Errors: PlanError."""
-    lists = add_communication(schedule(policy.schedule, ranks, microbatches, policy.interleave), ranks)
+    lists = add_communication(schedule(policy.schedule, ranks, microbatches, policy.virtual_stages), ranks)
     validate(lists, ranks)
     return lists
 
 
 def forward_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
     """What the stages do for microbatches without a backward pass."""
-    return add_communication(forward_only(ranks, microbatches, policy.interleave), ranks)
+    return add_communication(forward_only(ranks, microbatches, policy.virtual_stages), ranks)
 
 
 def with_units(

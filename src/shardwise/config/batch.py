@@ -31,9 +31,9 @@ class BatchPolicy(Policy):
     the mean of, ignored ones (-100) left out, so that uneven ranks and microbatches give the gradient of one batch; all
     alike where no labels are seen or the loss is a sum. ``tokens``: the same, and an error where none are seen.
     ``batches``: all alike."""
-    equal: Literal["refuse", "allow"] = "refuse"
-    """What to do where two data-parallel ranks are given the same batches in the first step: an error, as with a
-    DataLoader that every rank iterates by itself, or ``allow`` where that is meant."""
+    duplicates: Literal["error", "allow"] = "error"
+    """What two data-parallel ranks with the same batches in the first step are: an error, since usually a DataLoader
+    was not divided among the ranks, or allowed."""
 
     def derived(self, dp: int) -> "BatchPolicy":
         """All three numbers on ``dp`` data-parallel ranks, as far as they are determined.

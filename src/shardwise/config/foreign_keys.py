@@ -1,6 +1,7 @@
-"""What other tools call our keys: nanoGPT, transformers' TrainingArguments, DeepSpeed, torchtitan, Megatron.
+"""What other tools call our keys (nanoGPT, transformers, DeepSpeed, FSDP, torchtitan, Megatron, TorchRec), and what we
+called them before.
 
-Only for suggestions: a foreign key is refused like any unknown one, with its name here.
+Only for suggestions: such a key is refused like any unknown one, and the error gives its name here.
 """
 
 FOREIGN_KEYS = {
@@ -26,10 +27,10 @@ FOREIGN_KEYS = {
     "adam_beta2": "optimizer.betas",
     "adam_epsilon": "optimizer.eps",
     "weight_decay": "optimizer.weight_decay",
-    "grad_clip": "clip",
-    "max_grad_norm": "clip",
-    "gradient_clipping": "clip",
-    "clip_grad": "clip",
+    "grad_clip": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "clip_grad": "max_grad_norm",
+    "max_norm": "max_grad_norm",
     "batch_size": "batch.micro_size, or batch.global_size for all ranks and microbatches together",
     "train_batch_size": "batch.global_size",
     "global_batch_size": "batch.global_size",
@@ -51,9 +52,11 @@ FOREIGN_KEYS = {
     "hidden_size": "model.width",
     "intermediate_size": "model.hidden",
     "vocab_size": "model.vocab",
+    "tie_word_embeddings": "model.tied_head",
+    "original_max_position_embeddings": "model.rope_scaling.original_context",
     "dataset": "data.source",
-    "out_dir": "out",
-    "output_dir": "out",
+    "out_dir": "output_dir",
+    "dump_folder": "output_dir",
     "save_steps": "checkpoint.every",
     "save_interval": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
@@ -65,12 +68,66 @@ FOREIGN_KEYS = {
     "seed": "train.seed",
     "device": "comm.device",
     "zero_optimization": "zero",
+    "stage3_prefetch_bucket_size": "zero.prefetch_units",
+    "transformer_layer_cls_to_wrap": "zero.units",
+    "sharding_strategy": "zero.stage",
+    "param_dtype": "precision.compute",
+    "reduce_dtype": "precision.reduce",
+    "initial_scale_power": "precision.loss_scale.init_scale",
+    "min_loss_scale": "precision.loss_scale.min_scale",
+    "parallelize_plan": "tensor.table",
+    "tp_plan": "tensor.table",
     "tensor_parallel_degree": "mesh.tp",
     "tensor_model_parallel_size": "mesh.tp",
     "pipeline_parallel_degree": "mesh.pp",
     "pipeline_model_parallel_size": "mesh.pp",
     "data_parallel_replicate_degree": "mesh.dp",
+    "virtual_pipeline_model_parallel_size": "pipeline.virtual_stages",
+    "pipeline_parallel_schedule": "pipeline.schedule",
+    "num_embeddings": "tables.named.NAME.rows",
+    "embedding_dim": "model.width",
+    "sharding_type": "tables.named.NAME.placement",
     "wandb_project": "monitor.wandb",
     "report_to": "monitor",
 }
 """Our key, by theirs."""
+
+FORMER_KEYS = {
+    "out": "output_dir",
+    "clip": "max_grad_norm",
+    "check": "check_first_step",
+    "model.manner": "model.family",
+    "model.rope_stretch": "model.rope_scaling",
+    "model.rope_scaling.low_frequency_factor": "low_freq_factor",
+    "model.rope_scaling.high_frequency_factor": "high_freq_factor",
+    "comm.deadline_s": "comm.timeout_s",
+    "comm.join_s": "comm.join_timeout_s",
+    "comm.delay_s": "comm.debug_delay_s",
+    "zero.regather": "zero.reshard_after_forward (step: false, microbatch: true)",
+    "zero.whole_pass": "zero.external_parameters",
+    "zero.methods": "zero.forward_methods",
+    "zero.share_memory": "zero.reuse_buffers",
+    "tensor.whole_logits": "tensor.gather_logits",
+    "pipeline.interleave": "pipeline.virtual_stages",
+    "recompute.selects": "recompute.select",
+    "batch.equal": "batch.duplicates (refuse: error)",
+    "precision.loss_scale.start": "precision.loss_scale.init_scale",
+    "precision.loss_scale.floor": "precision.loss_scale.min_scale",
+    "train.early_stop.least_gain": "train.early_stop.min_delta",
+    "data.numbers": "data.dense_transform (raw: none)",
+    "tables.prepare_ahead": "tables.prefetch_steps",
+    "tables.defaults.sends": "exchange (sums: pooled)",
+    "tables.defaults.outside": "out_of_range",
+    "tables.defaults.distinct": "distinct_ratio",
+    "tables.defaults.bound": "init_bound",
+    "tables.defaults.dynamic.admission.most_waiting": "max_waiting",
+}
+"""Our key, by the path that it had in an earlier version."""
+
+
+def known_elsewhere(path: str, key: str) -> str | None:
+    """What ``key``, found in the block at ``path``, is called here; None if no tool's word for one of our keys."""
+    block = path.split(".") if path else []
+    if block[:2] == ["tables", "named"]:
+        block[1:3] = ["defaults"]
+    return FORMER_KEYS.get(".".join([*block, key])) or FOREIGN_KEYS.get(key)

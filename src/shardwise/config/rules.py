@@ -44,19 +44,19 @@ RULES = (
         lambda c: "mesh: this version cuts along pp, dp and tp; set cp and ep to 1",
     ),
     Rule(
-        "interleave",
-        lambda c: c.pipeline.interleave == 1 or c.mesh.pp > 1,
+        "virtual stages",
+        lambda c: c.pipeline.virtual_stages == 1 or c.mesh.pp > 1,
         lambda c: (
-            f"pipeline: interleave {c.pipeline.interleave} deals several stages to each rank along pp, but mesh.pp is "
-            "1; set mesh.pp: 2 or leave pipeline out"
+            f"pipeline: virtual_stages {c.pipeline.virtual_stages} deals several stages to each rank along pp, but "
+            "mesh.pp is 1; set mesh.pp: 2 or leave pipeline out"
         ),
     ),
     Rule(
-        "regather",
-        lambda c: c.zero.regather == "microbatch" or (c.mesh.pp > 1 and c.zero.stage == 3),
+        "reshard after forward",
+        lambda c: c.zero.reshard_after_forward or (c.mesh.pp > 1 and c.zero.stage == 3),
         lambda c: (
-            "zero: regather: step keeps the weights of ZeRO-3 gathered through a pipeline's microbatches; mesh.pp is "
-            f"{c.mesh.pp} and stage {c.zero.stage}; leave it out"
+            "zero: reshard_after_forward: false keeps the weights of ZeRO-3 gathered through a pipeline's "
+            f"microbatches; mesh.pp is {c.mesh.pp} and stage {c.zero.stage}; leave it out"
             + (", or use zero.stage: 2, which keeps weights whole" if c.zero.stage == 3 else "")
         ),
     ),

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, mod
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
 from shardwise.config.batch import BatchPolicy, TrainPolicy
-from shardwise.config.foreign_keys import FOREIGN_KEYS
+from shardwise.config.foreign_keys import known_elsewhere
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.recompute import RecomputePolicy
 from shardwise.models.policy import ModelPolicy, reads_clicks
@@ -118,24 +118,24 @@ class RunConfig(Policy):
     """What updates the weights."""
     schedule: SchedulePolicy = Field(default_factory=SchedulePolicy)
     """Learning rate over the steps."""
-    clip: PositiveFloat | None = None
-    """Largest global gradient norm; left out, gradients are not clipped."""
+    max_grad_norm: PositiveFloat | None = None
+    """Gradients whose global norm is larger are scaled down to it; left out, they are not clipped."""
     compile: CompilePolicy = Field(default_factory=CompilePolicy)
     """torch.compile of the blocks."""
     batch_norm: Literal["per_rank", "synchronized"] = "per_rank"
     """Batch statistics of each rank's own samples, or of all ranks' together."""
-    check: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = "auto"
-    """Whether the first step of a model that is cut along "tp" or "pp" is compared with the uncut model, before any
-    weight moves: ``auto`` where that fits into memory."""
+    check_first_step: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = "auto"
+    """Whether the first step of a model that is cut along "tp" or "pp" is compared with the uncut model before any
+    weight moves: ``auto`` does so if it fits into memory."""
     comm: CommPolicy = Field(default_factory=CommPolicy)
-    """How ranks talk."""
+    """How ranks find one another, exchange data and wait."""
     train: TrainPolicy = Field(default_factory=TrainPolicy)
     """The training loop."""
     checkpoint: CheckpointPolicy = Field(default_factory=CheckpointPolicy)
     """When the state is saved."""
     monitor: MonitorPolicy = Field(default_factory=MonitorPolicy)
     """Where numbers go."""
-    out: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] = "runs/run"
+    output_dir: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] = "runs/run"
     """Folder of the run."""
 
     @model_validator(mode="before")
@@ -296,8 +296,9 @@ def _explained(error: ValidationError, where: str) -> str:
         path = ".".join(steps) or "(top level)"
         message = detail["msg"].removeprefix("Value error, ")
         given = detail["input"]
-        if message.startswith(UNKNOWN) and isinstance(given, str) and given in FOREIGN_KEYS:
-            message = f"{UNKNOWN} {given!r}; here it is {FOREIGN_KEYS[given]}"
+        if message.startswith(UNKNOWN) and isinstance(given, str):
+            ours = known_elsewhere(".".join(steps), given)
+            message = f"{UNKNOWN} {given!r}; here it is {ours}" if ours else message
         message, known, names = message.partition("; known here: ")
         if known and names not in listed:  # once for all unknown keys of a place
             listed.add(names)

@@ -29,8 +29,10 @@ def loss_tolerance(parts: "Parts", config: RunConfig) -> float:
     return _TOLERANCE_16_BITS if dtypes & {torch.bfloat16, torch.float16} else _TOLERANCE
 
 
-def check_alike(totals: Totals, equal: Literal["refuse", "allow"], finite: bool, tolerance: float) -> None:
-    """``equal``: what to do about equal batches. Errors: UsageError, DataError."""
+def check_alike(
+    totals: Totals, duplicates: Literal["error", "allow"], finite: bool, tolerance: float
+) -> None:
+    """``duplicates``: what to do about equal batches. Errors: UsageError, DataError."""
     if not totals.rates_agree:
         raise UsageError(
             "optimizer: the ranks work with different learning rates (or betas, momentum, weight decay), so their "
@@ -43,11 +45,11 @@ def check_alike(totals: Totals, equal: Literal["refuse", "allow"], finite: bool,
             "parts of the model worked on different samples; use engine.loader(...), which gives them the same ones"
         )
     pair = next(same(list(totals.batches)), None)
-    if pair is not None and equal == "refuse":
+    if pair is not None and duplicates == "error":
         raise DataError(
             f"data-parallel ranks {pair[0]} and {pair[1]} were given the same batches in the first step, so one of "
             "them does nothing new; iterate over engine.loader(your DataLoader or Dataset), which gives each rank a "
-            "share of its own, or, where that is meant, set batch.equal: allow"
+            "share of its own, or, where that is meant, set batch.duplicates: allow"
         )
     mean = abs(totals.loss / totals.weight) if totals.weight else 0.0
     if finite and totals.loss_spread > tolerance * max(mean, 1.0):

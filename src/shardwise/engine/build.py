@@ -107,7 +107,7 @@ def initialize(
     policies = load({} if config is None else config)
     take_back(model)
     if world is None:
-        world = join(timeout_s=policies.comm.join_s, device=policies.comm.device)
+        world = join(timeout_s=policies.comm.join_timeout_s, device=policies.comm.device)
         world.ends_with_engine = True
     site = _site(world, policies)
     check_named(model, site.settings)
@@ -140,12 +140,12 @@ def initialize(
     pipeline = None
     if mesh.pp > 1:
         peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
-        pipeline = Pipeline(parts, settings.pipeline, loss, peers, settings.zero.regather == "step")
+        pipeline = Pipeline(parts, settings.pipeline, loss, peers, not settings.zero.reshard_after_forward)
     site.traffic.clear()
     if site.world.rank == 0 and site.world.size > 1:
         _log.info("the ranks exchange through %s", site.world.transports())
     check = None
-    if settings.check == "auto" and site.groups["model"].size > 1:
+    if settings.check_first_step == "auto" and site.groups["model"].size > 1:
         check = Check(parts, settings, loss, uncut, share.to_recompute)
     engine = Engine(parts, settings, loss, on_step, pipeline, check)
     start_from_step(engine)
@@ -245,7 +245,7 @@ def _uncut(model: nn.Module, site: _Site) -> Uncut | None:
     """The model as it is before it is cut, where this rank is to compare its first step with it."""
     tp, pp = site.groups["tp"], site.groups["pp"]
     compares = tp.size * pp.size > 1 and tp.index == 0 and pp.index == pp.size - 1
-    return keep_uncut(model) if compares and site.settings.check == "auto" else None
+    return keep_uncut(model) if compares and site.settings.check_first_step == "auto" else None
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -334,7 +334,7 @@ def _stage(
     recompute_blocks(module, share.to_recompute, settings.recompute, share.replay)
     executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
     _gather_around_methods(executor, settings.zero, site.mesh)
-    is_last = index == site.mesh.pp * settings.pipeline.interleave - 1
+    is_last = index == site.mesh.pp * settings.pipeline.virtual_stages - 1
     handles = _cast_at_the_root(module, settings, device, casts_output and is_last)
     plan = replace(drawn.plan, notes=(*drawn.plan.notes, *site.notes, *share.tables.choices))
     return Stage(index, module, plan, executor, run, handles)
@@ -351,8 +351,8 @@ def _gather_around_methods(executor: Executor, zero: ZeroPolicy, mesh: Mesh) -> 
 
 def _bucket_context(drawn: Draft, site: _Site) -> BucketContext:
     zero, groups, device = site.settings.zero, site.groups, site.world.device
-    holds = zero.regather == "step" and groups["pp"].size > 1
-    shares = zero.share_memory and not holds
+    holds = not zero.reshard_after_forward and groups["pp"].size > 1
+    shares = zero.reuse_buffers and not holds
     spare = int(zero.prefetch_units) if shares else _NEVER_SHARES
     return BucketContext(
         strategy=drawn.strategy,

@@ -364,7 +364,7 @@ class Check:
             f"check: the model cut by {' and '.join(cuts)} does not compute what the uncut one does on the first "
             f"batch: {told}. No weight has moved. Look at how these modules are cut (tensor.table, "
             "pipeline.partition), give the model as a list of layers, give all ranks that share a model the same "
-            "batches, or leave the check out (check: off) where the model is right so"
+            "batches, or leave the check out (check_first_step: off) where the model is right so"
         )
 
     def _told(self, problem: str) -> str:

@@ -220,7 +220,7 @@ class Engine:
             divisor = step.divisor_of(totals.weight)
             norm = gradient_norm(totals, divisor)
             finite = math.isfinite(norm)
-            check_alike(totals, self.config.batch.equal, finite, self._loss_tolerance)
+            check_alike(totals, self.config.batch.duplicates, finite, self._loss_tolerance)
             if self.check is not None and finite and totals.weight and not math.isnan(totals.loss):
                 self.check.compare(self.step_count + 1, totals, divisor)
                 self.check = None
@@ -230,7 +230,7 @@ class Engine:
         lr = float(rates[0]["lr"])
         if finite and totals.weight:
             factor = parts.optimizer_groups.tables_factor(self.applied_steps)
-            update(parts, totals, divisor, norm, self.config.clip, rates, factor)
+            update(parts, totals, divisor, norm, self.config.max_grad_norm, rates, factor)
         else:
             parts.tables.drop()
         if finite:
@@ -274,14 +274,14 @@ class Engine:
         self, steps: Iterable[Any] | Loader, depth: int | None = None, lanes: Lanes | None = None
     ) -> Ahead:
         """The same steps, each a list of microbatches, with the keys of embedding tables found and exchanged
-        ``depth`` steps (default: ``tables.prepare_ahead``) before they are computed, in a thread of its own.
+        ``depth`` steps (default: ``tables.prefetch_steps``) before they are computed, in a thread of its own.
 
         Results do not change by a bit. Every rank brings the same number of steps. A ``Loader`` is asked for its next
         steps, and its position is that of the step handed out last. Other iterables may yield any structure of
         batches, so also those of an evaluation. ``lanes`` records what ran when. Between accelerators (NCCL) nothing
         goes ahead.
         """
-        depth = self.config.tables.prepare_ahead if depth is None else depth
+        depth = self.config.tables.prefetch_steps if depth is None else depth
         return Ahead(self, steps, self._depth_here(depth), lanes)
 
     def _depth_here(self, depth: int) -> int:
@@ -338,7 +338,11 @@ class Engine:
             return
         where = origin(self._parts, self._look_again)
         self.discard()
-        what = f"the loss scale is at its floor {scale.policy.floor}" if scale else "gradients are not finite"
+        what = (
+            f"the loss scale is at its minimum, {scale.policy.min_scale}"
+            if scale
+            else "gradients are not finite"
+        )
         if is_loss_alone:
             what = "the loss is nan while every gradient is finite, so what is nan in it trains no weight"
         raise NonFiniteError(

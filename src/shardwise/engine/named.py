@@ -2,7 +2,7 @@
 
     optimizer.groups      parameters; the first group that matches has one, and one that gets none changes nothing
     precision.keep_fp32   parameters
-    zero.methods          methods of Units
+    zero.forward_methods  methods of Units
 
 A pattern without effect is a typing error, or was written for another model: the run would not be what its
 configuration says.
@@ -37,29 +37,29 @@ def check_named(model: nn.Module, settings: RunConfig) -> None:
 
 
 def methods_of(units: Mapping[str, nn.Module], zero: ZeroPolicy, mesh: Mesh) -> list[tuple[str, str]]:
-    """(Unit, method) for every method that ``zero.methods`` names, of all Units by name; none where weights are whole.
+    """(Unit, method) for every method that ``zero.forward_methods`` names, Units by name; none if weights are whole.
 
     Errors: ConfigError where a pattern names none.
     """
-    if not zero.methods or zero.stage < 3 or (mesh.pp > 1 and mesh.size("dp") == 1):
+    if not zero.forward_methods or zero.stage < 3 or (mesh.pp > 1 and mesh.size("dp") == 1):
         return []
     if mesh.pp > 1:
         raise ConfigError(
-            "zero.methods: with mesh.pp above 1 only forward is cut into stages; leave the key out"
+            "zero.forward_methods: with mesh.pp above 1 only forward is cut into stages; leave the key out"
         )
     found = []
-    for pattern in zero.methods:
+    for pattern in zero.forward_methods:
         owner, _, method = pattern.rpartition(".")
         names = matching(units, owner)
         if not names:
             raise ConfigError(
-                f"zero.methods: {pattern!r} names no method of a Unit; expected the name of one, a dot and a method. "
+                f"zero.forward_methods: {pattern!r} names no method of a Unit; expected UNIT.METHOD. "
                 f"The Units are {', '.join(name or '(root)' for name in list(units)[:8])}; zero.units names others"
             )
         for name in names:
             if not callable(getattr(units[name], method, None)):
                 raise ConfigError(
-                    f"zero.methods: {pattern!r}: a {type(units[name]).__name__} has no method {method!r}"
+                    f"zero.forward_methods: {pattern!r}: a {type(units[name]).__name__} has no method {method!r}"
                 )
             found.append((name, method))
     return found

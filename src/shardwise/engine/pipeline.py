@@ -54,7 +54,7 @@ class Pipeline:
         self._microbatches = parts.accumulation.microbatches
         self._holds = holds and parts.strategy.cuts_weight
         self._group = parts.groups["pp"]
-        self.stages = self._group.size * policy.interleave
+        self.stages = self._group.size * policy.virtual_stages
         self._executor = ScheduleExecutor(peers, self.stages)
         self._stages = {stage.index: stage for stage in parts.stages}
         self._batches: Sequence[Any] = ()

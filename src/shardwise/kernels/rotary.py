@@ -7,7 +7,7 @@
 so that query · key depends on the distance alone. The pairs are (j, j + K/2), as in the weights people publish.
 The backward pass is the rotation by the opposite angle: nothing of the input is saved.
 
-``stretch`` is LLaMA 3.1's change of the angles for contexts beyond the one trained on: frequencies that turn less
+``scaling`` is LLaMA 3.1's change of the angles for contexts beyond the one trained on: frequencies that turn less
 than ``low`` times over the original context slow down by ``factor``, those above ``high`` stay, between them it
 is linear.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 
-class Stretch(NamedTuple):
+class FrequencyScaling(NamedTuple):
     """How far the angles are slowed down for long contexts."""
 
     factor: float
@@ -40,7 +40,12 @@ class Angles(NamedTuple):
 
 
 def angles(
-    start: int, stop: int, size: int, theta: float, device: torch.device, stretch: Stretch | None = None
+    start: int,
+    stop: int,
+    size: int,
+    theta: float,
+    device: torch.device,
+    scaling: FrequencyScaling | None = None,
 ) -> Angles:
     """The angles of positions [start, stop) for heads of ``size`` features.
 
@@ -48,10 +53,10 @@ def angles(
     """
     # Rounded in this order everywhere: another order moves the far positions of published models by 1e-4.
     frequency = 1 / theta ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
-    if stretch is not None:
-        turns = stretch.original_context * frequency / (2 * math.pi)
-        keep = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / stretch.factor)
+    if scaling is not None:
+        turns = scaling.original_context * frequency / (2 * math.pi)
+        keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / scaling.factor)
     angle = torch.arange(start, stop, device=device, dtype=torch.float32)[:, None] * frequency
     return Angles(angle.cos(), angle.sin())
 

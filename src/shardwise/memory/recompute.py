@@ -58,7 +58,7 @@ class RecomputePolicy(Policy):
     blocks: Literal["all"] | PositiveInt | Share | list[str] = "all"
     """Which blocks: ``all``; an integer n, every n-th; a share such as 0.5, evenly spread; or patterns of module names,
     in which ``*`` stands for one part of the name."""
-    selects: Literal["auto", "attention", "operations"] = "auto"
+    select: Literal["auto", "attention", "operations"] = "auto"
     """What ``selective`` runs again: the attention function, or all operations but the expensive ones. ``auto`` takes
     the attention function of blocks that are given one."""
 
@@ -69,9 +69,9 @@ class RecomputePolicy(Policy):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.selects != "auto" and self.scope != "selective":
+        if self.select != "auto" and self.scope != "selective":
             raise ValueError(
-                f"selects: {self.selects} belongs to scope selective, not to {self.scope}; set scope: selective"
+                f"select: {self.select} belongs to scope selective, not to {self.scope}; set scope: selective"
             )
         return self
 
@@ -315,12 +315,12 @@ def _wrap_forward(
 
 def _select(block: nn.Module, name: str, policy: RecomputePolicy, replay: Replay) -> None:
     holders = [module for module in block.modules() if callable(vars(module).get(_ATTENTION))]
-    if policy.selects == "attention" and not holders:
+    if policy.select == "attention" and not holders:
         raise ConfigError(
-            f"recompute.selects: attention, but no module in block {name} holds a function in an attribute "
-            f"{_ATTENTION!r}; set recompute.selects: operations"
+            f"recompute.select: attention, but no module in block {name} holds a function in an attribute "
+            f"{_ATTENTION!r}; set recompute.select: operations"
         )
-    if policy.selects == "operations" or not holders:
+    if policy.select == "operations" or not holders:
         _wrap_forward(block, name, replay, _keep_expensive)
         return
     for holder in holders:

@@ -2,7 +2,7 @@
 
 Elements that one block keeps per token without recomputation, each storage once, dropout off:
 
-    manner   norms             projections' inputs    attention       feed-forward
+    family   norms             projections' inputs    attention       feed-forward
     llama    2·(D + 1)         D + H·K + D + F        (H + 2N)·K + S  3F   gate, up, and silu(gate)
     gpt2     2·(D + 2)         D + H·K + D + F        (H + 2N)·K + S  F    up
 

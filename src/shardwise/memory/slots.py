@@ -49,7 +49,7 @@ class SlotPool:
         elif slot.holder is not None:
             raise UsageError(
                 f"memory: {owner} is needed while {slot.holder}, which shares its memory, is still in use; the model "
-                "runs its blocks in an order that sharing cannot serve. Set zero.share_memory: false"
+                "runs its blocks in an order that sharing cannot serve. Set zero.reuse_buffers: false"
             )
         slot.holder = owner
         return slot.memory

@@ -1,6 +1,6 @@
-"""A decoder-only language model, in the LLaMA or in the GPT-2 manner.
+"""A decoder-only language model, in the family of LLaMA or of GPT-2.
 
-    manner   norm        positions           feed-forward         biases   head
+    family   norm        positions           feed-forward         biases   head
     llama    RMSNorm     rotary              SwiGLU, F = 8/3·D    no       its own (``tied_head: false``)
     gpt2     LayerNorm   learned, added      GELU,   F = 4·D      yes      the embedding's weights
 
@@ -22,7 +22,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from shardwise.kernels.attention import causal_attention
-from shardwise.kernels.rotary import Angles, Stretch, angles
+from shardwise.kernels.rotary import Angles, FrequencyScaling, angles
 from shardwise.models.cache import Cache
 from shardwise.models.initial import Constant, Normal, Rule, draw_all
 from shardwise.models.layers import Attention, AttentionFunction, Block, GeluMlp, Head, RmsNorm, SwiGlu
@@ -41,22 +41,22 @@ Size = Annotated[int, Field(ge=1, le=2**31)]
 """A number of features, heads or tokens: beyond it is a slip, or a stranger's file."""
 
 
-class RopeStretch(Policy):
+class RopeScaling(Policy):
     """LLaMA 3.1's slower rotary angles for a context longer than the one first trained on."""
 
     factor: Annotated[float, Field(ge=1)]
     """How many times slower the slowest angles turn."""
-    low_frequency_factor: float = 1.0
+    low_freq_factor: float = 1.0
     """Angles that turn less often than this over ``original_context`` are slowed down by ``factor``."""
-    high_frequency_factor: float = 4.0
+    high_freq_factor: float = 4.0
     """Angles that turn more often than this over ``original_context`` stay as they are."""
     original_context: PositiveInt = 8192
     """Tokens of context in the first training."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            raise ValueError("low_frequency_factor must be below high_frequency_factor")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("low_freq_factor must be below high_freq_factor")
         return self
 
 
@@ -65,8 +65,8 @@ class GptPolicy(Policy):
 
     name: Literal["gpt"] = "gpt"
     """Which of the models that come with the package."""
-    manner: Literal["llama", "gpt2"] = "llama"
-    """The family whose parts are used: the table in the module's docstring."""
+    family: Literal["llama", "gpt2"] = "llama"
+    """``llama``: RMSNorm, rotary angles, SwiGLU; ``gpt2``: LayerNorm, learned positions, GELU."""
     layers: Annotated[int, Field(ge=1, le=10_000)] = 6
     """Transformer blocks."""
     width: Size = 384
@@ -84,10 +84,10 @@ class GptPolicy(Policy):
     hidden: Size | None = None
     """Features inside the feed-forward part; left out: 8/3 of the width (llama, rounded up to 64) or 4 times it."""
     tied_head: bool | None = None
-    """Whether the head uses the embedding's weights; left out: only in the gpt2 manner."""
+    """Whether the head uses the embedding's weights; left out: true in the family gpt2 alone."""
     rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
     """Base of the rotary angles (llama)."""
-    rope_stretch: RopeStretch | None = None
+    rope_scaling: RopeScaling | None = None
     """LLaMA 3.1's change of the rotary angles (llama)."""
     norm_eps: Annotated[float, Field(ge=0)] = 1e-5
     """Added to the variance inside the norms."""
@@ -102,21 +102,21 @@ class GptPolicy(Policy):
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} does not divide by kv_heads {self.kv_heads}")
         size = self.head_size or self.width // self.heads
-        if self.manner == "llama" and size % 2:
+        if self.family == "llama" and size % 2:
             raise ValueError(f"rotary positions turn pairs of features, but a head has {size}; make it even")
-        if self.manner == "gpt2":
+        if self.family == "gpt2":
             self._check_gpt2(size)
         return self
 
     def _check_gpt2(self, size: int) -> None:
         if self.kv_heads not in (None, self.heads):
             raise ValueError(
-                f"kv_heads {self.kv_heads} is for manner llama; gpt2 has as many as heads ({self.heads})"
+                f"kv_heads {self.kv_heads} is for family: llama; gpt2 has as many as heads ({self.heads})"
             )
         if size * self.heads != self.width:
-            raise ValueError(f"head_size {size} is for manner llama; gpt2 has width / heads")
-        if self.rope_stretch is not None or self.rope_theta != GptPolicy.model_fields["rope_theta"].default:
-            raise ValueError("rope_theta and rope_stretch are for manner llama; gpt2 learns its positions")
+            raise ValueError(f"head_size {size} is for family: llama; gpt2 has width / heads")
+        if self.rope_scaling is not None or self.rope_theta != GptPolicy.model_fields["rope_theta"].default:
+            raise ValueError("rope_theta and rope_scaling are for family: llama; gpt2 learns its positions")
 
     def resolved(self, vocab: int | None = None) -> Self:
         """The same policy with every key filled; ``vocab`` is the tokenizer's size, where there is a tokenizer."""
@@ -129,7 +129,7 @@ class GptPolicy(Policy):
                 f"model.vocab is {self.vocab} but the tokenizer makes {vocab} different tokens; "
                 f"leave model.vocab out or set at least {vocab}"
             )
-        llama = self.manner == "llama"
+        llama = self.family == "llama"
         multiple = _HIDDEN_MULTIPLE
         hidden = math.ceil(self.width * 8 / 3 / multiple) * multiple if llama else 4 * self.width
         filled: dict[str, Any] = {
@@ -150,7 +150,7 @@ class Gpt(nn.Module):
     ) -> None:
         super().__init__()
         p = self.policy = policy.resolved()
-        llama = p.manner == "llama"
+        llama = p.family == "llama"
         self.embed = nn.Embedding(_set(p.vocab), p.width)
         self.positions = None if llama else nn.Embedding(p.context, p.width)
         self.dropout = nn.Dropout(p.dropout)
@@ -218,17 +218,17 @@ class Gpt(nn.Module):
             "norm": "sequence",
             "head": "head",
         }
-        if p.manner == "llama":
+        if p.family == "llama":
             return table | {"blocks.*.mlp.gate_up": f"column {p.hidden}+{p.hidden}"}
         return table | {"blocks.*.mlp.up": "column", "positions": "sequence"}
 
     def _angles(self, start: int, stop: int, device: torch.device) -> Angles:
         p = self.policy
-        stretch = None
-        if p.rope_stretch is not None:
-            s = p.rope_stretch
-            stretch = Stretch(s.factor, s.low_frequency_factor, s.high_frequency_factor, s.original_context)
-        return angles(start, stop, _set(p.head_size), p.rope_theta, device, stretch)
+        scaling = None
+        if p.rope_scaling is not None:
+            s = p.rope_scaling
+            scaling = FrequencyScaling(s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context)
+        return angles(start, stop, _set(p.head_size), p.rope_theta, device, scaling)
 
     def _check_call(self, stop: int) -> None:
         if stop > self.policy.context:
@@ -277,14 +277,14 @@ def flops_per_token(policy: GptPolicy, causal: bool = True) -> int:
 
 
 def _block(p: GptPolicy, attention: AttentionFunction) -> Block:
-    llama = p.manner == "llama"
+    llama = p.family == "llama"
     mix = Attention(p.width, p.heads, _set(p.kv_heads), _set(p.head_size), not llama, p.dropout, attention)
     mlp = (SwiGlu if llama else GeluMlp)(p.width, _set(p.hidden), p.dropout)
     return Block(_norm(p), mix, _norm(p), mlp)
 
 
 def _norm(p: GptPolicy) -> nn.Module:
-    return (RmsNorm if p.manner == "llama" else nn.LayerNorm)(p.width, eps=p.norm_eps)
+    return (RmsNorm if p.family == "llama" else nn.LayerNorm)(p.width, eps=p.norm_eps)
 
 
 def _set(value: int | None) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from shardwise.models.gpt import GptPolicy, RopeStretch
+from shardwise.models.gpt import GptPolicy, RopeScaling
 from shardwise.plan.errors import ConfigError
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
@@ -42,7 +42,7 @@ def joined_shape(parts: list[Part]) -> tuple[int, ...]:
 def parts_of(policy: GptPolicy) -> dict[str, list[Part]]:
     """Our parameter names to the stored tensors they are made of."""
     p = policy.resolved()
-    return _llama_parts(p) if p.manner == "llama" else _gpt2_parts(p)
+    return _llama_parts(p) if p.family == "llama" else _gpt2_parts(p)
 
 
 def _llama_parts(p: GptPolicy) -> dict[str, list[Part]]:
@@ -145,7 +145,7 @@ def _llama_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
     window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
     context = config.get("max_position_embeddings", 2048)
     return GptPolicy(
-        manner="llama",
+        family="llama",
         layers=config["num_hidden_layers"],
         width=config["hidden_size"],
         heads=config["num_attention_heads"],
@@ -168,13 +168,13 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: rotary positions of type {kind!r}; a Gpt has 'default' and 'llama3'")
     if kind == "default":
         return {"rope_theta": theta}
-    stretch = RopeStretch(
+    scaling = RopeScaling(
         factor=given["factor"],
-        low_frequency_factor=given["low_freq_factor"],
-        high_frequency_factor=given["high_freq_factor"],
+        low_freq_factor=given["low_freq_factor"],
+        high_freq_factor=given["high_freq_factor"],
         original_context=given["original_max_position_embeddings"],
     )
-    return {"rope_theta": theta, "rope_stretch": stretch}
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _gpt2_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
@@ -189,7 +189,7 @@ def _gpt2_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
         },
     )
     return GptPolicy(
-        manner="gpt2",
+        family="gpt2",
         layers=config["n_layer"],
         width=config["n_embd"],
         heads=config["n_head"],
@@ -213,7 +213,7 @@ def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if p.manner == "gpt2":
+    if p.family == "gpt2":
         return common | {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
@@ -248,12 +248,12 @@ def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
     }
-    if p.rope_stretch is not None:
+    if p.rope_scaling is not None:
         config["rope_scaling"] = {
             "rope_type": "llama3",
-            "factor": p.rope_stretch.factor,
-            "low_freq_factor": p.rope_stretch.low_frequency_factor,
-            "high_freq_factor": p.rope_stretch.high_frequency_factor,
-            "original_max_position_embeddings": p.rope_stretch.original_context,
+            "factor": p.rope_scaling.factor,
+            "low_freq_factor": p.rope_scaling.low_freq_factor,
+            "high_freq_factor": p.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": p.rope_scaling.original_context,
         }
     return config

@@ -1,4 +1,4 @@
-"""The parts of a transformer block, in the LLaMA and in the GPT-2 manner.
+"""The parts of a transformer block, of the LLaMA and of the GPT-2 family.
 
 Projections that read the same input are one matrix: queries, keys and values (``qkv``, rows in that order), gate and
 up projection (``gate_up``). One large product is faster than three small ones, and a layout that cuts them later

@@ -184,7 +184,7 @@ def _recipes(
     if missing:
         hint = "; set model.tied_head: true" if missing == ["lm_head.weight"] else nearest(missing[0], stored)
         raise MismatchError(
-            f"{where}: {len(missing)} tensors of a {policy.manner} model are missing: {_list(missing)}{hint}"
+            f"{where}: {len(missing)} tensors of a {policy.family} model are missing: {_list(missing)}{hint}"
         )
     return found
 

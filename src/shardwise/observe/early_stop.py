@@ -22,7 +22,7 @@ class EarlyStopPolicy(Policy):
 
     patience: PositiveInt = 3
     """Evaluations in a row that may be no better than the best before them."""
-    least_gain: NonNegativeFloat = 0.0
+    min_delta: NonNegativeFloat = 0.0
     """What counts as better: by more than this."""
 
 
@@ -32,7 +32,7 @@ class EarlyStop:
 
     patience: int
     """Evaluations in a row that may be no better than the best before them."""
-    least_gain: float = 0.0
+    min_delta: float = 0.0
     """What counts as better: by more than this."""
     higher_is_better: bool = True
     best: float = math.nan
@@ -44,7 +44,7 @@ class EarlyStop:
     def update(self, step: int, value: float) -> bool:
         """Take the value of the evaluation after ``step``; True where the run is to end. A NaN is never better."""
         gain = value - self.best if self.higher_is_better else self.best - value
-        if gain > self.least_gain or (math.isnan(self.best) and not math.isnan(value)):
+        if gain > self.min_delta or (math.isnan(self.best) and not math.isnan(value)):
             self.best, self.best_step, self.waited = value, step, 0
         else:
             self.waited += 1

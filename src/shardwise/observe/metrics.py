@@ -173,7 +173,7 @@ class MetricsFile:
         if any(not isinstance(record, kind) for record in kept):
             raise DataError(
                 f"{self.path}: it holds the columns {_header(type(kept[0]))}, and this run writes {_header(kind)}; "
-                "choose another folder with out, or move the file away"
+                "choose another folder with output_dir, or move the file away"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Beside and renamed: a kill at this moment leaves the old file or the new one, never half of either.

@@ -24,13 +24,13 @@ class LossScale:
     overflows_left: int = 0
 
     def __post_init__(self) -> None:
-        self.scale = self.scale or self.policy.start
+        self.scale = self.scale or self.policy.init_scale
         self.overflows_left = self.overflows_left or self.policy.hysteresis
 
     @property
     def at_floor(self) -> bool:
         """True where another halving would pass the floor."""
-        return self.scale <= self.policy.floor
+        return self.scale <= self.policy.min_scale
 
     def update(self, finite: bool) -> None:
         """Take note of one step's gradients."""
@@ -44,7 +44,7 @@ class LossScale:
         self.clean_steps = 0
         self.overflows_left -= 1
         if self.overflows_left <= 0:
-            self.scale = max(self.scale / 2, self.policy.floor)
+            self.scale = max(self.scale / 2, self.policy.min_scale)
             self.overflows_left = (
                 1  # from here every further overflow halves, until the scale has grown again
             )

@@ -29,14 +29,14 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class LossScalePolicy(Policy):
     """Keys under ``precision.loss_scale``; they act with fp16 compute alone."""
 
-    start: float = 2.0**16
-    """First scale."""
+    init_scale: float = 2.0**16
+    """Scale of the first step."""
     growth_interval: PositiveInt = 1000
     """Clean steps after which the scale doubles."""
     hysteresis: PositiveInt = 2
     """Overflows that are tolerated before the scale halves."""
-    floor: float = 1.0
-    """Scale below which the run stops and names the first module with a non-finite output."""
+    min_scale: float = 1.0
+    """Smallest scale; an overflow at it ends the run and names the first module with a non-finite output."""
 
 
 class Dtypes(NamedTuple):

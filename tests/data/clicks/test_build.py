@@ -94,7 +94,7 @@ def test_nothing_is_overwritten_by_mistake(tmp_path: Path) -> None:
 def test_text_is_converted_once_and_again_when_it_changed(tmp_path: Path) -> None:
     text = write(tmp_path / "log.tsv", lines(50))
     cache = tmp_path / "cache"
-    policy = ClickPolicy(source=str(text), validation=0.2, missing_key=0, numbers="raw")
+    policy = ClickPolicy(source=str(text), validation=0.2, missing_key=0, dense_transform="none")
     first = build_clicks(policy, cache)
     (made,) = cache.iterdir()
     before = made.stat().st_mtime_ns

@@ -142,7 +142,9 @@ def trained(
     config = config_of(model, batch={"global_size": size}, **changes)
     with torch.device("meta"):
         ours = model_of(config, schema)
-    content = config.model_dump(exclude={"model", "data", "train", "monitor", "out"}, exclude_unset=True)
+    content = config.model_dump(
+        exclude={"model", "data", "train", "monitor", "output_dir"}, exclude_unset=True
+    )
     content["tables"].pop("defaults", None)
     engine = shardwise.initialize(ours, content, world=world)
     ours_of = slice(world.rank * size // world.size, (world.rank + 1) * size // world.size)

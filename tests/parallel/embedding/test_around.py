@@ -107,7 +107,7 @@ def test_a_jagged_tensor_with_keys() -> None:
 
 def weighted(group: Group | None, placement: str, pooling: str, kind: str) -> list[Tensor]:
     """Gradients of position weights and rows after three steps of a weighted bag, of this rank's samples."""
-    fields: dict[str, Any] = {"dynamic": DYNAMIC, "bound": 0.5} if kind == "dynamic" else {"rows": 40}
+    fields: dict[str, Any] = {"dynamic": DYNAMIC, "init_bound": 0.5} if kind == "dynamic" else {"rows": 40}
     policies = [
         TablePolicy(name="a", width=3, features=("f", "g"), pooling=pooling, placement=placement, **fields),
         TablePolicy(name="b", width=3, pooling="max", placement=placement, **fields),
@@ -173,7 +173,7 @@ def by_torch(pooling: str, table: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("placement", ["data_parallel", "table", "row", "column"])
 def test_weights_of_keys_learn(placement: str, pooling: str, kind: str) -> None:
     """Position-weighted bags: d w = <gradient of the bag, row>, as autograd has it of whole tables."""
-    fields: dict[str, Any] = {"dynamic": DYNAMIC, "bound": 0.5} if kind == "dynamic" else {"rows": 40}
+    fields: dict[str, Any] = {"dynamic": DYNAMIC, "init_bound": 0.5} if kind == "dynamic" else {"rows": 40}
     start = EmbeddingCollection(
         [TablePolicy(name=name, width=3, **fields) for name in "ab"], dtype=torch.float64
     )
@@ -198,10 +198,12 @@ def test_weights_learn_through_a_table_in_evaluation_mode() -> None:
 
 def test_weights_that_cannot_learn_are_refused() -> None:
     def run(group: Group) -> None:
-        tables = one(placement="row", sends="sums")
+        tables = one(placement="row", exchange="pooled")
         tables.place(group)
         weights = torch.ones(3, requires_grad=True)
-        with pytest.raises(DataError, match="want gradients, and this table sends sums.*sends: rows"):
+        with pytest.raises(
+            DataError, match="want gradients, and this table exchanges pooled vectors.*exchange: rows"
+        ):
             tables({"t": Ragged(KEYS, OFFSETS, weights)})
 
     on_ranks(2, run)

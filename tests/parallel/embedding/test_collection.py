@@ -192,8 +192,8 @@ def test_keys_outside() -> None:
     keys = torch.tensor([3, -1, 57])
     with pytest.raises(DataError, match=r"feature 't': key -1 at 1 lies outside .* 0 to 49; 2 of 3"):
         one_table()({"t": Ragged.of_ones(keys)})
-    for outside, expected in (("clamp", [3, 0, 49]), ("modulo", [3, 49, 7])):
-        collection = one_table(outside=outside)
+    for out_of_range, expected in (("clamp", [3, 0, 49]), ("modulo", [3, 49, 7])):
+        collection = one_table(out_of_range=out_of_range)
         found = collection({"t": Ragged.of_ones(keys)})["t"]
         assert torch.equal(found, collection.rows_here("t").weights[expected])
     assert keys.tolist() == [3, -1, 57], "the batch is the caller's"
@@ -253,9 +253,9 @@ def test_keys_may_travel_ahead() -> None:
         assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
 
 
-def uneven(group: Group, placement: str, sends: str) -> list[Tensor]:
+def uneven(group: Group, placement: str, exchange: str) -> list[Tensor]:
     """Rank 1 has no sample at all; the loss of rank 2 does not depend on the vectors."""
-    collection = EmbeddingCollection(tables(placement, sends, False, True), SGD, dtype=torch.float64)
+    collection = EmbeddingCollection(tables(placement, exchange, False, True), SGD, dtype=torch.float64)
     collection.place(group)
     for step in range(2):
         whole = batch(step)
@@ -279,18 +279,18 @@ def alone(group: Group) -> dict[str, Any]:
 def test_ranks_without_samples_or_gradients_join() -> None:
     expected = on_ranks(1, alone)[0]["wide"]
     order = expected.keys.argsort()
-    for placement, sends in (
+    for placement, exchange in (
         ("data_parallel", "auto"),
         ("column", "auto"),
         ("table", "rows"),
-        ("table", "sums"),
+        ("table", "pooled"),
     ):
-        results = on_ranks(3, uneven, placement, sends)
+        results = on_ranks(3, uneven, placement, exchange)
         wide = [weights[2] for weights in results if weights[2].numel()]
         found = torch.cat(wide, 1) if placement == "column" else wide[0]
         torch.testing.assert_close(found[order], expected.weights[order])
     on_ranks(3, uneven, "row", "rows")
-    on_ranks(3, uneven, "row", "sums")
+    on_ranks(3, uneven, "row", "pooled")
 
 
 def test_weights_of_one_key_a_sample() -> None:
@@ -310,7 +310,7 @@ def test_weights_of_one_key_a_sample() -> None:
 def test_one_key_each_finds_its_own_row_and_moves_it(placement: str, ranks: int, grows: bool) -> None:
     """Vectors stand sample after sample there, while keys may stand feature after feature."""
     size: dict[str, Any] = {"dynamic": DynamicPolicy()} if grows else {"rows": 40}
-    given: dict[str, Any] = {"width": 4, "placement": placement, "bound": 0.5, "sends": "rows"} | size
+    given: dict[str, Any] = {"width": 4, "placement": placement, "init_bound": 0.5, "exchange": "rows"} | size
 
     def run(group: Group) -> None:
         policies = [TablePolicy(name="a", features=("f", "g"), **given), TablePolicy(name="b", **given)]

@@ -157,7 +157,7 @@ def test_more_pins_than_rows_are_refused() -> None:
 
 
 def queue_with_a_limit(group: Group, placement: str) -> list[list[int]]:
-    waits = AdmissionPolicy(type="frequency", count=4, most_waiting=10)
+    waits = AdmissionPolicy(type="frequency", count=4, max_waiting=10)
     collection = collection_of(DynamicPolicy(admission=waits), placement)
     collection.place(group)
     for step in range(6):

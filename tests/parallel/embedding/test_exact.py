@@ -29,13 +29,13 @@ PLACEMENTS = [
     ("data_parallel", "auto"),
     ("column", "auto"),
     ("table", "rows"),
-    ("table", "sums"),
+    ("table", "pooled"),
     ("row", "rows"),
-    ("row", "sums"),
+    ("row", "pooled"),
 ]
 
 
-def tables(placement: str, sends: str, dynamic: bool, pooled: bool) -> list[TablePolicy]:
+def tables(placement: str, exchange: str, dynamic: bool, pooled: bool) -> list[TablePolicy]:
     """Three tables of two widths, features that share one, several poolings where ``pooled`` is not asked for."""
     size: dict[str, Any] = {"dynamic": DynamicPolicy(initial_rows=2)} if dynamic else {"rows": 3000}
     small: dict[str, Any] = {"dynamic": DynamicPolicy()} if dynamic else {"rows": 7}
@@ -47,11 +47,11 @@ def tables(placement: str, sends: str, dynamic: bool, pooled: bool) -> list[Tabl
             features=("a", "b", "c"),
             pooling=poolings,
             placement=placement,
-            sends=sends,
+            exchange=exchange,
             **size,
         ),
-        TablePolicy(name="small", width=6, placement=placement, sends=sends, bound=0.5, **small),
-        TablePolicy(name="wide", width=8, features=("d",), placement=placement, sends=sends, **size),
+        TablePolicy(name="small", width=6, placement=placement, exchange=exchange, init_bound=0.5, **small),
+        TablePolicy(name="wide", width=8, features=("d",), placement=placement, exchange=exchange, **size),
     ]
 
 
@@ -162,15 +162,15 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def check(
     size: int,
     placement: str,
-    sends: str,
+    exchange: str,
     dynamic: bool,
     optimizer: str,
     microbatches: int = 1,
     max_norm: float | None = None,
     ones: bool = False,
 ) -> None:
-    pooled = sends == "sums" or ones
-    policies = tables(placement, sends, dynamic, pooled)
+    pooled = exchange == "pooled" or ones
+    policies = tables(placement, exchange, dynamic, pooled)
     alone_policies = tables("auto", "auto", dynamic, pooled)
     alone = on_ranks(1, train, alone_policies, OPTIMIZERS[optimizer], 1, max_norm, ones)
     results = on_ranks(size, train, policies, OPTIMIZERS[optimizer], microbatches, max_norm, ones)
@@ -179,10 +179,10 @@ def check(
     compare(together(results, policies, placement), together(alone, policies, "row"))
 
 
-@pytest.mark.parametrize(("placement", "sends"), PLACEMENTS)
+@pytest.mark.parametrize(("placement", "exchange"), PLACEMENTS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_placement(size: int, placement: str, sends: str) -> None:
-    check(size, placement, sends, False, "rowwise_adagrad")
+def test_every_placement(size: int, placement: str, exchange: str) -> None:
+    check(size, placement, exchange, False, "rowwise_adagrad")
 
 
 @pytest.mark.parametrize("placement", ["data_parallel", "column", "table", "row"])
@@ -197,12 +197,12 @@ def test_every_optimizer(placement: str, optimizer: str) -> None:
     check(2, placement, "rows" if placement == "row" else "auto", False, optimizer)
 
 
-@pytest.mark.parametrize(("placement", "sends"), PLACEMENTS)
-def test_accumulation_and_clipping(placement: str, sends: str) -> None:
-    check(2, placement, sends, False, "adagrad", microbatches=3, max_norm=0.05)
+@pytest.mark.parametrize(("placement", "exchange"), PLACEMENTS)
+def test_accumulation_and_clipping(placement: str, exchange: str) -> None:
+    check(2, placement, exchange, False, "adagrad", microbatches=3, max_norm=0.05)
 
 
-@pytest.mark.parametrize(("placement", "sends"), PLACEMENTS)
-def test_one_key_of_each_feature(placement: str, sends: str) -> None:
+@pytest.mark.parametrize(("placement", "exchange"), PLACEMENTS)
+def test_one_key_of_each_feature(placement: str, exchange: str) -> None:
     """Where samples may stand one after another in memory."""
-    check(3, placement, sends, False, "adagrad", ones=True)
+    check(3, placement, exchange, False, "adagrad", ones=True)

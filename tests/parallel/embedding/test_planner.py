@@ -28,14 +28,14 @@ def plan(
 def test_every_table_has_a_reason() -> None:
     choices = plan(
         TablePolicy(name="user", rows=1_000_000, width=16),
-        TablePolicy(name="words", rows=1_000_000, width=16, keys_per_sample=50, distinct=0.9),
+        TablePolicy(name="words", rows=1_000_000, width=16, keys_per_sample=50, distinct_ratio=0.9),
         TablePolicy(name="asked", rows=1000, width=16, placement="column"),
         TablePolicy(name="new", dynamic=DynamicPolicy(), width=16),
     )
     assert [choice.table for choice in choices] == ["user", "words", "asked", "new"]
     text = "\n".join(map(str, choices))
-    assert "user (1,000,000 x 16, rowwise_adagrad, 64.8 MiB): row, sends rows" in text
-    assert choices[1].place.sends == "sums", "many distinct keys in a bag: sums are fewer bytes"
+    assert "user (1,000,000 x 16, rowwise_adagrad, 64.8 MiB): row, exchanges rows" in text
+    assert choices[1].place.exchange == "pooled", "many distinct keys in a bag: sums are fewer bytes"
     assert "asked (1,000 x 16" in text and "column, as asked" in text
     assert all("ms and" in str(choice) for choice in choices) and "others, ms" in str(choices[0])
     assert plan(TablePolicy(name="t", rows=9, width=1), ranks=1)[0].why == "one rank holds everything"
@@ -52,7 +52,7 @@ def test_figures_of_a_batch() -> None:
         "c": Ragged.of_lists([[], []]),
     }
     first, second = measured(tables, given)
-    assert first.keys_per_sample == 1.5 and first.distinct == pytest.approx(4 / 6)
+    assert first.keys_per_sample == 1.5 and first.distinct_ratio == pytest.approx(4 / 6)
     assert second == tables[1]
 
 
@@ -82,9 +82,9 @@ def test_impossible_wishes() -> None:
         ({}, "neither of rows and dynamic"),
         ({"rows": 3, "dynamic": {}}, "both of rows and dynamic"),
         ({"rows": 3, "pooling": {"x": "sum"}}, "feature 'x', which is none of its features"),
-        ({"rows": 3, "sends": "sums", "pooling": "max"}, "sums needs pooling sum or mean"),
-        ({"rows": 3, "sends": "sums", "placement": "column"}, "for placements table and row"),
-        ({"dynamic": {}, "sends": "sums"}, "a dynamic table sends rows"),
+        ({"rows": 3, "exchange": "pooled", "pooling": "max"}, "pooled needs pooling sum or mean"),
+        ({"rows": 3, "exchange": "pooled", "placement": "column"}, "for placements table and row"),
+        ({"dynamic": {}, "exchange": "pooled"}, "a dynamic table has exchange: rows"),
         ({"dynamic": {"eviction": {"type": "lru"}}}, "needs capacity or budget_bytes"),
         ({"dynamic": {"eviction": {"type": "age"}}}, "go together"),
         ({"rows": 3, "optimizer": {"type": "sgd", "exact": True}}, "exact is for adam"),
@@ -96,9 +96,9 @@ def test_impossible_wishes() -> None:
             TablePolicy(**{"name": "t", "width": 4, **fields})
 
 
-def traffic_of(group: Group, placement: str, sends: str) -> dict[str, int]:
+def traffic_of(group: Group, placement: str, exchange: str) -> dict[str, int]:
     """Every rank asks for as many keys of every rank as every other."""
-    table = TablePolicy(name="t", rows=64, width=8, placement=placement, sends=sends)
+    table = TablePolicy(name="t", rows=64, width=8, placement=placement, exchange=exchange)
     collection = EmbeddingCollection([table], ROWWISE)
     collection.place(group)
     group.traffic.clear()
@@ -109,20 +109,20 @@ def traffic_of(group: Group, placement: str, sends: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("placement", "sends"),
+    ("placement", "exchange"),
     [
         ("data_parallel", "auto"),
         ("column", "auto"),
         ("row", "rows"),
-        ("row", "sums"),
+        ("row", "pooled"),
         ("table", "rows"),
-        ("table", "sums"),
+        ("table", "pooled"),
     ],
 )
-def test_bytes_are_those_of_the_formula(placement: Any, sends: Any) -> None:
-    place = Place(placement, sends="sums" if sends == "sums" else "rows")
+def test_bytes_are_those_of_the_formula(placement: Any, exchange: Any) -> None:
+    place = Place(placement, exchange="pooled" if exchange == "pooled" else "rows")
     expected = bytes_sent(place, Load(48, 16, 24), 8, 4, 4)
-    found = on_ranks(4, traffic_of, placement, sends)
+    found = on_ranks(4, traffic_of, placement, exchange)
     means = [sum(each[kind] for each in found) / 4 for kind in ("keys", "activations", "gradients")]
     gradients = means[2] - (
         24 * 4 if placement == "column" else 0

@@ -28,10 +28,10 @@ STEPS = 50
 def losses_on_ranks(world: World, transport: str) -> list[Any]:
     group = group_of(world, transport)
     report = []
-    for placement, sends in PLACEMENTS:
-        policies = tables(placement, sends, False, sends == "sums")
+    for placement, exchange in PLACEMENTS:
+        policies = tables(placement, exchange, False, exchange == "pooled")
         losses, _ = train(group, policies, OPTIMIZERS["rowwise_adagrad"])
-        report.append((sends == "sums", losses))
+        report.append((exchange == "pooled", losses))
     dynamic, _ = train(group, tables("row", "rows", True, False), OPTIMIZERS["rowwise_adagrad"])
     return [report, dynamic]
 

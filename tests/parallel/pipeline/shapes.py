@@ -9,14 +9,14 @@ class Shape(NamedTuple):
     name: ScheduleName
     ranks: int
     microbatches: int
-    interleave: int
+    virtual_stages: int
 
 
 SHAPES = [
-    Shape(name, ranks, microbatches, interleave)
+    Shape(name, ranks, microbatches, virtual_stages)
     for name in SCHEDULES
     for ranks in range(1, 9)
-    for interleave in ([1] if name != "interleaved_1f1b" else range(2, 8 // ranks + 1))
+    for virtual_stages in ([1] if name != "interleaved_1f1b" else range(2, 8 // ranks + 1))
     for microbatches in range(1, 17)
 ]
 WIDE = [Shape("interleaved_1f1b", 8, 13, 3), Shape("interleaved_1f1b", 5, 3, 4), Shape("1f1b", 12, 40, 1)]

@@ -13,16 +13,18 @@ from tests.parallel.pipeline.shapes import SHAPES, WIDE
 @pytest.mark.parametrize("forward_s, backward_s", [(1, 2), (1, 1), (2, 1), (3, 8)])
 def test_bubble(forward_s: int, backward_s: int) -> None:
     for shape in SHAPES + WIDE:
-        _, ranks, microbatches, interleave = shape
+        _, ranks, microbatches, virtual_stages = shape
         timeline = timeline_of(
             schedule(*shape), lambda action: forward_s if action.kind is Kind.F else backward_s
         )
         assert timeline.makespan_s == cost.makespan_s(
-            ranks, microbatches, interleave, forward_s, backward_s
+            ranks, microbatches, virtual_stages, forward_s, backward_s
         ), shape
-        bubble = cost.bubble_s(ranks, microbatches, interleave, forward_s, backward_s)
+        bubble = cost.bubble_s(ranks, microbatches, virtual_stages, forward_s, backward_s)
         assert all(timeline.makespan_s - timeline.busy_s(rank) == bubble for rank in range(ranks)), shape
-        assert timeline.idle_share == pytest.approx(cost.idle_share(ranks, microbatches, interleave)), shape
+        assert timeline.idle_share == pytest.approx(cost.idle_share(ranks, microbatches, virtual_stages)), (
+            shape
+        )
 
 
 def test_bubble_of_the_papers() -> None:
@@ -32,10 +34,10 @@ def test_bubble_of_the_papers() -> None:
 
 def test_peak_live_activations() -> None:
     for shape in SHAPES + WIDE:
-        name, ranks, microbatches, interleave = shape
+        name, ranks, microbatches, virtual_stages = shape
         timeline = timeline_of(schedule(*shape), nominal_s)
         for rank in range(ranks):
-            expected = cost.peak_live(name, rank, ranks, microbatches, interleave)
+            expected = cost.peak_live(name, rank, ranks, microbatches, virtual_stages)
             assert timeline.peak_live(rank) == expected, (shape, rank)
 
 
@@ -49,4 +51,4 @@ def test_messages() -> None:
     for shape in SHAPES:
         lists = add_communication(schedule(*shape), shape.ranks)
         sent = sum(action.kind is Kind.SEND for row in lists.values() for action in row)
-        assert sent == cost.messages(shape.ranks, shape.microbatches, shape.interleave), shape
+        assert sent == cost.messages(shape.ranks, shape.microbatches, shape.virtual_stages), shape

@@ -131,7 +131,7 @@ def on_images(shape: tuple[int, ...]) -> Callable[[nn.Module], Tensor]:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], list[tuple[str, ...]]]] = {
     "llama": (gpt, loss, [("blocks.1",), ("blocks.1", "blocks.2", "blocks.3")]),
-    "gpt2": (lambda: gpt(manner="gpt2"), loss, [("blocks.3",), ("blocks.1", "blocks.2", "blocks.3")]),
+    "gpt2": (lambda: gpt(family="gpt2"), loss, [("blocks.3",), ("blocks.1", "blocks.2", "blocks.3")]),
     "language": (lambda: seeded(Language), loss, [("blocks.1",), ("blocks.1", "blocks.2")]),
     "head alone": (lambda: seeded(Language), loss, [("blocks.2", "head")]),
     "images": (
@@ -184,7 +184,7 @@ def test_every_parameter_belongs_to_one_stage_under_its_own_name(case: str) -> N
 
 
 def test_a_rank_holds_its_own_stages_alone() -> None:
-    model = gpt(manner="gpt2")
+    model = gpt(family="gpt2")
     (stage,) = cut(model, ("blocks.2",), [1]).values()
     alive = weakref.ref(model.blocks[0].mlp.up.weight), weakref.ref(model.blocks[3].mlp.up.weight)
     del model
@@ -194,7 +194,7 @@ def test_a_rank_holds_its_own_stages_alone() -> None:
 
 
 def test_tied_weights_are_a_parameter_on_each_stage() -> None:
-    model = gpt(manner="gpt2")
+    model = gpt(family="gpt2")
     owner = owners(model, ("blocks.1", "blocks.2"))
     assert (owner["embed.weight"], owner["head.weight"]) == (0, 2)
     stages = cut(model, ("blocks.1", "blocks.2"), range(3))
@@ -206,7 +206,7 @@ def test_tied_weights_are_a_parameter_on_each_stage() -> None:
 
 
 def test_a_model_that_ties_its_weights_again_keeps_those_of_its_stage() -> None:
-    for number, stage in cut(gpt(manner="gpt2"), ("blocks.1", "blocks.2"), range(3)).items():
+    for number, stage in cut(gpt(family="gpt2"), ("blocks.1", "blocks.2"), range(3)).items():
         names = dict(stage.module.named_parameters(remove_duplicate=False))
         stage.module.float()
         assert dict(stage.module.named_parameters(remove_duplicate=False)).keys() == names.keys(), number

@@ -38,7 +38,7 @@ class Product:
 
 
 def walked(world: World) -> tuple[dict[int, float], dict[int, float], dict[Any, Count]]:
-    traffic, policy = Traffic(), CommPolicy(deadline_s=30)
+    traffic, policy = Traffic(), CommPolicy(timeout_s=30)
     group = world.group(Mesh(pp=world.size), "pp", policy, Clock(30.0), traffic)
     lists = add_communication(schedule("interleaved_1f1b", world.size, MICROBATCHES, 2), world.size)
     runner = Product(2 * world.size)
@@ -76,7 +76,7 @@ class Fails(Product):
 
 
 def failed_at_the_end(world: World, culprit: int) -> str:
-    policy = CommPolicy(deadline_s=30)
+    policy = CommPolicy(timeout_s=30)
     group = world.group(Mesh(pp=world.size), "pp", policy, Clock(30.0), Traffic())
     lists = add_communication(schedule("1f1b", world.size, MICROBATCHES, 1), world.size)
     executor = ScheduleExecutor(world.peers(group, policy), world.size)

@@ -69,7 +69,7 @@ def test_many_blocks_are_quick() -> None:
             "uniform",
             8,
             [1] * 6,
-            "6 blocks cannot make 8 stages.*pp 6, pp 3 with interleave 2, pp 2 with interleave 3",
+            "6 blocks cannot make 8 stages.*pp 6, pp 3 with virtual_stages 2, pp 2 with virtual_stages 3",
         ),
         (("blocks.9",), 2, [1] * 6, "no block is called 'blocks.9'; did you mean 'blocks"),
         (("blocks.1",), 3, [1] * 6, "names 1 blocks.*3 stages need 2.*there are 2 stages"),

@@ -20,8 +20,8 @@ def test_every_schedule_is_proved() -> None:
 
 
 def test_every_evaluation_is_proved() -> None:
-    for _, ranks, microbatches, interleave in SHAPES + WIDE:
-        lists = add_communication(forward_only(ranks, microbatches, interleave), ranks)
+    for _, ranks, microbatches, virtual_stages in SHAPES + WIDE:
+        lists = add_communication(forward_only(ranks, microbatches, virtual_stages), ranks)
         validate(lists, ranks, microbatches, forward_only=True)
 
 
@@ -61,9 +61,9 @@ def test_the_tables_in_the_docstring_are_what_the_schedules_give(shape: Shape) -
 
 
 @pytest.mark.parametrize(
-    "ranks, microbatches, interleave, says",
+    "ranks, microbatches, virtual_stages, says",
     [(2, 0, 1, "microbatches=0"), (0, 2, 1, "ranks=0"), (2, 2, 2, "use 'interleaved_1f1b'")],
 )
-def test_errors(ranks: int, microbatches: int, interleave: int, says: str) -> None:
+def test_errors(ranks: int, microbatches: int, virtual_stages: int, says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        schedule("1f1b", ranks, microbatches, interleave)
+        schedule("1f1b", ranks, microbatches, virtual_stages)

@@ -91,12 +91,12 @@ def test_an_encoder_and_decoder_asks_for_a_list() -> None:
 def on_ranks(world: World, microbatches: int) -> Any:
     """GPipe by hand, one stage per rank; every microbatch has another shape."""
     torch.manual_seed(0)
-    model = Gpt(GptPolicy(manner="gpt2", layers=4, width=8, heads=2, context=12, vocab=29)).double()
+    model = Gpt(GptPolicy(family="gpt2", layers=4, width=8, heads=2, context=12, vocab=29)).double()
     starts = partition("uniform", find_blocks(model), [1] * 4, world.size)
     (stage,) = cut(model, starts, [world.rank]).values()
     clock = Clock(30.0)
     peers = world.peers(
-        world.group(Mesh(pp=world.size), "pp", CommPolicy(), clock, Traffic()), CommPolicy(deadline_s=30)
+        world.group(Mesh(pp=world.size), "pp", CommPolicy(), clock, Traffic()), CommPolicy(timeout_s=30)
     )
     here, kept = world.rank, []
     losses = []
@@ -124,7 +124,7 @@ def on_ranks(world: World, microbatches: int) -> Any:
 @pytest.mark.parametrize("size", [2, 4])
 def test_stages_on_ranks_give_the_gradients_of_the_whole_model(ranks: Any, size: int) -> None:
     torch.manual_seed(0)
-    model = Gpt(GptPolicy(manner="gpt2", layers=4, width=8, heads=2, context=12, vocab=29)).double()
+    model = Gpt(GptPolicy(family="gpt2", layers=4, width=8, heads=2, context=12, vocab=29)).double()
     losses = []
     for i in range(5):
         tokens = torch.randint(0, 29, (1 + i % 2, 3 + i), generator=torch.Generator().manual_seed(i))

@@ -23,7 +23,7 @@ from tests.parallel.tensor.whole import tensor_group
 
 SHAPES: dict[str, Any] = dict(width=64, heads=4, head_size=16, context=128, hidden=192, vocab=101)
 LLAMA = GptPolicy(**SHAPES, kv_heads=2)
-GPT2 = GptPolicy(manner="gpt2", **SHAPES)
+GPT2 = GptPolicy(family="gpt2", **SHAPES)
 
 
 class Kept:
@@ -64,7 +64,7 @@ def test_activations_kept_by_a_block(ranks: Any, size: int, policy: GptPolicy, s
     few, many = (ranks(size).run(one_pass, policy, layers, sequence)[0][0] for layers in (1, 3))
     p = policy.resolved()
     shape = BlockShape(
-        2, 128, p.width, p.heads, p.kv_heads or 0, p.head_size or 0, p.hidden or 0, p.manner == "llama"
+        2, 128, p.width, p.heads, p.kv_heads or 0, p.head_size or 0, p.hidden or 0, p.family == "llama"
     )
     expected = 4 * kept_activation_elements(shape, size, sequence)
     assert (many - few) / 2 == pytest.approx(expected, rel=0.03)

@@ -18,8 +18,8 @@ MODELS = {
     "llama, 2 kv heads": GptPolicy(**BASE, kv_heads=2, vocab=50),
     "llama, tied head, odd vocabulary": GptPolicy(**BASE, vocab=51, tied_head=True),
     "llama, 1 kv head, vocabulary of 5": GptPolicy(**BASE, kv_heads=1, vocab=5),
-    "gpt2": GptPolicy(manner="gpt2", **BASE, vocab=53),
-    "gpt2, own head": GptPolicy(manner="gpt2", **BASE, vocab=52, tied_head=False),
+    "gpt2": GptPolicy(family="gpt2", **BASE, vocab=53),
+    "gpt2, own head": GptPolicy(family="gpt2", **BASE, vocab=52, tied_head=False),
 }
 
 

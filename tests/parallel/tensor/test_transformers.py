@@ -247,7 +247,7 @@ def withheld(world: World) -> list[str]:
 
 def test_any_use_of_withheld_logits_names_the_ways_to_get_them(ranks: Any) -> None:
     for text in ranks(2).run(withheld)[0]:
-        assert "engine.log_probs(batch, targets)" in text and "tensor.whole_logits: true" in text
+        assert "engine.log_probs(batch, targets)" in text and "tensor.gather_logits: true" in text
 
 
 class Scaled(nn.Linear):

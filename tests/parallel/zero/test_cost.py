@@ -50,7 +50,7 @@ def count(world: Any, case: Case) -> Counted:
             "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
             "batch": {"accumulation": case.accumulation},
             "comm": {"transport": case.transport},
-            "clip": 1.0,
+            "max_grad_norm": 1.0,
         },
         world=world,
     )

@@ -46,7 +46,7 @@ def measure(world: Any, case: Case) -> float | str:
             "prefetch_units": case.prefetch,
         },
         "batch": {"accumulation": 2},
-        "comm": {"transport": case.transport, "deadline_s": 10.0, "delay_s": 0.0005 * case.debug},
+        "comm": {"transport": case.transport, "timeout_s": 10.0, "debug_delay_s": 0.0005 * case.debug},
     }
     try:
         return against_plain(world, lambda: seeded(cls), piece, config, steps=4)

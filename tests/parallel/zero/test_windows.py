@@ -22,7 +22,7 @@ STAGES = (0, 1, 2, 3)
 def start(world: Any, stage: int, model: nn.Module | None = None, **config: Any) -> Any:
     model = seeded(Net) if model is None else model
     zero = {"stage": stage, **config.pop("zero", {})}
-    return shardwise.initialize(model, {"zero": zero, "comm": {"deadline_s": 10.0}, **config}, world=world)
+    return shardwise.initialize(model, {"zero": zero, "comm": {"timeout_s": 10.0}, **config}, world=world)
 
 
 def raised(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
@@ -137,7 +137,7 @@ def unfrozen(world: Any) -> None:
 
 def other_collectives(world: Any) -> None:
     """One rank's collectives differed in name, not in size: no transport would notice."""
-    engine = start(world, 3, comm={"transport": "torch", "deadline_s": 10.0})
+    engine = start(world, 3, comm={"transport": "torch", "timeout_s": 10.0})
     before = engine.state_dict()
     engine.backward(engine(piece(0, world.rank)))
     if world.rank == 1:
@@ -324,7 +324,7 @@ def layer_drop(world: Any) -> None:
 
     for stage in STAGES:
         for zero in ({}, {"prefetch_units": 1, "debug": True}):
-            config = {"zero": {"stage": stage, **zero}, "comm": {"deadline_s": 10.0}}
+            config = {"zero": {"stage": stage, **zero}, "comm": {"timeout_s": 10.0}}
             error = against_plain(world, lambda: seeded(Drops, 4), dropped, config, steps=5)
             assert error <= 1e-10, (stage, zero, error)
 
@@ -397,15 +397,15 @@ def same_bits(world: Any) -> None:
     for zero, comm in (
         ({}, {}),
         ({"debug": True}, {}),
-        ({"share_memory": False}, {}),
+        ({"reuse_buffers": False}, {}),
         ({"prefetch_units": 1}, {}),
-        ({"prefetch_units": 2, "debug": True}, {"delay_s": 0.002}),
-        ({}, {"transport": "torch", "delay_s": 0.002}),
+        ({"prefetch_units": 2, "debug": True}, {"debug_delay_s": 0.002}),
+        ({}, {"transport": "torch", "debug_delay_s": 0.002}),
         ({"prefetch_units": 1}, {"transport": "torch"}),
         ({"prefetch_units": 2}, {"transport": "torch"}),
     ):
         model = seeded(Net, 6, dtype=torch.float32)
-        engine = start(world, 3, model, zero=zero, comm={"deadline_s": 10.0, **comm}, clip=0.1)
+        engine = start(world, 3, model, zero=zero, comm={"timeout_s": 10.0, **comm}, clip=0.1)
         for step in range(4):
             x, flag = piece(step, world.rank)
             engine.train_step([(x.float(), flag)])
@@ -418,7 +418,7 @@ def same_bits(world: Any) -> None:
 def few_slots(world: Any) -> None:
     """Eight blocks take turns in one piece of memory, with ``prefetch_units`` more of them."""
     for ahead, share, wanted in ((0, True, 1), (1, True, 2), (2, True, 3), (0, False, 8)):
-        engine = start(world, 3, seeded(Net, 8), zero={"prefetch_units": ahead, "share_memory": share})
+        engine = start(world, 3, seeded(Net, 8), zero={"prefetch_units": ahead, "reuse_buffers": share})
         blocks, (_, first) = engine.plan.units[1].elements, engine._parts.executors[0].states[:2]
         for step in range(2):
             engine.train_step([piece(step, world.rank)])
@@ -478,29 +478,31 @@ def gradient_penalty(world: Any) -> None:
         assert error <= 1e-10, (stage, error)
     for loss_of in (penalized, three_passes):
         for accumulation in (1, 2):
-            config = {"zero": {"stage": 3, "share_memory": False}, "batch": {"accumulation": accumulation}}
+            config = {"zero": {"stage": 3, "reuse_buffers": False}, "batch": {"accumulation": accumulation}}
             error = against_plain(world, lambda: seeded(Net), piece, config, loss_of=loss_of)
             assert error <= 1e-10, (loss_of, accumulation, error)
     error = against_plain(
-        world, lambda: seeded(Forces), piece, {"zero": {"stage": 3, "share_memory": False}}, steps=2
+        world, lambda: seeded(Forces), piece, {"zero": {"stage": 3, "reuse_buffers": False}}, steps=2
     )
     assert error <= 1e-10, error
     engine = start(world, 3)
     loss = penalized(engine.module, piece(0, world.rank))
-    assert "zero.share_memory: false" in raised(UsageError, lambda: engine.backward(loss))
+    assert "zero.reuse_buffers: false" in raised(UsageError, lambda: engine.backward(loss))
     penalized(engine.module, piece(0, world.rank))  # looked at and never walked back
     engine.train_step([piece(0, world.rank)])
     engine.close()
 
 
 def use_elsewhere(world: Any) -> None:
-    """A weight that another module uses: named in zero.whole_pass it is there, like an external parameter."""
+    """A weight that another module uses: named in zero.external_parameters it is there, like an external parameter."""
     for stage in STAGES:
-        config = {"zero": {"stage": stage, "whole_pass": ["blocks.1.up.weight"]}}
+        config = {"zero": {"stage": stage, "external_parameters": ["blocks.1.up.weight"]}}
         error = against_plain(world, lambda: seeded(Inside), piece, config)
         assert error <= 1e-10, (stage, error)
-    with pytest.raises(ConfigError, match=r"zero\.whole_pass: pattern 'blocks\.9\.\*' matches no parameter"):
-        start(world, 3, zero={"whole_pass": ["blocks.9.*"]})
+    with pytest.raises(
+        ConfigError, match=r"zero\.external_parameters: pattern 'blocks\.9\.\*' matches no parameter"
+    ):
+        start(world, 3, zero={"external_parameters": ["blocks.9.*"]})
 
 
 class Methods(Net):
@@ -518,7 +520,7 @@ class Methods(Net):
 
 def methods_by_name(world: Any) -> None:
     for stage in STAGES:
-        config = {"zero": {"stage": stage, "methods": ["blocks.*.inner", "training_step"]}}
+        config = {"zero": {"stage": stage, "forward_methods": ["blocks.*.inner", "training_step"]}}
         for accumulation in (1, 2):
             error = against_plain(
                 world,
@@ -529,9 +531,9 @@ def methods_by_name(world: Any) -> None:
             )
             assert error <= 1e-10, (stage, error)
     for pattern in ("blocks.*.outer", "first.forward"):
-        with pytest.raises(ConfigError, match="zero.methods"):
-            start(world, 3, zero={"methods": [pattern]})
-    engine = start(world, 3, seeded(Methods), zero={"methods": ["blocks.*.inner"]})
+        with pytest.raises(ConfigError, match="zero.forward_methods"):
+            start(world, 3, zero={"forward_methods": [pattern]})
+    engine = start(world, 3, seeded(Methods), zero={"forward_methods": ["blocks.*.inner"]})
     engine.close()
     assert "inner" not in vars(engine.module.blocks[0])
 

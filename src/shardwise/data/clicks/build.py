@@ -87,7 +87,7 @@ class ClickCorpus:
 
 def build_clicks(policy: ClickPolicy, cache: Path, progress: Progress | None = None) -> ClickCorpus:
     """Open, and where needed convert, what the policy names. ``cache`` is used unless the policy names a folder."""
-    form = BatchForm(policy.numbers, policy.missing_key)
+    form = BatchForm(policy.dense_transform, policy.missing_key)
     if policy.source == SYNTHETIC:
         return _synthetic(policy, form)
     cache = cache if policy.cache is None else Path(policy.cache).expanduser()

@@ -88,8 +88,8 @@ class ClickPolicy(Policy):
     sparse: list[str] | None = None
     """Parquet, CSV: columns that are keys; lists of keys are features with many keys. Text becomes a number by its
     SHA-256, the same everywhere."""
-    numbers: Literal["log", "raw"] = "log"
-    """``log``: sign(x) · log(1 + |x|); ``raw``: as they are. Missing ones are 0."""
+    dense_transform: Literal["log", "none"] = "log"
+    """What is done to dense features: ``log``: sign(x) · log(1 + |x|); ``none``: nothing. Missing ones are 0."""
     missing_key: int | None = None
     """The key that stands for a missing category; left out: no key, which pools to zeros."""
     malformed_limit: Annotated[int, Field(ge=0)] = 0

@@ -88,7 +88,7 @@ class ClickBatch(TypedDict):
 class BatchForm(NamedTuple):
     """How rows become a batch."""
 
-    dense: Literal["log", "raw"] = "log"
+    dense: Literal["log", "none"] = "log"
     missing_key: int | None = None
     """The key that stands for a missing category; None: no key."""
 

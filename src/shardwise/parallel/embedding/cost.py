@@ -53,7 +53,7 @@ def bytes_sent(place: Place, load: Load, width: int, itemsize: int, ranks: int) 
         return Sent(_KEY_BYTES * load.distinct * others, 0.0, rows * others)
     if place.placement == "column":
         return Sent(_KEY_BYTES * load.distinct * others, rows * part, rows * part)
-    if place.sends == "rows":
+    if place.exchange == "rows":
         return Sent(_KEY_BYTES * load.distinct * part, rows * part, rows * part)
     if place.placement == "table":
         return Sent(_KEY_BYTES * (load.keys + load.bags) * part, sums * part, sums * part)
@@ -65,7 +65,7 @@ def collectives(place: Place) -> int:
     """Messages to all ranks in one pass that a table adds where no other travels with it."""
     if place.placement == "data_parallel":
         return 2
-    return 4 if place.sends == "sums" else 3
+    return 4 if place.exchange == "pooled" else 3
 
 
 def rows_touched(place: Place, load: Load, ranks: int) -> float:

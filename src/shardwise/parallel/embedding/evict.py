@@ -35,7 +35,7 @@ def evict(tables: Sequence[Dynamic], group: Group | None, step: int) -> None:
             here = each.index.lowest(rows - kept)
             keys = lowest(each.index.keys_of(here), each.index.scores_of(here), rows - kept, group)
             each.forget_keys(keys)
-        surplus = waiting - each.policy.admission.most_waiting
+        surplus = waiting - each.policy.admission.max_waiting
         if surplus > 0:
             each.forget_waiting(lowest(*each.longest_waiting(surplus), surplus, group))
 

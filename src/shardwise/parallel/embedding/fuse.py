@@ -158,16 +158,16 @@ def _mend(group: TableGroup, feature: str, table: int, keys: Tensor, outside: Te
     """Bring keys into their table, in place, or refuse them."""
     policy = group.tables[table]
     assert policy.rows is not None, "a dynamic table has no outside"
-    if policy.outside == "clamp":
+    if policy.out_of_range == "clamp":
         keys.clamp_(0, policy.rows - 1)
-    elif policy.outside == "modulo":
+    elif policy.out_of_range == "modulo":
         keys.remainder_(policy.rows)
     else:
         place = int(outside.nonzero()[0])
         raise DataError(
             f"feature {feature!r}: key {int(keys[place])} at {place} lies outside table {policy.name!r}, whose keys "
             f"are 0 to {policy.rows - 1}; {int(outside.sum())} of {keys.numel()} keys do. Give the table more rows, or "
-            "set its outside: clamp or modulo, or make it dynamic"
+            "set its out_of_range: clamp or modulo, or make it dynamic"
         )
 
 

@@ -104,7 +104,7 @@ class TableGroup:
     @cached_property
     def may_go_by_sample(self) -> bool:
         """True where vectors may stand sample after sample: they are made here, all in one way."""
-        return self.place.sends != "sums" and [run.kind for run in self.runs] == ["summed"]
+        return self.place.exchange != "pooled" and [run.kind for run in self.runs] == ["summed"]
 
     @cached_property
     def keys_may_go_by_sample(self) -> bool:
@@ -178,7 +178,7 @@ def group_tables(
     for table in tables:
         place = places[table.name]
         own = table.optimizer or optimizer
-        key = (table.width, own, place.placement, place.sends, table.dynamic is not None)
+        key = (table.width, own, place.placement, place.exchange, table.dynamic is not None)
         found.setdefault(key, []).append(table)
     groups = []
     for members in found.values():

@@ -81,7 +81,7 @@ class Place:
     placement: PlacementName
     owner: int = 0
     """Index of the rank that has it; of placement ``table`` alone."""
-    sends: str = "rows"
+    exchange: str = "rows"
     """``rows`` or ``sums``."""
 
     def holds(self, index: int) -> bool:

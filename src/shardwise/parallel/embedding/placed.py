@@ -294,7 +294,7 @@ def _live(weights: Tensor | None, part: Part) -> Tensor | None:
         return None
     if not part.way.sees_rows:
         raise DataError(
-            f"embedding: weights of keys of {part.tables} want gradients, and this table sends sums, from which they "
-            "do not follow; give it sends: rows, or detach the weights"
+            f"embedding: weights of keys of {part.tables} want gradients, and this table exchanges pooled vectors, "
+            "from which they do not follow; give it exchange: rows, or detach the weights"
         )
     return weights

@@ -104,7 +104,7 @@ def measured(tables: Sequence[TablePolicy], features: Mapping[str, Ragged]) -> l
         if keys.numel() and bags:
             figures = {
                 "keys_per_sample": keys.numel() / bags,
-                "distinct": keys.unique().numel() / keys.numel(),
+                "distinct_ratio": keys.unique().numel() / keys.numel(),
             }
             table = table.model_copy(update=figures)
         found.append(table)
@@ -115,7 +115,7 @@ def load_of(table: TablePolicy, batch: int) -> Load:
     """What a rank's batch asks of a table, from the policy's figures."""
     bags = float(batch * len(table.feature_names))
     keys = bags * table.keys_per_sample
-    distinct = keys * table.distinct
+    distinct = keys * table.distinct_ratio
     return Load(keys, distinct if table.rows is None else min(distinct, table.rows), bags)
 
 
@@ -142,7 +142,7 @@ def _choose(
         if owner is None or (place.placement != "table" and min(room.left) < held):
             too_large.append(f"{place.placement} needs {_size(held)}")
             continue
-        place = Place(place.placement, owner, place.sends)
+        place = Place(place.placement, owner, place.exchange)
         sent = bytes_sent(place, load, table.width, dtype.itemsize, ranks).total
         seconds = (
             sent / _LINK
@@ -179,11 +179,11 @@ def _candidates(table: TablePolicy, ranks: int) -> list[Place]:
     for placement in asked:
         if placement == "column" and table.width < ranks:
             continue
-        if table.sends != "sums":
+        if table.exchange != "pooled":
             found.append(Place(placement))
         can_sum = placement in ("table", "row") and adds and table.dynamic is None
-        if can_sum and table.sends != "rows":
-            found.append(Place(placement, sends="sums"))
+        if can_sum and table.exchange != "rows":
+            found.append(Place(placement, exchange="pooled"))
     return found
 
 
@@ -198,10 +198,10 @@ def _why(
     if ranks == 1:
         return "one rank holds everything"
     _, place, sent = best
-    what = f"sends {place.sends}, " if place.placement in ("table", "row") else ""
+    what = f"exchanges {place.exchange}, " if place.placement in ("table", "row") else ""
     asked = "as asked; " if table.placement != "auto" else ""
     others = [
-        f"{other.placement}{' (sums)' if other.sends == 'sums' else ''} {seconds * 1e3:.2f}"
+        f"{other.placement}{' (pooled)' if other.exchange == 'pooled' else ''} {seconds * 1e3:.2f}"
         for seconds, other, _ in sorted(fitting, key=lambda each: each[0])
         if other != place
     ]

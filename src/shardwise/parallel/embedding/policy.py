@@ -80,7 +80,7 @@ class AdmissionPolicy(Policy):
     forget_steps: PositiveInt = 10_000
     """A key that waits is forgotten when it has not come for about so many steps, so that those that come once take
     memory for a while alone."""
-    most_waiting: PositiveInt = 1 << 20
+    max_waiting: PositiveInt = 1 << 20
     """Keys that may wait at once, over all ranks and about 60 bytes each; beyond, those that came longest ago are
     forgotten first."""
 
@@ -147,16 +147,16 @@ class TablePolicy(Policy):
     """Left out, that of all tables."""
     placement: Literal["auto"] | PlacementName = "auto"
     """A copy on every rank, whole on one, rows over all, columns over all; ``auto``: what costs least."""
-    sends: Literal["auto", "rows", "sums"] = "auto"
-    """What travels of a table that is cut by table or by row: the distinct rows of a batch, or the samples' (partial)
-    sums; ``auto``: what is fewer bytes."""
+    exchange: Literal["auto", "rows", "pooled"] = "auto"
+    """What ranks exchange for a table that is cut by table or by row: the distinct rows of a batch, or the pooled (of
+    rows, partly pooled) vectors of the samples; ``auto``: what is fewer bytes."""
     keys_per_sample: PositiveFloat = 1.0
     """Mean number of keys of one feature in a sample, for the choice of placement."""
-    distinct: PositiveFloat = Field(default=0.5, le=1.0)
+    distinct_ratio: PositiveFloat = Field(default=0.5, le=1.0)
     """Distinct keys of a batch over all its keys, for the choice of placement."""
-    outside: Literal["error", "clamp", "modulo"] = "error"
-    """A key that a static table has not: refused, or taken for the nearest, or for its remainder."""
-    bound: NonNegativeFloat | None = None
+    out_of_range: Literal["error", "clamp", "modulo"] = "error"
+    """A key that is not one of a static table's rows: an error, the nearest row, or the remainder by their number."""
+    init_bound: NonNegativeFloat | None = None
     """Start weights are uniform in ± this; left out, 1/sqrt(rows), and 0.01 where the table is dynamic."""
 
     @model_validator(mode="after")
@@ -171,13 +171,13 @@ class TablePolicy(Policy):
                         f"table {self.name!r}: pooling names feature {feature!r}, which is none of its features "
                         f"({', '.join(self.feature_names)})"
                     )
-        if self.sends == "sums":
+        if self.exchange == "pooled":
             if self.placement in ("data_parallel", "column"):
-                raise ValueError(f"table {self.name!r}: sends: sums is for placements table and row")
+                raise ValueError(f"table {self.name!r}: exchange: pooled is for placements table and row")
             if any(self.pooling_of(feature) not in ("sum", "mean") for feature in self.feature_names):
-                raise ValueError(f"table {self.name!r}: sends: sums needs pooling sum or mean")
+                raise ValueError(f"table {self.name!r}: exchange: pooled needs pooling sum or mean")
             if self.dynamic:
-                raise ValueError(f"table {self.name!r}: a dynamic table sends rows")
+                raise ValueError(f"table {self.name!r}: a dynamic table has exchange: rows")
         return self
 
     @property
@@ -192,8 +192,8 @@ class TablePolicy(Policy):
     @property
     def start_bound(self) -> float:
         """Start weights are uniform in ± this."""
-        if self.bound is not None:
-            return self.bound
+        if self.init_bound is not None:
+            return self.init_bound
         return 0.01 if self.rows is None else float(self.rows) ** -0.5
 
 
@@ -214,15 +214,15 @@ class TableOptions(Policy):
     """What updates its rows."""
     placement: Literal["auto"] | PlacementName | None = None
     """A copy on every rank, whole on one, rows over all, columns over all; ``auto``: what costs least."""
-    sends: Literal["auto", "rows", "sums"] | None = None
-    """What travels: the distinct rows of a batch, or the samples' (partial) sums."""
+    exchange: Literal["auto", "rows", "pooled"] | None = None
+    """What ranks exchange: the distinct rows of a batch, or the (partly) pooled vectors of the samples."""
     keys_per_sample: PositiveFloat | None = None
     """Mean number of keys in a sample, for the choice of placement."""
-    distinct: Annotated[float, Field(gt=0, le=1)] | None = None
+    distinct_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Distinct keys of a batch over all its keys, for the choice of placement."""
-    outside: Literal["error", "clamp", "modulo"] | None = None
-    """A key that a static table has not: refused, or taken for the nearest, or for its remainder."""
-    bound: NonNegativeFloat | None = None
+    out_of_range: Literal["error", "clamp", "modulo"] | None = None
+    """A key that is not one of a static table's rows: an error, the nearest row, or the remainder by their number."""
+    init_bound: NonNegativeFloat | None = None
     """Start weights are uniform in ± this."""
 
     @model_validator(mode="after")
@@ -245,8 +245,8 @@ class TablesPolicy(Policy):
     """Of tables without their own; left out, what the model's code says, or row-wise Adagrad."""
     placement: Mapping[str, PlacementName] = {}
     """Placements by patterns of table names, before what the tables' own entries say."""
-    prepare_ahead: NonNegativeInt = 1
-    """Steps whose keys ``engine.ahead`` finds and exchanges in a thread of its own before they are computed; 0: none.
-    Changes no number."""
+    prefetch_steps: NonNegativeInt = 1
+    """Steps whose keys ``engine.ahead`` prepares and exchanges in a thread, ahead of their computation; 0: none. Losses
+    and weights do not depend on it."""
     memory_bytes: PositiveInt | None = None
     """Memory of a rank that tables may take; left out, what the host has, shared by its ranks."""

@@ -434,5 +434,5 @@ def way_of(tables: TableGroup, group: Group, dtype: torch.dtype) -> Way:
     """The way of a group of tables."""
     if group.size == 1 or tables.place.placement in ("data_parallel", "column"):
         return Everywhere(tables, group, dtype)
-    kind = Sums if tables.place.sends == "sums" else Routed
+    kind = Sums if tables.place.exchange == "pooled" else Routed
     return kind(tables, group, dtype)

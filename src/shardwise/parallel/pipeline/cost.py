@@ -1,6 +1,6 @@
 """What a schedule costs, in closed form: idle time, live activations, messages.
 
-With p ranks, v stages per rank (``interleave``), m microbatches, f and b the seconds of one stage's forward and
+With p ranks, v stages per rank (``virtual_stages``), m microbatches, f and b the seconds of one stage's forward and
 backward, and messages that take no time, all three schedules need
 
     makespan = (v * max(m, p) + min(m, p) - 1) * (f + b)
@@ -21,36 +21,36 @@ from shardwise.parallel.pipeline.schedules import microbatch_groups
 
 
 def makespan_s(
-    ranks: int, microbatches: int, interleave: int = 1, forward_s: float = 1.0, backward_s: float = 2.0
+    ranks: int, microbatches: int, virtual_stages: int = 1, forward_s: float = 1.0, backward_s: float = 2.0
 ) -> float:
     """Seconds of one step; ``forward_s`` and ``backward_s`` of one stage and one microbatch."""
     full, rest = max(microbatches, ranks), min(microbatches, ranks)
-    return (interleave * full + rest - 1) * (forward_s + backward_s)
+    return (virtual_stages * full + rest - 1) * (forward_s + backward_s)
 
 
 def bubble_s(
-    ranks: int, microbatches: int, interleave: int = 1, forward_s: float = 1.0, backward_s: float = 2.0
+    ranks: int, microbatches: int, virtual_stages: int = 1, forward_s: float = 1.0, backward_s: float = 2.0
 ) -> float:
     """Seconds of one step in which a rank computes nothing; every rank has the same."""
-    busy = interleave * microbatches * (forward_s + backward_s)
-    return makespan_s(ranks, microbatches, interleave, forward_s, backward_s) - busy
+    busy = virtual_stages * microbatches * (forward_s + backward_s)
+    return makespan_s(ranks, microbatches, virtual_stages, forward_s, backward_s) - busy
 
 
-def idle_share(ranks: int, microbatches: int, interleave: int = 1) -> float:
+def idle_share(ranks: int, microbatches: int, virtual_stages: int = 1) -> float:
     """Share of a step in which a rank computes nothing; it does not depend on the seconds of a stage."""
-    return bubble_s(ranks, microbatches, interleave) / makespan_s(ranks, microbatches, interleave)
+    return bubble_s(ranks, microbatches, virtual_stages) / makespan_s(ranks, microbatches, virtual_stages)
 
 
-def peak_live(name: ScheduleName, rank: int, ranks: int, microbatches: int, interleave: int = 1) -> int:
+def peak_live(name: ScheduleName, rank: int, ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
     """Most activations that live at once on ``rank``, in units of one microbatch of one stage."""
     if name == "gpipe":
         return microbatches
     if name == "1f1b":
         return min(microbatches, ranks - rank)
     group = max(map(len, microbatch_groups(ranks, microbatches)))
-    return min(interleave * microbatches, (interleave - 1) * group + 2 * (ranks - rank - 1) + 1)
+    return min(virtual_stages * microbatches, (virtual_stages - 1) * group + 2 * (ranks - rank - 1) + 1)
 
 
-def messages(ranks: int, microbatches: int, interleave: int = 1) -> int:
+def messages(ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
     """Messages of one step over all ranks: an activation and a gradient per microbatch and border between stages."""
-    return 2 * microbatches * (ranks * interleave - 1) if ranks > 1 else 0
+    return 2 * microbatches * (ranks * virtual_stages - 1) if ranks > 1 else 0

@@ -36,8 +36,8 @@ def partition(
         return ()
     if stages > len(blocks):
         raise PlanError(
-            f"pipeline: {len(blocks)} blocks cannot make {stages} stages (mesh.pp x pipeline.interleave); every stage "
-            f"needs a block, so {len(blocks)} stages are the most; "
+            f"pipeline: {len(blocks)} blocks cannot make {stages} stages (mesh.pp x pipeline.virtual_stages); every "
+            f"stage needs a block, so {len(blocks)} stages are the most; "
             f"nearest that work: {_factors(len(blocks))}"
         )
     if not isinstance(how, str):
@@ -137,7 +137,7 @@ def _stages_needed(loads: Sequence[int], most: int) -> int:
 def _factors(blocks: int) -> str:
     """Ways to have exactly ``blocks`` stages or, where that is a prime, one fewer."""
     ways = [
-        f"pp {ranks}" + (f" with interleave {blocks // ranks}" if ranks < blocks else "")
+        f"pp {ranks}" + (f" with virtual_stages {blocks // ranks}" if ranks < blocks else "")
         for ranks in range(blocks, 1, -1)
         if blocks % ranks == 0
     ]

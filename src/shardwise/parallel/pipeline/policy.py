@@ -16,8 +16,8 @@ class PipelinePolicy(Policy):
     schedule: ScheduleName = "1f1b"
     """``gpipe``: all forwards, then all backwards; ``1f1b``: the same time with activations of at most "pp"
     microbatches; ``interleaved_1f1b``: several stages per rank, less idle time, more messages."""
-    interleave: PositiveInt = 1
-    """Stages per rank; more than 1 for ``interleaved_1f1b`` alone."""
+    virtual_stages: PositiveInt = 1
+    """Stages per rank (Megatron's virtual pipeline size); more than 1 for ``interleaved_1f1b`` alone."""
     partition: Literal["uniform", "parameters"] | tuple[str, ...] = "parameters"
     """How blocks are dealt to stages: as many each, as many parameters each, or the names of the blocks that begin each
     stage but the first."""
@@ -46,15 +46,15 @@ class PipelinePolicy(Policy):
         return given
 
     @model_validator(mode="after")
-    def _interleave_fits_the_schedule(self) -> Self:
-        if self.interleave > 1 and self.schedule != "interleaved_1f1b":
+    def _virtual_stages_fit_the_schedule(self) -> Self:
+        if self.virtual_stages > 1 and self.schedule != "interleaved_1f1b":
             raise ValueError(
-                f"schedule {self.schedule!r} has one stage per rank, but interleave is {self.interleave}; "
-                "set schedule: interleaved_1f1b, or interleave: 1"
+                f"schedule {self.schedule!r} has one stage per rank, but virtual_stages is {self.virtual_stages}; "
+                "set schedule: interleaved_1f1b, or virtual_stages: 1"
             )
-        if self.interleave == 1 and self.schedule == "interleaved_1f1b":
+        if self.virtual_stages == 1 and self.schedule == "interleaved_1f1b":
             raise ValueError(
-                "schedule 'interleaved_1f1b' needs several stages per rank, but interleave is 1; "
-                "set interleave: 2, or schedule: 1f1b"
+                "schedule 'interleaved_1f1b' needs several stages per rank, but virtual_stages is 1; "
+                "set virtual_stages: 2, or schedule: 1f1b"
             )
         return self

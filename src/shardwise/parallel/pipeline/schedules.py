@@ -1,6 +1,6 @@
 """Pipeline schedules as data: in which order each rank runs F and B, and nothing else.
 
-A pipeline has ``stages = ranks * interleave`` stages; stage s lives on the rank with index ``s % ranks``. A schedule is
+A pipeline has ``stages = ranks * virtual_stages`` stages; stage s lives on rank ``s % ranks`` along "pp". A schedule is
 a pure function from (stage or rank, how many, microbatches) to a list of Actions; ``passes.py`` adds what serves them,
 ``validate.py`` proves the result. Four stages and microbatches (interleaved: two microbatches), B twice as long as F:
 
@@ -45,18 +45,18 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Action]:
     return _one_by_one(forward, backward, warmup)
 
 
-def interleaved_one_f_one_b(rank: int, ranks: int, interleave: int, microbatches: int) -> list[Action]:
-    """1F1B over ``interleave`` stages per rank: the pipeline fills and drains in shorter stages.
+def interleaved_one_f_one_b(rank: int, ranks: int, virtual_stages: int, microbatches: int) -> list[Action]:
+    """1F1B over ``virtual_stages`` stages per rank: the pipeline fills and drains in shorter stages.
 
     Microbatches go round in groups: all of a group pass a stage, then the rank's next stage takes them. A group that
     fills the ranks never leaves one waiting for its own output, so every group has ``ranks`` microbatches or a few
     more where they do not divide.
     """
     groups = microbatch_groups(ranks, microbatches)
-    own = range(rank, ranks * interleave, ranks)
+    own = range(rank, ranks * virtual_stages, ranks)
     forward = [F(stage, i) for group in groups for stage in own for i in group]
     backward = [B(stage, i) for group in groups for stage in reversed(own) for i in group]
-    warmup = (interleave - 1) * max(map(len, groups)) + 2 * (ranks - rank - 1)
+    warmup = (virtual_stages - 1) * max(map(len, groups)) + 2 * (ranks - rank - 1)
     return _one_by_one(forward, backward, min(warmup, len(forward)))
 
 
@@ -76,35 +76,39 @@ _BY_STAGE: dict[ScheduleName, Callable[[int, int, int], list[Action]]] = {"gpipe
 
 
 def schedule(
-    name: ScheduleName, ranks: int, microbatches: int, interleave: int = 1
+    name: ScheduleName, ranks: int, microbatches: int, virtual_stages: int = 1
 ) -> dict[int, list[Action]]:
     """F and B of one step by the rank's index on "pp".
 
-    Errors: PlanError where there is nothing to run, or the schedule has one stage per rank and ``interleave`` is more.
+    Errors: PlanError if there is nothing to run, or the schedule has one stage per rank and ``virtual_stages`` is more.
     """
-    _check(ranks, microbatches, interleave)
+    _check(ranks, microbatches, virtual_stages)
     if name == "interleaved_1f1b":
-        return {r: interleaved_one_f_one_b(r, ranks, interleave, microbatches) for r in range(ranks)}
-    if interleave > 1:
+        return {r: interleaved_one_f_one_b(r, ranks, virtual_stages, microbatches) for r in range(ranks)}
+    if virtual_stages > 1:
         raise PlanError(
-            f"pipeline: schedule {name!r} has one stage per rank, given interleave={interleave}; use 'interleaved_1f1b'"
+            f"pipeline: schedule {name!r} has one stage per rank, given virtual_stages={virtual_stages}; "
+            "use 'interleaved_1f1b'"
         )
     return {stage: _BY_STAGE[name](stage, ranks, microbatches) for stage in range(ranks)}
 
 
-def forward_only(ranks: int, microbatches: int, interleave: int = 1) -> dict[int, list[Action]]:
+def forward_only(ranks: int, microbatches: int, virtual_stages: int = 1) -> dict[int, list[Action]]:
     """F alone, for evaluation, by the rank's index on "pp"; any placement that ``schedule`` knows."""
-    _check(ranks, microbatches, interleave)
+    _check(ranks, microbatches, virtual_stages)
     groups = microbatch_groups(ranks, microbatches)
     return {
         rank: [
-            F(stage, i) for group in groups for stage in range(rank, ranks * interleave, ranks) for i in group
+            F(stage, i)
+            for group in groups
+            for stage in range(rank, ranks * virtual_stages, ranks)
+            for i in group
         ]
         for rank in range(ranks)
     }
 
 
-def _check(ranks: int, microbatches: int, interleave: int) -> None:
-    for what, given in (("ranks", ranks), ("microbatches", microbatches), ("interleave", interleave)):
+def _check(ranks: int, microbatches: int, virtual_stages: int) -> None:
+    for what, given in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if given < 1:
             raise PlanError(f"pipeline: {what}={given}; a schedule needs at least 1")

@@ -9,7 +9,7 @@ class TensorPolicy(Policy):
     sequence_parallel: bool = True
     """Norms, dropout and residuals hold 1/tp of the sequence between the cut layers: less memory, a quarter
     more traffic."""
-    whole_logits: bool = False
+    gather_logits: bool = False
     """A training pass with labels gives whole logits beside the loss, as on one process. Costs the memory of them on
     every rank; left false, the loss is computed on logits cut over the vocabulary and ``outputs.logits`` is withheld.
     """

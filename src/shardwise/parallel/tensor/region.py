@@ -138,7 +138,7 @@ class WithheldLogits:
             "logits: in a training pass with labels under tensor parallelism each rank holds a part of the vocabulary, "
             "and the whole is never made. For log-probabilities of given tokens call engine.log_probs(batch, targets); "
             "for whole logits call the model without labels, engine.predict(batches) where no gradients are needed, or "
-            "set tensor.whole_logits: true"
+            "set tensor.gather_logits: true"
         )
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -43,7 +43,7 @@ gathered and released as ever, but nothing may land: its parameters must not req
 ``autograd.grad(..., create_graph=True)`` before ``engine.backward`` (a gradient penalty, a force) is a foreign backward
 whose own graph is walked again in the step's backward pass. That graph saved weights in the order of a backward pass,
 and no output says when it will be needed. So after it all Units are gathered for the whole of the step's backward pass,
-which needs memory of their own (zero.share_memory: false).
+which needs memory of their own (zero.reuse_buffers: false).
 
 Cost: two hooks per Unit and pass, one per parameter.
 """
@@ -437,7 +437,7 @@ class Executor:
                     "forward and backward. Call the module's forward (not its inner functions) so that its hooks run, "
                     "or name one Unit around what belongs together in zero.units; a block returns tensors in tuples, "
                     "lists, dictionaries or dataclasses, where hooks find them, and not in objects of another kind; "
-                    "for a loss on gradients (autograd.grad with create_graph=True) set zero.share_memory: false. "
+                    "for a loss on gradients (autograd.grad with create_graph=True) set zero.reuse_buffers: false. "
                     f"({error})"
                 ) from error
             if " is released now, is used by" in str(error):
@@ -566,7 +566,7 @@ class Executor:
         if state.made_way:
             raise UsageError(
                 f"backward: {name} got a gradient while another Unit, which recomputes, "
-                "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.share_memory: false"
+                "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.reuse_buffers: false"
             )
         if bucket.gradient.accumulate(place, parameter):
             state.missing -= 1

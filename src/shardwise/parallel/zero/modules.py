@@ -48,11 +48,13 @@ def unit_names(model: nn.Module, units: Sequence[str] | str) -> list[str]:
     return chosen_by(units, names, "zero.units", "module")
 
 
-def find_units(model: nn.Module, named: Sequence[str], whole_pass: Sequence[str] = ()) -> list[Found]:
+def find_units(
+    model: nn.Module, named: Sequence[str], external_parameters: Sequence[str] = ()
+) -> list[Found]:
     """Units in order of registration, the root first; those without parameters are left out, the root never.
 
-    ``named``: from ``unit_names``, of this model or of the whole one that it is a stage of. ``whole_pass``: patterns of
-    parameters that belong to the root wherever they lie.
+    ``named``: from ``unit_names``, of this model or of the whole one that it is a stage of. ``external_parameters``:
+    patterns of parameters that belong to the root wherever they lie.
     Errors: PlanError where a Unit cannot be called.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -61,7 +63,7 @@ def find_units(model: nn.Module, named: Sequence[str], whole_pass: Sequence[str]
     held: dict[str, list[Holding]] = {name: [] for name in names}
     for holding in holdings(model):
         own = (holding.name, *holding.aliases)
-        is_the_roots = any(matching(own, pattern) for pattern in whole_pass)
+        is_the_roots = any(matching(own, pattern) for pattern in external_parameters)
         held["" if is_the_roots else _home(own, names)].append(holding)
     for name in names:
         if held[name] and isinstance(modules[name], nn.ModuleList | nn.ModuleDict) and name:

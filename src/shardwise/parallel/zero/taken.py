@@ -1,7 +1,7 @@
 """What stands in ``p.grad`` between a backward pass and the step: a tensor that cannot be read.
 
     engine.backward(loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)      # UsageError: set clip: 1.0, or read engine.gradients()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # UsageError: set max_grad_norm, or use engine.gradients()
     engine.step()
 
 The gradients lie in the engine's buffers. Were ``p.grad`` None, everything that people write between the two calls by
@@ -43,7 +43,7 @@ class TakenGradient(Tensor):
         raise UsageError(
             f"{what}.grad: between engine.backward(loss) and engine.step() the gradients lie in the engine's buffers, "
             f"so {_title(operation)} would find nothing in p.grad. Instead of torch.nn.utils.clip_grad_norm_ set "
-            "clip: 1.0 in the configuration (the norm is in what engine.step() returns); to read gradients call "
+            "max_grad_norm: 1.0 in the configuration (engine.step() returns the norm); to read gradients call "
             "engine.gradients(); to scale them scale the loss; fp16 has a loss scale of its own (precision: fp16), and "
             "engine.step() steps the optimizer"
         )
