@@ -45,6 +45,15 @@ class ThreadPeers:
                 raise TimeoutError(f"no word from ranks {missing}")
             return [self._store.texts[k] for k in keys]
 
+    def forget(self, key: str) -> None:
+        with self._store.changed:
+            for rank in range(self.size):
+                del self._store.texts[f"{key}/{rank}"]
+
+    def held(self) -> list[str]:
+        """Keys whose texts the store has."""
+        return sorted(self._store.texts)
+
 
 class Died(BaseException):
     """A rank that is gone: it tells nobody."""

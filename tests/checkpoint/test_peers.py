@@ -79,6 +79,20 @@ def test_the_first_rank_ends_last() -> None:
     assert crew(3, work)[0] == [1, 2]
 
 
+def test_nothing_is_left_in_the_store_after_the_end() -> None:
+    """A run of many saves filled it: with the last phase of each, and with a key for every phase and rank."""
+
+    def work(peers: ThreadPeers) -> list[str]:
+        for n in range(3):
+            talk = Conversation(peers, "test", 20)
+            for phase in ("one", "two"):
+                talk.gather(phase, lambda n=n: n)
+            talk.end()
+        return peers.held()
+
+    assert crew(3, work)[0] == []
+
+
 def test_solo_hears_itself() -> None:
     solo = Solo()
     for _ in range(3):
@@ -114,6 +128,9 @@ class Forging:
         answers = self._peers.collect(key, timeout_s)
         lies = self.rank == 1 and key.endswith(self._phase)
         return [self._lie, *answers[1:]] if lies else answers
+
+    def forget(self, key: str) -> None:
+        self._peers.forget(key)
 
 
 @pytest.mark.parametrize(

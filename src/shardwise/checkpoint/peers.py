@@ -39,6 +39,9 @@ class Peers(Protocol):
     def collect(self, key: str, timeout_s: float) -> list[str]:
         """What every rank posted under ``key``, by rank; raises when one is missing after ``timeout_s``."""
 
+    def forget(self, key: str) -> None:
+        """Drop what all ranks posted under ``key``; for one of them, when all have read it."""
+
 
 class Solo:
     """The one rank of a single process."""
@@ -57,6 +60,9 @@ class Solo:
 
     def collect(self, key: str, timeout_s: float) -> list[str]:
         return [self._posted.pop(key)]
+
+    def forget(self, key: str) -> None:
+        """It is gone since it was read."""
 
 
 class _Turns:
@@ -103,7 +109,7 @@ class Conversation:
         self._purpose = purpose
         self._timeout_s = timeout_s
         self._key = f"checkpoint/{_turns.next(peers)}"
-        self._last = ""
+        self._phases: list[str] = []
 
     def gather(self, phase: str, work: Callable[[], Any]) -> list[str]:
         """Do ``work``, tell the others, and return the JSON text of every rank's result.
@@ -135,6 +141,7 @@ class Conversation:
     def end(self) -> None:
         """After the last phase: rank 0 goes on when all have read its outcome. The store may live in its process, and a
         script may end right after a save; the others would take a step that is committed for one that is lost.
+        Nobody reads a text of this conversation any more, and they are dropped.
         """
         if self.size == 1:
             return
@@ -142,13 +149,15 @@ class Conversation:
             self._peers.post(f"{self._key}/end", "")
             if self.rank == 0:
                 self._peers.collect(f"{self._key}/end", min(self._timeout_s, _END_S))
+                for phase in (*self._phases, "end"):
+                    self._peers.forget(f"{self._key}/{phase}")
 
     def _forget(self, phase: str) -> None:
-        """Whoever posted ``phase`` has read the one before it. Its text goes, or a long run would fill the store."""
-        if self._last and self.size > 1:
+        """Whoever posted ``phase`` has read the one before it. Its text, which may be long, goes at once."""
+        if self._phases and self.size > 1:
             with contextlib.suppress(Exception):  # the next gather tells of a store that is gone
-                self._peers.post(f"{self._key}/{self._last}", "")
-        self._last = phase
+                self._peers.post(f"{self._key}/{self._phases[-1]}", "")
+        self._phases.append(phase)
 
     def _raise_failures(self, answers: list[str], own: Exception | None) -> None:
         failed = [

@@ -344,6 +344,13 @@ class World:
         """The strings that all ranks posted under ``key``, by rank; waits for the late."""
         return self._collect(key, self.size, timeout_s)
 
+    def forget(self, key: str) -> None:
+        """Drop the strings that all ranks posted under ``key``; for one of them, when all have read them."""
+        if self.store is None:
+            return
+        for index in range(self.size):
+            self.store.delete_key(f"shardwise/{self.word}/{key}/{index}")
+
     def _post(self, key: str, index: int, text: str) -> None:
         if self.store is None:
             self.store = dist.HashStore()

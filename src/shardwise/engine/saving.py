@@ -293,6 +293,10 @@ def _agree_on_scalars(
         key = f"engine/{parts.number}/scalars/{parts.saves}"
         parts.world.post(key, json.dumps(answers[0]))
         answers = [json.loads(text) for text in parts.world.collect(key, engine.config.checkpoint.timeout_s)]
+        if (
+            parts.world.rank == 0 and parts.saves > 1
+        ):  # whoever posted these has read those of the save before
+            parts.world.forget(f"engine/{parts.number}/scalars/{parts.saves - 1}")
     told: dict[str, dict[str, float] | None] = {}
     for rank, answer in enumerate(answers):
         for name, scalars in answer["scalars"].items():
