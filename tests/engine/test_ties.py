@@ -54,8 +54,8 @@ def counted_on_each_stage() -> AbstractContextManager[Any]:
     """A tied parameter counts in the norm on all stages but the last."""
     right = SharedGradients.__init__
 
-    def wrong(self: Any, buckets: Any, registry: Any, mesh: Any, rank: int, groups_of: Any) -> None:
-        right(self, buckets, registry, mesh, rank, groups_of)
+    def wrong(self: Any, buckets: Any, *more: Any) -> None:
+        right(self, buckets, *more)
         for stage, bucket in buckets:
             if bucket.layout.key.tie and 0 < stage < 2:
                 self._counted[bucket] = [(0, bucket.owned_elements)]

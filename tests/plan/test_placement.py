@@ -11,6 +11,7 @@ from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import (
     Block,
     ByHash,
+    Cut,
     Partial,
     Piece,
     Placement,
@@ -79,8 +80,8 @@ def test_the_runs_of_all_ranks_cover_the_tensor(shape: tuple[int, ...], where: P
     full = torch.arange(math.prod(shape))
     seen = torch.zeros(math.prod(shape), dtype=torch.long)
     for index in range(ranks):
-        local = torch.full((math.prod(local_shape(shape, where, ranks)),), -1)
-        for run in runs(shape, where, index, ranks):
+        local = torch.full((math.prod(local_shape(shape, [Cut(where, 0, ranks)])),), -1)
+        for run in runs(shape, [Cut(where, index, ranks)]):
             local[run.local : run.local + run.elements] = full[run.full : run.full + run.elements]
             seen[run.full : run.full + run.elements] += 1
         if isinstance(where, Shard):  # as slicing the dimension says
@@ -89,10 +90,10 @@ def test_the_runs_of_all_ranks_cover_the_tensor(shape: tuple[int, ...], where: P
                 [full.view(shape).narrow(where.dim, p.start, p.stop - p.start) for p in held], where.dim
             )
             size = wanted.shape[where.dim]
-            kept = local.view(local_shape(shape, where, ranks)).narrow(where.dim, 0, size)
+            kept = local.view(local_shape(shape, [Cut(where, 0, ranks)])).narrow(where.dim, 0, size)
             assert torch.equal(kept, wanted)
         for start in range(0, len(local), 5):  # and any part of them
-            for run in runs(shape, where, index, ranks, start, min(start + 5, len(local))):
+            for run in runs(shape, [Cut(where, index, ranks)], start, min(start + 5, len(local))):
                 assert torch.equal(
                     local[run.local : run.local + run.elements], full[run.full :][: run.elements]
                 )
@@ -103,10 +104,10 @@ def test_the_runs_of_all_ranks_cover_the_tensor(shape: tuple[int, ...], where: P
 
 def test_fewer_heads_than_ranks_are_held_by_neighbours() -> None:
     assert [pieces(FUSED, 16, i, 4)[1] for i in range(4)] == [Piece(8, 10, 2)] * 2 + [Piece(10, 12, 2)] * 2
-    held = [[run.replicas for run in runs((16, 3), FUSED, i, 4)] for i in range(4)]
-    assert held == [[1, 2, 2]] * 4
-    assert [run.replicas for run in runs((16, 3), FUSED, 0, 2)] == [1, 1, 1]
-    assert [run.replicas for run in runs((5,), Replicate(), 3, 4)] == [4]
+    held = [[run.replicas for run in runs((16, 3), [Cut(FUSED, i, 4)])] for i in range(4)]
+    assert held == [[(1,), (2,), (2,)]] * 4
+    assert [run.replicas for run in runs((16, 3), [Cut(FUSED, 0, 2)])] == [(1,)] * 3
+    assert [run.replicas for run in runs((5,), [Cut(Replicate(), 3, 4)])] == [(4,)]
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_nearest_number() -> None:

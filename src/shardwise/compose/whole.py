@@ -18,7 +18,7 @@ from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.modules import check_memory, holdings
 from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import Strategy
-from shardwise.plan.placement import Partial, Replicate
+from shardwise.plan.placement import Partial, PerRank, Replicate
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.precision.policy import PrecisionPolicy
 
@@ -118,5 +118,7 @@ def register(
                 TensorInfo(name, shape, dtypes.master, "moment", master, label=moment, stages=stages)
             )
     for name, (shape, dtype, _) in whole.buffers.items():
-        registry.add(TensorInfo(name, shape, dtype, "buffer", stages=whole.stages.get(name, (0,))))
+        # Statistics follow the batches of their rank, and nobody promises more of any other buffer.
+        own = dict.fromkeys(layout.AXES, PerRank())
+        registry.add(TensorInfo(name, shape, dtype, "buffer", own, stages=whole.stages.get(name, (0,))))
     return registry

@@ -64,6 +64,7 @@ from shardwise.parallel.zero.views import absent
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.registry import Registry
+from shardwise.plan.slices import Slices
 from shardwise.plan.target import load_target
 from shardwise.precision.loss_scale import LossScale
 from shardwise.precision.norms import with_wide_norms
@@ -130,7 +131,7 @@ def initialize(
     whole, start = _whole(model, site, initial)
     call = None if example is None else lambda root: call_model(root, loss, example, device)
     share = _share(model, whole, site, recipe, call)
-    start = start.of_pieces(share.registry, site.groups["tp"])
+    start = start.of_pieces(Slices(share.registry, mesh, site.world.rank))
     stages = [
         _stage(index, site, recipe, share, start, casts_output=loss is not None) for index in share.stages
     ]
@@ -354,11 +355,9 @@ def _bucket_context(drawn: Draft, site: _Site) -> BucketContext:
     holds = not zero.reshard_after_forward and groups["pp"].size > 1
     shares = zero.reuse_buffers and not holds
     spare = int(zero.prefetch_units) if shares else _NEVER_SHARES
-    return BucketContext(
+    return BucketContext.of(
         strategy=drawn.strategy,
-        shard=groups["dp_shard"],
-        replicate=groups["dp_replicate"],
-        dp=groups["dp"],
+        group_over=lambda axes: groups[site.mesh.name_of(axes)],
         weights=SlotPool(device, spare, zero.debug),
         gradients=SlotPool(device, 0, zero.debug),
         device=device,
@@ -476,11 +475,10 @@ def _parts(
         for bucket in state.buckets
         if bucket.layout.key.trained
     ]
+    slices = Slices(share.registry, mesh, world.rank)
     shared = SharedGradients(
         owned,
-        share.registry,
-        mesh,
-        world.rank,
+        slices,
         lambda kin: world.groups_among(kin, "shared", settings.comm, site.clock, site.traffic),
     )
     # Of the whole model: a stage without fp16 of its own scales and skips with the others.
@@ -496,6 +494,7 @@ def _parts(
         mesh=mesh,
         whole=share.whole,
         registry=share.registry,
+        slices=slices,
         stages=stages,
         strategy=strategy_of(settings.zero, mesh),
         trained=[Trained(bucket, recipe.optimizer_of(bucket)) for _, bucket in owned],

@@ -30,7 +30,8 @@ from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.pytree import tensors_in
-from shardwise.plan.registry import Registry
+from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.slices import Slices
 from shardwise.precision.loss_scale import LossScale
 
 
@@ -57,6 +58,8 @@ class Parts:
     mesh: Mesh
     whole: Whole
     registry: Registry
+    slices: Slices
+    """What this rank holds of the tensors in the registry."""
     stages: list[Stage]
     """In order of their index."""
     strategy: Strategy
@@ -93,6 +96,15 @@ class Parts:
     def dp(self) -> Group:
         """All data-parallel ranks."""
         return self.groups["dp"]
+
+    @property
+    def stage_group(self) -> Group:
+        """The ranks that hold the stages of one model, this rank's place on all other axes being theirs."""
+        return self.groups["pp"]
+
+    def owner(self, info: TensorInfo) -> int:
+        """Index in ``stage_group`` of the rank whose stage stands for a tensor that several may hold."""
+        return info.stages[0] % self.stage_group.size
 
     @property
     def executors(self) -> list[Executor]:

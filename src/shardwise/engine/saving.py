@@ -36,7 +36,6 @@ from shardwise.engine.saved_state import SavedState
 from shardwise.engine.state import buckets, own_buffers
 from shardwise.engine.tables import Tables
 from shardwise.plan.errors import CheckpointError, MismatchError
-from shardwise.plan.placement import runs
 from shardwise.plan.registry import TensorInfo
 from shardwise.plan.strict_json import read_object
 from shardwise.plan.unit import Slot
@@ -190,18 +189,16 @@ Pieces = dict[tuple[str, str], list[Piece]]
 def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str]) -> list[Item]:
     """Every tensor of the whole model's state, with the pieces that this rank writes."""
     held: Pieces = {}
-    writes = parts.groups["dp_replicate"].index == 0
     optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
     for stage in parts.stages:
         for bucket in (bucket for state in stage.executor.states for bucket in state.buckets):
-            layout = bucket.layout
-            piece, index = layout.shard_elements, parts.groups["dp_shard"].index
-            window = (index * piece, (index + 1) * piece) if writes else (0, 0)
+            window = bucket.written_range
             slots = [
-                s for s in layout.slots if parts.registry.get("parameter", s.name).stages[0] == stage.index
+                slot
+                for slot in bucket.layout.slots
+                if parts.registry.get("parameter", slot.name).stages[0] == stage.index
             ]
-            first = window[0] if bucket.weight.shard.numel() < layout.elements else 0
-            _pieces(parts, held, "weight", slots, first, bucket.weight.shard, window)
+            _pieces(parts, held, "weight", slots, bucket.weight.first, bucket.weight.shard, window)
             if bucket.weight.master is None:
                 continue
             first = bucket.owned_range[0] * bucket.weight.master.numel()
@@ -224,15 +221,14 @@ def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str
 
 
 def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
-    """Buffers are whole where they are: the first rank of their stage writes them, every rank reads its own."""
+    """Buffers are whole where they are: the first rank that holds one writes it, every rank reads its own."""
     items = []
     held = own_buffers(parts)
-    pp = parts.groups["pp"]
-    is_first = parts.dp.index == 0 and parts.groups["tp"].index == 0
     for info in parts.registry.of_kind("buffer"):
         if not parts.whole.buffers[info.name][2]:
             continue
-        mine = info.name in held and (not to_write or (is_first and info.stages[0] % pp.size == pp.index))
+        is_writer = parts.slices.holds_first(info) and parts.owner(info) == parts.stage_group.index
+        mine = info.name in held and (is_writer or not to_write)
         pieces = []
         if mine:
             flat = held[info.name].detach()
@@ -255,7 +251,6 @@ def _pieces(
 
     With a ``window`` of the bucket: to write, of what several ranks hold alike on the first alone. Without: to fill.
     """
-    tp = parts.groups["tp"]
     for slot in slots:
         info = parts.registry.get("parameter", slot.name)
         start, stop = max(slot.offset, first), min(slot.offset + slot.elements, first + flat.numel())
@@ -264,10 +259,8 @@ def _pieces(
         if start >= stop:
             continue
         pieces = held.setdefault((kind, slot.name), [])
-        for run in runs(
-            info.shape, info.on("tp"), tp.index, tp.size, start - slot.offset, stop - slot.offset
-        ):
-            if window is not None and tp.index % run.replicas:
+        for run in parts.slices.runs(info, start - slot.offset, stop - slot.offset):
+            if window is not None and not parts.slices.is_first(run):
                 continue
             place = slot.offset + run.local - first
             pieces.append(
@@ -328,11 +321,9 @@ def _items_to_load(
     held: Pieces = {}
     for bucket in buckets(parts):
         layout = bucket.layout
-        target, first = bucket.weight.shard, 0
+        target, first = bucket.weight.shard, bucket.weight.first
         if bucket.weight.master is not None:
             target, first = bucket.weight.master, bucket.owned_range[0] * bucket.weight.master.numel()
-        elif target.numel() < layout.elements:
-            first = parts.groups["dp_shard"].index * layout.shard_elements
         _pieces(parts, held, "state", layout.slots, first, target, None)
         for label, flat in moments.get(id(bucket), {}).items():
             _pieces(parts, held, label, layout.slots, first, flat, None)

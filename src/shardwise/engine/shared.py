@@ -1,12 +1,12 @@
 """Gradients of parameters that several model-parallel ranks hold, summed as the registry says.
 
-    held alike on "tp", gradient Partial       norm weights under sequence parallelism     sum over tp
-    rows that neighbours on "tp" hold alike    KV heads, where tp has more ranks           sum over the neighbours
+    held alike on an axis, gradient Partial    norm weights under sequence parallelism     sum over the axis
+    rows that neighbours hold alike            KV heads, where there are more ranks        sum over the neighbours
     tied across pipeline stages                embedding and head                          sum over the stages' ranks
 
 It happens once a step, after the data-parallel reduction, on the range that this rank owns: the addends of one group
 travel in one all-reduce. Nothing here knows a layer: which elements are summed, and which rank counts them in the
-gradient norm, follows from placements alone.
+gradient norm, follows from placements alone (plan/slices.py), on however many axes.
 
 Cost: 2 P (N-1)/N elements for P shared elements of the owned range.
 """
@@ -17,9 +17,7 @@ import torch
 
 from shardwise.comm.collectives import Group
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Partial, Replicate, Shard, runs
-from shardwise.plan.registry import Registry
+from shardwise.plan.slices import Slices
 
 Range = tuple[int, int]
 """Elements [start, stop) of a bucket's owned gradient."""
@@ -31,46 +29,39 @@ class SharedGradients:
     def __init__(
         self,
         buckets: Sequence[tuple[int, BucketState]],
-        registry: Registry,
-        mesh: Mesh,
-        rank: int,
+        slices: Slices,
         groups_of: Callable[[list[tuple[int, ...]]], Mapping[tuple[int, ...], Group]],
     ):
         self._held: dict[tuple[int, ...], dict[BucketState, list[Range]]] = {}
-        """By the ranks that hold the same elements."""
+        """By the ranks that hold addends of the same elements."""
         self._ties: dict[str, list[BucketState]] = {}
         self._tied_ranks: dict[str, tuple[int, ...]] = {}
         self._counted: dict[BucketState, list[Range]] = {}
         self._is_summed = False
-        tp, here, size = mesh.ranks("tp", rank), mesh.index("tp", rank), mesh.size("tp")
-        pp = mesh.ranks("pp", rank)
         for stage, bucket in buckets:
             counted: list[Range] = []
             counts_all = True
             for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
-                info = registry.get("parameter", slot.name)
-                gradient = info.grad_placement.get("tp", Replicate())
-                whole = isinstance(info.on("tp"), Replicate)
-                for run in runs(info.shape, info.on("tp"), here, size, start, stop):
+                info = slices.registry.get("parameter", slot.name)
+                for run in slices.runs(info, start, stop):
                     first = local + run.local - start
                     found = (first, first + run.elements)
-                    neighbours = here // run.replicas * run.replicas
-                    if run.replicas > 1 and (not whole or isinstance(gradient, Partial)):
-                        held = self._held.setdefault(tp[neighbours : neighbours + run.replicas], {})
-                        _extend(held.setdefault(bucket, []), found)
-                    if here == neighbours and stage == info.stages[0]:
+                    ranks = slices.addends(info, run)
+                    if ranks:
+                        _extend(self._held.setdefault(ranks, {}).setdefault(bucket, []), found)
+                    if stage == info.stages[0] and slices.is_first(run):
                         _extend(counted, found)
                     else:
                         counts_all = False
             if bucket.layout.key.tie:
                 name = bucket.layout.key.tie
-                stages = registry.get("parameter", name).stages
+                stages = slices.registry.get("parameter", name).stages
                 self._ties.setdefault(name, []).append(bucket)
-                self._tied_ranks[name] = tuple(sorted({pp[other % len(pp)] for other in stages}))
+                self._tied_ranks[name] = slices.mesh.stage_ranks(slices.rank, stages)
             # One range where there is nothing to leave out: the padding between parameters is zero.
             self._counted[bucket] = [(0, bucket.owned_elements)] if counts_all else counted
         # All ranks make all groups, those that they are not in as well. [Note: one function makes all groups]
-        self._groups = groups_of(holders(registry, mesh))
+        self._groups = groups_of(slices.groups_of_addends())
 
     def counted(self, bucket: BucketState) -> list[Range]:
         """The ranges whose squares this rank brings to the gradient norm, for all ranks that hold them."""
@@ -111,26 +102,6 @@ class SharedGradients:
     def reset(self) -> None:
         """After the step."""
         self._is_summed = False
-
-
-def holders(registry: Registry, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Every group of ranks in the mesh that hold the same elements of some trained parameter, in one order: what
-    ``SharedGradients`` may sum over, on whichever rank."""
-    found: set[tuple[int, ...]] = set()
-    size = mesh.size("tp")
-    for gradient in registry.of_kind("gradient"):
-        info = registry.get("parameter", gradient.name)
-        where = info.on("tp")
-        replicas: set[int] = set()
-        if isinstance(where, Shard):
-            replicas = {block.replicas(size) for block in where.blocks}
-        elif isinstance(info.grad_placement.get("tp", Replicate()), Partial):
-            replicas = {size}
-        for count in replicas:
-            found |= {tp[i : i + count] for tp in mesh.groups("tp") for i in range(0, size, count)}
-        if len(info.stages) > 1:
-            found |= {tuple(sorted({pp[s % len(pp)] for s in info.stages})) for pp in mesh.groups("pp")}
-    return sorted(ranks for ranks in found if len(ranks) > 1)
 
 
 def _extend(ranges: list[Range], found: Range) -> None:

@@ -28,8 +28,7 @@ from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.bucket import Fill
 from shardwise.parallel.zero.modules import Holding
 from shardwise.plan.errors import UsageError
-from shardwise.plan.placement import runs
-from shardwise.plan.registry import Registry
+from shardwise.plan.slices import Slices
 from shardwise.plan.unit import Slot
 
 
@@ -42,16 +41,16 @@ class StartWeights(NamedTuple):
     notes: tuple[str, ...] = ()
     """What the user is to hear of them."""
 
-    def of_pieces(self, registry: Registry, tp: Group) -> "StartWeights":
-        """The same for elements of this rank's piece on "tp"; padding starts at zero."""
+    def of_pieces(self, slices: Slices) -> "StartWeights":
+        """The same for elements of this rank's slice; padding starts at zero."""
         fill = self.fill
         if fill is None:
             return self
 
         def fill_piece(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-            info = registry.get("parameter", slot.name)
+            info = slices.registry.get("parameter", slot.name)
             out = torch.zeros(stop - start, dtype=dtype)
-            for run in runs(info.shape, info.on("tp"), tp.index, tp.size, start, stop):
+            for run in slices.runs(info, start, stop):
                 part = fill(slot, run.full, run.full + run.elements, dtype)
                 if run.elements == stop - start:
                     return part

@@ -1,7 +1,7 @@
 """Looking at model state from outside: bytes, gradients, whole parameters. Every function is collective.
 
-A whole tensor is put together along the axes that cut it: the flat ranges over "dp_shard", the slices over "tp", and
-from the stage that holds it over "pp". One Unit at a time, so that a rank never holds more than one Unit beyond its own
+A whole tensor is put together along the axes that cut it: the flat ranges of its bucket, its slices axis by axis, and
+from the stage that holds it. One Unit at a time, so that a rank never holds more than one Unit beyond its own
 state (``full_parameters`` and ``gradients`` hold all).
 """
 
@@ -18,7 +18,7 @@ from shardwise.engine.start_weights import StartWeights
 from shardwise.engine.step import finish_reductions
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import MismatchError, UsageError
-from shardwise.plan.placement import Placement, Shard, local_shape, pieces
+from shardwise.plan.registry import TensorInfo
 from shardwise.plan.unit import Slot
 
 
@@ -152,15 +152,15 @@ def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tens
 def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU of the persistent buffers, which stages of the model hold as ``held``."""
     whole: dict[str, Tensor] = {}
-    pp = parts.groups["pp"]
+    stages = parts.stage_group
     for name, (shape, dtype, is_persistent) in parts.whole.buffers.items():
         if not is_persistent:
             continue
-        owner = parts.registry.get("buffer", name).stages[0] % pp.size
+        owner = parts.owner(parts.registry.get("buffer", name))
         flat = torch.empty(prod(shape), dtype=dtype, device=parts.device)
-        if pp.index == owner:
+        if stages.index == owner:
             flat.copy_(held[name].detach().reshape(-1))
-        pp.broadcast(flat, owner, name).wait()
+        stages.broadcast(flat, owner, name).wait()
         whole[name] = flat.view(shape).to("cpu", copy=True)
     return whole
 
@@ -178,7 +178,7 @@ def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> 
     def elements(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return tensors[slot.name].detach().reshape(-1)[start:stop].to(dtype)
 
-    fill = StartWeights(elements, tensors).of_pieces(parts.registry, parts.groups["tp"]).fill
+    fill = StartWeights(elements, tensors).of_pieces(parts.slices).fill
     assert fill is not None, "there are elements to write"
     with torch.no_grad():
         for bucket in buckets(parts):
@@ -220,53 +220,44 @@ def _assembled(
     parts: Parts, own: Mapping[str, Tensor], kind: Literal["parameter", "gradient"], to_cpu: bool = False
 ) -> dict[str, Tensor]:
     """Whole tensors on every rank, from pieces that are whole over the data-parallel ranks already."""
-    model, tp, pp = (parts.groups[axis] for axis in ("model", "tp", "pp"))
+    model, stages = parts.groups["model"], parts.stage_group
     if model.size == 1:
         return dict(own)
     infos = parts.registry.of_kind(kind)
-    speaks = [info.stages[0] % pp.size == pp.index and info.name in own for info in infos]
-    present = torch.tensor(speaks, dtype=torch.float64, device=parts.device)
+    is_owner = [parts.owner(info) == stages.index and info.name in own for info in infos]
+    present = torch.tensor(is_owner, dtype=torch.float64, device=parts.device)
     model.all_reduce(present, "which parameters were used", purpose="control").wait()
     found = {}
-    for info, is_here, count in zip(infos, speaks, present.tolist(), strict=True):
+    for info, is_here, count in zip(infos, is_owner, present.tolist(), strict=True):
         if not count:
             continue
-        where = info.on("tp")
         full = torch.empty(info.shape, dtype=info.dtype, device=parts.device)
-        if is_here and isinstance(where, Shard):
-            piece = own[info.name].to(parts.device, info.dtype).contiguous().view(-1)
-            gathered = torch.empty(tp.size, piece.numel(), dtype=info.dtype, device=parts.device)
-            tp.all_gather(gathered.view(-1), piece, info.name, purpose="control").wait()
-            for index in range(tp.size):
-                for mine, theirs in _matching(full, gathered[index], where, index, tp.size):
-                    mine.copy_(theirs)
-        elif is_here:
-            full.copy_(own[info.name])
-        pp.broadcast(full.view(-1), info.stages[0] % pp.size, info.name).wait()
+        if is_here:
+            _put_together(parts, info, own[info.name].to(parts.device, info.dtype), full)
+        stages.broadcast(full.view(-1), parts.owner(info), info.name).wait()
         found[info.name] = full.cpu() if to_cpu else full
     return found
 
 
+def _put_together(parts: Parts, info: TensorInfo, piece: Tensor, full: Tensor) -> None:
+    """Fill ``full`` from the pieces of all ranks of the stage, gathered over one axis after the other."""
+    slices, gathered = parts.slices, piece.contiguous().view(-1)
+    ranks: tuple[int, ...] = (slices.rank,)
+    for axis in slices.cut_axes(info):
+        group = parts.groups[axis]
+        wider = torch.empty(group.size * gathered.numel(), dtype=info.dtype, device=parts.device)
+        group.all_gather(wider, gathered, info.name, purpose="control").wait()
+        # Slowest first: all that this rank had of rank 0 of the axis, then all of rank 1.
+        gathered, ranks = wider, slices.mesh.along(axis, ranks)
+    for rank, held in zip(ranks, gathered.view(len(ranks), -1), strict=True):
+        for whole, theirs in slices.of(rank).views(info, full, held):
+            whole.copy_(theirs)
+
+
 def _take(parts: Parts, name: str, full: Tensor, piece: Tensor) -> None:
     """Write this rank's part of ``full`` into ``piece``."""
-    tp, where = parts.groups["tp"], parts.registry.get("parameter", name).on("tp")
-    for theirs, mine in _matching(full, piece, where, tp.index, tp.size):
+    for theirs, mine in parts.slices.views(parts.registry.get("parameter", name), full, piece):
         mine.copy_(theirs)
-
-
-def _matching(
-    full: Tensor, piece: Tensor, where: Placement, index: int, ranks: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a full tensor and of one rank's piece that hold the same elements."""
-    shape = tuple(full.shape)
-    if not isinstance(where, Shard):
-        yield full, piece.view(shape)
-        return
-    piece = piece.view(local_shape(shape, where, ranks))
-    place = 0
-    for start, stop, _ in pieces(where, shape[where.dim], index, ranks):
-        yield full.narrow(where.dim, start, stop - start), piece.narrow(where.dim, place, stop - start)
-        place += stop - start
 
 
 def gather_rows(parts: Parts, value: Tensor, samples: int | None) -> Tensor:

@@ -104,10 +104,8 @@ def exchange(parts: "Parts", local: Local) -> Totals:
     squares = parts.tables.square_sum()
     used: list[float] = []
     for bucket, _ in trained:
-        index, count = bucket.owned_range
-        copies = dp.size // count  # ranks that hold the same gradient each sum a part of it
         for start, stop in shared.counted(bucket):
-            mine = share(bucket.gradient.owned[start:stop], dp.index // count, copies)
+            mine = share(bucket.gradient.owned[start:stop], *bucket.copy)  # each of its ranks sums a part
             squares = squares + square_sum(mine).cpu()
         used += map(float, bucket.gradient.used)
     order = float(sum(executor.order_hash for executor in executors) % (1 << 20))

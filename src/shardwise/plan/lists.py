@@ -25,11 +25,13 @@ from shardwise.plan.unit import Unit
 
 @dataclass(frozen=True)
 class Strategy:
-    """Placements on (dp_replicate, dp_shard); whether gradients travel with every microbatch."""
+    """Placements on two axes, the outer and the inner one; whether gradients travel with every microbatch."""
 
     weight: tuple[Placement, Placement]
     grad: tuple[Placement, Placement]
     master: tuple[Placement, Placement]
+    axes: tuple[str, str] = ("dp_replicate", "dp_shard")
+    """The axes, whose ranks together sum the gradient: other ones for other Units (experts, say)."""
 
     @property
     def cuts_weight(self) -> bool:

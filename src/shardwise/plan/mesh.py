@@ -12,6 +12,7 @@ Cost: O(number of axes) per question; ``ranks`` is O(size of the axis).
 """
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from pydantic import PositiveInt
@@ -51,6 +52,16 @@ class Mesh:
         return tuple(field.name for field in fields(self))
 
     @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks hold slices of one stage of one model: neither data-parallel nor stages."""
+        return tuple(axis for axis in _TOGETHER["model"] if axis != "pp")
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks hold the same stage."""
+        return tuple(axis for axis in self.axes if axis != "pp")
+
+    @property
     def world_size(self) -> int:
         """Ranks that the mesh covers."""
         return math.prod(getattr(self, axis) for axis in self.axes)
@@ -74,6 +85,26 @@ class Mesh:
             ranks = [r + (i - r // stride % size) * stride for r in ranks for i in range(size)]
         return tuple(ranks)
 
+    def neighbours(self, rank: int, counts: Mapping[str, int]) -> tuple[int, ...]:
+        """The ranks in whose blocks of ``counts`` neighbours, on each of the axes named, ``rank`` stands; ascending."""
+        ranks = [rank]
+        for axis, count in counts.items():
+            first = self.index(axis, rank) // count * count
+            along = self.ranks(axis, rank)[first : first + count]
+            ranks = [each + other - rank for each in ranks for other in along]
+        return tuple(sorted(ranks))
+
+    def along(self, axis: str, ranks: Sequence[int]) -> tuple[int, ...]:
+        """What ``ranks`` become for each rank of the axis in turn: as they stand in the places of its rank 0, of its
+        rank 1 ..."""
+        rows = [self.ranks(axis, rank) for rank in ranks]
+        return tuple(row[index] for index in range(self.size(axis)) for row in rows)
+
+    def stage_ranks(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
+        """The ranks that hold ``stages`` of the model that ``rank`` has a part of, in its place on all other axes."""
+        along = self.ranks("pp", rank)
+        return tuple(sorted({along[stage % len(along)] for stage in stages}))
+
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Every group of ``axis``: they cover each rank once."""
         return tuple(self.ranks(axis, rank) for rank in range(self.world_size) if self.index(axis, rank) == 0)
@@ -91,6 +122,15 @@ class Mesh:
         raise MeshError(
             f"mesh: {self} covers {counted(self.world_size, 'rank')} but the job has {world_size}; {advice}"
         )
+
+    def name_of(self, axes: Sequence[str]) -> str:
+        """The axis, or the name of several together, that ``axes`` make. Errors: MeshError where these have no name."""
+        names = {parts: name for name, parts in _TOGETHER.items()} | {(axis,): axis for axis in self.axes}
+        if tuple(axes) not in names:
+            raise MeshError(
+                f"mesh: the axes {' and '.join(axes)} together have no name; known: {', '.join(_TOGETHER)}"
+            )
+        return names[tuple(axes)]
 
     def _parts(self, axis: str) -> tuple[str, ...]:
         parts = _TOGETHER.get(axis, (axis,))

@@ -4,6 +4,7 @@
     Shard(dim, blocks)   the ranks hold equal pieces of dimension ``dim``, each block cut by itself; ``FLAT`` cuts the
                          flattened elements
     Partial              every rank holds an addend; the sum is the tensor
+    PerRank              every rank holds values of its own; the first rank's stand for all
     ByHash               rows live where the hash of their key says (dynamic tables)
 
 Legal moves, and the elements that a rank sends for each (ring algorithms, P elements, N ranks on the axis):
@@ -17,7 +18,7 @@ Source: the collectives' lower bounds as used in ZeRO (arXiv:1910.02054, section
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -72,6 +73,14 @@ class Partial:
 
 
 @dataclass(frozen=True)
+class PerRank:
+    """Every rank holds values of its own, as statistics of its own batches; the first rank's stand for all."""
+
+    def __str__(self) -> str:
+        return "1"
+
+
+@dataclass(frozen=True)
 class ByHash:
     """Rows live on the rank that the hash of their key names."""
 
@@ -79,7 +88,7 @@ class ByHash:
         return "H"
 
 
-Placement: TypeAlias = Replicate | Shard | Partial | ByHash
+Placement: TypeAlias = Replicate | Shard | Partial | PerRank | ByHash
 
 _MOVES: dict[tuple[type, type], tuple[str, int]] = {
     (Shard, Replicate): ("all_gather", 1),
@@ -118,16 +127,6 @@ class Piece(NamedTuple):
     """Neighbouring ranks that hold them."""
 
 
-class Run(NamedTuple):
-    """Elements that lie together both in a rank's flattened piece and in the flattened full tensor."""
-
-    local: int
-    full: int
-    elements: int
-    replicas: int = 1
-    """Neighbouring ranks that hold them; the first of these speaks for all."""
-
-
 def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
     """What rank ``index`` of ``ranks`` holds of a dimension of ``size``; padding is not in it.
 
@@ -158,36 +157,124 @@ def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
     return found
 
 
-def local_shape(shape: Sequence[int], where: Placement, ranks: int) -> tuple[int, ...]:
+# Pieces over several axes ------------------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """What one axis does to a tensor, seen from one rank on it."""
+
+    where: Placement
+    place: int
+    """The rank's, on the axis."""
+    ranks: int
+    """On the axis."""
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that is cut; None where the whole is held, or cut flat."""
+        is_slice = isinstance(self.where, Shard) and self.where.dim != FLAT and self.ranks > 1
+        return self.where.dim if isinstance(self.where, Shard) and is_slice else None
+
+
+class Span(NamedTuple):
+    """Places of one dimension that lie together both in a rank's piece and in the whole tensor."""
+
+    local: int
+    full: int
+    size: int
+    replicas: dict[int, int]
+    """Neighbouring ranks that hold them, by the number of the cut, where it is more than one."""
+
+
+class Run(NamedTuple):
+    """Elements that lie together both in a rank's flattened piece and in the flattened whole tensor."""
+
+    local: int
+    full: int
+    elements: int
+    replicas: tuple[int, ...] = ()
+    """Neighbouring ranks that hold them, by cut; the first of these stands for all."""
+
+
+def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[Span], int]:
+    """What a rank holds of dimension ``dim`` of ``size``, in the order in which it holds it, and the size of its piece,
+    padding included. Where several axes cut the dimension, each cuts what those before it left."""
+    held, length = [Span(0, 0, size, {})], size
+    for number, cut in enumerate(cuts):
+        if cut.dim != dim:
+            continue
+        assert isinstance(cut.where, Shard), "a cut along a dimension is a Shard"
+        found, local = [], 0
+        for piece in pieces(cut.where, length, cut.place, cut.ranks):
+            replicas = {number: piece.replicas} if piece.replicas > 1 else {}
+            for span in held:
+                start, stop = max(piece.start, span.local), min(piece.stop, span.local + span.size)
+                if start < stop:
+                    full = span.full + start - span.local
+                    found.append(
+                        Span(local + start - piece.start, full, stop - start, span.replicas | replicas)
+                    )
+            local += piece.stop - piece.start
+        first = pieces(cut.where, length, 0, cut.ranks)
+        held, length = found, sum(piece.stop - piece.start for piece in first)
+    return held, length
+
+
+def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
     """Shape of one rank's piece, padding included: the same on every rank."""
-    if not isinstance(where, Shard) or where.dim == FLAT:
-        return tuple(shape)
-    size = sum(piece.stop - piece.start for piece in pieces(where, shape[where.dim], 0, ranks))
-    return (*shape[: where.dim], size, *shape[where.dim + 1 :])
+    return tuple(spans(size, dim, cuts)[1] for dim, size in enumerate(shape))
 
 
-def runs(
-    shape: Sequence[int], where: Placement, index: int, ranks: int, start: int = 0, stop: int | None = None
-) -> Iterator[Run]:
-    """How elements [start, stop) of rank ``index``'s flattened piece lie in the full tensor of ``shape``."""
-    local = local_shape(shape, where, ranks)
-    stop = math.prod(local) if stop is None else stop
-    if not isinstance(where, Shard) or where.dim == FLAT or ranks == 1:
+def runs(shape: Sequence[int], cuts: Sequence[Cut], start: int = 0, stop: int | None = None) -> Iterator[Run]:
+    """How elements [start, stop) of a rank's flattened piece lie in the whole tensor of ``shape``; padding is left out.
+
+    A tensor may be cut along several dimensions by several axes: ``[E/ep, 2F/etp, D]``.
+    """
+    everywhere = tuple(1 if cut.dim is not None else cut.ranks for cut in cuts)
+    dims = {cut.dim for cut in cuts if cut.dim is not None}
+    if not dims:
+        stop = math.prod(shape) if stop is None else stop
         if start < stop:
-            yield Run(start, start, stop - start, ranks)
+            yield Run(start, start, stop - start, everywhere)
         return
-    dim = where.dim
-    inner = math.prod(shape[dim + 1 :])
-    local_row, full_row = local[dim] * inner, shape[dim] * inner
-    held = pieces(where, shape[dim], index, ranks)
-    first_row = start // local_row if local_row else 0
-    last_row = -(-stop // local_row) if local_row else 0
-    for row in range(first_row, last_row):
-        place = row * local_row
-        for piece in held:
-            length = (piece.stop - piece.start) * inner
-            begin, end = max(place, start), min(place + length, stop)
+    last = max(dims)
+    held, local = zip(*(spans(shape[dim], dim, cuts) for dim in range(last + 1)), strict=True)
+    inner = math.prod(shape[last + 1 :])
+    row_elements = local[last] * inner
+    stop = math.prod(local) * inner if stop is None else stop
+    # By outer dimension where each place of the piece lies in the whole; padding lies nowhere.
+    places = [
+        {span.local + i: (span.full + i, span.replicas) for span in each for i in range(span.size)}
+        for each in (held[:last] if len(dims) > 1 else ())
+    ]
+    for row in range(start // row_elements, -(-stop // row_elements)) if row_elements else ():
+        outer = _outer(row, local[:last], shape[:last], places) if len(dims) > 1 else (row, {})
+        if outer is None:
+            continue
+        for span in held[last]:
+            first = row * row_elements + span.local * inner
+            begin, end = max(first, start), min(first + span.size * inner, stop)
             if begin < end:
-                first = row * full_row + piece.start * inner + begin - place
-                yield Run(begin, first, end - begin, piece.replicas)
-            place += length
+                full = (outer[0] * shape[last] + span.full) * inner + begin - first
+                found = outer[1] | span.replicas
+                replicas = tuple(found.get(i, n) for i, n in enumerate(everywhere)) if found else everywhere
+                yield Run(begin, full, end - begin, replicas)
+
+
+def _outer(
+    row: int,
+    local: Sequence[int],
+    shape: Sequence[int],
+    places: Sequence[Mapping[int, tuple[int, dict[int, int]]]],
+) -> tuple[int, dict[int, int]] | None:
+    """The row of the whole tensor that is row ``row`` of a piece, and who else holds it; None for padding."""
+    full, stride = 0, 1
+    replicas: dict[int, int] = {}
+    for size, whole, known in zip(reversed(local), reversed(shape), reversed(places), strict=True):
+        row, place = divmod(row, size)
+        if place not in known:
+            return None
+        full += known[place][0] * stride
+        stride *= whole
+        replicas |= known[place][1]
+    return full, replicas

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import FLAT, Placement, Replicate, Shard, local_shape
+from shardwise.plan.placement import FLAT, Cut, Placement, Replicate, Shard, local_shape
 
 Kind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
 
@@ -48,9 +48,9 @@ class TensorInfo:
         return math.prod(self.shape)
 
     def bytes_on_rank(self, mesh: Mesh) -> float:
-        """Bytes of one rank's piece, flat padding left out: those of its piece on "tp", divided by the axes that cut it
-        flat."""
-        elements = math.prod(local_shape(self.shape, self.on("tp"), mesh.size("tp")))
+        """Bytes of one rank's piece, flat padding left out."""
+        cuts = [Cut(where, 0, mesh.size(axis)) for axis, where in self.placement.items()]
+        elements = math.prod(local_shape(self.shape, cuts))
         flat = [
             axis for axis, where in self.placement.items() if isinstance(where, Shard) and where.dim == FLAT
         ]
@@ -59,6 +59,10 @@ class TensorInfo:
     def on(self, axis: str) -> Placement:
         """Placement on one axis."""
         return self.placement.get(axis, Replicate())
+
+    def gradient_on(self, axis: str) -> Placement:
+        """Placement of its gradient on one axis, before reduction."""
+        return self.grad_placement.get(axis, Replicate())
 
 
 class Registry:

@@ -39,7 +39,7 @@ from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
 from shardwise.parallel.tensor.region import Region
 from shardwise.parallel.tensor.tables import known_table
 from shardwise.plan.errors import PlanError
-from shardwise.plan.placement import Shard, local_shape, pieces
+from shardwise.plan.placement import Cut, Shard, local_shape, pieces
 
 
 def table_of(model: nn.Module, rows: Mapping[str, str] | None = None) -> Table:
@@ -108,7 +108,7 @@ def local_piece(full: Tensor, place: Place, index: int, ranks: int) -> Tensor:
     if not isinstance(place.placement, Shard):
         return full
     where, dim = place.placement, place.placement.dim
-    shape = local_shape(place.shape, where, ranks)
+    shape = local_shape(place.shape, [Cut(where, index, ranks)])
     if full.is_meta:
         return full.new_empty(shape)
     local, place_in_it = full.new_zeros(shape), 0

@@ -32,6 +32,13 @@ class BucketState:
         self.gradient = Gradient(layout, dtypes, views, what, around)
         self.owned_range = around.owned_range
         """(index, count): this rank's master is range ``index`` of ``count`` equal ones."""
+        self.copy = (around.dp.index // self.owned_range[1], around.dp.size // self.owned_range[1])
+        """(index, count): this rank is number ``index`` of ``count`` that hold the same range of the reduced
+        gradient."""
+        own = around.own_range(layout)
+        self.written_range = (own.start, own.stop) if around.replicate.index == 0 else (0, 0)
+        """Elements [start, stop) of the bucket that this rank writes into a checkpoint: of those that several ranks
+        hold, the first one does."""
 
     @property
     def owned_elements(self) -> int:

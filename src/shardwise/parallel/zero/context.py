@@ -1,5 +1,9 @@
-"""What the buckets of an engine share: the groups that their state moves over, and the memory that it moves into."""
+"""What a bucket's state moves over and into: the groups of the axes that it is placed on, and the slots.
 
+Buckets of one Unit may be placed on different axes: each has groups, and a REDUCE, of its own.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +24,26 @@ class BucketContext:
     replicate: Group
     """The ranks that keep the same range."""
     dp: Group
-    """Both together."""
+    """Both together: those that sum one gradient."""
     weights: SlotPool
     """Slots of unsharded weights."""
     gradients: SlotPool
     """Staging memory of gradients."""
     device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        strategy: Strategy,
+        group_over: Callable[[Sequence[str]], Group],
+        weights: SlotPool,
+        gradients: SlotPool,
+        device: torch.device,
+    ) -> "BucketContext":
+        """That of buckets which lie as ``strategy`` says. ``group_over``: the group of some axes together."""
+        outer, inner = strategy.axes
+        shard, replicate, both = (group_over(axes) for axes in ((inner,), (outer,), (outer, inner)))
+        return cls(strategy, shard, replicate, both, weights, gradients, device)
 
     @property
     def owned_range(self) -> tuple[int, int]:

@@ -80,6 +80,8 @@ class Weight:
             piece if self._is_cut else layout.elements, dtype=dtypes.compute, device=around.device
         )
         """What this rank keeps between windows."""
+        self.first = self._own.start if self._is_cut else 0
+        """Element of the bucket with which the shard begins."""
         self.master: Tensor | None = None
         """What the optimizer updates; None where the bucket is frozen."""
         if layout.key.trained:
