@@ -318,3 +318,6 @@ def test_dropout_is_cut_in_the_blocks_and_whole_outside() -> None:
         for i in (0, 1)
         for leaf in ("attention.output", "output")
     }
+    # One of the two is not in this one's layers; a row for it matched nothing, and the model was refused.
+    xl = dropouts("XLMRobertaXLForMaskedLM", "XLMRobertaXLConfig", hidden_dropout_prob=0.1)
+    assert xl == {f"roberta.encoder.layer.{i}.attention.output.dropout": cut for i in (0, 1)}

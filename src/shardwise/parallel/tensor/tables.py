@@ -159,9 +159,9 @@ def _bert(model: nn.Module) -> Table | None:
             f"{name}.attention.output.dense": f"row {heads}",
             f"{name}.intermediate.dense": "column",
             f"{name}.output.dense": "row",
-            f"{name}.attention.output.dropout": "sequence",
-            f"{name}.output.dropout": "sequence",
         }
+        drops = ("attention.output.dropout", "output.dropout")
+        rows |= {f"{name}.{key}": "sequence" for key in drops if key in modules}
         norms = [key for key, module in modules.items() if key not in linears and module._parameters]
         if any(parameter.dim() != 1 for key in norms for parameter in modules[key].parameters(recurse=False)):
             return None
