@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from shardwise.cli.main import app, main
+from shardwise.config import keys
 from shardwise.config.run import RunConfig, _UniqueKeys
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.passes import nominal_s
@@ -144,6 +145,18 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
         inside = (ROOT / "src" / "shardwise" / name.partition("/")[0]).is_dir()
         if inside or (ROOT / name.partition("/")[0]).is_dir():
             missing += [name] * (not any((above / name).exists() for above in (ROOT, ROOT / "src/shardwise")))
+    assert not missing, f"{page.name}: {missing}"
+
+
+@pytest.mark.parametrize("page", READ, ids=name_of)
+def test_keys_that_a_page_names_are_there(page: Path) -> None:
+    """`zero.stage: 3` in a sentence is a key of the configuration."""
+    known = {key.path for key in keys.all_keys()}
+    blocks_of_keys = "|".join({path.partition(".")[0] for path in known if "." in path})
+    named = re.findall(
+        rf"`((?:{blocks_of_keys})(?:\.[a-z]\w*)+)(?::[^`]*)?`", page.read_text(encoding="utf-8")
+    )
+    missing = {name for name in named if name not in known and not name.endswith((".py", ".png"))}
     assert not missing, f"{page.name}: {missing}"
 
 
