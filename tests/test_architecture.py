@@ -75,3 +75,46 @@ def test_siblings_in_parallel_do_not_import_one_another() -> None:
 def test_no_drawer_modules() -> None:
     drawers = {"utils", "helpers", "common", "misc", "manager", "runtime"}
     assert not [file for file in FILES if file.stem in drawers or file.parent.name in drawers]
+
+
+def named(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def edges(file: Path, modules: set[str]) -> set[str]:
+    """Modules of ours that one imports, for types alone and inside functions too; its own package where it asks that
+    for a name, and not for having been imported on the way."""
+    found: set[str] = set()
+    for node in nodes(file):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found & modules - {named(file)}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import one another: what stays when whoever imports nothing, or is imported by nobody, is
+    taken away again and again."""
+    left = dict(graph)
+    while True:
+        wanted = {each for imports in left.values() for each in imports & left.keys()}
+        ends = [each for each, imports in left.items() if not imports & left.keys() or each not in wanted]
+        if not ends:
+            return [[each, *sorted(imports & left.keys())] for each, imports in sorted(left.items())]
+        for each in ends:
+            del left[each]
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"c"}}) == [["b", "c"], ["c", "b"]]
+
+
+def test_no_modules_import_one_another() -> None:
+    """A circle of imports says that nobody can read one of the files without the others; imports for types count."""
+    modules = {named(file) for file in FILES}
+    found = circles({named(file): edges(file, modules) for file in FILES})
+    assert not found, "each line: a module, and what it imports of the circle\n" + "\n".join(map(str, found))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import manifest as manifests
+import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.load import Damage, Reader
 from shardwise.checkpoint.manifest import Manifest

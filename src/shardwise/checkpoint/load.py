@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import manifest as manifests
+import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.peers import Conversation

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.checkpoint import manifest as manifests
+import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.coverage import Extent, Sums, cut_at_blocks, stored_tensors, sum_up
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import FileLayout, Sizes, Slot, arrange, index_text

@@ -26,7 +26,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.checkpoint import manifest as manifests
+import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.plan.errors import CheckpointError, DamagedError

@@ -9,7 +9,7 @@ Cost: one read of the step and its CRC-32, 1 to 2 GB/s a core.
 
 from pathlib import Path
 
-from shardwise.checkpoint import manifest as manifests
+import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.load import Damage, Reader
 from shardwise.checkpoint.manifest import Manifest

@@ -32,7 +32,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,16 +40,13 @@ from shardwise.comm.exchange import share
 from shardwise.data.feed import Fetched
 from shardwise.data.loader import Loader
 from shardwise.engine.inputs import cast_inputs
+from shardwise.engine.parts import Parts
 from shardwise.observe.lanes_picture import Lanes
-from shardwise.parallel.embedding.ahead import Features, Found, find_features
+from shardwise.parallel.embedding.ahead import Features, Found, Reader, find_features
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.plan.errors import CommError, DataError, UsageError
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.words import named_ranks
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
-    from shardwise.engine.step import StepResult
 
 _PATIENCE_S = 10.0
 """For work in hand, at the end; it is longer only where another rank does not answer."""
@@ -87,7 +84,8 @@ class Ahead(Iterator[Any]):
 
     def __init__(
         self,
-        engine: "Engine",
+        parts: Parts,
+        on_step: list[Callable[..., None]],
         steps: Iterable[Any] | Loader,
         depth: int,
         lanes: Lanes | None = None,
@@ -97,8 +95,9 @@ class Ahead(Iterator[Any]):
                 f"ahead: depth is {depth}; give the number of steps to prepare ahead, 0 for none"
             )
         self.depth = depth
-        self._engine = engine
-        self._thread = engine.world.thread("keys")
+        self._parts = parts
+        self._on_step = on_step
+        self._thread = parts.world.thread("keys")
         self._lanes = lanes
         self._loader = steps if isinstance(steps, Loader) else None
         if self._loader is not None:
@@ -106,7 +105,7 @@ class Ahead(Iterator[Any]):
         self._left = None if self._loader is None else self._loader.steps_left
         self._steps: Iterator[Any] | None = None if isinstance(steps, Loader) else iter(steps)
         self._asked = 0
-        self._first = engine.step_count + 1
+        self._first = parts.progress.step_count + 1
         self._waiting: deque[Future[_Step | None]] = deque()
         self._has_ended = False
         """Set by whoever reads; nothing is read after it."""
@@ -118,11 +117,11 @@ class Ahead(Iterator[Any]):
         """Step, when it was asked for, when it was handed out."""
         self._stream: torch.Stream | None = None
         """Of the thread, on an accelerator."""
-        if depth and engine.world.device.type != "cpu":
-            self._stream = torch.Stream(engine.world.device)
+        if depth and parts.device.type != "cpu":
+            self._stream = torch.Stream(parts.device)
         if lanes is not None:
             lanes.depth = depth
-            engine.on_step.insert(0, self._computed)
+            on_step.insert(0, self._computed)
 
     # The caller's side -----------------------------------------------------------------------------------------
 
@@ -154,7 +153,7 @@ class Ahead(Iterator[Any]):
         if self._lanes is not None:
             self._computing = (step.number, asked, time.perf_counter())
         if self._stream is not None:
-            here = torch.accelerator.current_stream(self._engine.world.device)
+            here = torch.accelerator.current_stream(self._parts.device)
             keep_for(here, tensors_in(step.batches))
         return step.batches
 
@@ -173,7 +172,7 @@ class Ahead(Iterator[Any]):
         self._waiting.clear()
         if self._lanes is not None:
             self._computed()
-            self._engine.on_step.remove(self._computed)
+            self._on_step.remove(self._computed)
         if self._loader is not None and self._reading.acquire(timeout=max(0.0, end - time.monotonic())):
             self._reading.release()
             self._loader.close()  # else by the next to ask it: a reader is in the middle of a step
@@ -197,7 +196,7 @@ class Ahead(Iterator[Any]):
         is_hasty = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)
         self._close(0.0 if is_hasty else _PATIENCE_S)
 
-    def _computed(self, engine: "Engine | None" = None, result: "StepResult | None" = None) -> None:
+    def _computed(self, *_: object) -> None:
         """The step handed out last is over: called after an optimizer step, else when the next one is asked for."""
         if self._computing is not None and self._lanes is not None:
             number, asked, started = self._computing
@@ -293,7 +292,7 @@ class Ahead(Iterator[Any]):
         return contextlib.nullcontext() if self._stream is None else self._stream
 
     def _find(self, batches: Any) -> Found:
-        device, dtype = self._engine.world.device, self._engine.config.precision.compute_dtype
+        device, dtype = self._parts.device, self._parts.config.precision.compute_dtype
 
         def cast(features: Features) -> Features:
             found: Features = cast_inputs(features, device, dtype)
@@ -302,13 +301,14 @@ class Ahead(Iterator[Any]):
         return find_features(cast_inputs(batches, device, None), self._collections, cast)
 
     def _word_of(self, found: Found) -> _Word:
-        asked = [self._collections.index(reader) for each in found.mappings for reader in each.readers]
+        places: dict[Reader, int] = {each: place for place, each in enumerate(self._collections)}
+        asked = [places[reader] for each in found.mappings for reader in each.readers]
         missing = self._features.index(found.missing[0]) if found.missing else _UNKNOWN
         return _Word(_HAS_STEP, len(asked), zlib.crc32(bytes(str(asked), "ascii")), missing)
 
     @property
     def _collections(self) -> list[EmbeddingCollection]:
-        return list(self._engine.tables.values())
+        return list(self._parts.tables.collections.values())
 
     @property
     def _features(self) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn, optim
 
-from shardwise.comm.collectives import Clock, Group
+from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
 from shardwise.compose.cut import RunStage, check_stages, cut_model, recompute_blocks
@@ -31,17 +31,17 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.check import Check, Uncut, keep_uncut
-from shardwise.engine.engine import Engine, Loss, OnStep
+from shardwise.engine.engine import Engine, OnStep
+from shardwise.engine.folders import Folders
 from shardwise.engine.held import take_back
-from shardwise.engine.inputs import call_model, cast_inputs
+from shardwise.engine.inputs import Loss, call_model, cast_inputs
 from shardwise.engine.named import check_named, methods_of
 from shardwise.engine.original import Original
-from shardwise.engine.parts import Parts, Stage
+from shardwise.engine.parts import Parts, Site, Stage, Trained
+from shardwise.engine.pass_context import PassContext
 from shardwise.engine.pipeline import Pipeline
-from shardwise.engine.saving import start_from_step
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
-from shardwise.engine.step import Trained
 from shardwise.engine.tables import Tables, check_mesh, register_tables, take_over
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.memory.absent import withhold
@@ -148,32 +148,29 @@ def initialize(
     check = None
     if settings.check_first_step == "auto" and site.groups["model"].size > 1:
         check = Check(parts, settings, loss, uncut, share.to_recompute)
-    engine = Engine(parts, settings, loss, on_step, pipeline, check)
-    start_from_step(engine)
+    engine = Engine(parts, loss, on_step, pipeline, check)
+    _start_from_step(engine)
     return engine
+
+
+def _start_from_step(engine: Engine) -> None:
+    """Load the weights of ``init_from`` where that is a checkpoint; all else is as in a fresh run. Collective."""
+    wanted = engine.config.init_from
+    folder = None if wanted is None else steps_at(Path(wanted.path))
+    if wanted is not None and folder is not None:
+        engine.load(folder, weights_only=True, missing=wanted.missing, unexpected=wanted.unexpected)
+        if engine.is_main:
+            _log.info("start weights: those of %s", folder)
 
 
 # World and configuration -------------------------------------------------------------------------------------------
 
 
-class _Site(NamedTuple):
-    """The ranks, and what the configuration comes to on them."""
-
-    world: World
-    settings: RunConfig
-    mesh: Mesh
-    groups: Mapping[str, Group]
-    clock: Clock
-    traffic: Traffic
-    notes: tuple[str, ...] = ()
-    """For the Plan."""
-
-
-def _site(world: World, config: RunConfig) -> _Site:
+def _site(world: World, config: RunConfig) -> Site:
     settings, mesh, _ = resolve(config, world.size, world.device.type)
     clock, traffic = world.clock(settings.comm), Traffic()
     groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
-    return _Site(world, settings, mesh, groups, clock, traffic)
+    return Site(world, settings, mesh, groups, clock, traffic)
 
 
 # Optimizer ---------------------------------------------------------------------------------------------------------
@@ -227,7 +224,7 @@ def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elemen
 # The whole model ---------------------------------------------------------------------------------------------------
 
 
-def _whole(model: nn.Module, site: _Site, initial: Mapping[str, Rule] | None) -> tuple[Whole, StartWeights]:
+def _whole(model: nn.Module, site: Site, initial: Mapping[str, Rule] | None) -> tuple[Whole, StartWeights]:
     """The model as all ranks have it in common."""
     if site.settings.batch_norm == "synchronized":
         synchronize_batch_norm(model, site.groups["dp"])
@@ -242,7 +239,7 @@ def _whole(model: nn.Module, site: _Site, initial: Mapping[str, Rule] | None) ->
     return whole, start
 
 
-def _uncut(model: nn.Module, site: _Site) -> Uncut | None:
+def _uncut(model: nn.Module, site: Site) -> Uncut | None:
     """The model as it is before it is cut, where this rank is to compare its first step with it."""
     tp, pp = site.groups["tp"], site.groups["pp"]
     compares = tp.size * pp.size > 1 and tp.index == 0 and pp.index == pp.size - 1
@@ -282,7 +279,7 @@ class _Share(NamedTuple):
 def _share(
     model: nn.Module,
     whole: Whole,
-    site: _Site,
+    site: Site,
     recipe: _Recipe,
     call: Callable[[nn.Module], Any] | None = None,
 ) -> _Share:
@@ -312,7 +309,7 @@ def _share(
 
 
 def _stage(
-    index: int, site: _Site, recipe: _Recipe, share: _Share, start: StartWeights, casts_output: bool
+    index: int, site: Site, recipe: _Recipe, share: _Share, start: StartWeights, casts_output: bool
 ) -> Stage:
     """The stage laid out, its buckets filled, its hooks in place."""
     settings, device = site.settings, site.world.device
@@ -350,7 +347,7 @@ def _gather_around_methods(executor: Executor, zero: ZeroPolicy, mesh: Mesh) -> 
             executor.gather_around(units[name], method)
 
 
-def _bucket_context(drawn: Draft, site: _Site) -> BucketContext:
+def _bucket_context(drawn: Draft, site: Site) -> BucketContext:
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     holds = not zero.reshard_after_forward and groups["pp"].size > 1
     shares = zero.reuse_buffers and not holds
@@ -460,7 +457,7 @@ def _own_use(whole: Whole, stages: Sequence[Stage], compiled: bool) -> OwnUse:
 
 def _parts(
     model: nn.Module,
-    site: _Site,
+    site: Site,
     recipe: _Recipe,
     share: _Share,
     stages: list[Stage],
@@ -489,26 +486,24 @@ def _parts(
     loss_scale = LossScale(settings.precision.loss_scale) if half else None
     return Parts(
         model=stages[0].module if mesh.pp == 1 else model,
-        world=world,
-        device=world.device,
-        mesh=mesh,
+        site=site,
         whole=share.whole,
-        registry=share.registry,
         slices=slices,
         stages=stages,
-        strategy=strategy_of(settings.zero, mesh),
         trained=[Trained(bucket, recipe.optimizer_of(bucket)) for _, bucket in owned],
         shared=shared,
         tables=share.tables,
-        groups=groups,
-        clock=site.clock,
-        traffic=site.traffic,
         loss_scale=loss_scale,
         accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
         optimizer_groups=recipe.groups,
-        replay=share.replay,
-        vocabulary=vocabulary,
-        own_use=_own_use(share.whole, stages, settings.compile.scope == "blocks"),
+        passes=PassContext(
+            dp=groups["dp"],
+            tp=groups["tp"],
+            clock=site.clock,
+            replay=share.replay,
+            vocabulary=vocabulary,
+            own_use=_own_use(share.whole, stages, settings.compile.scope == "blocks"),
+        ),
         original=original,
-        number=world.next_engine(),
+        folders=Folders(world, settings.checkpoint, world.next_engine()),
     )

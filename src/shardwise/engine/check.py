@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map
 from shardwise.compose.cut import recompute_blocks
 from shardwise.config.run import RunConfig
 from shardwise.engine import state
-from shardwise.engine.inputs import call_model, cast_inputs, find_loss
+from shardwise.engine.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import Totals
 from shardwise.memory.replay import Replay
@@ -59,8 +59,6 @@ _NORM = 1e-3
 """Largest relative error of the norm beside the gradients that it is of; they may be in 16 bits."""
 _LOW = (torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Uncut(NamedTuple):
@@ -282,7 +280,7 @@ class Check:
                 if not weight:  # no labels: its mean loss may be 0 / 0
                     continue
                 seen = _Dtypes()
-                with torch.enable_grad(), replay.at(self._parts.place(step, i, (args, kwargs))), seen:
+                with torch.enable_grad(), replay.at(self._parts.passes.place(step, i, (args, kwargs))), seen:
                     is_batch = len(args) == 1 and not kwargs
                     output = (
                         call_model(model, self._loss, args[0], device) if is_batch else model(*args, **kwargs)

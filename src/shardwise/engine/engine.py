@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,8 @@ from shardwise.comm.collectives import Clock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.compose.draft import full_step
-from shardwise.config.run import RunConfig
 from shardwise.data.adopt import Collate
-from shardwise.data.evaluation import Weighted, evaluation_batches
+from shardwise.data.evaluation import Weighted
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
 from shardwise.engine import saving, state
@@ -37,10 +36,12 @@ from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.check import Check
 from shardwise.engine.fingerprint import Fingerprint
 from shardwise.engine.held import Held
-from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
+from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
+from shardwise.engine.loaders import Loaders
 from shardwise.engine.model_calls import ModelCalls
 from shardwise.engine.nonfinite import Look, origin
 from shardwise.engine.parts import Parts
+from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.step import Local, StepResult, Totals, exchange, gradient_norm, update
 from shardwise.engine.weighing import Weighing
 from shardwise.observe.lanes_picture import Lanes
@@ -48,17 +49,13 @@ from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.tensor.log_probs import log_probs_of
-from shardwise.plan.errors import CommError, ConfigError, NonFiniteError, UsageError
+from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.timeline import Timeline
 
-if TYPE_CHECKING:
-    from shardwise.engine.pipeline import Pipeline
-
 _log = logging.getLogger(__name__)
 
-Loss = Callable[[nn.Module, Any], Tensor]
 OnStep = Callable[["Engine", StepResult], None]
 
 
@@ -68,51 +65,57 @@ class Engine:
     def __init__(
         self,
         parts: Parts,
-        config: RunConfig,
         loss: Loss | None,
         on_step: Sequence[OnStep],
-        pipeline: "Pipeline | None" = None,
+        pipeline: Pipeline | None = None,
         check: Check | None = None,
     ):
         self.module = parts.model
         """The user's model; its parameters are views that the engine moves."""
         self.world: World = parts.world
         """The ranks: ``rank``, ``size``, ``device``."""
-        self.config = config
+        self.config = parts.config
         """Resolved configuration."""
-        self.step_count = 0
-        """Optimizer steps done."""
-        self.applied_steps = 0
-        """Of them those that were not skipped: what the schedule counts."""
         self.on_step: list[OnStep] = list(on_step)
         """Called with (engine, result) after every optimizer step."""
         self._parts = parts
         self._loss = loss
         self._pipeline = pipeline
         self._accumulation = parts.accumulation
-        self.weighing = Weighing(config.batch.weigh_by, parts.model)
+        self.weighing = Weighing(parts.config.batch.weigh_by, parts.model)
         """What microbatches count where nothing is said."""
         self._pending: dict[int, tuple[Any, Any]] = {}
         """Arguments of the running step's passes, by microbatch."""
         self._first_batches: Fingerprint | None = Fingerprint()
         self._passes: list[Any] = []
-        self._loss_tolerance = loss_tolerance(parts, config)
+        self._loss_tolerance = loss_tolerance(parts, parts.config)
         self._told_of_depth = False
         self._model_calls = ModelCalls(parts)
         self.check = check
         """Of the first step of a cut model; None after it."""
-        self.best: tuple[int, float] | None = None
-        """(step, score) of the best step that was saved with a score."""
         self.not_loaded: list[str] = []
         """Names that the last ``load`` left as they start (``missing``)."""
         self.is_closed = False
         """After ``close``."""
-        self._held = parts.model.register_forward_pre_hook(Held(self), prepend=True)
+        held = Held(parts.mesh, parts.progress, self.close, self._before_pass)
+        self._held = parts.model.register_forward_pre_hook(held, prepend=True)
         parts.optimizer_groups.hold()
-        self.loaders: list[Loader] = []
-        """Those that ``loader`` made, in order; their positions are saved."""
-        self.loader_states: list[dict[str, Any]] = []
-        """Positions of the step that was loaded, for loaders that are made later."""
+        self._loaders = Loaders(parts.config, parts.dp, parts.accumulation.microbatches)
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps done."""
+        return self._parts.progress.step_count
+
+    @property
+    def applied_steps(self) -> int:
+        """Of them those that were not skipped: what the schedule counts."""
+        return self._parts.progress.applied_steps
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """(step, score) of the best step that was saved with a score."""
+        return self._parts.progress.best
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -145,11 +148,11 @@ class Engine:
         if self.check is not None and torch.is_grad_enabled():
             self.check.returned(output)
         if torch.is_grad_enabled():
-            self._parts.own_use.begin()  # until backward: the user may go on with the loss
+            self._parts.passes.own_use.begin()  # until backward: the user may go on with the loss
         return output
 
     def _at(self, batch: Any, microbatch: int) -> AbstractContextManager[None]:
-        return self._parts.at(self.step_count + 1, microbatch, batch)
+        return self._parts.passes.at(self.step_count + 1, microbatch, batch)
 
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
         """Accumulate the gradients of one microbatch.
@@ -174,12 +177,12 @@ class Engine:
         if self._accumulation.done == 0:
             self._parts.clock.step = self.step_count + 1
         weight = self.weighing.of_loss(loss, self._batch()) if weight is None else float(weight)
-        self._parts.own_use.end()
+        self._parts.passes.own_use.end()
         scale = self._accumulation.scale_of(weight)
         executor = self._parts.executors[0]
         executor.begin_backward(last=self._accumulation.done == self._accumulation.microbatches - 1)
         # After an error half of the gradients may have landed; the next step may not start from them.
-        with self.discard_on_error():
+        with self._discard_on_error():
             executor.run_backward(
                 lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             )
@@ -211,7 +214,7 @@ class Engine:
         parts = self._parts
         step = self._accumulation
         batches = None if self._first_batches is None else self._first_batches.value
-        with self.discard_on_error():
+        with self._discard_on_error():
             for executor in parts.executors:
                 executor.unmark_gradients(at_step=True)
             rates = parts.optimizer_groups.rates(self.applied_steps)
@@ -234,7 +237,7 @@ class Engine:
         else:
             parts.tables.drop()
         if finite:
-            self.applied_steps += 1
+            parts.progress.applied_steps += 1
             parts.optimizer_groups.note_step()
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
@@ -260,9 +263,14 @@ class Engine:
         if self._pipeline is not None:
             for i, batch in enumerate(batches):
                 self._note([batch], None if weights is None else weights[i])
-            return self._pipeline.train_step(self, batches, weights)
+            with self._discard_on_error():
+                self._pipeline.accumulate(batches, weights, self.weighing, self.check)
+            self._pending = {i: ((batch,), {}) for i, batch in enumerate(batches)}
+            result = self.step()
+            assert result is not None, "the last microbatch ends the step"
+            return result
         result = None
-        with self.discard_on_error():
+        with self._discard_on_error():
             for i, batch in enumerate(batches):
                 loss = find_loss(self(batch))
                 self.backward(loss, None if weights is None else weights[i])
@@ -282,7 +290,7 @@ class Engine:
         goes ahead.
         """
         depth = self.config.tables.prefetch_steps if depth is None else depth
-        return Ahead(self, steps, self._depth_here(depth), lanes)
+        return Ahead(self._parts, self.on_step, steps, self._depth_here(depth), lanes)
 
     def _depth_here(self, depth: int) -> int:
         """0 where two threads would drive two NCCL communicators: NCCL wants their work in one order on all ranks."""
@@ -303,7 +311,7 @@ class Engine:
         for bucket, _ in self._parts.trained:
             bucket.gradient.drop_gradients()
         self._parts.shared.reset()
-        self.step_count += 1
+        self._parts.progress.step_count += 1
         loss = totals.loss / totals.weight if totals.weight else 0.0
         self._pending.clear()
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped)
@@ -311,7 +319,7 @@ class Engine:
         if self.check is not None:  # a skipped step
             self.check.forget()
         self._parts.clock.step_ended()
-        self._parts.own_use.step_ended()
+        self._parts.passes.own_use.step_ended()
         for callback in self.on_step:
             callback(self, result)
         return result
@@ -319,7 +327,7 @@ class Engine:
     def _look_again(self, look: Look) -> None:
         """The passes of this step once more, without gradients."""
         if self._pipeline is not None:
-            self._pipeline.look_again(self, look)
+            self._pipeline.look_again([args[0] for args, _ in self._pending.values()], look)
             return
         for i, (args, kwargs) in self._pending.items():
             look.batch(i, (args, kwargs))
@@ -375,7 +383,8 @@ class Engine:
     def _losses(self, batches: Iterable[tuple[Any, float | None]]) -> Iterator[tuple[Tensor | None, float]]:
         pairs = ((batch, self._weight_of(batch) if weight is None else weight) for batch, weight in batches)
         if self._pipeline is not None:
-            yield from self._pipeline.losses(self, pairs)
+            with self._discard_on_error():
+                yield from self._pipeline.losses(pairs)
             return
         for batch, weight in pairs:
             yield find_loss(self(batch)), weight
@@ -390,7 +399,8 @@ class Engine:
         and in the mode that the model is in. With a pipeline the batches follow one another through the stages."""
         batches = list(batches)
         if self._pipeline is not None:
-            return self._pipeline.predict(self, batches)
+            with self._discard_on_error():
+                return self._pipeline.predict(batches)
         outputs = []
         for i, batch in enumerate(batches):
             with self._at(batch, i):
@@ -412,7 +422,7 @@ class Engine:
         function = getattr(self.module, method) if isinstance(method, str) else method
         device, dtype = self._parts.device, self.config.precision.compute_dtype
         args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
-        with self._at((args, kwargs), self._accumulation.done), self._parts.replay.whole():
+        with self._at((args, kwargs), self._accumulation.done), self._parts.passes.replay.whole():
             output = self._parts.executors[0].run_as_forward(function, args, kwargs)
         cuts = self._parts.groups["tp"].size > 1 and self.config.tensor.sequence_parallel
         if cuts and any(each.requires_grad for each in tensors_in(output)):
@@ -650,33 +660,7 @@ class Engine:
         ``epochs`` ends a ``BatchedDataset`` after as many passes.
         Errors: ConfigError without a batch size or where it contradicts the configuration, DataError.
         """
-        batch, dp = self.config.batch, self._parts.dp
-        given = batch_size or getattr(data, "batch_size", None)
-        micro = batch.micro_size or given
-        if micro is None:
-            raise ConfigError(
-                "engine.loader: no batch size; give batch_size=..., bring a DataLoader that has one, or set "
-                "batch.micro_size"
-            )
-        if given is not None and given != micro:
-            _log.info("loader: batches of %d samples a rank, as the configuration says, not %d", micro, given)
-        made = Loader(
-            data,
-            global_batch=micro * self._accumulation.microbatches * dp.size,
-            micro_batch=micro,
-            dp_index=dp.index,
-            dp_size=dp.size,
-            seed=self.config.train.seed,
-            shuffle=shuffle,
-            collate_fn=collate_fn,
-            workers=workers,
-            epochs=epochs,
-        )
-        place = len(self.loaders)
-        self.loaders.append(made)
-        if place < len(self.loader_states):
-            made.load_state(self.loader_states[place])
-        return Passes(made, self._accumulation.microbatches)
+        return self._loaders.make(data, batch_size, shuffle, collate_fn, workers, epochs)
 
     def evaluation_loader(
         self,
@@ -689,9 +673,7 @@ class Engine:
         """(batch, samples that count) pairs for one ``engine.evaluate``, or a loop with ``engine.gather_metrics``.
 
         Every sample once over all ranks, in order. Every rank gets as many pairs; in one that fills up, 0 count."""
-        dp = self._parts.dp
-        micro = batch_size or getattr(data, "batch_size", None) or self.config.batch.micro_size or 1
-        return evaluation_batches(data, dp.index, dp.size, micro, collate_fn=collate_fn, workers=workers)
+        return self._loaders.for_evaluation(data, batch_size, collate_fn, workers)
 
     # Around a loop ---------------------------------------------------------------------------------------------
 
@@ -756,10 +738,9 @@ class Engine:
         Errors: CheckpointError where `checkpoint.tolerate_failures` saves and one more failed in a row.
         """
         if score is not None and self.is_best(score, higher_is_better):
-            self.best = (self.step_count, float(score))
-        saving.save(
-            self, self._parts, Path(directory), dict(trainer or {}), asynchronous=asynchronous, texts=texts
-        )
+            self._parts.progress.best = (self.step_count, float(score))
+        options = {"asynchronous": asynchronous, "texts": texts}
+        saving.save(self._parts, self._loaders, Path(directory), dict(trainer or {}), **options)
 
     def is_best(self, score: float, higher_is_better: bool = False) -> bool:
         """Whether ``score`` is better than that of every step saved with one so far; NaN never is."""
@@ -786,12 +767,15 @@ class Engine:
         Errors: MismatchError names the first tensors that differ, or a pattern that matches nothing; DamagedError the
         damaged file and tensor.
         """
-        return saving.load(self, self._parts, Path(directory), weights_only, missing, unexpected)
+        loaded = saving.load(self._parts, self._loaders, Path(directory), weights_only, missing, unexpected)
+        if loaded is None:
+            return None
+        self.not_loaded = loaded.not_loaded
+        return loaded.user
 
     def wait_for_save(self) -> None:
         """Return when a save that runs behind training is committed; raises what went wrong with it."""
-        for checkpoints in self._parts.checkpoints.values():
-            checkpoints.wait()
+        self._parts.folders.wait()
 
     def close(self, whole: bool = True) -> None:
         """Finish what runs behind training and give the model back as it came: without hooks, its own dropout, forward
@@ -810,7 +794,7 @@ class Engine:
             self.discard()
         self.check = None
         self._model_calls.remove()
-        self._parts.own_use.end()
+        self._parts.passes.own_use.end()
         self._parts.optimizer_groups.release()
         for executor in self._parts.executors:
             executor.remove_hooks()
@@ -827,6 +811,10 @@ class Engine:
         if self.world.ends_with_engine:
             self.world.release()
 
+    def _before_pass(self) -> None:
+        if self.check is not None:
+            self.check.meets_the_cut_model()
+
     def _check_open(self, call: str) -> None:
         if self.is_closed:
             raise UsageError(
@@ -835,7 +823,7 @@ class Engine:
             )
 
     @contextmanager
-    def discard_on_error(self) -> Iterator[None]:
+    def _discard_on_error(self) -> Iterator[None]:
         """After an exception inside, the engine stands between two steps again."""
         try:
             yield
@@ -850,7 +838,7 @@ class Engine:
         alike."""
         if self._first_batches is not None:
             self._first_batches, self._passes = Fingerprint(), []
-        self._parts.own_use.end()
+        self._parts.passes.own_use.end()
         for executor in self._parts.executors:
             executor.abandon()
         self._parts.shared.reset()

@@ -18,6 +18,9 @@ from shardwise.plan.errors import UsageError
 from shardwise.plan.pytree import part_named
 from shardwise.plan.ragged import Ragged
 
+Loss = Callable[[nn.Module, Any], Tensor]
+"""What a user may give as ``loss``: (model, batch) -> the loss."""
+
 
 def apply(model: nn.Module, batch: Any) -> Any:
     """Call the model with one batch."""

@@ -12,17 +12,18 @@ from dataclasses import replace
 from functools import cache
 from itertools import islice
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.peers import Peers
 from shardwise.compose.schedule import forward_lists, step_lists, with_units
-from shardwise.engine.inputs import apply, call_model, cast_inputs, find_loss
+from shardwise.engine.check import Check
+from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
-from shardwise.engine.step import StepResult
+from shardwise.engine.weighing import Weighing
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.cut import kind_of
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
@@ -35,9 +36,6 @@ from shardwise.plan.plan import Plan, merged
 from shardwise.plan.timeline import Span, Timeline
 from shardwise.simulate.timeline import timeline_of
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine, Loss
-
 _KINDS = tuple(Kind)
 _CHUNK = 8
 """Batches of an evaluation in one walk, per rank: while it fills and drains at most 1/9 of its time is idle."""
@@ -46,7 +44,7 @@ _CHUNK = 8
 class Pipeline:
     """Runs the stages of one engine's rank. ``holds``: weights stay gathered through a step."""
 
-    def __init__(self, parts: Parts, policy: PipelinePolicy, loss: "Loss | None", peers: Peers, holds: bool):
+    def __init__(self, parts: Parts, policy: PipelinePolicy, loss: Loss | None, peers: Peers, holds: bool):
         self._parts = parts
         self._policy = policy
         self._loss = loss
@@ -57,18 +55,16 @@ class Pipeline:
         self.stages = self._group.size * policy.virtual_stages
         self._executor = ScheduleExecutor(peers, self.stages)
         self._stages = {stage.index: stage for stage in parts.stages}
-        self._batches: Sequence[Any] = ()
-        """Of the running step."""
         self._step_lists = cache(lambda microbatches: step_lists(self._group.size, microbatches, policy))
 
     # A step ----------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self, engine: "Engine", batches: Sequence[Any], weights: Sequence[float] | None
-    ) -> StepResult:
-        """See ``Engine.train_step``."""
-        step = self._parts.clock.step = engine.step_count + 1
-        weighing, accumulation = engine.weighing, self._parts.accumulation
+    def accumulate(
+        self, batches: Sequence[Any], weights: Sequence[float] | None, weighing: Weighing, check: Check | None
+    ) -> None:
+        """Forward and backward passes of all microbatches of a step."""
+        step = self._parts.clock.step = self._parts.progress.step_count + 1
+        accumulation = self._parts.accumulation
         # Only the last stage has a loss that says what it is the mean of; r must be the same on all.
         each = (
             [weighing.of_batch(batch) or 1.0 for batch in batches]
@@ -83,58 +79,48 @@ class Pipeline:
                 each[microbatch] = weighing.of_loss(loss, batches[microbatch])
             return accumulation.scale_of(each[microbatch])
 
-        if engine.check is not None:
+        if check is not None:
             for batch in batches:
-                engine.check.sees((batch,), {})
+                check.sees((batch,), {})
         runner = _Training(self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1)
-        with engine.discard_on_error():
-            if self._holds:
-                for executor in self._parts.executors:
-                    executor.hold()
-            results = self._executor.run(actions, runner)
-            if self._holds:
-                for executor in self._parts.executors:
-                    executor.let_go()
+        if self._holds:
+            for executor in self._parts.executors:
+                executor.hold()
+        results = self._executor.run(actions, runner)
+        if self._holds:
+            for executor in self._parts.executors:
+                executor.let_go()
         for i, weight in enumerate(each):
             accumulation.count(results.get(i), weight)
-        if engine.check is not None:
-            engine.check.counted(each)
-        self._batches = batches
-        try:
-            result = engine.step()
-        finally:
-            self._batches = ()
-        assert result is not None, "the last microbatch ends the step"
-        return result
+        if check is not None:
+            check.counted(each)
 
-    def look_again(self, engine: "Engine", look: Look) -> None:
+    def look_again(self, batches: Sequence[Any], look: Look) -> None:
         """The forward passes of the running step once more, for ``look``."""
-        for i, batch in enumerate(self._batches):
+        for i, batch in enumerate(batches):
             look.batch(i, batch)
         # Of a kind that was not seen before: absent values are marked in it.
-        kind = f"step {engine.step_count} again"
-        for i, loss in self._forward_only(engine, self._batches, self._loss_of, kind).items():
+        kind = f"step {self._parts.progress.step_count} again"
+        for i, loss in self._forward_only(batches, self._loss_of, kind).items():
             look.loss(i, loss)
 
     # Without gradients -----------------------------------------------------------------------------------------
 
-    def losses(
-        self, engine: "Engine", batches: Iterable[tuple[Any, float]]
-    ) -> Iterator[tuple[Tensor | None, float]]:
+    def losses(self, batches: Iterable[tuple[Any, float]]) -> Iterator[tuple[Tensor | None, float]]:
         """The loss of each batch where this rank knows it; several are under way at a time."""
         pairs = iter(batches)
         while chunk := list(islice(pairs, _CHUNK * self._group.size)):
-            found = self._forward_only(engine, [batch for batch, _ in chunk], self._loss_of)
+            found = self._forward_only([batch for batch, _ in chunk], self._loss_of)
             for i, (_, weight) in enumerate(chunk):
                 yield found.get(i), weight
 
-    def predict(self, engine: "Engine", batches: Sequence[Any]) -> list[Any]:
+    def predict(self, batches: Sequence[Any]) -> list[Any]:
         """What the model returns, on every rank of the pipeline; mappings of a class of its own as dictionaries."""
         if not batches:
             return []
         device = self._parts.device
         found = self._forward_only(
-            engine, batches, lambda root, batch: apply(root, cast_inputs(batch, device, None)), "output"
+            batches, lambda root, batch: apply(root, cast_inputs(batch, device, None)), "output"
         )
         outputs = [self._told(found.get(i), f"output of microbatch {i}") for i in range(len(batches))]
         self._peers.flush()
@@ -163,15 +149,11 @@ class Pipeline:
         return output if index == last else unpack(text, tensors)
 
     def _forward_only(
-        self,
-        engine: "Engine",
-        batches: Sequence[Any],
-        call: Callable[[nn.Module, Any], Any],
-        wants: str = "loss",
+        self, batches: Sequence[Any], call: Callable[[nn.Module, Any], Any], wants: str = "loss"
     ) -> dict[int, Any]:
         lists = forward_lists(self._group.size, len(batches), self._policy)
-        runner = _Forward(self._parts, engine.step_count + 1, batches, call, wants)
-        with torch.no_grad(), engine.discard_on_error():
+        runner = _Forward(self._parts, self._parts.progress.step_count + 1, batches, call, wants)
+        with torch.no_grad():
             return self._executor.run(lists[self._group.index], runner, trains=False)
 
     # Looking at it ---------------------------------------------------------------------------------------------
@@ -252,7 +234,7 @@ class _Forward:
         here, batch = self._stages[stage], self._batches[microbatch]
         here.executor.microbatch = microbatch
         assert here.run is not None, "a stage of a pipeline knows how to run"
-        with self._parts.at(self._step, microbatch, batch):
+        with self._parts.passes.at(self._step, microbatch, batch):
             return here.run(lambda root: self._call(root, batch), received, (self._wants, kind_of(batch)))
 
     def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:

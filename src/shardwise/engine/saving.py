@@ -19,18 +19,18 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, Solo
+from shardwise.checkpoint import Item, Manifest, Piece
 from shardwise.checkpoint.load import Reader
 from shardwise.checkpoint.manifest import TRAINER
-from shardwise.checkpoint.steps import steps_at
 from shardwise.compose.whole import Whole
 from shardwise.engine import saved_tables
 from shardwise.engine.differences import Differences
+from shardwise.engine.loaders import Loaders
 from shardwise.engine.parts import Parts
 from shardwise.engine.saved_state import SavedState
 from shardwise.engine.state import buckets, own_buffers
@@ -40,60 +40,58 @@ from shardwise.plan.registry import TensorInfo
 from shardwise.plan.strict_json import read_object
 from shardwise.plan.unit import Slot
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
-
 _log = logging.getLogger(__name__)
 
 _OURS = ("weight", "buffer", "master")
 
 
-def checkpoints_in(engine: "Engine", parts: Parts, folder: Path) -> Checkpoints:
-    """The one ``Checkpoints`` of a folder."""
-    key = folder.absolute()
-    if key not in parts.checkpoints:
-        peers = parts.world if parts.world.size > 1 else Solo()
-        parts.checkpoints[key] = Checkpoints(key, peers, engine.config.checkpoint)
-    return parts.checkpoints[key]
+class LoadedStep(NamedTuple):
+    """What a load found beside the state."""
+
+    user: dict[str, Any]
+    """What ``save`` was given as ``trainer``."""
+    not_loaded: list[str]
+    """Names that stay as they start."""
 
 
-def save(engine: "Engine", parts: Parts, folder: Path, trainer: dict[str, Any], **options: Any) -> None:
+def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], **options: Any) -> None:
     """See ``Engine.save``."""
-    common, stateless, labels = _agree_on_scalars(engine, parts)
+    progress = parts.progress
+    common, stateless, labels = _agree_on_scalars(parts)
     state = {
-        "step": engine.step_count,
-        "applied": engine.applied_steps,
+        "step": progress.step_count,
+        "applied": progress.applied_steps,
         "groups": parts.optimizer_groups.state(),
-        "best": engine.best,
-        "loaders": [loader.state() for loader in engine.loaders],
+        "best": progress.best,
+        "loaders": loaders.positions(),
         "reference": parts.accumulation.reference,
         "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
         "optimizer": {"common": common[0], "exceptions": common[1]},
-        "layout": {"mesh": str(parts.mesh), "zero_stage": engine.config.zero.stage},
+        "layout": {"mesh": str(parts.mesh), "zero_stage": parts.config.zero.stage},
     }
     of_tables: list[Item] = []
     if parts.tables:
         of_tables, state["tables"] = saved_tables.items_to_save(parts.tables)
     aliases = {e.name: list(e.aliases) for e in parts.whole.parameters.values() if e.aliases}
-    checkpoints_in(engine, parts, folder).save(
-        engine.step_count,
+    parts.folders.at(folder).save(
+        progress.step_count,
         _items_to_save(parts, labels, stateless),
         {"engine": state, "user": trainer},
         aliases=aliases,
         copies=of_tables,
-        best=None if engine.best is None else engine.best[0],
+        best=None if progress.best is None else progress.best[0],
         **options,
     )
 
 
 def load(
-    engine: "Engine",
     parts: Parts,
+    loaders: Loaders,
     folder: Path,
     weights_only: bool,
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
-) -> dict[str, Any] | None:
+) -> LoadedStep | None:
     """See ``Engine.load``. None where the folder holds no step."""
     is_step = (folder / "manifest.json").is_file()
     moments: dict[int, dict[str, Tensor]] = {}
@@ -106,7 +104,7 @@ def load(
         moments.update({} if weights_only else _empty_moments(parts, manifest))
         return _items_to_load(parts, manifest, moments, found)
 
-    checkpoints = checkpoints_in(engine, parts, folder.parent if is_step else folder)
+    checkpoints = parts.folders.at(folder.parent if is_step else folder)
 
     saved = SavedState()
 
@@ -135,19 +133,8 @@ def load(
         for line in found.lines():
             _log.warning("step %d: %s", loaded.step, line)
     if not weights_only:
-        _restore(engine, parts, loaded.trainer.get("engine", {}), loaded.manifest, moments, found)
-    engine.not_loaded = [*found.kept, *found.grown]
-    return dict(saved.user)
-
-
-def start_from_step(engine: "Engine") -> None:
-    """Load the weights of ``init_from`` where that is a checkpoint; all else is as in a fresh run. Collective."""
-    wanted = engine.config.init_from
-    folder = None if wanted is None else steps_at(Path(wanted.path))
-    if wanted is not None and folder is not None:
-        engine.load(folder, weights_only=True, missing=wanted.missing, unexpected=wanted.unexpected)
-        if engine.is_main:
-            _log.info("start weights: those of %s", folder)
+        _restore(parts, loaders, loaded.trainer.get("engine", {}), loaded.manifest, moments, found)
+    return LoadedStep(dict(saved.user), [*found.kept, *found.grown])
 
 
 def compare(
@@ -269,7 +256,7 @@ def _pieces(
 
 
 def _agree_on_scalars(
-    engine: "Engine", parts: Parts
+    parts: Parts,
 ) -> tuple[tuple[dict[str, float], dict[str, dict[str, float]]], frozenset[str], list[str]]:
     """((common scalars, exceptions by name), parameters without state, labels of moments) over all ranks."""
     own: dict[str, dict[str, float] | None] = {}
@@ -280,16 +267,8 @@ def _agree_on_scalars(
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             row = next(row for row in rows if row.start < local + stop - start and local < row.stop)
             own[slot.name] = row.scalars if row.has_state else None
-    answers: list[dict[str, Any]] = [{"scalars": own, "labels": sorted(labels)}]
-    if parts.world.size > 1:
-        parts.saves += 1
-        key = f"engine/{parts.number}/scalars/{parts.saves}"
-        parts.world.post(key, json.dumps(answers[0]))
-        answers = [json.loads(text) for text in parts.world.collect(key, engine.config.checkpoint.timeout_s)]
-        if (
-            parts.world.rank == 0 and parts.saves > 1
-        ):  # whoever posted these has read those of the save before
-            parts.world.forget(f"engine/{parts.number}/scalars/{parts.saves - 1}")
+    mine = json.dumps({"scalars": own, "labels": sorted(labels)})
+    answers: list[dict[str, Any]] = [json.loads(text) for text in parts.folders.exchange("scalars", mine)]
     told: dict[str, dict[str, float] | None] = {}
     for rank, answer in enumerate(answers):
         for name, scalars in answer["scalars"].items():
@@ -373,21 +352,20 @@ def _empty_moments(parts: Parts, manifest: Manifest) -> dict[int, dict[str, Tens
 
 
 def _restore(
-    engine: "Engine",
     parts: Parts,
+    loaders: Loaders,
     state: Mapping[str, Any],
     manifest: Manifest,
     moments: Mapping[int, Mapping[str, Tensor]],
     found: Differences,
 ) -> None:
-    engine.step_count = int(state.get("step", manifest.step))
-    engine.applied_steps = int(state.get("applied", engine.step_count))
+    progress = parts.progress
+    progress.step_count = int(state.get("step", manifest.step))
+    progress.applied_steps = int(state.get("applied", progress.step_count))
     parts.optimizer_groups.load_state(state.get("groups"))
     best = state.get("best")
-    engine.best = None if best is None else (int(best[0]), float(best[1]))
-    engine.loader_states = list(state.get("loaders", []))
-    for loader, position in zip(engine.loaders, engine.loader_states, strict=False):
-        loader.load_state(position)
+    progress.best = None if best is None else (int(best[0]), float(best[1]))
+    loaders.move_to(state.get("loaders", []))
     parts.accumulation.reference = float(state.get("reference", 0.0))
     if parts.loss_scale is not None and state.get("loss_scale"):
         parts.loss_scale.load_state(state["loss_scale"])

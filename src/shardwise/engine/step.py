@@ -17,20 +17,17 @@ Gradients are sums over ranks and microbatches; they are scaled once, by the glo
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
+from shardwise.engine.parts import Parts, Trained
 from shardwise.engine.shared import SharedGradients
 from shardwise.optim.clip import clip_factor, share, square_sum
-from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import CommError
-
-if TYPE_CHECKING:
-    from shardwise.engine.parts import Parts
 
 
 class StepResult(NamedTuple):
@@ -48,13 +45,6 @@ class StepResult(NamedTuple):
     """Summed weights of the microbatches: tokens, samples, or their number."""
     skipped: bool
     """True where a non-finite gradient (fp16 overflow) left the weights as they were."""
-
-
-class Trained(NamedTuple):
-    """A trained bucket and its optimizer."""
-
-    bucket: BucketState
-    optimizer: FlatOptimizer
 
 
 class Local(NamedTuple):
@@ -96,7 +86,7 @@ def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> No
     shared.sum()
 
 
-def exchange(parts: "Parts", local: Local) -> Totals:
+def exchange(parts: Parts, local: Local) -> Totals:
     """Sum over the data-parallel ranks, then over those that share a model."""
     trained, shared, executors, dp = parts.trained, parts.shared, parts.executors, parts.dp
     parts.tables.deliver()
@@ -190,7 +180,7 @@ def gradient_norm(totals: Totals, divisor: float) -> float:
 
 
 def update(
-    parts: "Parts",
+    parts: Parts,
     totals: Totals,
     divisor: float,
     norm: float,

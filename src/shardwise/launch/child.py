@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 
-from shardwise.launch import failure as failures
+import shardwise.launch.failure as failures
 from shardwise.launch.environment import Seat, seat
 
 _PR_SET_PDEATHSIG = 1

@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.launch import failure as failures
+import shardwise.launch.failure as failures
 from shardwise.launch.child import die_with
 from shardwise.launch.environment import LOOPBACK, Job, of_rank
 from shardwise.launch.failure import Failure

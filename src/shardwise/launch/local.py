@@ -30,9 +30,9 @@ from typing import Literal, NamedTuple
 
 from rich.console import Console
 
-from shardwise.launch import failure as failures
-from shardwise.launch import processes as ending
-from shardwise.launch import report
+import shardwise.launch.failure as failures
+import shardwise.launch.processes as ending
+import shardwise.launch.report as report
 from shardwise.launch.environment import LOOPBACK, Job, cores, is_in_job, of_rank
 from shardwise.launch.failure import Failure
 from shardwise.launch.output import Output

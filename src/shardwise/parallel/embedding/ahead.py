@@ -15,7 +15,7 @@ result.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,9 +24,19 @@ from shardwise.plan.ragged import Ragged
 
 if TYPE_CHECKING:
     from shardwise.parallel.embedding.batch import Prepared
-    from shardwise.parallel.embedding.collection import EmbeddingCollection
 
 Features = Mapping[str, Ragged]
+
+
+class Reader(Protocol):
+    """A collection of tables, as far as it reads features."""
+
+    @property
+    def feature_names(self) -> list[str]:
+        """All that it reads."""
+
+    def prepare(self, features: Features) -> "Prepared":
+        """Find the distinct keys and send them where they are needed. Collective."""
 
 
 class PreparedFeatures(Mapping[str, Ragged], Laden):
@@ -37,12 +47,12 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
     readers   the collections that find all their features here
     """
 
-    def __init__(self, features: Features, seen: Features, readers: "Sequence[EmbeddingCollection]"):
+    def __init__(self, features: Features, seen: Features, readers: Sequence[Reader]):
         self._features = features
         self._seen = seen
         self._dtypes = _weight_dtypes(seen)
         self.readers = readers
-        self.prepared: dict[EmbeddingCollection, Prepared] = {}
+        self.prepared: dict[Reader, Prepared] = {}
         """By collection."""
 
     def carried(self) -> "Iterable[Prepared]":
@@ -64,7 +74,7 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
     def __len__(self) -> int:
         return len(self._features)
 
-    def of(self, collection: "EmbeddingCollection") -> "Prepared | None":
+    def of(self, collection: Reader) -> "Prepared | None":
         """What ``collection`` prepared, if it can still be used for these features."""
         prepared = self.prepared.get(collection)
         if prepared is None or prepared.is_learning or _weight_dtypes(self) != self._dtypes:
@@ -100,9 +110,7 @@ class Found:
         return self.batch
 
 
-def find_features(
-    batch: Any, collections: "Sequence[EmbeddingCollection]", cast: Callable[[Features], Features]
-) -> Found:
+def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Features], Features]) -> Found:
     """Every mapping of features in ``batch`` with the collections that find all of theirs in it.
 
     ``cast`` makes of features what the model will hand to its collections.

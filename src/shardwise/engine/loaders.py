@@ -1,0 +1,83 @@
+"""Loaders of one engine: each rank's share of the data, and positions that are saved and loaded with the engine."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardwise.comm.collectives import Group
+from shardwise.config.run import RunConfig
+from shardwise.data.adopt import Collate
+from shardwise.data.evaluation import Weighted, evaluation_batches
+from shardwise.data.loader import Loader
+from shardwise.data.passes import Passes
+from shardwise.plan.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+class Loaders:
+    """Those that an engine made, in order. ``dp``: the ranks that get different samples."""
+
+    def __init__(self, config: RunConfig, dp: Group, microbatches: int) -> None:
+        self._config = config
+        self._dp = dp
+        self._microbatches = microbatches
+        self._made: list[Loader] = []
+        self._positions: list[dict[str, Any]] = []
+        """Of the step that was loaded, also for loaders that are made later."""
+
+    def make(
+        self,
+        data: Any,
+        batch_size: int | None,
+        shuffle: bool,
+        collate_fn: Collate | None,
+        workers: int,
+        epochs: int | None,
+    ) -> Passes:
+        """See ``Engine.loader``."""
+        batch = self._config.batch
+        given = batch_size or getattr(data, "batch_size", None)
+        micro = batch.micro_size or given
+        if micro is None:
+            raise ConfigError(
+                "engine.loader: no batch size; give batch_size=..., bring a DataLoader that has one, or set "
+                "batch.micro_size"
+            )
+        if given is not None and given != micro:
+            _log.info("loader: batches of %d samples a rank, as the configuration says, not %d", micro, given)
+        made = Loader(
+            data,
+            global_batch=micro * self._microbatches * self._dp.size,
+            micro_batch=micro,
+            dp_index=self._dp.index,
+            dp_size=self._dp.size,
+            seed=self._config.train.seed,
+            shuffle=shuffle,
+            collate_fn=collate_fn,
+            workers=workers,
+            epochs=epochs,
+        )
+        place = len(self._made)
+        self._made.append(made)
+        if place < len(self._positions):
+            made.load_state(self._positions[place])
+        return Passes(made, self._microbatches)
+
+    def for_evaluation(
+        self, data: Any, batch_size: int | None, collate_fn: Collate | None, workers: int
+    ) -> Iterator[Weighted]:
+        """See ``Engine.evaluation_loader``."""
+        dp = self._dp
+        micro = batch_size or getattr(data, "batch_size", None) or self._config.batch.micro_size or 1
+        return evaluation_batches(data, dp.index, dp.size, micro, collate_fn=collate_fn, workers=workers)
+
+    def positions(self) -> list[dict[str, Any]]:
+        """Of each, as JSON."""
+        return [loader.state() for loader in self._made]
+
+    def move_to(self, positions: Sequence[dict[str, Any]]) -> None:
+        """Go on at ``positions``, in the order in which loaders are made."""
+        self._positions = list(positions)
+        for loader, position in zip(self._made, self._positions, strict=False):
+            loader.load_state(position)

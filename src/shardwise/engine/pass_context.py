@@ -1,0 +1,64 @@
+"""What stands around every pass of a model: where its random numbers are drawn, and what is looked at on the way.
+
+replay        random numbers belong to the samples' place in the run                           memory/replay.py
+vocabulary    tokens outside the model's are named before a device works on them               vocabulary.py
+own_use       slices are used by their owners alone, in the first passes                       parallel/tensor
+shapes        a first pass over slices that ends in shapes which do not fit is told as a table that does not fit
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.comm.collectives import Clock, Group
+from shardwise.engine.vocabulary import Vocabulary
+from shardwise.memory.replay import Place, Replay
+from shardwise.parallel.tensor.own_use import OwnUse
+from shardwise.plan.errors import PlanError
+from shardwise.plan.pytree import tensors_in
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """Of one engine."""
+
+    dp: Group
+    tp: Group
+    clock: Clock
+    replay: Replay
+    """The microbatch that random numbers are drawn for."""
+    vocabulary: Vocabulary
+    """What the tokens of a batch may be."""
+    own_use: OwnUse
+    """Who uses which slice."""
+
+    @contextmanager
+    def at(self, step: int, microbatch: int, batch: Any) -> Iterator[None]:
+        """Around a pass: random numbers are drawn at its place. Errors: DataError where tokens are outside the model's
+        vocabulary."""
+        place, looked_at = self.place(step, microbatch, batch), self.own_use.looked_at()
+        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at:
+            yield
+
+    def place(self, step: int, microbatch: int, batch: Any) -> Place:
+        """Where the samples of ``batch`` stand in the global batch of ``step``."""
+        rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
+        return Place(step, (microbatch * self.dp.size + self.dp.index) * rows, rows or None)
+
+    @contextmanager
+    def _told_as_cut(self) -> Iterator[None]:
+        """A first pass over slices that ends in shapes which do not fit is most often a table that does not fit."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = " ".join(str(error).split())
+            misfit = any(word in text for word in ("shape", "size", "dimension"))
+            if self.tp.size == 1 or self.clock.steps_done or not misfit:
+                raise
+            raise PlanError(
+                f"tensor: the first pass over tp={self.tp.size} ranks ended with: {text}. Where the same "
+                "pass runs with mesh.tp: 1, a module counts heads or features in attributes that its table does not "
+                "divide: name them in its row, as in tensor.table: {'layers.*.attention': 'num_heads'}, keep the "
+                "module whole with 'replicate', or set mesh.tp: 1"
+            ) from error
