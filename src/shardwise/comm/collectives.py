@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.equality import are_equal, terms
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
 from shardwise.comm.watch import Watch
@@ -231,6 +232,12 @@ class Group:
         if self.transport is None:
             return DONE
         return self._run("all_reduce", purpose, tensor, what, lambda t, s: t.all_reduce(tensor, s, what))
+
+    def all_equal(self, number: int, what: str, device: torch.device | None = None) -> bool:
+        """Whether every rank brings the same 64-bit ``number``: exact, and one answer on all (comm/equality.py)."""
+        sums = torch.tensor(terms(number), dtype=torch.int64, device=device)
+        self.all_reduce(sums, what, purpose="control").wait()
+        return are_equal(self.size, sums.tolist())
 
     def broadcast(self, tensor: Tensor, root: int, what: str, purpose: Purpose = "control") -> Pending:
         """``tensor`` becomes that of the rank with index ``root``."""

@@ -1,0 +1,30 @@
+"""Do all ranks hold the same number? Exactly, by sums alone, so that the answer rides in any all-reduce.
+
+A number x travels as pairs (p, p²) for its 16-bit pieces p. By Cauchy and Schwarz, over n ranks
+
+    n Σ p² = (Σ p)²        if and only if all ranks hold the same p
+
+Both sums are whole numbers below n·2³², so that float64 holds them exactly up to 2²¹ ranks (two million), int64 up to
+2³¹; the two sides are compared as Python's integers.
+
+Cost: two numbers for every 16 bits.
+"""
+
+from collections.abc import Sequence
+
+_PIECE_BITS = 16
+_MASK = (1 << _PIECE_BITS) - 1
+
+
+def terms(number: int, bits: int = 64) -> list[int]:
+    """What to sum over the ranks for the lowest ``bits`` of ``number``."""
+    pieces = [number >> shift & _MASK for shift in range(0, bits, _PIECE_BITS)]
+    return [term for piece in pieces for term in (piece, piece * piece)]
+
+
+def are_equal(ranks: int, sums: Sequence[float]) -> bool:
+    """Whether all ``ranks`` held the same number; ``sums`` are those of their ``terms``. The same answer on each."""
+    totals = [int(total) for total in sums]
+    return all(
+        ranks * squares == total * total for total, squares in zip(totals[::2], totals[1::2], strict=True)
+    )
