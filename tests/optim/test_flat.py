@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, optim
 
-from shardwise.optim.flat import FlatOptimizer, from_policy, from_torch, moments_of
+from shardwise.optim.flat import FlatOptimizer, from_policy, from_torch, moment_names
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.plan.errors import UsageError
 
@@ -201,14 +201,65 @@ def test_gradients_of_another_dtype() -> None:
 
 
 def test_moments_are_known_before_the_first_step() -> None:
-    assert moments_of(OptimizerPolicy(type="adamw")) == ("exp_avg", "exp_avg_sq")
-    assert moments_of(OptimizerPolicy(type="sgd")) == ()
-    assert moments_of(OptimizerPolicy(type="sgd", momentum=0.9)) == ("momentum_buffer",)
+    def names(**policy: Any) -> tuple[str, ...]:
+        return moment_names(from_policy(OptimizerPolicy(**policy)))
+
+    assert names(type="adamw") == ("exp_avg", "exp_avg_sq")
+    assert names(type="sgd") == ()
+    assert names(type="sgd", momentum=0.9) == ("momentum_buffer",)
+    assert moment_names(from_torch(OPTIMIZERS["rmsprop"]([torch.zeros(1)]))) == (
+        "square_avg",
+        "momentum_buffer",
+        "grad_avg",
+    )
+
+
+def bits(tensor: Tensor) -> list[int]:
+    return tensor.view(torch.int64 if tensor.itemsize == 8 else torch.int32).tolist()
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "fused adamw", "fused sgd", "nesterov"])
+def test_state_made_at_build_is_what_the_first_step_would_make(name: str) -> None:
+    """To the bit: weights, moments and single numbers, in the first steps and where all gradients are -0."""
+    policies = {
+        "fused adamw": OptimizerPolicy(type="adamw", lr=0.1),
+        "fused sgd": OptimizerPolicy(type="sgd", lr=0.1, momentum=0.9),
+        "nesterov": OptimizerPolicy(type="sgd", lr=0.1, momentum=0.9, nesterov=True),
+    }
+    make = from_policy(policies[name]) if name in policies else from_torch(OPTIMIZERS[name]([torch.zeros(1)]))
+    start = torch.tensor([0.0, -0.0, 1.0, -3.0])
+    plain, master = start.clone(), start.clone()
+    truth, flat = make([plain], 0), FlatOptimizer(master, make, 0)
+    moments = [tensor for *_, tensor in flat.moments()]
+    assert moments, "they are there before the first step"
+    for gradient in ([-0.0, -0.0, 0.0, -0.0], [0.3, -0.2, 1e-30, 7.0], [-1.0, 0.0, 2.0, 0.1]):
+        plain.grad = torch.tensor(gradient)
+        truth.step()
+        flat.step(torch.tensor(gradient), 1.0, AS_MADE)
+        assert bits(master) == bits(plain)
+        assert {label: bits(tensor) for label, _, _, tensor in flat.moments()} == {
+            label: bits(value) for label, value in truth.state[plain].items() if value.dim() == 1
+        }
+        (row,) = flat.scalars()
+        assert row.scalars == {k: float(v) for k, v in truth.state[plain].items() if v.dim() == 0}
+    assert {id(tensor) for *_, tensor in flat.moments()} == {id(tensor) for tensor in moments}
+
+
+def test_a_part_that_was_never_stepped_has_no_state_to_save() -> None:
+    flat = FlatOptimizer(torch.zeros(4), from_policy(OptimizerPolicy()), 0)
+    assert [row.has_state for row in flat.scalars()] == [False]
+    flat.step(torch.ones(4), 1.0, AS_MADE, [(1, 3)])
+    assert [row.has_state for row in flat.scalars()] == [True, False, True]
+    held = {label: torch.full((4,), 9.0) for label in ("exp_avg", "exp_avg_sq")}
+    flat.restore(held, [(1, {"step": 1.0}), (3, None), (4, {"step": 1.0})])
+    assert [row.has_state for row in flat.scalars()] == [True, False, True]
+    assert held["exp_avg"].tolist() == [9.0, 0.0, 0.0, 9.0], "it starts anew, in the memory of the others"
+    assert flat.state_bytes == 2 * 4 * 4
 
 
 def test_state_bytes() -> None:
     flat = FlatOptimizer(torch.zeros(10), from_policy(OptimizerPolicy()), 0)
-    assert flat.state_bytes == 0
+    assert flat.state_bytes == 2 * 10 * 4
     flat.step(torch.ones(10), 1.0, AS_MADE)
     assert flat.state_bytes == 2 * 10 * 4
 

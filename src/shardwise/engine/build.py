@@ -49,7 +49,7 @@ from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
 from shardwise.models.initial import Rule
-from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moments_of
+from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moment_names
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.own_use import OwnUse
@@ -199,7 +199,8 @@ def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elemen
     if given is None:
         policy = settings.optimizer
         groups = OptimizerGroups(policy, settings.schedule)
-        return _Recipe(from_policy(policy), policy.group_of, moments_of(policy), groups)
+        make = from_policy(policy)
+        return _Recipe(make, policy.group_of, moment_names(make), groups)
     if "optimizer" in settings.model_fields_set:
         raise ConfigError(
             "optimizer: given in the configuration and as an argument of initialize(); keep one"
@@ -218,7 +219,8 @@ def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elemen
             "them, or set requires_grad = False on those that shall not train"
         )
     groups = OptimizerGroups(settings.optimizer, settings.schedule, given)
-    return _Recipe(from_torch(given, elementwise), by_name.__getitem__, (), groups)
+    make = from_torch(given, elementwise)
+    return _Recipe(make, by_name.__getitem__, moment_names(make, len(given.param_groups)), groups)
 
 
 # The whole model ---------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import check_mesh, choices_for, tables_of
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
-from shardwise.optim.flat import moments_of
+from shardwise.optim.flat import from_policy, moment_names
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.modules import repeated_blocks
 from shardwise.plan.errors import CheckpointError
@@ -86,7 +86,7 @@ def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) 
 
 def _plan(model: nn.Module, settings: RunConfig, mesh: Mesh, rank: int, notes: tuple[str, ...]) -> Plan:
     check_mesh(model, mesh)
-    policy, moments = settings.optimizer, moments_of(settings.optimizer)
+    policy, moments = settings.optimizer, moment_names(from_policy(settings.optimizer))
     whole = describe(model)
     units = names_of_units(model, settings.zero)
     chosen(repeated_blocks(model) or units, settings.recompute)

@@ -8,6 +8,11 @@ torch skips a parameter without a gradient, and its step count (Adam's bias corr
 starts as one segment; where a parameter got no gradient on any rank, the segment is split around it, state and all, as
 views of the same memory. Split pieces have step counts of their own from then on.
 
+[Note: state at build]
+torch makes a parameter's state in its first step, when memory is tightest and nobody has counted on it. Here the same
+code of torch's makes it when the optimizer is built, so that the moments stand in the ledger before anything runs; the
+numbers are those of a first step. A parameter that was never stepped has no state in a checkpoint all the same.
+
 Scaling: gradients arrive as sums; ``divisor`` (weights summed, loss scale, clipping) is applied inside the fused kernel
 where that is exact enough (its scalar is fp32), else in a pass of its own.
 """
@@ -39,7 +44,6 @@ _ELEMENTWISE = (
     optim.Rprop,
 )
 _CLASSES = {"adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD}
-_MOMENTS = {"Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
 
 
 class Segment(NamedTuple):
@@ -48,6 +52,8 @@ class Segment(NamedTuple):
     start: int
     stop: int
     leaf: Tensor
+    is_stepped: bool = False
+    """Whether its state is worth saving. [Note: state at build]"""
 
 
 class Scalars(NamedTuple):
@@ -63,13 +69,6 @@ def from_policy(policy: OptimizerPolicy) -> Make:
     """torch's fused Adam, AdamW or SGD with the policy's groups."""
     options = policy.options()
     return lambda tensors, group: _CLASSES[policy.type](tensors, fused=True, **options[group])
-
-
-def moments_of(policy: OptimizerPolicy) -> tuple[str, ...]:
-    """Names of the moments that the optimizer will keep."""
-    if policy.type == "sgd":
-        return ("momentum_buffer",) if policy.momentum else ()
-    return _MOMENTS["Adam"]
 
 
 def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
@@ -99,6 +98,41 @@ def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
     return make
 
 
+def make_state(optimizer: optim.Optimizer) -> None:
+    """The state that the first step would make. [Note: state at build]
+
+    Left to that step: where a class of the user's has no ``_init_group``, and SGD's momentum with dampening, which
+    begins with the whole first gradient.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, optim.SGD):
+            for leaf in group["params"] if group["momentum"] and not group["dampening"] else ():
+                # -0, and not 0, is what leaves every first gradient as it is, -0 among them.
+                optimizer.state[leaf]["momentum_buffer"] = torch.full_like(leaf, -0.0)
+            continue
+        make = getattr(optimizer, "_init_group", None)
+        if make is None:
+            continue
+        for leaf in group["params"]:
+            leaf.grad = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand_as(leaf)
+        make(group, *([] for _ in list(inspect.signature(make).parameters)[1:]))
+        for leaf in group["params"]:
+            leaf.grad = None
+
+
+def moment_names(make: Make, groups: int = 1) -> tuple[str, ...]:
+    """Names of the moments that optimizers made by ``make`` keep from build on, in any of its ``groups``."""
+    found: dict[str, None] = {}
+    for group in range(groups):
+        probe = torch.zeros(1)
+        optimizer = make([probe], group)
+        make_state(optimizer)
+        for label, value in optimizer.state.get(probe, {}).items():
+            if isinstance(value, Tensor) and value.dim() == 1:
+                found[label] = None
+    return tuple(found)
+
+
 class FlatOptimizer:
     """The optimizer of one bucket's owned range."""
 
@@ -107,6 +141,9 @@ class FlatOptimizer:
         self._optimizer = make([self._segments[0].leaf], group)
         self._group = group
         self._remake = lambda leaf: make([leaf], group)
+        # Adagrad has made its state already, and saves it.
+        self._segments[0] = self._segments[0]._replace(is_stepped=bool(self._optimizer.state))
+        make_state(self._optimizer)
         self._divides = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False)) and (
             master.dtype == torch.float32
         )
@@ -130,9 +167,10 @@ class FlatOptimizer:
             self._optimizer.found_inf = torch.zeros((), device=grad.device)  # type: ignore[attr-defined]
         elif divisor != 1.0:
             grad.mul_(1.0 / divisor)
-        for start, stop, leaf in self._segments:
+        for place, (start, stop, leaf, is_stepped) in enumerate(self._segments):
             is_unused = any(first <= start and stop <= last for first, last in unused)
             leaf.grad = None if is_unused else grad[start:stop]
+            self._segments[place] = Segment(start, stop, leaf, is_stepped or not is_unused)
         self._optimizer.step()
         for segment in self._segments:
             segment.leaf.grad = None
@@ -146,7 +184,7 @@ class FlatOptimizer:
 
     def moments(self) -> Iterator[tuple[str, int, int, Tensor]]:
         """(label, start, stop, tensor) of every moment, by segment."""
-        for start, stop, leaf in self._segments:
+        for start, stop, leaf, _ in self._segments:
             for label, value in self._optimizer.state.get(leaf, {}).items():
                 if isinstance(value, Tensor) and value.dim() == 1:
                     yield label, start, stop, value
@@ -154,14 +192,14 @@ class FlatOptimizer:
     def scalars(self) -> list["Scalars"]:
         """Step counts and other single numbers by segment."""
         rows = []
-        for start, stop, leaf in self._segments:
+        for start, stop, leaf, is_stepped in self._segments:
             state = self._optimizer.state.get(leaf, {})
             numbers = {
                 label: float(value)
                 for label, value in state.items()
                 if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
             }
-            rows.append(Scalars(start, stop, numbers, bool(state)))
+            rows.append(Scalars(start, stop, numbers, is_stepped and bool(state)))
         return rows
 
     def restore(
@@ -184,12 +222,16 @@ class FlatOptimizer:
         self._segments, start = [], 0
         for stop, scalars in merged:
             leaf = whole[start:stop].detach()
-            self._segments.append(Segment(start, stop, leaf))
+            self._segments.append(Segment(start, stop, leaf, scalars is not None))
+            held = {label: flat[start:stop] for label, flat in moments.items()}
             if scalars is not None:
                 state = {label: _like(kinds.get(label), value) for label, value in scalars.items()}
-                self._optimizer.state[leaf] = state | {
-                    label: flat[start:stop] for label, flat in moments.items()
-                }
+                self._optimizer.state[leaf] = state | held
+            else:
+                state = self._fresh_state(leaf)
+                for label in held.keys() & state.keys():
+                    state[label] = held[label].copy_(state[label])
+                self._optimizer.state[leaf] = state
             start = stop
         self._optimizer.param_groups[0]["params"] = [segment.leaf for segment in self._segments]
 
@@ -202,22 +244,28 @@ class FlatOptimizer:
         optimizer.step()
         return dict(optimizer.state.get(probe, {}))
 
+    def _fresh_state(self, leaf: Tensor) -> dict[str, Any]:
+        """That of a part which was never stepped."""
+        optimizer = self._remake(leaf)
+        make_state(optimizer)
+        return dict(optimizer.state.get(leaf, {}))
+
     def _split_around(self, start: int, stop: int) -> None:
         """Make [start, stop) a segment of its own. [Note: segments]"""
-        for place, (first, last, leaf) in enumerate(self._segments):
+        for place, (first, last, leaf, is_stepped) in enumerate(self._segments):
             if first <= start and stop <= last:
                 if (first, last) == (start, stop):
                     return
                 cuts = [(a, b) for a, b in ((first, start), (start, stop), (stop, last)) if a < b]
-                pieces = [Segment(a, b, leaf[a - first : b - first].detach()) for a, b in cuts]
+                pieces = [Segment(a, b, leaf[a - first : b - first].detach(), is_stepped) for a, b in cuts]
                 state = self._optimizer.state.pop(leaf, None)
                 if state:
-                    for a, b, piece in pieces:
+                    for a, b, piece, _ in pieces:
                         self._optimizer.state[piece] = _cut_state(state, a - first, b - first)
                 self._segments[place : place + 1] = pieces
                 self._optimizer.param_groups[0]["params"] = [segment.leaf for segment in self._segments]
                 return
-        for first, last, _ in self._segments:  # the range spans segments that were split before
+        for first, last, *_ in self._segments:  # the range spans segments that were split before
             if start < last and first < stop:
                 self._split_around(max(start, first), min(stop, last))
 
