@@ -23,7 +23,7 @@ def drafted(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: 
     group_of = more.pop("group_of", lambda name: 0)
     mesh, zero = mesh or Mesh(dp_shard=4), ZeroPolicy(stage=stage, **more)  # type: ignore[arg-type]
     whole, moments = describe(model), ["exp_avg", "exp_avg_sq"]
-    registry = register(whole, strategy_of(zero, mesh), precision, moments)
+    registry = register(whole, mesh, strategy_of(zero, mesh), precision, moments)
     units = names_of_units(model, zero)
     return draft(model, whole, registry, mesh, zero, precision, units, group_of, moments)
 
@@ -118,3 +118,12 @@ def test_models_may_name_their_units() -> None:
 
     assert [unit.name for unit in drafted(Named()).plan.units] == ["", "first", "last"]
     assert [unit.name for unit in drafted(Named(), units=["blocks.0"]).plan.units] == ["", "blocks.0"]
+
+
+def test_nobody_said_how_gradients_lie_on_tp() -> None:
+    """The description of the slices is missing: without the check each rank would train on its own addends."""
+    mesh, zero = Mesh(dp_shard=2, tp=2), ZeroPolicy(stage=2)
+    with pytest.raises(
+        PlanError, match="is trained, and nobody said how its gradient lies on the axis 'tp' of 2"
+    ):
+        register(describe(Net()), mesh, strategy_of(zero, mesh), PrecisionPolicy(), [])

@@ -14,7 +14,7 @@ def info(kind: str, label: str = "", **more: object) -> TensorInfo:
 
 
 def test_a_tensor_is_registered_once() -> None:
-    registry = Registry()
+    registry = Registry(Mesh())
     registry.add(info("parameter"))
     registry.add(info("moment", "exp_avg"))
     registry.add(info("moment", "exp_avg_sq"))
@@ -27,10 +27,27 @@ def test_a_tensor_is_registered_once() -> None:
         registry.get("master", "w")
 
 
-def test_a_gradient_must_say_how_it_is_reduced() -> None:
-    with pytest.raises(PlanError, match="nobody would know how to reduce it"):
-        Registry().add(info("gradient"))
-    Registry().add(info("gradient", grad_placement={"dp_shard": Partial()}))
+@pytest.mark.parametrize(
+    ("mesh", "said", "unsaid"),
+    [
+        (Mesh(dp_shard=2), {}, "dp_shard"),
+        (Mesh(dp_shard=2), {"tp": Replicate()}, "dp_shard"),
+        (Mesh(dp_replicate=2, dp_shard=2), {"dp_shard": Partial()}, "dp_replicate"),
+        (Mesh(dp_shard=2, tp=2), {"dp_shard": Partial()}, "tp"),
+        (Mesh(cp=2), {"dp_shard": Partial(), "dp_replicate": Partial()}, "cp"),
+        (Mesh(dp_shard=2), {"dp_shard": Partial()}, None),
+        (Mesh(pp=2), {}, None),
+        (Mesh(), {}, None),
+    ],
+    ids=str,
+)
+def test_a_trained_tensor_says_how_its_gradient_lies(mesh: Mesh, said: object, unsaid: str | None) -> None:
+    gradient = info("gradient", grad_placement=said)
+    if unsaid is None:
+        Registry(mesh).add(gradient)
+    else:
+        with pytest.raises(PlanError, match=f"'w' is trained, .* on the axis '{unsaid}'"):
+            Registry(mesh).add(gradient)
 
 
 def test_bytes_and_cut_axes_follow_from_placements() -> None:
@@ -39,4 +56,4 @@ def test_bytes_and_cut_axes_follow_from_placements() -> None:
     assert cut.elements == 32
     assert cut.bytes_on_rank(mesh) == 32 * 4 / 4
     assert info("master").bytes_on_rank(mesh) == 32 * 4
-    assert Registry().cut_axes(cut) == ("dp_shard",)
+    assert Registry(mesh).cut_axes(cut) == ("dp_shard",)

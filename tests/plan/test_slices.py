@@ -25,8 +25,8 @@ def slices(
     where: dict[str, Placement],
     gradient: dict[str, Placement] | None = None,
 ) -> list[Slices]:
-    registry = Registry()
-    gradient = {"dp_shard": P} | (gradient or {})
+    registry = Registry(mesh)
+    gradient = {axis: where.get(axis, R) for axis in mesh.model_axes} | {"dp_shard": P} | (gradient or {})
     for kind in ("parameter", "gradient"):
         registry.add(TensorInfo("w", shape, torch.float32, kind, where, gradient))  # type: ignore[arg-type]
     return [Slices(registry, mesh, rank) for rank in range(mesh.world_size)]

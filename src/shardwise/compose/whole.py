@@ -18,6 +18,7 @@ from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.modules import check_memory, holdings
 from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import Strategy
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, PerRank, Replicate
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.precision.policy import PrecisionPolicy
@@ -79,13 +80,14 @@ def describe(model: nn.Module) -> Whole:
 
 def register(
     whole: Whole,
+    mesh: Mesh,
     strategy: Strategy,
     precision: PrecisionPolicy,
     moments: Sequence[str],
 ) -> Registry:
     """Every persistent tensor with its place on every axis."""
-    registry = Registry()
-    addends = dict.fromkeys(layout.AXES, Partial())
+    registry = Registry(mesh)
+    addends = dict.fromkeys(strategy.axes, Partial())
     for name, shape, dtype, trained, aliases in whole.parameters.values():
         dtypes = precision.dtypes(name, dtype)
         place = whole.places.get(name)
@@ -119,6 +121,6 @@ def register(
             )
     for name, (shape, dtype, _) in whole.buffers.items():
         # Statistics follow the batches of their rank, and nobody promises more of any other buffer.
-        own = dict.fromkeys(layout.AXES, PerRank())
+        own = dict.fromkeys(strategy.axes, PerRank())
         registry.add(TensorInfo(name, shape, dtype, "buffer", own, stages=whole.stages.get(name, (0,))))
     return registry

@@ -301,7 +301,7 @@ def _share(
         call,
         site.world.device,
     )
-    registry = register(whole, strategy_of(settings.zero, mesh), settings.precision, recipe.moments)
+    registry = register(whole, mesh, strategy_of(settings.zero, mesh), settings.precision, recipe.moments)
     tables = take_over(model, settings, site.world, groups["dp"], site.clock)
     register_tables(registry, tables)
     return _Share(whole, units, to_recompute, replay, stages, registry, tables)

@@ -97,7 +97,7 @@ def _plan(model: nn.Module, settings: RunConfig, mesh: Mesh, rank: int, notes: t
     drafts = []
     for module, _ in stages.values():
         strategy = layout.strategy_of(settings.zero, mesh)
-        registry = register(whole, strategy, settings.precision, moments)
+        registry = register(whole, mesh, strategy, settings.precision, moments)
         drafts.append(
             draft(
                 module,

@@ -66,9 +66,14 @@ class TensorInfo:
 
 
 class Registry:
-    """Tensors by (kind, label, name); refuses a second registration and a parameter without a gradient placement."""
+    """Tensors by (kind, label, name), placed on ``mesh``.
 
-    def __init__(self) -> None:
+    It refuses a second registration, and a trained tensor of whose gradient nobody has said how it lies, before it is
+    reduced, on an axis with more than one rank: there it would be summed nowhere, or twice.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self._tensors: dict[tuple[str, str, str], TensorInfo] = {}
 
     def add(self, info: TensorInfo) -> None:
@@ -76,11 +81,22 @@ class Registry:
         key = (info.kind, info.label, info.name)
         if key in self._tensors:
             raise PlanError(f"registry: {info.kind} {info.name!r} is registered twice")
-        if info.kind == "gradient" and not info.grad_placement:
-            raise PlanError(
-                f"registry: gradient of {info.name!r} has no grad_placement: nobody would know how to reduce it"
-            )
+        if info.kind == "gradient":
+            self._check_gradient(info)
         self._tensors[key] = info
+
+    def _check_gradient(self, info: TensorInfo) -> None:
+        unsaid = [
+            axis
+            for axis in self.mesh.stage_axes
+            if self.mesh.size(axis) > 1 and axis not in info.grad_placement
+        ]
+        if unsaid:
+            raise PlanError(
+                f"registry: {info.name!r} is trained, and nobody said how its gradient lies on the axis {unsaid[0]!r} "
+                f"of {self.mesh.size(unsaid[0])} ranks before it is reduced (grad_placement): Partial where every rank "
+                "holds an addend, Replicate where all hold the sum, Shard where each holds that of its own slice"
+            )
 
     def get(self, kind: Kind, name: str, label: str = "") -> TensorInfo:
         """The tensor of that kind and name."""
