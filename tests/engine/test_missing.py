@@ -203,6 +203,18 @@ def test_init_from_a_checkpoint_takes_weights_alone(saved: Path) -> None:
     assert not any(row.has_state for _, optimizer in engine._parts.trained for row in optimizer.scalars())
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_refused_start_gives_the_model_back(saved: Path, stage: int) -> None:
+    """The hooks and views of an engine that nobody has stayed on it."""
+    model, hooks = Net("head", 2, 7), Net("head", 2, 7)._forward_pre_hooks
+    config = {"precision": "fp64", "zero": {"stage": stage}, "init_from": {"path": str(saved)}}
+    with pytest.raises(MismatchError, match="head.weight"):
+        shardwise.initialize(model, config)
+    assert model._forward_pre_hooks == hooks
+    wanted = Net("head", 2, 7).state_dict()
+    assert all(tensor.equal(wanted[name]) for name, tensor in model.state_dict().items())
+
+
 def test_init_from_a_file_may_lack_a_head(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And brings the buffers that it has."""
     file = str(saved / "step_00000002" / "model")

@@ -61,7 +61,7 @@ from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.modules import Holding, check_renormalized, repeated_blocks
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.parallel.zero.views import absent
-from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, UsageError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.registry import Registry
 from shardwise.plan.slices import Slices
@@ -154,13 +154,22 @@ def initialize(
 
 
 def _start_from_step(engine: Engine) -> None:
-    """Load the weights of ``init_from`` where that is a checkpoint; all else is as in a fresh run. Collective."""
+    """Load the weights of ``init_from`` where that is a checkpoint; all else is as in a fresh run. Collective. Where it
+    is refused, the model is the user's again."""
     wanted = engine.config.init_from
     folder = None if wanted is None else steps_at(Path(wanted.path))
-    if wanted is not None and folder is not None:
+    if wanted is None or folder is None:
+        return
+    try:
         engine.load(folder, weights_only=True, missing=wanted.missing, unexpected=wanted.unexpected)
+    except (DamagedError, MismatchError, UsageError) as error:  # alike on all ranks: they can close together
+        refused = error
+    else:
         if engine.is_main:
             _log.info("start weights: those of %s", folder)
+        return
+    engine.close()
+    raise refused
 
 
 # World and configuration -------------------------------------------------------------------------------------------
