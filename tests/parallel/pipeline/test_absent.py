@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.parallel.pipeline.cut import cut
+from shardwise.parallel.pipeline.cut import cut, kind_of
 from shardwise.plan.errors import PlanError
 from tests.parallel.pipeline.chain import forward_backward
 from tests.parallel.pipeline.ordinary import Doubled
@@ -336,6 +336,31 @@ def test_later_passes_of_a_kind_are_plain_and_other_shapes_are_watched() -> None
         stage.run(lambda model, tokens=tokens: model(tokens), received[:, : tokens.shape[1]])
     assert [kind.__name__ for kind in seen] == ["Absent", "Tensor", "Absent"]
     assert not stage.module.blocks[2]._forward_hooks and not stage.module.blocks[2]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("values", [(0, 1), (0.0, 0.5), ("no", "yes"), ({"sink": 0}, {"sink": 2})])
+def test_another_number_may_be_another_path(values: tuple[Any, Any]) -> None:
+    """It was one kind with every other number, so a side loss that a flag switched on lacked blocks, unseen."""
+
+    class Switched(Net):
+        def forward(self, tokens: Tensor, flag: Any) -> Any:
+            is_on = any(flag.values()) if isinstance(flag, dict) else flag not in (0, "no")
+            sink: list[Tensor] = []
+            x = self.begin(tokens)
+            for block in self.blocks:
+                x = block(x, sink if is_on else None)
+            return self.end(x) + sum(y.square().mean() for y in sink)
+
+    stages = cut(Switched().double(), ("blocks.2",), [0, 1])
+
+    def step(flag: Any) -> None:
+        for stage in stages.values():
+            received = None if stage.stage == 0 else torch.randn(2, 4, WIDTH, dtype=torch.float64)
+            stage.run(lambda model: model(TOKENS, flag), received, kind_of(flag))
+
+    step(values[0])
+    with pytest.raises(PlanError, match="adds to a list that block"):
+        step(values[1])
 
 
 def test_the_exceptions_of_a_model_itself_stay_what_they_are() -> None:

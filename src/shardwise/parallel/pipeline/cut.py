@@ -17,7 +17,8 @@ counted; ``check_cut`` compares with the uncut model. It has to come as a list o
 Tied parameters whose names lie on several stages are a Parameter on each.
 
 Cost: a stand-in for a block costs a call; NaN fillers in front of the first block one elementwise pass at most. Of a
-pass whose kind was seen before nothing is marked, counted or hooked: it costs a look at the shapes.
+pass whose kind was seen before nothing is marked, counted or hooked: it costs a look at the shapes. A whole number in
+the batch that is another in each step makes each pass the first of a kind: give it as a tensor.
 """
 
 import contextlib
@@ -50,6 +51,7 @@ from shardwise.plan.policy import nearest
 from shardwise.plan.pytree import tensors_in
 
 _ROWS = (nn.ModuleList, nn.Sequential, Layers)
+_KINDS = 1000
 _LIST = "or give the model as a list of layers (shardwise.parallel.pipeline.layers.Layers)"
 
 
@@ -66,7 +68,8 @@ class StageModule:
         self._relay = relay
         self._blocks = list(blocks)
         self._seen: dict[Hashable, bool] = {}
-        """Kinds of passes that were watched, and whether the model writes into outputs of blocks in place."""
+        """Kinds of passes that were watched, the latest of them, and whether the model writes into outputs of blocks in
+        place."""
 
     @property
     def is_last(self) -> bool:
@@ -89,6 +92,8 @@ class StageModule:
             finally:
                 self._relay.clear()
         else:
+            if len(self._seen) >= _KINDS:  # numbers that count steps
+                self._seen.clear()
             result, self._seen[kind] = self._watched(call, received)
         return result
 
@@ -242,15 +247,18 @@ class _Blocks(contextlib.AbstractContextManager["_Blocks"]):
 
 
 def kind_of(value: Any) -> Hashable:
-    """What the course of a pass may depend on in what it is given: shapes, dtypes, structure, words and numbers."""
+    """What the course of a pass may depend on in what it is given: shapes, dtypes, structure, words, whole numbers, and
+    whether a fraction is zero."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, Mapping):
         return tuple((str(key), kind_of(each)) for key, each in value.items())
     if isinstance(value, tuple | list):
         return tuple(kind_of(each) for each in value)
-    if isinstance(value, bool | str | None):
+    if isinstance(value, int | str | None):
         return value
+    if isinstance(value, float):
+        return float, value == 0
     return type(value), tuple(kind_of(each) for each in tensors_in(value))
 
 
