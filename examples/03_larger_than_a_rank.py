@@ -41,8 +41,8 @@ def main() -> None:
         if rank == 0:
             print(f"{sum(p.numel() for p in parameters.values()):,} parameters, gathered to look at")
     if rank == 0:
-        for kind, size in engine.state_bytes().items():
-            print(f"  {kind:8} {size / 1024:7.0f} KiB on this rank")
+        for row, size in engine.state_bytes().items():
+            print(f"  {row:9} {size / 1024:7.0f} KiB on this rank")
 
 
 if __name__ == "__main__":

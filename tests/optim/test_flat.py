@@ -254,14 +254,14 @@ def test_a_part_that_was_never_stepped_has_no_state_to_save() -> None:
     flat.restore(held, [(1, {"step": 1.0}), (3, None), (4, {"step": 1.0})])
     assert [row.has_state for row in flat.scalars()] == [True, False, True]
     assert held["exp_avg"].tolist() == [9.0, 0.0, 0.0, 9.0], "it starts anew, in the memory of the others"
-    assert flat.state_bytes == 2 * 4 * 4
+    assert flat.count_bytes() == 2 * 4 * 4
 
 
-def test_state_bytes() -> None:
+def test_bytes_of_the_moments() -> None:
     flat = FlatOptimizer(torch.zeros(10), from_policy(OptimizerPolicy()), 0)
-    assert flat.state_bytes == 2 * 10 * 4
+    assert flat.count_bytes() == 2 * 10 * 4
     flat.step(torch.ones(10), 1.0, AS_MADE)
-    assert flat.state_bytes == 2 * 10 * 4
+    assert flat.count_bytes() == 2 * 10 * 4
 
 
 def test_a_started_optimizer_is_refused() -> None:

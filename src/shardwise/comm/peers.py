@@ -307,6 +307,11 @@ class SharedMemoryWire:
         self._broken = ""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's own memory."""
+        return RING.file_bytes
+
+    @property
     def is_sending(self) -> bool:
         """Whether something has not found room yet."""
         return bool(self._queue)

@@ -111,6 +111,11 @@ class SharedMemoryTransport:
         self._theirs: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's own memory."""
+        return self._layout.file_bytes
+
     def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
         """``output[r]`` becomes rank r's ``shard``, which may lie in ``output`` already."""
         size = self._layout.ranks

@@ -164,6 +164,12 @@ class World:
         """The thread of a lane: one for all engines, for they share its transports."""
         return self._threads.setdefault(lane, JobThread(f"shardwise-{lane}"))
 
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory that this rank brought to its transports and channels."""
+        every = (*self._transports.values(), *self._wires.values())
+        return sum(getattr(each, "nbytes", 0) for each in every)
+
     def transports(self) -> str:
         """What carries the collectives between ranks, in words."""
         kinds = {type(each) for each in self._transports.values()}

@@ -45,6 +45,7 @@ from shardwise.engine.start_weights import StartWeights, start_weights, take_ran
 from shardwise.engine.tables import Tables, check_mesh, register_tables, take_over
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.memory.absent import withhold
+from shardwise.memory.ledger import Ledger
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
@@ -179,7 +180,9 @@ def _site(world: World, config: RunConfig) -> Site:
     settings, mesh, _ = resolve(config, world.size, world.device.type)
     clock, traffic = world.clock(settings.comm), Traffic()
     groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
-    return Site(world, settings, mesh, groups, clock, traffic)
+    ledger = Ledger()
+    ledger.take("rings", "transports", lambda: world.ring_bytes)
+    return Site(world, settings, mesh, groups, clock, traffic, ledger)
 
 
 # Optimizer ---------------------------------------------------------------------------------------------------------
@@ -363,11 +366,15 @@ def _bucket_context(drawn: Draft, site: Site) -> BucketContext:
     holds = not zero.reshard_after_forward and groups["pp"].size > 1
     shares = zero.reuse_buffers and not holds
     spare = int(zero.prefetch_units) if shares else _NEVER_SHARES
+    weights, gradients = SlotPool(device, spare, zero.debug), SlotPool(device, 0, zero.debug)
+    site.ledger.take("gathered", "slots of weights", lambda: weights.bytes)
+    site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
     return BucketContext.of(
         strategy=drawn.strategy,
         group_over=lambda axes: groups[site.mesh.name_of(axes)],
-        weights=SlotPool(device, spare, zero.debug),
-        gradients=SlotPool(device, 0, zero.debug),
+        weights=weights,
+        gradients=gradients,
+        ledger=site.ledger,
         device=device,
     )
 
@@ -489,6 +496,11 @@ def _parts(
         slices,
         lambda kin: world.groups_among(kin, "shared", settings.comm, site.clock, site.traffic),
     )
+    trained = [Trained(bucket, recipe.optimizer_of(bucket)) for _, bucket in owned]
+    for bucket, made in trained:
+        site.ledger.take("moments", bucket.what, made.count_bytes)
+    if share.tables:
+        site.ledger.take("tables", "rows and their moments", lambda: share.tables.nbytes)
     # Of the whole model: a stage without fp16 of its own scales and skips with the others.
     half = any(
         entry.trained and settings.precision.dtypes(entry.name, entry.dtype).compute == torch.float16
@@ -501,7 +513,7 @@ def _parts(
         whole=share.whole,
         slices=slices,
         stages=stages,
-        trained=[Trained(bucket, recipe.optimizer_of(bucket)) for _, bucket in owned],
+        trained=trained,
         shared=shared,
         tables=share.tables,
         loss_scale=loss_scale,

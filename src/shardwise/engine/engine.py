@@ -44,6 +44,7 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.step import Local, StepResult, Totals, exchange, gradient_norm, update
 from shardwise.engine.weighing import Weighing
+from shardwise.memory.ledger import PREDICTED
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
@@ -529,8 +530,14 @@ class Engine:
         return self._accumulation.reference
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of model state on this rank, counted on the buffers."""
-        return state.bytes_by_kind(self._parts)
+        """Bytes of model state on this rank by row of the ledger (memory/ledger.py): ``weights``, ``gradients``,
+        ``master``, ``moments``, ``tables``. Gradients as they are at the end of a step's backward pass."""
+        held = self._parts.site.ledger.bytes_by_row()
+        return {row: held[row] for row in PREDICTED if row in held}
+
+    def held_bytes(self) -> dict[str, int]:
+        """All memory of the engine that outlives one operation, by row: model state and what it moves through."""
+        return {str(row): size for row, size in self._parts.site.ledger.bytes_by_row().items()}
 
     @property
     def tables(self) -> dict[str, EmbeddingCollection]:

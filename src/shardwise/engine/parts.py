@@ -19,6 +19,7 @@ from shardwise.engine.original import Original
 from shardwise.engine.pass_context import PassContext
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.tables import Tables
+from shardwise.memory.ledger import Ledger
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.zero.bucket import BucketState
@@ -42,6 +43,8 @@ class Site(NamedTuple):
     """By axis: "dp", "dp_shard", "dp_replicate", "tp", "pp", "model" and "world"."""
     clock: Clock
     traffic: Traffic
+    ledger: Ledger
+    """Who holds how many bytes."""
     notes: tuple[str, ...] = ()
     """For the Plan."""
 

@@ -27,23 +27,6 @@ def buckets(parts: Parts) -> list[BucketState]:
     return [bucket for executor in parts.executors for state in executor.states for bucket in state.buckets]
 
 
-def bytes_by_kind(parts: Parts) -> dict[str, int]:
-    """Bytes of weights, gradients, masters, moments and embedding tables on this rank; shared memory counts once.
-
-    Gradients as they are at the end of a step's backward pass; between steps they take none.
-    """
-    total = {"weight": 0, "grad": 0, "master": 0, "moments": 0}
-    if parts.tables:
-        total["tables"] = parts.tables.nbytes
-    for bucket in buckets(parts):
-        total["weight"] += bucket.weight.shard.nbytes
-        total["grad"] += bucket.gradient.elements * bucket.dtypes.grad.itemsize
-        master = bucket.weight.master
-        total["master"] += 0 if master is None or bucket.weight.shares_master else master.nbytes
-    total["moments"] = sum(optimizer.state_bytes for _, optimizer in parts.trained)
-    return total
-
-
 def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
     """What was summed over ranks and microbatches, by ``divisor``, by name."""
     finish_reductions(parts.trained, parts.shared)

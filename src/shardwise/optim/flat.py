@@ -177,8 +177,7 @@ class FlatOptimizer:
         if self._divides:
             self._optimizer.grad_scale = self._optimizer.found_inf = None  # type: ignore[attr-defined]
 
-    @property
-    def state_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """Bytes of the moments."""
         return sum(tensor.nbytes for _, _, _, tensor in self.moments())
 

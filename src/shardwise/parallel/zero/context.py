@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.collectives import Group
+from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
 from shardwise.plan.lists import Strategy
 from shardwise.plan.unit import Bucket
@@ -29,6 +30,7 @@ class BucketContext:
     """Slots of unsharded weights."""
     gradients: SlotPool
     """Staging memory of gradients."""
+    ledger: Ledger
     device: torch.device
 
     @classmethod
@@ -38,12 +40,13 @@ class BucketContext:
         group_over: Callable[[Sequence[str]], Group],
         weights: SlotPool,
         gradients: SlotPool,
+        ledger: Ledger,
         device: torch.device,
     ) -> "BucketContext":
         """That of buckets which lie as ``strategy`` says. ``group_over``: the group of some axes together."""
         outer, inner = strategy.axes
         shard, replicate, both = (group_over(axes) for axes in ((inner,), (outer,), (outer, inner)))
-        return cls(strategy, shard, replicate, both, weights, gradients, device)
+        return cls(strategy, shard, replicate, both, weights, gradients, ledger, device)
 
     @property
     def owned_range(self) -> tuple[int, int]:

@@ -81,6 +81,8 @@ class Gradient:
         """Whether the running microbatch is the only one of its sum. Every rank must say the same, also one on which
         nothing has come before: it is what decides how the gradient travels."""
         self._around = around
+        if layout.key.trained:
+            around.ledger.take("gradients", what, self.elements * dtypes.grad.itemsize, "step")
         self._buffer: Tensor | None = None
         self._holds_earlier = False
         """Whether the buffer holds the sum of earlier microbatches of the step."""

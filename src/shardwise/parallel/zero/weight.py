@@ -90,6 +90,9 @@ class Weight:
             else:
                 elements = piece if strategy.cuts_master else layout.elements
                 self.master = torch.zeros(elements, dtype=dtypes.master, device=around.device)
+        around.ledger.take("weights", what, self.shard.nbytes)
+        if self.master is not None and not self.shares_master:
+            around.ledger.take("master", what, self.master.nbytes)
         self._full: Tensor | None = None if self.has_window else self.shard
         self._gathering: Pending = DONE
         self._summoned_versions: list[int] = []

@@ -1,0 +1,58 @@
+"""The ledger: how many bytes this rank holds, by row. Whoever makes memory that outlives one operation takes it here.
+
+    row         what                                             lives
+    weights     what a rank keeps of the parameters              as long as the engine
+    master      what the optimizer updates, where it is another  as long as the engine
+    moments     the optimizer's                                  as long as the engine
+    tables      rows of embedding tables and their moments       as long as the engine; grows
+    gradients   the buffers of their sums                        from the first gradient of a step to its end
+    gathered    slots of unsharded weights                       as long as the engine; made in the first pass
+    staging     slots that a pass's gradients come into          as long as the engine; made in the first pass
+    rings       memory between ranks of one host                 as long as the ranks; shared by their engines
+
+The Plan predicts the first five (``PREDICTED``) to the byte. Memory that two rows could claim (a master that is the
+weight itself, or a range of it) stands under the first.
+
+Cost: one entry per holder, nothing per step.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+Row = Literal["weights", "gradients", "master", "moments", "tables", "gathered", "staging", "rings"]
+ROWS: tuple[Row, ...] = get_args(Row)
+PREDICTED: tuple[Row, ...] = ("weights", "gradients", "master", "moments", "tables")
+"""The rows that the Plan knows before anything is made."""
+
+Lifetime = Literal["engine", "step"]
+"""``step``: from the first gradient of a step to its end."""
+
+
+class Holding(NamedTuple):
+    """What one holder took."""
+
+    row: Row
+    owner: str
+    lifetime: Lifetime
+    size: Callable[[], int]
+    """Its bytes now; of what lives for a step, its bytes at the end of the backward pass."""
+
+
+class Ledger:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self.holdings: list[Holding] = []
+
+    def take(
+        self, row: Row, owner: str, held: int | Callable[[], int], lifetime: Lifetime = "engine"
+    ) -> None:
+        """``owner`` holds so many bytes, or as many as it says when it is asked: of memory that grows."""
+        self.holdings.append(Holding(row, owner, lifetime, held if callable(held) else lambda: held))
+
+    def bytes_by_row(self) -> dict[Row, int]:
+        """Bytes of every row that somebody took, in the order of the table above."""
+        total: dict[Row, int] = {}
+        for holding in self.holdings:
+            total[holding.row] = total.get(holding.row, 0) + holding.size()
+        return {row: total[row] for row in ROWS if row in total}
