@@ -26,6 +26,7 @@ Cost: one exchange of four numbers a rank and step, beside the keys. Memory: ``d
 """
 
 import contextlib
+import logging
 import threading
 import time
 import zlib
@@ -48,6 +49,7 @@ from shardwise.plan.errors import CommError, DataError, UsageError
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.words import named_ranks
 
+_log = logging.getLogger(__name__)
 _PATIENCE_S = 10.0
 """For work in hand, at the end; it is longer only where another rank does not answer."""
 _HAS_STEP, _HAS_NONE, _FAILED = 0, 1, 2
@@ -349,6 +351,35 @@ class Ahead(Iterator[Any]):
             + ". Every rank must bring batches of one structure, where a feature has no keys with empty lists "
             "(Ragged.of_lists)"
         )
+
+
+class AheadMaker:
+    """Makes the ``Ahead`` of one engine."""
+
+    def __init__(self, parts: Parts, on_step: list[Callable[..., None]]) -> None:
+        self._parts = parts
+        self._on_step = on_step
+        self._told_of_depth = False
+
+    def over(self, steps: Iterable[Any] | Loader, depth: int | None, lanes: Lanes | None) -> Ahead:
+        """See ``Engine.ahead``."""
+        depth = self._parts.config.tables.prefetch_steps if depth is None else depth
+        return Ahead(self._parts, self._on_step, steps, self._depth_here(depth), lanes)
+
+    def _depth_here(self, depth: int) -> int:
+        """0 where two threads would drive two NCCL communicators: NCCL wants their work in one order on all ranks."""
+        world = self._parts.world
+        if depth <= 0 or not self._parts.tables or world.backend != "nccl" or world.size == 1:
+            return depth
+        if not self._told_of_depth:
+            _log.info(
+                "keys: 0 steps ahead instead of %d: NCCL wants the messages of keys and of vectors in one order on all "
+                "%d accelerators, and has not been measured yet with a thread for each",
+                depth,
+                world.size,
+            )
+        self._told_of_depth = True
+        return 0
 
 
 def keep_for(stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:

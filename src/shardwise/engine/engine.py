@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +24,24 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Clock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.compose.draft import full_step
 from shardwise.data.adopt import Collate
 from shardwise.data.evaluation import Weighted
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
-from shardwise.engine import saving, state
-from shardwise.engine.ahead import Ahead
+from shardwise.engine import metrics, state, views
+from shardwise.engine.ahead import Ahead, AheadMaker
 from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.check import Check
 from shardwise.engine.fingerprint import Fingerprint
 from shardwise.engine.held import Held
 from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
 from shardwise.engine.loaders import Loaders
-from shardwise.engine.model_calls import ModelCalls
 from shardwise.engine.nonfinite import Look, origin
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.saves import Saves
 from shardwise.engine.step import Local, StepResult, Totals, exchange, gradient_norm, update
 from shardwise.engine.weighing import Weighing
-from shardwise.memory.ledger import PREDICTED
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
@@ -90,18 +87,14 @@ class Engine:
         self._first_batches: Fingerprint | None = Fingerprint()
         self._passes: list[Any] = []
         self._loss_tolerance = loss_tolerance(parts, parts.config)
-        self._told_of_depth = False
-        self._model_calls = ModelCalls(parts)
+        self._ahead = AheadMaker(parts, self.on_step)
         self.check = check
         """Of the first step of a cut model; None after it."""
-        self.not_loaded: list[str] = []
-        """Names that the last ``load`` left as they start (``missing``)."""
-        self.is_closed = False
-        """After ``close``."""
-        held = Held(parts.mesh, parts.progress, self.close, self._before_pass)
-        self._held = parts.model.register_forward_pre_hook(held, prepend=True)
-        parts.optimizer_groups.hold()
+        self._held = Held(parts, self.close, self._before_pass)
         self._loaders = Loaders(parts.config, parts.dp, parts.accumulation.microbatches)
+        self._saves = Saves(parts, self._loaders)
+        self._stop_wanted = False
+        self._stop_seen = False
 
     @property
     def step_count(self) -> int:
@@ -117,6 +110,16 @@ class Engine:
     def best(self) -> tuple[int, float] | None:
         """(step, score) of the best step that was saved with a score."""
         return self._parts.progress.best
+
+    @property
+    def not_loaded(self) -> list[str]:
+        """Names that the last ``load`` left as they start (``missing``)."""
+        return self._saves.not_loaded
+
+    @property
+    def is_closed(self) -> bool:
+        """After ``close``."""
+        return self._held.is_over
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -163,7 +166,7 @@ class Engine:
         count alike (``batch.weigh_by``). A rank without data runs any batch with weight 0.
         Errors: UsageError where ``loss`` is not one number.
         """
-        self._check_open("backward")
+        self._held.check("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"backward: expected a loss of one number, given {shape}; take its mean or sum")
@@ -290,23 +293,7 @@ class Engine:
         batches, so also those of an evaluation. ``lanes`` records what ran when. Between accelerators (NCCL) nothing
         goes ahead.
         """
-        depth = self.config.tables.prefetch_steps if depth is None else depth
-        return Ahead(self._parts, self.on_step, steps, self._depth_here(depth), lanes)
-
-    def _depth_here(self, depth: int) -> int:
-        """0 where two threads would drive two NCCL communicators: NCCL wants their work in one order on all ranks."""
-        world = self.world
-        if depth <= 0 or not self.tables or world.backend != "nccl" or world.size == 1:
-            return depth
-        if not self._told_of_depth:
-            _log.info(
-                "keys: 0 steps ahead instead of %d: NCCL wants the messages of keys and of vectors in one order on all "
-                "%d accelerators, and has not been measured yet with a thread for each",
-                depth,
-                world.size,
-            )
-        self._told_of_depth = True
-        return 0
+        return self._ahead.over(steps, depth, lanes)
 
     def _close_step(self, totals: Totals, norm: float, lr: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
@@ -471,18 +458,7 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """The Plan, its Actions in the order that the ranks follow now."""
-        parts = self._parts
-        if self._pipeline is not None:
-            return self._pipeline.plan()
-        plan, executor = parts.stages[0].plan, parts.executors[0]
-        actions = full_step(
-            plan.units,
-            parts.strategy,
-            self._accumulation.microbatches,
-            executor.brackets,
-            executor.prefetch_units,
-        )
-        return replace(plan, actions={"all": actions})
+        return views.plan(self._parts, self._pipeline)
 
     @property
     def traffic(self) -> Traffic:
@@ -499,10 +475,7 @@ class Engine:
 
         Predicted: the schedule with the median seconds of each stage's passes, as if messages took no time.
         """
-        if self._pipeline is None:
-            return None
-        measured = self._pipeline.timeline()
-        return self._pipeline.predicted(measured), measured
+        return views.timeline(self._pipeline)
 
     @property
     def departures(self) -> list[str]:
@@ -512,11 +485,7 @@ class Engine:
     @property
     def graph_breaks(self) -> dict[str, int]:
         """With ``compile: blocks``: graph breaks in this process so far, by reason. None is what to aim at."""
-        if self.config.compile.scope == "none":
-            return {}
-        from torch._dynamo.utils import counters  # heavy, and needed by runs that compile alone
-
-        return dict(counters["graph_break"])
+        return views.graph_breaks(self.config)
 
     @property
     def lr(self) -> float:
@@ -532,8 +501,7 @@ class Engine:
     def state_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank by row of the ledger (memory/ledger.py): ``weights``, ``gradients``,
         ``master``, ``moments``, ``tables``. Gradients as they are at the end of a step's backward pass."""
-        held = self._parts.site.ledger.bytes_by_row()
-        return {row: held[row] for row in PREDICTED if row in held}
+        return views.state_bytes(self._parts)
 
     def held_bytes(self) -> dict[str, int]:
         """All memory of the engine that outlives one operation, by row: model state and what it moves through."""
@@ -551,25 +519,17 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients by name after the last backward of a step and before ``step()``: means, as the optimizer
         sees them before clipping. Collective; parameters that no rank used are left out."""
-        step = self._accumulation
-        if not step.is_complete:
-            raise UsageError(
-                f"gradients: {step.done} of {step.microbatches} microbatches have run; call it after the last backward "
-                "and before step()"
-            )
-        weight = torch.tensor([step.weight], dtype=torch.float64, device=self._parts.device)
-        self._parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()
-        return state.gradients(self._parts, step.divisor_of(float(weight)))
+        return views.gradients(self._parts)
 
     def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """A context in which every parameter is whole; with ``write`` it may be edited, alike on all ranks."""
-        self._check_open("full_parameters")
+        self._held.check("full_parameters")
         return state.full_parameters(self._parts, write)
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context for many passes without gradients: the weights that this rank computes with are gathered once.
         Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes."""
-        self._check_open("gathered")
+        self._held.check("gathered")
         return state.summoned_parameters(self._parts)
 
     def state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
@@ -594,23 +554,7 @@ class Engine:
         For models with a ``save_pretrained`` of their own, which the first rank calls with the whole state;
         ``options`` go to it.
         """
-        save = getattr(self.module, "save_pretrained", None)
-        if save is None:
-            raise UsageError(
-                f"save_pretrained: a {type(self.module).__name__} has none of its own, as models of transformers do; "
-                "save engine.state_dict(), or call engine.save(directory)"
-            )
-        whole = self.state_dict()
-        failed = None
-        if self.world.rank == 0:
-            try:
-                save(str(folder), state_dict=whole, **options)
-            except Exception as error:
-                failed = error
-        if self.agree(failed is not None) and failed is None:
-            raise UsageError(f"save_pretrained: rank 0 could not write {folder}; its own error says why")
-        if failed is not None:
-            raise failed
+        views.save_pretrained(self._parts, folder, options)
 
     def train(self, mode: bool = True) -> "Engine":
         """The model's training mode."""
@@ -625,9 +569,6 @@ class Engine:
 
     # Stopping together -----------------------------------------------------------------------------------------
 
-    _stop_wanted = False
-    _stop_seen = False
-
     def request_stop(self) -> None:
         """Ask all ranks to stop after the running step; safe in a signal handler."""
         self._stop_wanted = True
@@ -639,9 +580,7 @@ class Engine:
 
     def agree(self, flag: bool) -> bool:
         """True on all ranks where it is true on any. Collective."""
-        vote = torch.tensor([float(flag)], dtype=torch.float64, device=self._parts.device)
-        self._parts.groups["world"].all_reduce(vote, "a vote", purpose="control").wait()
-        return bool(vote.item() > 0)
+        return metrics.agree(self._parts, flag)
 
     # Data ------------------------------------------------------------------------------------------------------
 
@@ -710,19 +649,12 @@ class Engine:
         rows count, as ``evaluation_loader`` says; what only fills up is left out. Several tensors give a tuple.
         Collective. Errors: UsageError where there are fewer rows than ``samples``.
         """
-        found = tuple(state.gather_rows(self._parts, value, samples) for value in values)
+        found = tuple(metrics.gather_rows(self._parts.dp, self.device, value, samples) for value in values)
         return found[0] if len(found) == 1 else found
 
     def __repr__(self) -> str:
         """The mesh and the model in a few lines; ``print(engine.plan)`` shows the whole Plan."""
-        trained = sum(info.elements for info in self.plan.registry.of_kind("master"))
-        every = sum(info.elements for info in self.plan.registry.of_kind("parameter"))
-        held = sum(self.state_bytes().values())
-        return (
-            f"shardwise.Engine({type(self.module).__name__}: {every:,} parameters, {trained:,} trained; "
-            f"mesh {self._parts.mesh}, ZeRO-{self.config.zero.stage}; rank {self.world.rank} of {self.world.size} on "
-            f"{self.device}, {held:,} bytes of model state; {self.step_count} steps done)"
-        )
+        return views.in_words(self._parts)
 
     # Saving ----------------------------------------------------------------------------------------------------
 
@@ -744,16 +676,11 @@ class Engine:
         whatever ``checkpoint.keep_last`` says, also after a resume.
         Errors: CheckpointError where `checkpoint.tolerate_failures` saves and one more failed in a row.
         """
-        if score is not None and self.is_best(score, higher_is_better):
-            self._parts.progress.best = (self.step_count, float(score))
-        options = {"asynchronous": asynchronous, "texts": texts}
-        saving.save(self._parts, self._loaders, Path(directory), dict(trainer or {}), **options)
+        self._saves.save(directory, trainer, score, higher_is_better, asynchronous=asynchronous, texts=texts)
 
     def is_best(self, score: float, higher_is_better: bool = False) -> bool:
         """Whether ``score`` is better than that of every step saved with one so far; NaN never is."""
-        if self.best is None:
-            return score == score
-        return score > self.best[1] if higher_is_better else score < self.best[1]
+        return self._saves.is_best(score, higher_is_better)
 
     def load(
         self,
@@ -774,11 +701,7 @@ class Engine:
         Errors: MismatchError names the first tensors that differ, or a pattern that matches nothing; DamagedError the
         damaged file and tensor.
         """
-        loaded = saving.load(self._parts, self._loaders, Path(directory), weights_only, missing, unexpected)
-        if loaded is None:
-            return None
-        self.not_loaded = loaded.not_loaded
-        return loaded.user
+        return self._saves.load(directory, weights_only, missing, unexpected)
 
     def wait_for_save(self) -> None:
         """Return when a save that runs behind training is committed; raises what went wrong with it."""
@@ -800,34 +723,14 @@ class Engine:
         if self._accumulation.done:  # its gradients would stay on the model
             self.discard()
         self.check = None
-        self._model_calls.remove()
-        self._parts.passes.own_use.end()
-        self._parts.optimizer_groups.release()
-        for executor in self._parts.executors:
-            executor.remove_hooks()
-        for stage in self._parts.stages:
-            for handle in stage.handles:
-                handle.remove()
         self._pending.clear()
-        self.is_closed = True
-        if self._parts.groups["model"].size == 1:  # what was cut stays cut, and says so
-            self._parts.original.put_back()
-            self._held.remove()
-        if whole and sys.exc_info()[0] is None:
-            state.give_back(self._parts)
+        self._held.give_back(whole and sys.exc_info()[0] is None)
         if self.world.ends_with_engine:
             self.world.release()
 
     def _before_pass(self) -> None:
         if self.check is not None:
             self.check.meets_the_cut_model()
-
-    def _check_open(self, call: str) -> None:
-        if self.is_closed:
-            raise UsageError(
-                f"{call}: this engine is closed (by close(), or because initialize() was called again on its model); "
-                "use the engine that has the model now, or the model itself"
-            )
 
     @contextmanager
     def _discard_on_error(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""Which engine has a model: a hook on the model's root knows it.
+"""What an engine keeps on a model while it has it, and how it gives the model back: a hook on the root that knows whose
+the model is, hooks on calls that scripts make by habit (model_calls.py), and a hold on the user's optimizer.
 
 A cell of a notebook runs twice, and ``initialize`` meets a model whose parameters are an engine's views already. The
 engine before is closed then, which makes the weights whole again, where this rank holds whole weights: a model that was
@@ -11,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.parts import Progress
+from shardwise.engine import state
+from shardwise.engine.model_calls import ModelCalls
+from shardwise.engine.parts import Parts, Progress
 from shardwise.plan.errors import UsageError
 from shardwise.plan.mesh import Mesh
 
@@ -19,8 +22,44 @@ _log = logging.getLogger(__name__)
 
 
 class Held:
-    """A forward pre-hook, before all others, of an engine on ``mesh``. ``close`` ends that engine; ``before_pass`` is
-    called whenever the model is."""
+    """Of one engine. ``close`` ends that engine; ``before_pass`` is called whenever the model is."""
+
+    def __init__(self, parts: Parts, close: Callable[[], None], before_pass: Callable[[], None]) -> None:
+        self._parts = parts
+        self._calls = ModelCalls(parts)
+        owner = _Owner(parts.mesh, parts.progress, close, before_pass)
+        self._owner = parts.model.register_forward_pre_hook(owner, prepend=True)
+        self.is_over = False
+        """After ``give_back``."""
+        parts.optimizer_groups.hold()
+
+    def check(self, call: str) -> None:
+        """Errors: UsageError where the model was given back."""
+        if self.is_over:
+            raise UsageError(
+                f"{call}: this engine is closed (by close(), or because initialize() was called again on its model); "
+                "use the engine that has the model now, or the model itself"
+            )
+
+    def give_back(self, whole: bool) -> None:
+        """See ``Engine.close``. Collective where ``whole``."""
+        parts, self.is_over = self._parts, True
+        self._calls.remove()
+        parts.passes.own_use.end()
+        parts.optimizer_groups.release()
+        for stage in parts.stages:
+            stage.executor.remove_hooks()
+            for handle in stage.handles:
+                handle.remove()
+        if parts.groups["model"].size == 1:  # what was cut stays cut, and its owner says so
+            parts.original.put_back()
+            self._owner.remove()
+        if whole:
+            state.give_back(parts)
+
+
+class _Owner:
+    """A forward pre-hook, before all others."""
 
     def __init__(
         self, mesh: Mesh, progress: Progress, close: Callable[[], None], before_pass: Callable[[], None]
@@ -31,13 +70,13 @@ class Held:
         self._before_pass = before_pass
 
     def __deepcopy__(self, memo: Any) -> Callable[[nn.Module, Any], None]:
-        return nobodys
+        return _nobodys
 
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         self._before_pass()
 
 
-def nobodys(module: nn.Module, arguments: Any) -> None:
+def _nobodys(module: nn.Module, arguments: Any) -> None:
     """What stands in a copy of the model, which no engine has."""
 
 
@@ -47,7 +86,7 @@ def take_back(model: nn.Module) -> None:
     Errors: UsageError where the model was cut and cannot be made whole.
     """
     for hook in list(model._forward_pre_hooks.values()):
-        if not isinstance(hook, Held):
+        if not isinstance(hook, _Owner):
             continue
         if hook.mesh.tp > 1 or hook.mesh.pp > 1:
             raise UsageError(

@@ -241,30 +241,3 @@ def _take(parts: Parts, name: str, full: Tensor, piece: Tensor) -> None:
     """Write this rank's part of ``full`` into ``piece``."""
     for theirs, mine in parts.slices.views(parts.registry.get("parameter", name), full, piece):
         mine.copy_(theirs)
-
-
-def gather_rows(parts: Parts, value: Tensor, samples: int | None) -> Tensor:
-    """See ``Engine.gather_metrics``. Rows travel as bytes, padded to the most that a rank has."""
-    own = value.detach().to(parts.device)
-    own = own.reshape(1) if own.dim() == 0 else own
-    if samples is not None:
-        if samples > len(own):
-            raise UsageError(
-                f"gather_metrics: {samples} samples shall count, but the tensor has {len(own)} rows"
-            )
-        own = own[:samples]
-    dp = parts.dp
-    if dp.size == 1:
-        return own.clone()
-    counts = torch.zeros(dp.size, dtype=torch.float64, device=parts.device)
-    counts[dp.index] = len(own)
-    dp.all_reduce(counts, "rows of metrics", purpose="control").wait()
-    rows = [int(count) for count in counts.tolist()]
-    if not any(rows):
-        return own.clone()
-    padded = own.new_zeros(max(rows), *own.shape[1:])
-    padded[: len(own)] = own
-    every = padded.new_empty(dp.size, *padded.shape)
-    sent, received = (each.reshape(-1).view(torch.uint8) for each in (padded, every))
-    dp.all_gather(received, sent, "metrics", purpose="control").wait()
-    return torch.cat([every[index, :count] for index, count in enumerate(rows)])

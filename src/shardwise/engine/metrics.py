@@ -1,0 +1,41 @@
+"""What ranks tell one another around a loop: votes, and rows of metrics."""
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Group
+from shardwise.engine.parts import Parts
+from shardwise.plan.errors import UsageError
+
+
+def agree(parts: Parts, flag: bool) -> bool:
+    """See ``Engine.agree``."""
+    vote = torch.tensor([float(flag)], dtype=torch.float64, device=parts.device)
+    parts.groups["world"].all_reduce(vote, "a vote", purpose="control").wait()
+    return bool(vote.item() > 0)
+
+
+def gather_rows(dp: Group, device: torch.device, value: Tensor, samples: int | None) -> Tensor:
+    """See ``Engine.gather_metrics``. Rows travel as bytes, padded to the most that a rank has."""
+    own = value.detach().to(device)
+    own = own.reshape(1) if own.dim() == 0 else own
+    if samples is not None:
+        if samples > len(own):
+            raise UsageError(
+                f"gather_metrics: {samples} samples shall count, but the tensor has {len(own)} rows"
+            )
+        own = own[:samples]
+    if dp.size == 1:
+        return own.clone()
+    counts = torch.zeros(dp.size, dtype=torch.float64, device=device)
+    counts[dp.index] = len(own)
+    dp.all_reduce(counts, "rows of metrics", purpose="control").wait()
+    rows = [int(count) for count in counts.tolist()]
+    if not any(rows):
+        return own.clone()
+    padded = own.new_zeros(max(rows), *own.shape[1:])
+    padded[: len(own)] = own
+    every = padded.new_empty(dp.size, *padded.shape)
+    sent, received = (each.reshape(-1).view(torch.uint8) for each in (padded, every))
+    dp.all_gather(received, sent, "metrics", purpose="control").wait()
+    return torch.cat([every[index, :count] for index, count in enumerate(rows)])

@@ -1,0 +1,49 @@
+"""Saves: the steps that one engine saves and loads, and which of them was the best."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.engine import saving
+from shardwise.engine.loaders import Loaders
+from shardwise.engine.parts import Parts
+
+
+class Saves:
+    """Of one engine."""
+
+    def __init__(self, parts: Parts, loaders: Loaders) -> None:
+        self._parts = parts
+        self._loaders = loaders
+        self.not_loaded: list[str] = []
+        """See ``Engine.not_loaded``."""
+
+    def save(
+        self,
+        directory: str | Path,
+        trainer: Mapping[str, Any] | None,
+        score: float | None,
+        higher_is_better: bool,
+        **options: Any,
+    ) -> None:
+        """See ``Engine.save``."""
+        if score is not None and self.is_best(score, higher_is_better):
+            self._parts.progress.best = (self._parts.progress.step_count, float(score))
+        saving.save(self._parts, self._loaders, Path(directory), dict(trainer or {}), **options)
+
+    def is_best(self, score: float, higher_is_better: bool) -> bool:
+        """See ``Engine.is_best``."""
+        best = self._parts.progress.best
+        if best is None:
+            return score == score
+        return score > best[1] if higher_is_better else score < best[1]
+
+    def load(
+        self, directory: str | Path, weights_only: bool, missing: Sequence[str], unexpected: Sequence[str]
+    ) -> dict[str, Any] | None:
+        """See ``Engine.load``."""
+        loaded = saving.load(self._parts, self._loaders, Path(directory), weights_only, missing, unexpected)
+        if loaded is None:
+            return None
+        self.not_loaded = loaded.not_loaded
+        return loaded.user
