@@ -8,6 +8,8 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardwise"
 FILES = sorted(SOURCE.rglob("*.py"))
+DOUBLES = {"Found", "Holding", "Run", "Span", "Stretch", "Vectors", "_Hook"}
+"""Class names that still stand twice."""
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 
@@ -118,3 +120,15 @@ def test_no_modules_import_one_another() -> None:
     modules = {named(file) for file in FILES}
     found = circles({named(file): edges(file, modules) for file in FILES})
     assert not found, "each line: a module, and what it imports of the circle\n" + "\n".join(map(str, found))
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    """One word, one thing: who reads a name in an error or a trace finds one class of that name."""
+    homes: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in nodes(file):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+    doubles = {name: found for name, found in homes.items() if len(found) > 1 and name not in DOUBLES}
+    assert not doubles
+    assert all(len(homes.get(name, ())) > 1 for name in DOUBLES), "strike from DOUBLES what is single again"

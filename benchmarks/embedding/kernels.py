@@ -26,6 +26,7 @@ from torch import Tensor
 from zipf import zipf
 
 from shardwise.kernels import philox
+from shardwise.kernels.initializers import Normal, Uniform
 from shardwise.kernels.tables import pooling, row_optimizers, unique
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.row_rules import (
@@ -38,7 +39,7 @@ from shardwise.kernels.tables.row_rules import (
     Sgd,
 )
 from shardwise.kernels.tables.slab import reserve
-from shardwise.kernels.tables.start_rows import Normal, Uniform, start_rows
+from shardwise.kernels.tables.start_rows import start_rows
 
 FEATURES, SAMPLES = 26, 4096
 VOCABULARY = 10_000_000
@@ -156,11 +157,11 @@ def index_rows(size: int) -> Iterator[Row]:
 def start_row_rows() -> Iterator[Row]:
     keys, key = torch.arange(1 << 16), philox.key_of(0, "table")
     few = keys[:512]
-    for law in (Uniform(-0.1, 0.1), Normal(0.0, 0.1)):
+    for initializer in (Uniform(-0.1, 0.1), Normal(0.1)):
         yield Row(
-            f"first rows of width 16, {type(law).__name__}",
+            f"first rows of width 16, {type(initializer).__name__}",
             len(keys),
-            lambda law=law: start_rows(key, keys, 16, law),  # type: ignore[misc]
+            lambda initializer=initializer: start_rows(key, keys, 16, initializer),  # type: ignore[misc]
             None,
         )
     yield Row(

@@ -1,4 +1,4 @@
-"""Keys of a power law, and the start rows that all contenders share."""
+"""Keys of a power initializer, and the start rows that all contenders share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import philox
-from shardwise.kernels.tables.start_rows import Uniform, start_rows
+from shardwise.kernels.initializers import Uniform
+from shardwise.kernels.tables.start_rows import start_rows
 
 EXPONENT = 1.05
 BOUND = 0.05

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Group
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.rotary import angles
-from shardwise.models.layers import Attention, Block, RmsNorm, SwiGlu
+from shardwise.models.layers import Attention, RmsNorm, SwiGlu, TransformerBlock
 from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
 from shardwise.parallel.tensor.region import Region
 
@@ -82,7 +82,7 @@ def block_of(shape: Shape, tp: int, *, ours: bool) -> nn.Module:
     if ours:
         mix.qkv, mix.out = cut(mix.qkv, "column", "qkv"), cut(mix.out, "row", "out")  # type: ignore[assignment]
         mlp.gate_up, mlp.down = cut(mlp.gate_up, "column", "gate_up"), cut(mlp.down, "row", "down")  # type: ignore[assignment]
-    return Block(RmsNorm(shape.width, eps=1e-5), mix, RmsNorm(shape.width, eps=1e-5), mlp)
+    return TransformerBlock(RmsNorm(shape.width, eps=1e-5), mix, RmsNorm(shape.width, eps=1e-5), mlp)
 
 
 def both_ways(module: nn.Module, x: Tensor, *rest: Any) -> Callable[[], None]:

@@ -34,7 +34,7 @@ from workload import build_model
 
 from shardwise.kernels.rotary import rotate
 from shardwise.models.gpt import Gpt
-from shardwise.models.layers import Attention, Block, SwiGlu
+from shardwise.models.layers import Attention, SwiGlu, TransformerBlock
 
 
 class Several(nn.Module):
@@ -89,7 +89,7 @@ def cut_fused(linear: nn.Linear, blocks: list[int], ranks: int) -> None:
 def prepare(model: Gpt, ranks: int, *, fused: bool, torch_norms: bool) -> None:
     """Our modules in the shape that ``parallelize_module`` takes."""
     for module in model.blocks:
-        block = cast(Block, module)
+        block = cast(TransformerBlock, module)
         attention, mlp = block.attention, cast(SwiGlu, block.mlp)
         if fused:
             counts = attention.head_counts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import Item, Piece
+from shardwise.checkpoint import FlatSlice, Item
 from shardwise.checkpoint.layout import Sizes
 
 TINY = Sizes(file_bytes=1500, piece_elements=100, block_bytes=512)
@@ -131,7 +131,7 @@ def items_of(state: State, rank: int = 0, ranks: int = 1, seed: int = 0) -> list
     items = []
     for number, ((kind, name), tensor) in enumerate(state.items()):
         start, stop = cut(tensor.numel(), ranks, seed + 1000 * number)[rank]
-        pieces = [Piece(start, stop, tensor[start:stop].clone())] if stop > start else []
+        pieces = [FlatSlice(start, stop, tensor[start:stop].clone())] if stop > start else []
         items.append(Item(kind, name, SHAPES[kind, name][0], tensor.dtype, pieces))
     return items
 
@@ -141,7 +141,7 @@ def blank_items(rank: int = 0, ranks: int = 1, seed: int = 0, dtype: torch.dtype
     items = []
     for item in items_of(make_state(0), rank, ranks, seed):
         wanted = dtype if dtype is not None and item.dtype == torch.float32 else item.dtype
-        pieces = [Piece(a, b, torch.full((b - a,), -1, dtype=wanted)) for a, b, _ in item.pieces]
+        pieces = [FlatSlice(a, b, torch.full((b - a,), -1, dtype=wanted)) for a, b, _ in item.pieces]
         items.append(item._replace(dtype=wanted, pieces=pieces))
     return items
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint import Checkpoints, Item, Piece, verify
+from shardwise.checkpoint import Checkpoints, FlatSlice, Item, verify
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.world import World
@@ -105,7 +105,7 @@ def test_weights_open_with_plain_safetensors(tmp_path: Path) -> None:
 
 def test_tied_tensors_keep_their_names(tmp_path: Path) -> None:
     tensor = torch.arange(6.0)
-    items = [Item("weight", "embed", (2, 3), torch.float32, [Piece(0, 6, tensor)])]
+    items = [Item("weight", "embed", (2, 3), torch.float32, [FlatSlice(0, 6, tensor)])]
     ties = {"embed": ["head"]}
     for both in (False, True):
         checkpoints = Checkpoints(tmp_path / str(both), policy=CheckpointPolicy(asynchronous=False))
@@ -115,7 +115,7 @@ def test_tied_tensors_keep_their_names(tmp_path: Path) -> None:
         assert all(torch.equal(found, tensor.view(2, 3)) for found in stored.values())
         for name in ("embed", "head"):  # either name loads, and neither is missed when the other is asked for
             target = torch.zeros(6)
-            wish = Item("weight", name, (2, 3), torch.float32, [Piece(0, 6, target)])
+            wish = Item("weight", name, (2, 3), torch.float32, [FlatSlice(0, 6, target)])
             loaded = checkpoints.load([wish])
             assert loaded is not None and loaded.manifest.aliases == ties
             assert torch.equal(target, tensor)
@@ -136,7 +136,7 @@ def test_dtype_is_cast_on_load(tmp_path: Path) -> None:
 def test_items_may_follow_from_the_manifest(tmp_path: Path) -> None:
     """A run in fp32 stores no master; a run in bf16 then fills its masters from the weights."""
     Checkpoints(tmp_path, policy=CheckpointPolicy(asynchronous=False)).save(
-        1, [Item("weight", "w", (4,), torch.float32, [Piece(0, 4, torch.arange(4.0))])], {}
+        1, [Item("weight", "w", (4,), torch.float32, [FlatSlice(0, 4, torch.arange(4.0))])], {}
     )
     master = torch.zeros(4)
     Checkpoints(tmp_path).load(
@@ -146,7 +146,7 @@ def test_items_may_follow_from_the_manifest(tmp_path: Path) -> None:
                 "w",
                 (4,),
                 torch.float32,
-                [Piece(0, 4, master)],
+                [FlatSlice(0, 4, master)],
             )
         ]
     )
@@ -159,9 +159,9 @@ def test_parameters_that_require_grad_are_written_and_filled(tmp_path: Path) -> 
     for behind in (False, True):
         checkpoints = Checkpoints(tmp_path / str(behind))
         checkpoints.save(
-            1, [Item("weight", "w", (5,), torch.float32, [Piece(0, 5, source)])], {}, asynchronous=behind
+            1, [Item("weight", "w", (5,), torch.float32, [FlatSlice(0, 5, source)])], {}, asynchronous=behind
         )
-        checkpoints.load([Item("weight", "w", (5,), torch.float32, [Piece(0, 5, target)])])
+        checkpoints.load([Item("weight", "w", (5,), torch.float32, [FlatSlice(0, 5, target)])])
         assert torch.equal(source, target)
 
 
@@ -198,7 +198,7 @@ def test_no_step_is_none_and_no_error(tmp_path: Path) -> None:
 def test_each_element_exactly_once(tmp_path: Path, change, story: str) -> None:
     def work(peers: ThreadPeers) -> None:
         start, stop = (0, 4) if peers.rank == 0 else change(4, 8)
-        piece = Piece(start, stop, torch.zeros(stop - start))
+        piece = FlatSlice(start, stop, torch.zeros(stop - start))
         item = Item("master", "m", (8,), torch.float32, [piece])
         Checkpoints(tmp_path, peers, QUICK).save(1, [item], {}, asynchronous=False)
 
@@ -293,7 +293,9 @@ def test_a_bad_piece_on_one_rank_stops_all(tmp_path: Path, behind: bool) -> None
 
     def work(peers: ThreadPeers) -> None:
         tensor = torch.zeros(8)[:: 1 + peers.rank]
-        item = Item("master", "m", (16,), torch.float32, [Piece(8 * peers.rank, 8 * peers.rank + 8, tensor)])
+        item = Item(
+            "master", "m", (16,), torch.float32, [FlatSlice(8 * peers.rank, 8 * peers.rank + 8, tensor)]
+        )
         checkpoints = Checkpoints(tmp_path, peers, QUICK)
         checkpoints.save(1, [item], {}, asynchronous=behind)
         checkpoints.wait()

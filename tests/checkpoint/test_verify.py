@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Item, Piece, verify
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item, verify
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import PAGE_BYTES
 from shardwise.checkpoint.steps import open_step
@@ -216,7 +216,7 @@ def test_two_files_that_changed_places(tmp_path: Path) -> None:
     """Both are whole files of this step, and of one size."""
     checkpoints = Checkpoints(tmp_path, policy=CheckpointPolicy(asynchronous=False))
     kinds = ("exp_avg", "exp_avg_sq")
-    items = [Item(kind, "w", (9,), torch.float32, [Piece(0, 9, torch.rand(9))]) for kind in kinds]
+    items = [Item(kind, "w", (9,), torch.float32, [FlatSlice(0, 9, torch.rand(9))]) for kind in kinds]
     checkpoints.save(1, items, {})
     one, other = (tmp_path / OLD / "state" / f"{kind}.safetensors" for kind in kinds)
     assert one.stat().st_size == other.stat().st_size

@@ -7,7 +7,7 @@ import pytest
 from tests.data.clicks.criteo_text import lines, write
 
 from shardwise.cli.main import main
-from shardwise.data.clicks import Feature, PackedClicks, Schema
+from shardwise.data.clicks import PackedClicks, Schema, SparseFeature
 
 
 def call(
@@ -47,4 +47,4 @@ def test_a_table_becomes_packed_clicks_with_the_columns_that_are_named(
     assert code != 0 and "--sparse" in said
     code, said = call(monkeypatch, capsys, *given, "--dense", "age", "--sparse", "user")
     assert code == 0 and "2 rows, 1 numbers, 1 features" in " ".join(said.split()), said
-    assert PackedClicks(out).schema == Schema(("age",), (Feature("user"),))
+    assert PackedClicks(out).schema == Schema(("age",), (SparseFeature("user"),))

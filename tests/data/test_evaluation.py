@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shardwise.data.evaluation import Weighted, evaluation_batches
 from shardwise.data.token_file import TokenFile, TokenWriter
-from shardwise.data.windows import Span, Windows
+from shardwise.data.windows import TokenSpan, Windows
 from shardwise.plan.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -74,7 +74,7 @@ def test_bounded_evaluation(make: Any) -> None:
 def test_text(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "x.tokens", "numbers", 1000) as writer:
         writer.append(np.arange(501))
-    windows = Windows([Span(TokenFile(tmp_path / "x.tokens"), 0, 501)], 10)
+    windows = Windows([TokenSpan(TokenFile(tmp_path / "x.tokens"), 0, 501)], 10)
     batches = list(evaluation_batches(windows, 1, 2, 8))
     assert [weight for _, weight in batches] == [8, 8, 8, 0]
     assert batches[0].batch["tokens"].shape == (8, 10)

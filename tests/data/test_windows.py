@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.data.token_file import TokenFile, TokenWriter
-from shardwise.data.windows import Span, Windows, hold_out
+from shardwise.data.windows import TokenSpan, Windows, hold_out
 from shardwise.plan.errors import DataError
 
 
@@ -25,7 +25,7 @@ def _file(path: Path, lengths: list[int]) -> TokenFile:
 
 def test_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:
     file = _file(tmp_path / "x.tokens", [101])
-    windows = Windows([Span(file, 0, 101)], context=10)
+    windows = Windows([TokenSpan(file, 0, 101)], context=10)
     assert len(windows) == 10
     samples = [windows.sample(i) for i in range(len(windows))]
     assert torch.equal(torch.cat([sample["tokens"] for sample in samples]), torch.arange(100))
@@ -37,7 +37,8 @@ def test_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:
 def test_windows_stay_inside_their_span(tmp_path: Path) -> None:
     one, two = _file(tmp_path / "1.tokens", [25]), _file(tmp_path / "2.tokens", [1000])
     windows = Windows(
-        [Span(one, 3, 25), Span(two, 0, 4), Span(two, 500, 531), Span(two, 600, 620)], context=10
+        [TokenSpan(one, 3, 25), TokenSpan(two, 0, 4), TokenSpan(two, 500, 531), TokenSpan(two, 600, 620)],
+        context=10,
     )
     starts = [int(windows[i]["tokens"][0]) for i in range(len(windows))]
     assert starts == [3, 13, 500, 510, 520, 600]
@@ -47,7 +48,7 @@ def test_windows_stay_inside_their_span(tmp_path: Path) -> None:
 
 
 def test_worker_processes_get_the_same_windows(tmp_path: Path) -> None:
-    windows = Windows([Span(_file(tmp_path / "x.tokens", [500]), 0, 500)], context=7)
+    windows = Windows([TokenSpan(_file(tmp_path / "x.tokens", [500]), 0, 500)], context=7)
     copy = pickle.loads(pickle.dumps(windows))
     assert torch.equal(copy[33]["tokens"], windows[33]["tokens"])
     assert copy.fingerprint() == windows.fingerprint()
@@ -55,14 +56,14 @@ def test_worker_processes_get_the_same_windows(tmp_path: Path) -> None:
 
 def test_fingerprint_follows_the_cut(tmp_path: Path) -> None:
     file = _file(tmp_path / "x.tokens", [500])
-    cuts = [([Span(file, 0, 500)], 7), ([Span(file, 0, 500)], 8), ([Span(file, 0, 499)], 7)]
+    cuts = [([TokenSpan(file, 0, 500)], 7), ([TokenSpan(file, 0, 500)], 8), ([TokenSpan(file, 0, 499)], 7)]
     assert len({Windows(spans, context).fingerprint() for spans, context in cuts}) == 3
 
 
 def test_too_short_names_file_and_need(tmp_path: Path) -> None:
     file = _file(tmp_path / "x.tokens", [10])
     with pytest.raises(DataError, match=r"x\.tokens holds 10 tokens, but one window of context 10 takes 11"):
-        Windows([Span(file, 0, 10)], context=10)
+        Windows([TokenSpan(file, 0, 10)], context=10)
     with pytest.raises(DataError, match=r"x\.tokens holds 10 tokens.*12 tokens; give more text"):
         hold_out(file, 0.1, context=5)
 
@@ -71,7 +72,7 @@ def test_held_out_part_is_the_end_and_loses_nothing(tmp_path: Path) -> None:
     file = _file(tmp_path / "x.tokens", [1000])
     train, validation = hold_out(file, 0.1, context=10)
     assert (train.start, train.stop, validation.start, validation.stop) == (0, 900, 900, 1000)
-    assert hold_out(file, 0, context=10)[0] == Span(file, 0, 1000)
+    assert hold_out(file, 0, context=10)[0] == TokenSpan(file, 0, 1000)
 
 
 def test_held_out_part_is_at_least_a_window(tmp_path: Path) -> None:

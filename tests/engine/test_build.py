@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 import shardwise
 from shardwise.comm.world import World, join
-from shardwise.models.initial import Constant, Normal, Uniform
+from shardwise.kernels.initializers import Constant, Normal, Uniform
 from shardwise.plan.errors import ConfigError, UsageError
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import train, worst
@@ -36,7 +36,7 @@ def on_meta() -> Language:
 
 
 def rules(model: nn.Module) -> dict[str, Any]:
-    table = {"norm": Constant(1.0), "bias": Constant(0.0), "up": Uniform(0.2)}
+    table = {"norm": Constant(1.0), "bias": Constant(0.0), "up": Uniform(-0.2, 0.2)}
     return {
         name: next((rule for part, rule in table.items() if part in name), Normal(0.1))
         for name, _ in model.named_parameters()

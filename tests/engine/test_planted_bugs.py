@@ -23,7 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.pipeline import _Training
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.step import Totals
-from shardwise.kernels.dropout import Cut
+from shardwise.kernels.dropout import EqualPart
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.tensor.layers import RowLinear
 from shardwise.parallel.zero.executor import Executor
@@ -417,7 +417,7 @@ def parts_where_it_is_whole() -> Patch:
     right = cut.dropout_cuts
 
     def wrong(model: Any, table: Any, index: int, *rest: Any) -> Any:
-        return right(model, table, index, *rest) | {"transformer.drop": Cut(2, 2, index)}
+        return right(model, table, index, *rest) | {"transformer.drop": EqualPart(2, 2, index)}
 
     return patch.object(cut, "dropout_cuts", wrong)
 

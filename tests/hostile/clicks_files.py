@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.clicks import BatchForm, Feature, Keys, PackedClicks, Rows, Schema
+from shardwise.data.clicks import BatchForm, ClickRows, Keys, PackedClicks, Schema, SparseFeature
 from shardwise.data.clicks import packed as module
 from shardwise.data.clicks.packed import record_dtype, write_packed
 
 from .trial import RAW_JSON, Case, Kind, of_bytes, of_json
 
 ROWS = 300
-SCHEMA = Schema(("x", "y"), (Feature("one"), Feature("many", True), Feature("two"), Feature("more", True)))
+SCHEMA = Schema(
+    ("x", "y"),
+    (SparseFeature("one"), SparseFeature("many", True), SparseFeature("two"), SparseFeature("more", True)),
+)
 
 
 def make(folder: Path) -> Path:
@@ -31,7 +34,7 @@ def make(folder: Path) -> Path:
     dense = draws.normal(size=(ROWS, 2)).astype(np.float32)
     labels = draws.integers(0, 2, ROWS).astype(np.float32)
     path = folder / "x.clicks"
-    write_packed(path, SCHEMA, [Rows(labels, dense, [keys(each.many) for each in SCHEMA.features])])
+    write_packed(path, SCHEMA, [ClickRows(labels, dense, [keys(each.many) for each in SCHEMA.features])])
     return path
 
 

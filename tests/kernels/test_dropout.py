@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from shardwise.kernels import dropout, philox
-from shardwise.kernels.dropout import Cut, Draw, keyed_dropout, plain_keyed_dropout
+from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout, plain_keyed_dropout
 
 KEY = philox.key_of(3, "dropout:blocks.0.mlp.dropout")
 DRAW = Draw(KEY, step=7, first_sample=4)
@@ -18,9 +18,9 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(*shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("cut", [None, Cut(-1, 3, 1)], ids=str)
+@pytest.mark.parametrize("cut", [None, EqualPart(-1, 3, 1)], ids=str)
 @pytest.mark.parametrize("shape", [(3, 1), (2, 5), (4, 6), (2, 3, 7), (2, 2, 3, 3)], ids=str)
-def test_the_mask_is_the_references(shape: tuple[int, ...], cut: Cut | None) -> None:
+def test_the_mask_is_the_references(shape: tuple[int, ...], cut: EqualPart | None) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     for draw in (DRAW, DRAW._replace(call=2), DRAW._replace(samples=1)):
         assert torch.allclose(
@@ -41,14 +41,16 @@ def test_cuts_of_sequence_heads_and_features(dim: int, parts: int) -> None:
     x = ones(2, 6, 12)
     whole = keyed_dropout(x, 0.5, DRAW)
     for i, piece in enumerate(x.chunk(parts, dim)):
-        assert torch.equal(keyed_dropout(piece, 0.5, DRAW, Cut(dim, parts, i)), whole.chunk(parts, dim)[i])
+        assert torch.equal(
+            keyed_dropout(piece, 0.5, DRAW, EqualPart(dim, parts, i)), whole.chunk(parts, dim)[i]
+        )
 
 
 def test_odd_features_leave_words_half_used() -> None:
     x = ones(1, 9, 3)
     whole = keyed_dropout(x, 0.5, DRAW)
     for i in range(9):
-        assert torch.equal(keyed_dropout(x[:, i : i + 1], 0.5, DRAW, Cut(1, 9, i)), whole[:, i : i + 1])
+        assert torch.equal(keyed_dropout(x[:, i : i + 1], 0.5, DRAW, EqualPart(1, 9, i)), whole[:, i : i + 1])
 
 
 @pytest.mark.parametrize("width", [1, 3, 8])
@@ -58,7 +60,7 @@ def test_rows_of_features(width: int) -> None:
         draw = DRAW._replace(first_sample=4 + b)
         assert torch.equal(keyed_dropout(ones(1, 2 * width), 0.5, draw), whole[b : b + 1])
     for i in range(2):
-        assert torch.equal(keyed_dropout(ones(5, width), 0.5, DRAW, Cut(1, 2, i)), whole.chunk(2, 1)[i])
+        assert torch.equal(keyed_dropout(ones(5, width), 0.5, DRAW, EqualPart(1, 2, i)), whole.chunk(2, 1)[i])
     one = keyed_dropout(ones(5), 0.5, DRAW)
     assert torch.equal(keyed_dropout(ones(3), 0.5, DRAW._replace(first_sample=6)), one[2:])
 
@@ -67,7 +69,7 @@ def test_one_token_of_each_sample_is_no_row() -> None:
     rows = DRAW._replace(samples=3)
     whole = keyed_dropout(ones(3, 2, 8), 0.5, DRAW)
     for i in range(2):
-        assert torch.equal(keyed_dropout(ones(3, 8), 0.5, rows, Cut(0, 2, i)), whole[:, i])
+        assert torch.equal(keyed_dropout(ones(3, 8), 0.5, rows, EqualPart(0, 2, i)), whole[:, i])
 
 
 def test_tokens_laid_out_as_rows() -> None:
@@ -75,7 +77,7 @@ def test_tokens_laid_out_as_rows() -> None:
     rows = DRAW._replace(samples=2)
     assert torch.equal(keyed_dropout(ones(12, 8), 0.5, rows).view(2, 6, 8), whole)
     for i in range(2):
-        part = keyed_dropout(ones(6, 8), 0.5, rows, Cut(0, 2, i)).view(2, 3, 8)
+        part = keyed_dropout(ones(6, 8), 0.5, rows, EqualPart(0, 2, i)).view(2, 3, 8)
         assert torch.equal(part, whole.chunk(2, 1)[i])
 
 
@@ -150,7 +152,7 @@ def test_a_device_computes_the_same_words(substream: tuple[int, int, int], start
 @pytest.mark.gpu
 def test_a_device_drops_the_same() -> None:
     device = torch.accelerator.current_accelerator()
-    for cut in (None, Cut(1, 3, 2)):
+    for cut in (None, EqualPart(1, 3, 2)):
         x = ones(2, 5, 7)
         assert torch.equal(
             keyed_dropout(x.to(device), 0.5, DRAW, cut).cpu(), keyed_dropout(x, 0.5, DRAW, cut)
@@ -164,12 +166,12 @@ def test_a_compiled_graph_drops_the_same_and_serves_every_step() -> None:
 
     @torch.compile(backend=graphs, fullgraph=True)
     def run(x: Tensor, step: int) -> Tensor:
-        return keyed_dropout(x, 0.5, DRAW._replace(step=step), Cut(1, 2, 1))
+        return keyed_dropout(x, 0.5, DRAW._replace(step=step), EqualPart(1, 2, 1))
 
     for step in range(5):
         x = torch.randn(2, 3, 4, requires_grad=True)
         y = run(x, step)
-        expected = keyed_dropout(x, 0.5, DRAW._replace(step=step), Cut(1, 2, 1))
+        expected = keyed_dropout(x, 0.5, DRAW._replace(step=step), EqualPart(1, 2, 1))
         assert torch.equal(y, expected)
         (grad,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(grad, torch.autograd.grad(expected.sum(), x)[0])
@@ -178,5 +180,7 @@ def test_a_compiled_graph_drops_the_same_and_serves_every_step() -> None:
 
 def test_a_wrong_part_would_be_seen() -> None:
     """The suite's own check: the mask of the neighbour's part is another one."""
-    a, b = (dropout.keep((1, 4, 64), 1 << 15, DRAW, Cut(1, 2, part), torch.device("cpu")) for part in (0, 1))
+    a, b = (
+        dropout.keep((1, 4, 64), 1 << 15, DRAW, EqualPart(1, 2, part), torch.device("cpu")) for part in (0, 1)
+    )
     assert not torch.equal(a, b)

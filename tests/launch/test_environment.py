@@ -19,7 +19,7 @@ def test_a_seat_is_read_as_it_was_given() -> None:
 
 
 def test_a_process_that_nobody_launched_has_no_seat() -> None:
-    assert seat({}) == environment.Seat(0, None, None, None)
+    assert seat({}) == environment.RankEnvironment(0, None, None, None)
 
 
 def test_what_an_outer_launcher_left_is_not_handed_on() -> None:

@@ -19,7 +19,7 @@ from shardwise.comm.world import World
 from shardwise.kernels.rotary import Angles
 from shardwise.memory.recompute import RecomputePolicy, apply_recompute, chosen
 from shardwise.memory.recompute_cost import BlockShape, kept_elements, repeated_flops
-from shardwise.memory.replay import Place, Replay
+from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.models.cache import Cache
 from shardwise.models.dropout import KeyedDropout, replace_dropout
 from shardwise.models.gpt import Gpt, GptPolicy
@@ -50,9 +50,9 @@ def gradients(model: nn.Module, replay: Replay) -> list[Tensor]:
     """Two microbatches, both forwards first, as a pipeline has them."""
     losses = []
     for first in (0, 2):
-        with replay.at(Place(3, first_sample=first)):
+        with replay.at(BatchPosition(3, first_sample=first)):
             losses.append(model(TOKENS, TOKENS))
-    with replay.at(Place(99)):
+    with replay.at(BatchPosition(99)):
         for loss in losses:
             loss.backward()
     return [parameter.grad for parameter in model.parameters()]
@@ -113,7 +113,7 @@ def test_a_layer_used_twice_drops_other_features_and_replays_them() -> None:
     block = Twice(replay)
     apply_recompute([("block", block)], RecomputePolicy(scope="full"), replay)
     x = torch.ones(2, 8, 8, requires_grad=True)
-    with replay.at(Place(0)):
+    with replay.at(BatchPosition(0)):
         block(block(x)).sum().backward()
     first, second, third, fourth, *again = block.seen
     assert not torch.equal(first, second)
@@ -141,7 +141,7 @@ def test_a_second_backward_pass_runs_it_again() -> None:
     model, replay = gpt(dropout=0.3), Replay()
     replace_dropout(model, 0, replay)
     wrap(model, replay, {"scope": "full"})
-    with replay.at(Place(1)):
+    with replay.at(BatchPosition(1)):
         loss = model(TOKENS, TOKENS)
     parameters = list(model.parameters())
     first = torch.autograd.grad(loss, parameters, retain_graph=True)

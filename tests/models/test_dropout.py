@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.kernels.dropout import Cut
-from shardwise.memory.replay import Place, Replay
+from shardwise.kernels.dropout import EqualPart
+from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.models.dropout import KeyedDropout, replace_dropout, unkeyed_dropout
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.plan.errors import UsageError
@@ -16,7 +16,7 @@ TOKENS = torch.arange(32).view(4, 8) % 11
 
 def test_all_places_of_a_model() -> None:
     model, replay = Gpt(POLICY).eval(), Replay()
-    assert replace_dropout(model, 0, replay, {"blocks.*": Cut(1, 2, 0)}) == 5
+    assert replace_dropout(model, 0, replay, {"blocks.*": EqualPart(1, 2, 0)}) == 5
     swapped = {name: module for name, module in model.named_modules() if isinstance(module, KeyedDropout)}
     assert {name: module.cut is not None for name, module in swapped.items()} == {
         "dropout": False,
@@ -40,12 +40,12 @@ def test_a_share_of_nothing_stays() -> None:
 def test_the_batch_may_be_cut() -> None:
     model, replay = Gpt(POLICY).double(), Replay()
     replace_dropout(model, 0, replay)
-    with replay.at(Place(2)):
+    with replay.at(BatchPosition(2)):
         whole = model(TOKENS)
     for first in (0, 1, 3):
-        with replay.at(Place(2, first_sample=first)):
+        with replay.at(BatchPosition(2, first_sample=first)):
             assert torch.allclose(model(TOKENS[first : first + 1]), whole[first : first + 1], atol=1e-14)
-    with replay.at(Place(2, first_sample=1)):
+    with replay.at(BatchPosition(2, first_sample=1)):
         assert not torch.allclose(model(TOKENS[:1]), whole[:1])
 
 
@@ -54,7 +54,7 @@ def test_seed_and_step_change_the_mask() -> None:
     for seed, step in [(0, 0), (0, 0), (1, 0), (0, 1)]:
         model, replay = Gpt(POLICY), Replay()
         replace_dropout(model, seed, replay)
-        with replay.at(Place(step)):
+        with replay.at(BatchPosition(step)):
             outputs.append(model(TOKENS))
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])

@@ -7,14 +7,17 @@ import torch
 from torch import nn
 
 from shardwise.kernels import philox
+from shardwise.kernels.initializers import Constant, Initializer, Normal, Uniform
 from shardwise.models import initial
-from shardwise.models.initial import Constant, Normal, Rule, Uniform, draw, draw_all, match_rules, torch_rules
+from shardwise.models.initial import draw, draw_all, match_rules, torch_rules
 from shardwise.plan.errors import PlanError
 
 
-@pytest.mark.parametrize("rule", [Normal(0.02), Uniform(0.5), Constant(1.5)], ids=str)
+@pytest.mark.parametrize("rule", [Normal(0.02), Uniform(-0.5, 0.5), Constant(1.5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_any_cut_gives_the_same_bits(rule: Rule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_cut_gives_the_same_bits(
+    rule: Initializer, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = draw(rule, 3, "w", 0, 10_000, dtype)
     monkeypatch.setattr(initial, "_CHUNK_ELEMENTS", 999)
     cuts = [0, 1, 6, 998, 1000, 5003, 10_000]
@@ -29,7 +32,7 @@ def test_weights_are_drawn_in_fp64_and_cast() -> None:
 
 
 def test_uniform_fills_its_interval() -> None:
-    x = draw(Uniform(0.5), 0, "w", 0, 100_000, torch.float64)
+    x = draw(Uniform(-0.5, 0.5), 0, "w", 0, 100_000, torch.float64)
     assert -0.5 < x.min() < -0.4999
     assert 0.4999 < x.max() < 0.5
     assert x.std().item() == pytest.approx(1 / math.sqrt(12), rel=1e-2)

@@ -4,8 +4,8 @@ from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.inspect import FolderSummary, StepSummary, describe
 from shardwise.checkpoint.load import Damage, Loaded
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.peers import Peers, Solo
-from shardwise.checkpoint.piece import Item, Piece
+from shardwise.checkpoint.peers import JobRanks, Solo
+from shardwise.checkpoint.piece import FlatSlice, Item
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.checkpoint.verify import verify
 
@@ -17,8 +17,8 @@ __all__ = [
     "Item",
     "Loaded",
     "Manifest",
-    "Peers",
-    "Piece",
+    "JobRanks",
+    "FlatSlice",
     "Solo",
     "StepSummary",
     "describe",

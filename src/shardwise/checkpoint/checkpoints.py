@@ -28,12 +28,12 @@ from torch import Tensor
 
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import Sizes
-from shardwise.checkpoint.load import Choose, Load, Loaded, Reader
-from shardwise.checkpoint.peers import Conversation, Peers, Solo
-from shardwise.checkpoint.piece import Item, Piece, check_pieces
+from shardwise.checkpoint.load import Choose, Loaded, Loading, StepReader
+from shardwise.checkpoint.peers import Conversation, JobRanks, Solo
+from shardwise.checkpoint.piece import FlatSlice, Item, check_pieces
 from shardwise.checkpoint.policy import CheckpointPolicy
-from shardwise.checkpoint.save import Contents, Save, Writer
-from shardwise.checkpoint.steps import Folder, Found
+from shardwise.checkpoint.save import Contents, Saver, Saving
+from shardwise.checkpoint.steps import Folder, StepDirectory
 from shardwise.plan.errors import CheckpointError
 
 
@@ -60,7 +60,7 @@ class HostBuffer:
         places = iter(offsets)
         copied = []
         for item in items:
-            pieces = [Piece(start, stop, self._put(t, next(places))) for start, stop, t in item.pieces]
+            pieces = [FlatSlice(start, stop, self._put(t, next(places))) for start, stop, t in item.pieces]
             copied.append(item._replace(pieces=pieces))
         for device in devices:
             torch.accelerator.synchronize(device)
@@ -78,7 +78,7 @@ class Checkpoints:
     def __init__(
         self,
         root: Path | str,
-        peers: Peers | None = None,
+        peers: JobRanks | None = None,
         policy: CheckpointPolicy | None = None,
         *,
         run: str = "",
@@ -89,12 +89,12 @@ class Checkpoints:
         """``run`` names the run in the manifest; ``warn`` takes one line at a time."""
         self.root = Path(root)
         self.policy = policy or CheckpointPolicy()
-        self._peers: Peers = peers or Solo()
+        self._peers: JobRanks = peers or Solo()
         self._files = files or Files()
         self._folder = Folder(self.root, self._files)
         self._sizes = sizes or Sizes()
         self._warn = warn or logging.getLogger("shardwise.checkpoint").warning
-        self._writer = Writer(
+        self._writer = Saver(
             run=run or secrets.token_hex(4),
             keep_last=self.policy.keep_last,
             keep_every=self.policy.keep_every,
@@ -166,7 +166,7 @@ class Checkpoints:
 
     def _save(self, talk: Conversation, contents: Contents) -> None:
         try:
-            Save(self._folder, self._files, self._sizes, self._writer, talk, contents).run()
+            Saving(self._folder, self._files, self._sizes, self._writer, talk, contents).run()
         except CheckpointError as error:
             raise CheckpointError(f"{self.root}: step {contents.step} was not saved: {error}") from error
 
@@ -228,7 +228,7 @@ class Checkpoints:
         path: Path | str | None = None,
         partial: bool = False,
         is_checked: bool = False,
-        examine: Callable[[Reader], None] | None = None,
+        examine: Callable[[StepReader], None] | None = None,
     ) -> Loaded | None:
         """Fill ``items`` from the newest whole step, or from the step at ``path`` and no other.
 
@@ -240,10 +240,10 @@ class Checkpoints:
         """
         talk = self._open("load")
         self.wait()
-        load = Load(self._folder, self._files, talk, self._warn, partial, is_checked, examine)
+        load = Loading(self._folder, self._files, talk, self._warn, partial, is_checked, examine)
         return load.newest(items) if path is None else load.exactly(Path(path), items)
 
-    def steps(self) -> list[Found]:
+    def steps(self) -> list[StepDirectory]:
         """What lies in the folder, newest first; asks this process's view of the disk alone."""
         return self._folder.scan()
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwise.checkpoint.crc import crc32_combine
-from shardwise.checkpoint.layout import FileLayout, Slot
-from shardwise.checkpoint.manifest import StoredFile, StoredPiece, StoredTensor
+from shardwise.checkpoint.layout import FileLayout, FileSlot
+from shardwise.checkpoint.manifest import ManifestTensor, StoredFile, StoredPiece
 from shardwise.checkpoint.piece import DTYPE_CODES
 from shardwise.plan.errors import CheckpointError
 
@@ -29,7 +29,7 @@ class Extent(NamedTuple):
 
 
 @dataclass
-class Sums:
+class FileSums:
     """The CRC-32s of one file: per block, and per slot in the layout's order."""
 
     bytes: int
@@ -52,7 +52,7 @@ def cut_at_blocks(start: int, stop: int, block_bytes: int) -> list[tuple[int, in
 
 def sum_up(
     layouts: Sequence[FileLayout], extents: Iterable[Sequence[Extent]], block_bytes: int
-) -> list[Sums]:
+) -> list[FileSums]:
     """The sums of every file from the extents of every rank, each rank's in rising order."""
     by_file: list[list[Extent]] = [[] for _ in layouts]
     for extent in heapq.merge(*extents):
@@ -60,8 +60,8 @@ def sum_up(
     return [_sum_file(layout, found, block_bytes) for layout, found in zip(layouts, by_file, strict=True)]
 
 
-def _sum_file(layout: FileLayout, extents: list[Extent], block_bytes: int) -> Sums:
-    sums = Sums(layout.bytes, [0] * -(-layout.bytes // block_bytes), [0] * len(layout.slots))
+def _sum_file(layout: FileLayout, extents: list[Extent], block_bytes: int) -> FileSums:
+    sums = FileSums(layout.bytes, [0] * -(-layout.bytes // block_bytes), [0] * len(layout.slots))
     position = 0
     slot = -1  # before the first slot lies the header
     for extent in extents:
@@ -96,10 +96,10 @@ def _refuse(layout: FileLayout, position: int, found: int) -> None:
     )
 
 
-def stored_tensors(layouts: Sequence[FileLayout], sums: Sequence[Sums]) -> list[StoredTensor]:
+def stored_tensors(layouts: Sequence[FileLayout], sums: Sequence[FileSums]) -> list[ManifestTensor]:
     """The manifest's list of tensors, by kind and name."""
     pieces: dict[tuple[str, str], list[StoredPiece]] = {}
-    slots: dict[tuple[str, str], Slot] = {}
+    slots: dict[tuple[str, str], FileSlot] = {}
     for layout, file in zip(layouts, sums, strict=True):
         for slot, crc in zip(layout.slots, file.slots, strict=True):
             key = (slot.spec.kind, slot.spec.name)
@@ -109,7 +109,7 @@ def stored_tensors(layouts: Sequence[FileLayout], sums: Sequence[Sums]) -> list[
             )
             pieces.setdefault(key, []).append(stored)
     return [
-        StoredTensor(
+        ManifestTensor(
             kind=kind,
             name=name,
             shape=list(slots[kind, name].spec.shape),

@@ -6,7 +6,7 @@ from typing import Any
 
 import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.load import Damage, Reader
+from shardwise.checkpoint.load import Damage, StepReader
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import LATEST, Folder, open_step
 from shardwise.checkpoint.verify import verify
@@ -101,7 +101,7 @@ def _describe_step(path: Path, check: bool) -> StepSummary:
     damage = tuple(verify(path, files)) if check else None
     try:
         manifest = open_step(path, files)
-        text = Reader(path, manifest, files).text(manifests.TRAINER)
+        text = StepReader(path, manifest, files).text(manifests.TRAINER)
         trainer = read_object(text, str(path / manifests.TRAINER))
     except CheckpointError as problem:
         return StepSummary(path, problem=str(problem), damage=damage)

@@ -38,7 +38,7 @@ class Sizes:
     """What one CRC-32 covers; a multiple of 16, so that no element lies in two blocks."""
 
 
-class Slot(NamedTuple):
+class FileSlot(NamedTuple):
     """Elements ``[start, stop)`` of one tensor, at ``offset`` of a file, there called ``key``."""
 
     spec: Spec
@@ -58,13 +58,13 @@ class FileLayout(NamedTuple):
 
     path: str
     header: bytes
-    slots: tuple[Slot, ...]
+    slots: tuple[FileSlot, ...]
     bytes: int
 
 
 def arrange(specs: Iterable[Spec], sizes: Sizes, aliases: Mapping[str, Sequence[str]]) -> list[FileLayout]:
     """Every safetensors file of a step. ``aliases``: the other names of tied tensors, noted in the headers."""
-    groups: dict[str, list[Slot]] = {}
+    groups: dict[str, list[FileSlot]] = {}
     for spec in specs:
         group = "model/model" if spec.kind in MODEL_KINDS else f"state/{spec.kind}"
         groups.setdefault(group, []).extend(_cut(spec, sizes.piece_elements))
@@ -82,10 +82,10 @@ def arrange(specs: Iterable[Spec], sizes: Sizes, aliases: Mapping[str, Sequence[
     return layouts
 
 
-def _cut(spec: Spec, piece_elements: int) -> list[Slot]:
+def _cut(spec: Spec, piece_elements: int) -> list[FileSlot]:
     """The slots of one tensor, offsets still unset: one if it belongs to the model, else rows of the grid."""
     if spec.kind in MODEL_KINDS:
-        return [Slot(spec, 0, spec.elements, spec.name, spec.shape, 0)]
+        return [FileSlot(spec, 0, spec.elements, spec.name, spec.shape, 0)]
     rows = spec.shape[0] if spec.shape else 1
     row_shape = spec.shape[1:]
     row_elements = prod(row_shape)
@@ -95,15 +95,15 @@ def _cut(spec: Spec, piece_elements: int) -> list[Slot]:
         last = min(first + step, rows)
         shape = (last - first, *row_shape) if spec.shape else ()
         key = f"{spec.kind}/{spec.name}/{first}-{last}"
-        slots.append(Slot(spec, first * row_elements, last * row_elements, key, shape, 0))
+        slots.append(FileSlot(spec, first * row_elements, last * row_elements, key, shape, 0))
     return slots
 
 
 def _files(
-    group: str, slots: list[Slot], file_bytes: int, aliases: Mapping[str, Sequence[str]]
+    group: str, slots: list[FileSlot], file_bytes: int, aliases: Mapping[str, Sequence[str]]
 ) -> list[FileLayout]:
     """Fill files in order up to ``file_bytes``."""
-    fills: list[list[Slot]] = [[]]
+    fills: list[list[FileSlot]] = [[]]
     filled = 0
     for slot in slots:
         if fills[-1] and filled + slot.end - slot.offset > file_bytes:
@@ -116,7 +116,7 @@ def _files(
     return [_file(f"{name}.safetensors", fill, aliases) for name, fill in zip(names, fills, strict=True)]
 
 
-def _file(path: str, slots: list[Slot], aliases: Mapping[str, Sequence[str]]) -> FileLayout:
+def _file(path: str, slots: list[FileSlot], aliases: Mapping[str, Sequence[str]]) -> FileLayout:
     """The header in bytes, and the slots at their offsets."""
     # "format": transformers refuses weights without it. An alias maps to the name that holds the tensor, as
     # safetensors.torch.save_model writes it.

@@ -27,10 +27,10 @@ from torch import Tensor
 
 import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.manifest import Manifest, StoredTensor
+from shardwise.checkpoint.manifest import Manifest, ManifestTensor
 from shardwise.checkpoint.peers import Conversation
 from shardwise.checkpoint.piece import Item, bytes_of, check_pieces
-from shardwise.checkpoint.steps import Folder, Found, open_step, step_of
+from shardwise.checkpoint.steps import Folder, StepDirectory, open_step, step_of
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.plan.strict_json import read_object
 
@@ -59,7 +59,7 @@ class Damage(NamedTuple):
         return f"{self.file}{tensors}: {self.what}"
 
 
-class Reader:
+class StepReader:
     """The bytes of one step, never returned unchecked. Holds one block of memory."""
 
     def __init__(self, path: Path, manifest: Manifest, files: Files) -> None:
@@ -97,8 +97,8 @@ class Reader:
             touched = {block for wish in wishes for block in range(wish.start // size, -(-wish.stop // size))}
             self._each_block(name, sorted(touched), _copier(wishes, size))
 
-    def _wishes(self, items: Sequence[Item]) -> dict[str, list["_Wish"]]:
-        wishes: dict[str, list[_Wish]] = {}
+    def _wishes(self, items: Sequence[Item]) -> dict[str, list["_ReadRequest"]]:
+        wishes: dict[str, list[_ReadRequest]] = {}
         for item in items:
             stored = self.manifest.find(item.kind, item.name)
             assert stored is not None, f"{item.name} was compared before it is read"
@@ -108,7 +108,9 @@ class Reader:
                     if a < b:
                         at = piece.offset + (a - piece.start) * stored.torch_dtype.itemsize
                         end = at + (b - a) * stored.torch_dtype.itemsize
-                        wish = _Wish(at, end, stored.torch_dtype, tensor.detach()[a - start : b - start])
+                        wish = _ReadRequest(
+                            at, end, stored.torch_dtype, tensor.detach()[a - start : b - start]
+                        )
                         wishes.setdefault(piece.file, []).append(wish)
         return wishes
 
@@ -175,7 +177,7 @@ class Reader:
         return total
 
 
-class _Wish(NamedTuple):
+class _ReadRequest(NamedTuple):
     """Bytes ``[start, stop)`` of a file, of ``dtype``, wanted in ``tensor``."""
 
     start: int
@@ -184,10 +186,10 @@ class _Wish(NamedTuple):
     tensor: Tensor
 
 
-def _copier(wishes: Sequence[_Wish], block_bytes: int) -> Callable[[int, Tensor], None]:
+def _copier(wishes: Sequence[_ReadRequest], block_bytes: int) -> Callable[[int, Tensor], None]:
     """Serve sorted ``wishes`` from blocks that come in rising order."""
     waiting = list(reversed(wishes))
-    open_wishes: list[_Wish] = []
+    open_wishes: list[_ReadRequest] = []
 
     def use(block: int, data: Tensor) -> None:
         first = block * block_bytes
@@ -226,7 +228,7 @@ def differences(items: Sequence[Item], manifest: Manifest) -> list[str]:
     return found
 
 
-def _castable(stored: StoredTensor, wanted: torch.dtype) -> bool:
+def _castable(stored: ManifestTensor, wanted: torch.dtype) -> bool:
     return stored.torch_dtype == wanted or (stored.torch_dtype.is_floating_point and wanted.is_floating_point)
 
 
@@ -255,7 +257,7 @@ def _unasked(told: Sequence[dict[str, Any]], manifest: Manifest) -> list[str]:
 # ------------------------------------------------------------------------------------------------- together
 
 
-class Load:
+class Loading:
     """One load in progress, the same on every rank."""
 
     def __init__(
@@ -266,7 +268,7 @@ class Load:
         warn: Callable[[str], None],
         partial: bool,
         is_checked: bool = False,
-        examine: Callable[[Reader], None] | None = None,
+        examine: Callable[[StepReader], None] | None = None,
     ) -> None:
         self._examine = examine
         self._folder, self._files, self._talk, self._partial = folder, files, talk, partial
@@ -276,7 +278,7 @@ class Load:
 
     def newest(self, choose: Choose) -> Loaded | None:
         """The newest step that is whole, older ones where newer are damaged; None where there is no step at all."""
-        steps: list[Found] = []
+        steps: list[StepDirectory] = []
 
         def scan() -> list[str]:
             if self._talk.rank == 0:
@@ -298,7 +300,7 @@ class Load:
         self._talk.gather("none left", lambda: self._none_left(steps, problems))
         return None
 
-    def _pass_over(self, steps: Sequence[Found]) -> None:
+    def _pass_over(self, steps: Sequence[StepDirectory]) -> None:
         """A word on steps newer than the newest readable one; a step of a newer format is no reason to go back."""
         newest = max((one.step for one in steps if one.manifest is not None), default=-1)
         for one in steps:
@@ -307,7 +309,7 @@ class Load:
                     raise one.problem
                 self._warn(f"checkpoint {one.path.name} is passed over: {one.problem}")
 
-    def _none_left(self, steps: Sequence[Found], problems: Sequence[str]) -> None:
+    def _none_left(self, steps: Sequence[StepDirectory], problems: Sequence[str]) -> None:
         stories = [*problems, *(str(one.problem) for one in steps if one.problem is not None)]
         if stories:
             touched = " The tensors given are half filled." if self._touched else ""
@@ -322,13 +324,13 @@ class Load:
 
     def _one(self, path: Path, choose: Choose, turn: str, told: object = None) -> Loaded:
         """Check ``path`` together, then fill. ``told``: its name where another rank gave it."""
-        opened: list[tuple[Reader, Sequence[Item]]] = []
+        opened: list[tuple[StepReader, Sequence[Item]]] = []
 
         def check() -> dict[str, Any]:
             manifest = open_step(path if told is None else step_of(self._folder.root, told), self._files)
             items = list(choose(manifest)) if callable(choose) else list(choose)
             check_pieces(items)
-            reader = Reader(path, manifest, self._files)
+            reader = StepReader(path, manifest, self._files)
             opened.append((reader, items))
             wrong = differences(items, manifest)
             if not wrong and not self._is_checked:
@@ -354,7 +356,7 @@ class Load:
         self._talk.gather(f"read {turn}", read)
         return Loaded(reader.manifest.step, trainer, path, reader.manifest)
 
-    def _judge(self, told: Sequence[dict[str, Any]], reader: Reader) -> None:
+    def _judge(self, told: Sequence[dict[str, Any]], reader: StepReader) -> None:
         """Equal on all ranks, since all judge the same answers."""
         if len({answer["seal"] for answer in told}) > 1:
             raise CheckpointError(

@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 from shardwise import __version__
 from shardwise.checkpoint.piece import DTYPES, Spec, check_spec
 from shardwise.plan.errors import CheckpointError, DamagedError
-from shardwise.plan.strict_json import Count, Entry, read_object, validated
+from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -66,7 +66,7 @@ def write_json(value: dict[str, Any], where: str) -> bytes:
 # -------------------------------------------------------------------------------------------------- schema
 
 
-class StoredPiece(Entry):
+class StoredPiece(StrictModel):
     """Elements ``[start, stop)`` of a tensor, at ``offset`` of ``file``."""
 
     file: str
@@ -76,7 +76,7 @@ class StoredPiece(Entry):
     crc32: Hash
 
 
-class StoredTensor(Entry):
+class ManifestTensor(StrictModel):
     """One tensor and the pieces that make it whole, in order."""
 
     kind: str
@@ -98,7 +98,7 @@ class StoredTensor(Entry):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "StoredTensor":
+    def _is_whole(self) -> "ManifestTensor":
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}")
         try:
@@ -119,7 +119,7 @@ class StoredTensor(Entry):
         return self
 
 
-class StoredFile(Entry):
+class StoredFile(StrictModel):
     """One file: its size and the CRC-32 of each block, eight hex digits each."""
 
     bytes: Count
@@ -133,7 +133,7 @@ class StoredFile(Entry):
         return len(self.crc32) // 8
 
 
-class Manifest(Entry):
+class Manifest(StrictModel):
     """The whole of ``manifest.json``."""
 
     format: int
@@ -146,7 +146,7 @@ class Manifest(Entry):
     step: Count
     block_bytes: Annotated[int, Field(ge=64, le=2**26)]
     files: dict[str, StoredFile]
-    tensors: list[StoredTensor]
+    tensors: list[ManifestTensor]
     aliases: dict[str, list[str]]
     versions: Annotated[dict[str, Annotated[str, Field(max_length=100)]], Field(max_length=20)] = {}
     """Of the programs that wrote the step, by name; steps written before there was this key do not say."""
@@ -187,7 +187,7 @@ class Manifest(Entry):
             if any(first[1] > second[0] for first, second in zip(taken, taken[1:], strict=False)):
                 raise ValueError(f"two tensors overlap in {path}")
 
-    def find(self, kind: str, name: str) -> StoredTensor | None:
+    def find(self, kind: str, name: str) -> ManifestTensor | None:
         """A tensor by any of its names."""
         return self._by_name.get((kind, name))
 
@@ -201,7 +201,7 @@ class Manifest(Entry):
         return {name: group for group in groups for name in group}
 
     @cached_property
-    def _by_name(self) -> dict[tuple[str, str], StoredTensor]:
+    def _by_name(self) -> dict[tuple[str, str], ManifestTensor]:
         index = {}
         for tensor in self.tensors:
             for alias in self.aliases.get(tensor.name, ()):

@@ -22,7 +22,7 @@ _END_S = 10.0
 """For the others to read a text that lies there."""
 
 
-class Peers(Protocol):
+class JobRanks(Protocol):
     """The ranks of a job, as the checkpoint sees them. ``World`` is one; a single process has ``Solo``."""
 
     @property
@@ -66,17 +66,17 @@ class Solo:
 
 
 class _Turns:
-    """Numbers for the conversations over one ``Peers``: keys must never be used twice on one store.
+    """Numbers for the conversations over one ``JobRanks``: keys must never be used twice on one store.
 
-    Ranks open their conversations in the same order, so equal numbers meet. Counted per Peers object and not per
-    folder, since several engines of one process may share the store; by identity, since a Peers need not be hashable.
+    Ranks open their conversations in the same order, so equal numbers meet. Counted per JobRanks object and not per
+    folder, since several engines of one process may share the store; by identity, since it need not be hashable.
     """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def next(self, peers: Peers) -> int:
+    def next(self, peers: JobRanks) -> int:
         with self._lock:
             turn = self._counts.get(id(peers))
             if turn is None:
@@ -103,7 +103,7 @@ class Conversation:
     # older step comes first.
     _KINDS: tuple[type[CheckpointError], ...] = (CheckpointError, MismatchError, DamagedError)
 
-    def __init__(self, peers: Peers, purpose: str, timeout_s: float) -> None:
+    def __init__(self, peers: JobRanks, purpose: str, timeout_s: float) -> None:
         self.rank, self.size = peers.rank, peers.size
         self._peers = peers
         self._purpose = purpose

@@ -1,8 +1,8 @@
-"""Piece and Item: how model state meets the checkpoint, as flat element ranges of whole tensors.
+"""FlatSlice and Item: how model state meets the checkpoint, as flat element ranges of whole tensors.
 
 A checkpoint knows nothing of meshes or stages. Whatever cut a tensor, a rank says which elements it holds:
 
-    element e of tensor t  =  t.reshape(-1)[e]          Piece(start, stop) = elements [start, stop)
+    element e of tensor t  =  t.reshape(-1)[e]          FlatSlice(start, stop) = elements [start, stop)
 
 Saving takes the pieces that a rank writes; loading takes pieces to fill. Replicas are the caller's affair: on saving
 each element comes from exactly one rank, on loading any rank may ask for any element.
@@ -43,7 +43,7 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
-class Piece(NamedTuple):
+class FlatSlice(NamedTuple):
     """Elements ``[start, stop)`` of the flattened global tensor, held in a contiguous 1-D ``tensor``."""
 
     start: int
@@ -59,7 +59,7 @@ class Item(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[Piece]
+    pieces: list[FlatSlice]
 
 
 class Spec(NamedTuple):

@@ -28,9 +28,9 @@ from typing import Any
 from torch import Tensor
 
 import shardwise.checkpoint.manifest as manifests
-from shardwise.checkpoint.coverage import Extent, Sums, cut_at_blocks, stored_tensors, sum_up
+from shardwise.checkpoint.coverage import Extent, FileSums, cut_at_blocks, stored_tensors, sum_up
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.layout import FileLayout, Sizes, Slot, arrange, index_text
+from shardwise.checkpoint.layout import FileLayout, FileSlot, Sizes, arrange, index_text
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.peers import Conversation
 from shardwise.checkpoint.piece import (
@@ -67,7 +67,7 @@ class Contents:
 
 
 @dataclass
-class Writer:
+class Saver:
     """Who saves: its place among all who ever wrote into the folder."""
 
     run: str
@@ -90,7 +90,7 @@ def with_aliases(contents: Contents) -> list[Item]:
     return items
 
 
-class Save:
+class Saving:
     """One save in progress. ``run`` does it, in any thread."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Save:
         folder: Folder,
         files: Files,
         sizes: Sizes,
-        writer: Writer,
+        writer: Saver,
         talk: Conversation,
         contents: Contents,
     ) -> None:
@@ -120,7 +120,7 @@ class Save:
             told = self._talk.gather(
                 "write", lambda: self._write(temporary_of(self._folder.root, name), layouts, items)
             )
-            sums: list[Sums] = []
+            sums: list[FileSums] = []
             crcs = self._talk.gather("read back", lambda: self._read_back(temporary, layouts, told, sums))
             self._talk.gather("commit", lambda: self._commit(temporary, layouts, sums, crcs))
             if self._leads:
@@ -261,7 +261,7 @@ class Save:
     # -- read back
 
     def _read_back(
-        self, temporary: Path, layouts: Sequence[FileLayout], told: Sequence[str], sums: list[Sums]
+        self, temporary: Path, layouts: Sequence[FileLayout], told: Sequence[str], sums: list[FileSums]
     ) -> list[int]:
         """Rank 0: coverage and sums. Every rank: the CRC-32 of its share of blocks, as the file system returns them.
 
@@ -291,7 +291,7 @@ class Save:
     # -- commit
 
     def _commit(
-        self, temporary: Path, layouts: Sequence[FileLayout], sums: Sequence[Sums], told: Sequence[str]
+        self, temporary: Path, layouts: Sequence[FileLayout], sums: Sequence[FileSums], told: Sequence[str]
     ) -> None:
         if not self._leads:
             return
@@ -301,7 +301,7 @@ class Save:
         for path, text in self._texts.items():
             blocks = cut_at_blocks(0, len(text), self._sizes.block_bytes)
             crcs = [zlib.crc32(text[start:stop]) for start, stop in blocks]
-            files[path] = Sums(len(text), crcs).stored()
+            files[path] = FileSums(len(text), crcs).stored()
         assert self._writer.generation is not None, "rank 0 set it in the directory phase"
         manifest = Manifest(
             format=manifests.FORMAT,
@@ -322,7 +322,7 @@ class Save:
         self._committed = self._folder.commit(temporary, self._contents.step)
         self._temporary = None
 
-    def _compare(self, layouts: Sequence[FileLayout], sums: Sequence[Sums], told: Sequence[str]) -> None:
+    def _compare(self, layouts: Sequence[FileLayout], sums: Sequence[FileSums], told: Sequence[str]) -> None:
         for rank, text in enumerate(told):
             share = _share(layouts, self._sizes.block_bytes, rank, self._talk.size)
             for (file, block), crc in zip(share, json.loads(text), strict=True):
@@ -384,7 +384,7 @@ def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
 
 def _jobs(layouts: Sequence[FileLayout], items: Sequence[Item]) -> list[list[tuple[int, Tensor]]]:
     """Per file: which bytes of this rank go to which offset."""
-    slots: dict[tuple[str, str], list[tuple[int, Slot]]] = {}
+    slots: dict[tuple[str, str], list[tuple[int, FileSlot]]] = {}
     for number, layout in enumerate(layouts):
         for slot in layout.slots:
             slots.setdefault((slot.spec.kind, slot.spec.name), []).append((number, slot))

@@ -39,7 +39,7 @@ LATEST = "latest"
 LOCK = ".writing"
 
 
-class Found(NamedTuple):
+class StepDirectory(NamedTuple):
     """A directory under the name of a step; ``manifest`` is None where ``problem`` says why."""
 
     path: Path
@@ -126,7 +126,7 @@ class Folder:
         self._files = files
         self._claims: dict[tuple[str, int, int], tuple[int, str]] = {}
 
-    def scan(self) -> list[Found]:
+    def scan(self) -> list[StepDirectory]:
         """Every directory under the name of a step: readable ones first, newest first."""
         found = []
         for path, step in self._paths():
@@ -136,9 +136,9 @@ class Folder:
                     raise DamagedError(
                         f"{path}: its manifest is that of step {manifest.step}; it was renamed"
                     )
-                found.append(Found(path, step, manifest, None))
+                found.append(StepDirectory(path, step, manifest, None))
             except CheckpointError as problem:
-                found.append(Found(path, step, None, problem))
+                found.append(StepDirectory(path, step, None, problem))
         return sorted(found, key=lambda one: one.order, reverse=True)
 
     def _paths(self) -> list[tuple[Path, int]]:

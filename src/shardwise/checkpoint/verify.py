@@ -11,7 +11,7 @@ from pathlib import Path
 
 import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.load import Damage, Reader
+from shardwise.checkpoint.load import Damage, StepReader
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import open_step
 from shardwise.plan.errors import CheckpointError, DamagedError
@@ -31,7 +31,7 @@ def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:
         return _what_opens(path, damage, files)
     except CheckpointError as refusal:
         return [Damage(manifests.NAME, (), str(refusal))]
-    reader = Reader(path, manifest, files)
+    reader = StepReader(path, manifest, files)
     found: list[Damage] = []
     for name in sorted(manifest.files):
         wrong = _check_file(reader, name)
@@ -64,7 +64,7 @@ def _what_opens(path: Path, problem: DamagedError, files: Files) -> list[Damage]
     return found or [Damage(manifests.NAME, (), str(problem))]
 
 
-def _check_file(reader: Reader, name: str) -> Damage | None:
+def _check_file(reader: StepReader, name: str) -> Damage | None:
     """The first bad block of a file, with every tensor of the file whose own sum fails."""
     file = reader.manifest.files[name]
     for block in range(file.blocks):
@@ -79,7 +79,7 @@ def _check_file(reader: Reader, name: str) -> Damage | None:
     return None
 
 
-def _check_header(reader: Reader, name: str) -> Damage | None:
+def _check_header(reader: StepReader, name: str) -> Damage | None:
     """Whether plain safetensors would read from this file what the manifest says is there."""
     wanted = {}
     for tensor in reader.manifest.tensors:

@@ -121,7 +121,7 @@ def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
 
 def _columns(dense: str | None, sparse: str | None) -> "Schema | None":
     """The columns that are named, all of them, or None where types decide."""
-    from shardwise.data.clicks import Feature, Schema
+    from shardwise.data.clicks import Schema, SparseFeature
 
     if dense is None and sparse is None:
         return None
@@ -130,7 +130,7 @@ def _columns(dense: str | None, sparse: str | None) -> "Schema | None":
             "--dense and --sparse name the columns together; give both, one of them empty if need be, or neither"
         )
     numbers, keys = ([name for name in names.split(",") if name] for names in (dense, sparse))
-    return Schema(tuple(numbers), tuple(Feature(name) for name in keys))
+    return Schema(tuple(numbers), tuple(SparseFeature(name) for name in keys))
 
 
 def _pack(source: str, out: Path, **options: Any) -> None:
@@ -181,7 +181,7 @@ def _export(source: Path, out: Path) -> None:
 
 
 def _import(source: Path, out: Path) -> None:
-    from shardwise.checkpoint import Checkpoints, Item, Piece
+    from shardwise.checkpoint import Checkpoints, FlatSlice, Item
     from shardwise.config.run import RunConfig
     from shardwise.models import gpt_policy_from_huggingface, open_weights
 
@@ -193,7 +193,7 @@ def _import(source: Path, out: Path) -> None:
     for name in weights.names():
         shape = weights.shape(name)
         whole = weights.read(name, 0, math.prod(shape))
-        items.append(Item("weight", name, shape, whole.dtype, [Piece(0, whole.numel(), whole)]))
+        items.append(Item("weight", name, shape, whole.dtype, [FlatSlice(0, whole.numel(), whole)]))
     tokenizer = source / "tokenizer.json"
     data = {"data": {"tokenizer": str(tokenizer.resolve())}} if tokenizer.is_file() else {}
     config = RunConfig.parse({"model": {"name": "gpt", **policy.model_dump(exclude={"name"})}, **data})

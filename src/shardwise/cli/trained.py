@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece, StepSummary, describe
+from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest, StepSummary, describe
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, Tokenizer, load_tokenizer
@@ -16,7 +16,7 @@ from shardwise.models.policy import reads_clicks
 from shardwise.plan.errors import CheckpointError, MismatchError, UsageError
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """A model with its weights, and what turns its numbers into text."""
 
     model: Gpt
@@ -83,7 +83,7 @@ def _described(model: Any) -> str:
     return f"a {model.name}" if reads_clicks(model) else "a model of your own (model.target)"
 
 
-def open_trained(path: Path, device: torch.device) -> Trained:
+def open_trained(path: Path, device: torch.device) -> TrainedModel:
     """Read the model of :func:`newest_step`; every byte is held against its checksum on the way."""
     step = newest_step(path)
     policy, config = gpt_of(step)
@@ -93,7 +93,7 @@ def open_trained(path: Path, device: torch.device) -> Trained:
     dtype = torch.float32 if device.type == "cpu" else config.precision.compute_dtype or torch.float32
     model = model.to(dtype).to_empty(device=device).eval()
     _fill(model, step.path)
-    return Trained(model, load_tokenizer(tokenizer_of(config)), step.step)
+    return TrainedModel(model, load_tokenizer(tokenizer_of(config)), step.step)
 
 
 def _fill(model: Gpt, step: Path) -> None:
@@ -101,7 +101,7 @@ def _fill(model: Gpt, step: Path) -> None:
     for name, parameter in model.named_parameters():
         flat = parameter.data.view(-1)
         items.append(
-            Item("weight", name, tuple(parameter.shape), parameter.dtype, [Piece(0, flat.numel(), flat)])
+            Item("weight", name, tuple(parameter.shape), parameter.dtype, [FlatSlice(0, flat.numel(), flat)])
         )
 
     def choose(manifest: Manifest) -> list[Item]:

@@ -124,7 +124,7 @@ def scatter(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
 @uncompiled
 def cut(x: Tensor, group: Group, what: str, dim: int = SEQUENCE) -> Tensor:
     """This rank's piece; the gradients are joined."""
-    return x if group.size == 1 else _Cut.apply(x, group, what, dim)
+    return x if group.size == 1 else _PieceOf.apply(x, group, what, dim)
 
 
 @uncompiled
@@ -194,7 +194,7 @@ class _Scatter(_Dual):
         return _gathered(grad, *ctx.place), None, None, None
 
 
-class _Cut(_Dual):
+class _PieceOf(_Dual):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
         _Dual.keep(ctx, group, what, dim)

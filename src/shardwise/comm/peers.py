@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.collectives import DONE, Group, Pending, is_late
-from shardwise.comm.shared_ring import Call, Layout, Rings
+from shardwise.comm.shared_ring import Call, RingLayout, Rings
 from shardwise.comm.trace import Purpose
 from shardwise.plan.errors import CommError, DeadlineError, UsageError
 
-RING = Layout(ranks=2, slots=64, slot_bytes=256 << 10)
+RING = RingLayout(ranks=2, slots=64, slot_bytes=256 << 10)
 """The memory of one rank of a pair: what it may send ahead of the other's receiving."""
 _ALIGNMENT_BYTES = 64
 _HEADER_BYTES = 512

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import DONE, Pending
-from shardwise.comm.shared_ring import HEAD_BYTES, Call, Layout, Rings, SharedMemoryUnavailable, meet
+from shardwise.comm.shared_ring import HEAD_BYTES, Call, RingLayout, Rings, SharedMemoryUnavailable, meet
 from shardwise.plan.errors import CommError, UsageError
 
 __all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable"]
@@ -96,7 +96,7 @@ class SharedMemoryTransport:
         slot_bytes = (
             -(-max(min(_SLOT_BYTES, ring_bytes // 8), _ALIGNMENT_BYTES * size) // PAGESIZE) * PAGESIZE
         )
-        layout = Layout(size, max(ring_bytes // slot_bytes, 2), slot_bytes)
+        layout = RingLayout(size, max(ring_bytes // slot_bytes, 2), slot_bytes)
         self.size = size
         self._rank = rank
         self._names = range(size) if names is None else names

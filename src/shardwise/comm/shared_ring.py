@@ -96,7 +96,7 @@ class Semaphores:
         return bool(self._wait(address, _CLOCK_MONOTONIC, ctypes.byref(until)) == 0)
 
 
-class Layout(NamedTuple):
+class RingLayout(NamedTuple):
     """Where things lie in a ring's file."""
 
     ranks: int
@@ -129,7 +129,7 @@ class Layout(NamedTuple):
 class Ring:
     """One rank's file, as mapped by its owner or by a peer."""
 
-    def __init__(self, descriptor: int, layout: Layout):
+    def __init__(self, descriptor: int, layout: RingLayout):
         self.layout = layout
         self.map = mmap.mmap(descriptor, layout.file_bytes)
         data = torch.frombuffer(self.map, dtype=torch.uint8)
@@ -301,7 +301,7 @@ def meet(
     post: Callable[[str, str], None],
     collect: Callable[[str, float], list[str]],
     timeout_s: float,
-    layout: Layout,
+    layout: RingLayout,
     names: Sequence[int],
     alarm: Callable[[], None] | None = None,
 ) -> Rings:
@@ -351,7 +351,7 @@ def _close_all(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _create(layout: Layout) -> int:
+def _create(layout: RingLayout) -> int:
     """A new file without a name, its memory reserved: a small /dev/shm fails here and not with SIGBUS later."""
     descriptor = os.open(_FOLDER, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -362,7 +362,7 @@ def _create(layout: Layout) -> int:
     return descriptor
 
 
-def _describe(descriptor: int, layout: Layout) -> dict[str, Any]:
+def _describe(descriptor: int, layout: RingLayout) -> dict[str, Any]:
     status = os.fstat(descriptor)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {
@@ -374,7 +374,7 @@ def _describe(descriptor: int, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _attach(offer: dict[str, Any], layout: Layout) -> Ring:
+def _attach(offer: dict[str, Any], layout: RingLayout) -> Ring:
     descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)

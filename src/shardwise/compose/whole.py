@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardwise.parallel.tensor.layout import Place
+from shardwise.parallel.tensor.layout import ParameterPlacement
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.modules import check_memory, holdings
 from shardwise.plan.errors import PlanError
@@ -44,7 +44,7 @@ class Whole:
     canonical: Mapping[str, str]
     order: tuple[str, ...]
     """Names as in the model's state dict."""
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, ParameterPlacement] = field(default_factory=dict)
     """On "tp", by name; empty where nothing is cut there."""
     owners: dict[str, str] = field(default_factory=dict)
     """The module in whose forward pass alone a parameter may be used, by each name of one that "tp" cuts or sums."""

@@ -37,7 +37,7 @@ from shardwise.plan.errors import ConfigError, DataError
 Collate = Callable[[list[Any]], Any]
 
 
-class Place(NamedTuple):
+class SampleAt(NamedTuple):
     """A sample of a dataset at a position of the endless line (``sampler.py``)."""
 
     position: int
@@ -57,7 +57,7 @@ class _Reader(Dataset[Any]):
     key: int
     draws: bool
 
-    def __getitem__(self, place: Place) -> _Placed:
+    def __getitem__(self, place: SampleAt) -> _Placed:
         if not self.draws:
             return _Placed(place.position, self.dataset[place.sample])
         with Draws(key_of("sample", self.key, place.position)):
@@ -99,7 +99,7 @@ class Mapped:
         """Our own windows: they draw nothing and may be read by a thread."""
         return isinstance(self.dataset, Windows) and self.collate is default_collate
 
-    def batches(self, blocks: Iterable[list[Place]], key: int) -> Iterable[Any]:
+    def batches(self, blocks: Iterable[list[SampleAt]], key: int) -> Iterable[Any]:
         """One batch per block of places, in order; worker processes read ahead where there are any."""
         reader = _Reader(self.dataset, key, draws=not self.is_text)
         collator = _Collator(self.collate, key, draws=not self.is_text)

@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.data.policy import DataPolicy
 from shardwise.data.text import Progress, open_source
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.data.windows import Span, Windows, hold_out
+from shardwise.data.windows import TokenSpan, Windows, hold_out
 from shardwise.plan.errors import DataError
 from shardwise.plan.target import call_target
 
@@ -47,8 +47,10 @@ def build(policy: DataPolicy, context: int, cache: Path, progress: Progress | No
     ]
     if isinstance(policy.validation, str):
         held_out = open_source(policy.validation, tokenizer, cache, pattern=policy.pattern, progress=progress)
-        train = Windows([Span(file, 0, file.count) for file in files], context)
-        return Corpus(train, Windows([Span(file, 0, file.count) for file in held_out], context), tokenizer)
+        train = Windows([TokenSpan(file, 0, file.count) for file in files], context)
+        return Corpus(
+            train, Windows([TokenSpan(file, 0, file.count) for file in held_out], context), tokenizer
+        )
     cuts = [hold_out(file, policy.validation, context) for file in files]
     train = Windows([cut[0] for cut in cuts], context)
     validation = Windows([cut[1] for cut in cuts], context) if policy.validation else None

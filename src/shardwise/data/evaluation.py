@@ -11,7 +11,7 @@ the set is
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shardwise.data.adopt import Collate, Mapped, Place, Stream, adopt, samples_in
+from shardwise.data.adopt import Collate, Mapped, SampleAt, Stream, adopt, samples_in
 from shardwise.data.batched import BatchedDataset, evaluation_blocks
 from shardwise.data.draws import Draws
 from shardwise.data.feed import read_stream
@@ -53,7 +53,7 @@ def _of_map(
     data: Mapped, dp_index: int, dp_size: int, micro_batch: int, samples: int | None, seed: int
 ) -> Iterator[Weighted]:
     size = min(samples or data.size, data.size)
-    places = [Place(i, i * data.size // size) for i in range(size)]
+    places = [SampleAt(i, i * data.size // size) for i in range(size)]
     blocks = [places[start : start + micro_batch] for start in range(0, size, micro_batch)]
     mine = range(dp_index, -(-len(blocks) // dp_size) * dp_size, dp_size)
     chosen = [blocks[k] if k < len(blocks) else blocks[0] for k in mine]

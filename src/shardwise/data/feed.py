@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
-from shardwise.data.adopt import Mapped, Place, Stream, samples_in
+from shardwise.data.adopt import Mapped, SampleAt, Stream, samples_in
 from shardwise.data.draws import Draws
 from shardwise.data.sampler import Sampler, Share, key_of
 from shardwise.plan.errors import ConfigError, DataError, UsageError
@@ -64,12 +64,12 @@ class MapFeed:
         content = self._data.dataset.fingerprint() if self._data.is_text else None
         return {"kind": "map", "samples": self._data.size, "content": content}
 
-    def _blocks(self, position: int) -> Iterator[list[Place]]:
+    def _blocks(self, position: int) -> Iterator[list[SampleAt]]:
         """This rank's microbatches as places, from a position on, without end."""
         while True:
             order = self._sampler.at(position, position + self._share.global_batch)
             for block in self._share.blocks():
-                yield [Place(position + offset, int(order[offset])) for offset in block]
+                yield [SampleAt(position + offset, int(order[offset])) for offset in block]
             position += self._share.global_batch
 
     def steps(self, cursor: Cursor) -> Iterator[Fetched]:

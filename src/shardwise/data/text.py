@@ -144,19 +144,19 @@ def _close_to(missing: Path) -> str:
     return f"; {hint} (the current folder is {Path.cwd()})"
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """The tokens that ``size_bytes`` more bytes of a file became."""
 
     tokens: npt.NDArray[Any]
     size_bytes: int
 
 
-def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
+def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[TextPiece]:
     """One file, piece by piece. Text is cut after a line end, so no token is torn that stays within a line."""
     with path.open("rb") as file:
         if isinstance(tokenizer, ByteTokenizer):
             while read := file.read(_PIECE_BYTES):
-                yield Piece(np.frombuffer(read, dtype=np.uint8), len(read))
+                yield TextPiece(np.frombuffer(read, dtype=np.uint8), len(read))
             return
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text, is_last = "", False
@@ -166,7 +166,7 @@ def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
             text += decoder.decode(read, final=is_last)
             cut = len(text) if is_last else _last_cut(text)
             if cut > 0:
-                yield Piece(np.asarray(tokenizer.encode(text[:cut]), dtype=np.int64), len(read))
+                yield TextPiece(np.asarray(tokenizer.encode(text[:cut]), dtype=np.int64), len(read))
                 text = text[cut:]
 
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from shardwise.plan.errors import DataError
-from shardwise.plan.strict_json import Count, Entry, read_object, validated
+from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 SUFFIX = ".tokens"
 MAGIC = b"SHDWTOKN"
@@ -163,7 +163,7 @@ class TokenWriter:
         return DataError(f"token file {self.path} cannot be written ({error.strerror}); {advice}")
 
 
-class _Header(Entry):
+class _Header(StrictModel):
     count: Count
     documents: Count
     tokenizer: Annotated[str, Field(min_length=1, max_length=200)]

@@ -26,7 +26,7 @@ from shardwise.data.token_file import TokenFile
 from shardwise.plan.errors import DataError
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens ``[start, stop)`` of one token file."""
 
     file: TokenFile
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 class Windows(Dataset[dict[str, Tensor]]):
     """Samples ``{"tokens": [T], "targets": [T]}``, both int64, cut from spans of token files."""
 
-    def __init__(self, spans: Sequence[Span], context: int) -> None:
+    def __init__(self, spans: Sequence[TokenSpan], context: int) -> None:
         if context < 1:
             raise DataError(f"context is {context}; a window needs at least one token")
         self.spans = [span for span in spans if span.tokens > context]
@@ -87,13 +87,13 @@ class Windows(Dataset[dict[str, Tensor]]):
         return digest.hexdigest()[:16]
 
 
-def hold_out(file: TokenFile, fraction: float, context: int) -> tuple[Span, Span]:
+def hold_out(file: TokenFile, fraction: float, context: int) -> tuple[TokenSpan, TokenSpan]:
     """Cut a file into training and validation spans; the end, of at least one window, is held out.
 
     The cut moves to the nearest end of a document where that changes the held-out size by no more than half.
     """
     if fraction == 0:
-        return Span(file, 0, file.count), Span(file, file.count, file.count)
+        return TokenSpan(file, 0, file.count), TokenSpan(file, file.count, file.count)
     window = context + 1
     if file.count < 2 * window:
         raise DataError(
@@ -108,4 +108,4 @@ def hold_out(file: TokenFile, fraction: float, context: int) -> tuple[Span, Span
         end for end in near if abs(end - cut) * 2 <= wanted and end >= window and file.count - end >= window
     ]
     cut = min(fitting, key=lambda end: abs(end - cut), default=cut)
-    return Span(file, 0, cut), Span(file, cut, file.count)
+    return TokenSpan(file, 0, cut), TokenSpan(file, cut, file.count)

@@ -44,12 +44,12 @@ from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.tables import Tables, check_mesh, register_tables, take_over
 from shardwise.engine.vocabulary import Vocabulary
+from shardwise.kernels.initializers import Initializer
 from shardwise.memory.absent import withhold
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
-from shardwise.models.initial import Rule
 from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moment_names
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.pipeline.layers import Layers
@@ -86,7 +86,7 @@ def initialize(
     loss: Loss | None = None,
     optimizer: GivenOptimizer = None,
     elementwise: bool = False,
-    initial: Mapping[str, Rule] | None = None,
+    initial: Mapping[str, Initializer] | None = None,
     world: World | None = None,
     on_step: Sequence[OnStep] = (),
     example: Any = None,
@@ -238,7 +238,9 @@ def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elemen
 # The whole model ---------------------------------------------------------------------------------------------------
 
 
-def _whole(model: nn.Module, site: Site, initial: Mapping[str, Rule] | None) -> tuple[Whole, StartWeights]:
+def _whole(
+    model: nn.Module, site: Site, initial: Mapping[str, Initializer] | None
+) -> tuple[Whole, StartWeights]:
     """The model as all ranks have it in common."""
     if site.settings.batch_norm == "synchronized":
         synchronize_batch_norm(model, site.groups["dp"])

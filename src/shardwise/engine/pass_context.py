@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.comm.collectives import Clock, Group
 from shardwise.engine.vocabulary import Vocabulary
-from shardwise.memory.replay import Place, Replay
+from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.plan.errors import PlanError
 from shardwise.plan.pytree import tensors_in
@@ -41,10 +41,10 @@ class PassContext:
         with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at:
             yield
 
-    def place(self, step: int, microbatch: int, batch: Any) -> Place:
+    def place(self, step: int, microbatch: int, batch: Any) -> BatchPosition:
         """Where the samples of ``batch`` stand in the global batch of ``step``."""
         rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
-        return Place(step, (microbatch * self.dp.size + self.dp.index) * rows, rows or None)
+        return BatchPosition(step, (microbatch * self.dp.size + self.dp.index) * rows, rows or None)
 
     @contextmanager
     def _told_as_cut(self) -> Iterator[None]:

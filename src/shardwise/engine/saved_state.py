@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from shardwise.plan.strict_json import Count, Entry, validated
+from shardwise.plan.strict_json import Count, StrictModel, validated
 
 Scalars = dict[str, float]
 """Numbers of an optimizer that are the same for a whole parameter."""
 
 
-class OptimizerState(Entry):
+class OptimizerState(StrictModel):
     """Step counts and the like."""
 
     common: Scalars = {}
@@ -26,7 +26,7 @@ class OptimizerState(Entry):
     """By name of the parameter."""
 
 
-class LossScaleState(Entry):
+class LossScaleState(StrictModel):
     """Of fp16."""
 
     scale: Annotated[float, Field(gt=0)]
@@ -34,14 +34,14 @@ class LossScaleState(Entry):
     overflows_left: int
 
 
-class Layout(Entry):
+class Layout(StrictModel):
     """How the ranks that saved were arranged; for people."""
 
     mesh: Annotated[str, Field(max_length=200)] = ""
     zero_stage: int = 0
 
 
-class EngineState(Entry):
+class EngineState(StrictModel):
     """The engine's own part."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
@@ -55,7 +55,7 @@ class EngineState(Entry):
     layout: Layout | None = None
 
 
-class SavedState(Entry):
+class SavedState(StrictModel):
     """The whole file."""
 
     engine: EngineState = EngineState()

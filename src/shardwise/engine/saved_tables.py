@@ -26,9 +26,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from shardwise.checkpoint import Checkpoints, Item, Manifest, Piece
+from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.load import Reader
+from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
 from shardwise.checkpoint.steps import open_step
 from shardwise.engine.differences import Differences
@@ -48,7 +48,7 @@ from shardwise.parallel.embedding.saved import (
     static_keys_at,
 )
 from shardwise.plan.errors import DamagedError
-from shardwise.plan.strict_json import Count, Entry, read_object, validated
+from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 _log = logging.getLogger(__name__)
 
@@ -61,14 +61,14 @@ _CHUNK_BYTES = 256 * 2**20
 _Buckets = Annotated[list[Count], Field(min_length=BUCKETS, max_length=BUCKETS)]
 
 
-class CollectionNote(Entry):
+class CollectionNote(StrictModel):
     """What is no row of one collection."""
 
     steps: Count
     lr_factors: list[Annotated[float, Field(ge=0)]]
 
 
-class TableNote(Entry):
+class TableNote(StrictModel):
     """What ``trainer.json`` says of one table."""
 
     rows: Count
@@ -80,7 +80,7 @@ class TableNote(Entry):
     """What the scores mean; steps written before there was this word do not say."""
 
 
-class Notes(Entry):
+class Notes(StrictModel):
     """What ``trainer.json`` says of all tables."""
 
     collections: dict[str, CollectionNote]
@@ -134,7 +134,7 @@ def _item(kind: str, name: str, shape: tuple[int, ...], first: int, rows: Tensor
     """One tensor, of which this rank has ``rows`` from row ``first`` on."""
     flat = rows.cpu().contiguous().view(-1)
     start = first * prod(shape[1:])
-    pieces = [Piece(start, start + flat.numel(), flat)] if flat.numel() else []
+    pieces = [FlatSlice(start, start + flat.numel(), flat)] if flat.numel() else []
     return Item(kind, name, shape, rows.dtype, pieces)
 
 
@@ -180,7 +180,7 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
                 )
 
 
-def examine(reader: Reader, part: tuple[int, int] = (0, 1)) -> Notes:
+def examine(reader: StepReader, part: tuple[int, int] = (0, 1)) -> Notes:
     """What ``trainer.json`` says of the tables, held against the stored tensors, and the i-th n-th of all keys against
     their buckets. Reads keys and scores alone.
 
@@ -240,7 +240,7 @@ def _refuse(kind: str, name: str, what: str) -> NoReturn:
     raise DamagedError(f"manifest.json: {kind} {name[:80]!r}: {what}; no save wrote that")
 
 
-def _check_note(reader: Reader, name: str, note: TableNote) -> None:
+def _check_note(reader: StepReader, name: str, note: TableNote) -> None:
     manifest = reader.manifest
     table = manifest.find(KIND, name)
     waiting = manifest.find(_WAITING, name)
@@ -260,7 +260,7 @@ def _check_note(reader: Reader, name: str, note: TableNote) -> None:
         raise DamagedError(f"{reader.path / TRAINER}: table {name[:80]!r}: {wrong}")
 
 
-def _check_keys(reader: Reader, name: str, note: TableNote, part: tuple[int, int], steps: int) -> None:
+def _check_keys(reader: StepReader, name: str, note: TableNote, part: tuple[int, int], steps: int) -> None:
     """The keys and scores of this rank's part of the chunks."""
     counts = torch.tensor(note.buckets)
     for number, (start, stop) in enumerate(chunks(counts, _CHUNK_BYTES // 16)):
@@ -269,7 +269,7 @@ def _check_keys(reader: Reader, name: str, note: TableNote, part: tuple[int, int
         keys, scores = (torch.empty(stop - start, dtype=torch.int64) for _ in range(2))
         reader.fill(
             [
-                Item(kind, name, (note.rows,), torch.int64, [Piece(start, stop, held)])
+                Item(kind, name, (note.rows,), torch.int64, [FlatSlice(start, stop, held)])
                 for kind, held in ((_KEY, keys), (_SCORE, scores))
             ]
         )
@@ -283,7 +283,7 @@ def _check_keys(reader: Reader, name: str, note: TableNote, part: tuple[int, int
 
 
 def _check_waiting(
-    reader: Reader, name: str, buckets: Sequence[int], part: tuple[int, int], steps: int
+    reader: StepReader, name: str, buckets: Sequence[int], part: tuple[int, int], steps: int
 ) -> None:
     counts = torch.tensor(buckets)
     total = int(counts.sum())
@@ -291,7 +291,7 @@ def _check_waiting(
         if number % part[1] != part[0]:
             continue
         pairs = torch.empty((stop - start) * 2, dtype=torch.int64)
-        reader.fill([Item(_WAITING, name, (total, 2), torch.int64, [Piece(start * 2, stop * 2, pairs)])])
+        reader.fill([Item(_WAITING, name, (total, 2), torch.int64, [FlatSlice(start * 2, stop * 2, pairs)])])
         keys, scores = pairs.view(-1, 2).unbind(1)
         _check_buckets(reader, name, keys, counts, start)
         last, count = step_of(scores), count_of(scores)
@@ -301,7 +301,7 @@ def _check_waiting(
             )
 
 
-def _check_buckets(reader: Reader, name: str, keys: Tensor, counts: Tensor, start: int) -> None:
+def _check_buckets(reader: StepReader, name: str, keys: Tensor, counts: Tensor, start: int) -> None:
     """Each key lies in its bucket, and behind the one before."""
     ends = counts.cumsum(0)
     place = torch.arange(start, start + keys.numel())
@@ -410,7 +410,7 @@ class _Wish:
         pieces, at = [], 0
         for start, stop in self._ranges:
             size = (stop - start) * inner
-            pieces.append(Piece(start * inner, stop * inner, flat[at : at + size]))
+            pieces.append(FlatSlice(start * inner, stop * inner, flat[at : at + size]))
             at += size
         self.items.append(Item(kind, name, shape, dtype, pieces))
         self._read[kind] = flat.view(rows, *shape[1:])
@@ -443,7 +443,7 @@ class _Waiting(_Wish):
 
 def tables_in(step: Path) -> tuple[int, list[StoredTable]]:
     """(step, tables) of a checkpoint, read in chunks: what is exported for serving."""
-    reader = Reader(step, open_step(step, Files()), Files())
+    reader = StepReader(step, open_step(step, Files()), Files())
     _check_tensors(reader.manifest)
     notes = examine(reader)
     return reader.manifest.step, [
@@ -462,11 +462,11 @@ def _stored(step: Path, manifest: Manifest, name: str, note: TableNote) -> Store
         checkpoints = Checkpoints(step.parent)
         for start, stop in chunks(counts, max(_CHUNK_BYTES // (width * stored.torch_dtype.itemsize), 1)):
             vectors = torch.empty((stop - start) * width, dtype=stored.torch_dtype)
-            pieces = [Piece(start * width, stop * width, vectors)]
+            pieces = [FlatSlice(start * width, stop * width, vectors)]
             items = [Item(KIND, name, (rows, width), stored.torch_dtype, pieces)]
             keys = static_keys_at(counts, [(start, stop)])
             if is_dynamic:
-                items.append(Item(_KEY, name, (rows,), torch.int64, [Piece(start, stop, keys)]))
+                items.append(Item(_KEY, name, (rows,), torch.int64, [FlatSlice(start, stop, keys)]))
             checkpoints.load(items, path=step, partial=True, is_checked=True)
             yield start, keys, vectors.view(-1, width)
 

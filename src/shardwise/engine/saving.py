@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import Item, Manifest, Piece
-from shardwise.checkpoint.load import Reader
+from shardwise.checkpoint import FlatSlice, Item, Manifest
+from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
 from shardwise.compose.whole import Whole
 from shardwise.engine import saved_tables
@@ -108,7 +108,7 @@ def load(
 
     saved = SavedState()
 
-    def examine(reader: Reader) -> None:
+    def examine(reader: StepReader) -> None:
         """Before anything is filled."""
         nonlocal saved
         trainer = read_object(reader.text(TRAINER), f"{reader.path / TRAINER}")
@@ -169,7 +169,7 @@ def compare(
 # Saving ------------------------------------------------------------------------------------------------------------
 
 
-Pieces = dict[tuple[str, str], list[Piece]]
+Pieces = dict[tuple[str, str], list[FlatSlice]]
 """By (kind, name)."""
 
 
@@ -220,7 +220,7 @@ def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
         if mine:
             flat = held[info.name].detach()
             flat = flat.contiguous().view(-1) if to_write else flat.view(-1)
-            pieces = [Piece(0, flat.numel(), flat)]
+            pieces = [FlatSlice(0, flat.numel(), flat)]
         items.append(Item("buffer", info.name, info.shape, info.dtype, pieces))
     return items
 
@@ -251,7 +251,7 @@ def _pieces(
                 continue
             place = slot.offset + run.local - first
             pieces.append(
-                Piece(run.full, run.full + run.elements, flat.detach()[place : place + run.elements])
+                FlatSlice(run.full, run.full + run.elements, flat.detach()[place : place + run.elements])
             )
 
 

@@ -21,8 +21,9 @@ from shardwise.comm.collectives import Group
 from shardwise.compose.whole import Entry, Whole
 from shardwise.config.run import RunConfig
 from shardwise.engine.differences import Differences
+from shardwise.kernels.initializers import Initializer
 from shardwise.models.gpt import Gpt
-from shardwise.models.initial import Rule, draw
+from shardwise.models.initial import draw
 from shardwise.models.source import WeightSource, open_weights
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.bucket import Fill
@@ -71,7 +72,7 @@ class StartWeights(NamedTuple):
 
 
 def start_weights(
-    model: nn.Module, settings: RunConfig, initial: Mapping[str, Rule] | None, whole: Whole
+    model: nn.Module, settings: RunConfig, initial: Mapping[str, Initializer] | None, whole: Whole
 ) -> StartWeights:
     """Errors: UsageError where parameters are on meta and nobody says how they start."""
     wanted = settings.init_from
@@ -130,7 +131,7 @@ def _read_buffers(source: WeightSource, model: nn.Module, names: Collection[str]
 
 
 def _drawn(
-    model: nn.Module, seed: int, initial: Mapping[str, Rule] | None, known: Collection[str]
+    model: nn.Module, seed: int, initial: Mapping[str, Initializer] | None, known: Collection[str]
 ) -> StartWeights:
     """By rules, those whose values are not ``known``. Errors: UsageError where some are on meta and have no rule."""
     if isinstance(model, Layers) and initial is None:

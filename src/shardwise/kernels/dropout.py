@@ -42,7 +42,7 @@ _ROWS = (1 << 64) - 1
 """In the place of the sample, where all samples share a substream."""
 
 
-class Cut(NamedTuple):
+class EqualPart(NamedTuple):
     """The tensor here is equal part ``part`` of ``parts`` along ``dim``."""
 
     dim: int
@@ -64,7 +64,7 @@ class Draw(NamedTuple):
     """How often the layer ran before in the same pass."""
 
 
-def keyed_dropout(x: Tensor, p: float, draw: Draw, cut: Cut | None = None) -> Tensor:
+def keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None) -> Tensor:
     """``x`` with a share ``p`` of its elements zeroed and the others scaled up: [...] -> [...]."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p is {p}; expected a share between 0 and 1")
@@ -79,7 +79,7 @@ def keyed_dropout(x: Tensor, p: float, draw: Draw, cut: Cut | None = None) -> Te
     return _Dropout.apply(x, keep(x.shape, dropped, draw, cut, x.device), scale)
 
 
-def plain_keyed_dropout(x: Tensor, p: float, draw: Draw, cut: Cut | None = None) -> Tensor:
+def plain_keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None) -> Tensor:
     """The rule as it stands, one element after the other: the reference."""
     dropped = round(p * _LEVELS)
     here = _Sample.of(x.shape, draw, cut)
@@ -104,23 +104,25 @@ class _Sample(NamedTuple):
     samples: int
     shape: tuple[int, ...]
     """Of the piece here, the first dim being the rows of one sample."""
-    cut: Cut
+    cut: EqualPart
     is_row: bool
     """One row of features: all samples share a substream."""
 
     @classmethod
-    def of(cls, shape: Sequence[int], draw: Draw, cut: Cut | None) -> "_Sample":
+    def of(cls, shape: Sequence[int], draw: Draw, cut: EqualPart | None) -> "_Sample":
         samples = draw.samples or shape[0]
         if shape[0] % samples:
             samples = 1
         dim, parts, part = cut or (0, 1, 0)
-        cut = Cut(dim % len(shape), parts, part)
+        cut = EqualPart(dim % len(shape), parts, part)
         rows = shape[0] // samples
         is_row = len(shape) <= 2 and rows * (parts if cut.dim == 0 else 1) == 1
         return cls(samples, (rows, *shape[1:]), cut, is_row)
 
 
-def keep(shape: Sequence[int], dropped: int, draw: Draw, cut: Cut | None, device: torch.device) -> Tensor:
+def keep(
+    shape: Sequence[int], dropped: int, draw: Draw, cut: EqualPart | None, device: torch.device
+) -> Tensor:
     """1 where an element stays, else 0; ``dropped`` of 2^16 are 0: uint8 ``shape``."""
     if math.prod(shape) == 0:
         return torch.empty(tuple(shape), dtype=torch.uint8, device=device)
@@ -176,7 +178,7 @@ class _Dropout(torch.autograd.Function):
 # In a compiled graph the draw is one operation whose numbers are inputs: a new step needs no new graph.
 
 
-def _numbers(draw: Draw, cut: Cut | None) -> tuple[int, int, int, int, int, int, int, int]:
+def _numbers(draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int, int, int, int]:
     key = draw.key - (1 << 64) if draw.key >> 63 else draw.key  # an operation's integers are signed
     dim, parts, part = cut or (0, 1, 0)
     return key, draw.step, draw.first_sample, draw.samples or 0, draw.call, dim, parts, part
@@ -196,7 +198,7 @@ def _keep_in_graph(
     part: int,
 ) -> Tensor:
     draw = Draw(key % (1 << 64), step, first_sample, samples or None, call)
-    return keep(x.shape, dropped, draw, Cut(dim, parts, part), x.device)
+    return keep(x.shape, dropped, draw, EqualPart(dim, parts, part), x.device)
 
 
 @_keep_in_graph.register_fake

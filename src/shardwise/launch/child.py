@@ -14,7 +14,7 @@ import sys
 import traceback
 
 import shardwise.launch.failure as failures
-from shardwise.launch.environment import Seat, seat
+from shardwise.launch.environment import RankEnvironment, seat
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,7 +28,7 @@ def die_with(launcher_pid: int | None) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def _prepare(here: Seat) -> None:
+def _prepare(here: RankEnvironment) -> None:
     """Signals, streams and descriptors as a program expects to find them."""
     die_with(here.launcher_pid)
     # A launcher in the background of a shell has SIGINT ignored, which is inherited.
@@ -53,7 +53,7 @@ def _run(kind: str, name: str, arguments: list[str]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
-def _leave(here: Seat, failure: failures.Failure) -> int:
+def _leave(here: RankEnvironment, failure: failures.Failure) -> int:
     """Tell the launcher; without one, tell the terminal."""
     if here.failure_path is not None:
         failures.write(failure, here.failure_path)

@@ -48,7 +48,7 @@ class Job(NamedTuple):
         return self.failures / f"rank_{rank:05d}.json"
 
 
-class Seat(NamedTuple):
+class RankEnvironment(NamedTuple):
     """What a rank process finds in its environment."""
 
     rank: int
@@ -91,14 +91,14 @@ def of_rank(
     return defaults | kept | {name: str(value) for name, value in ours.items()}
 
 
-def seat(environment: Mapping[str, str] = os.environ) -> Seat:
+def seat(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
     """Where this process sits, if a launcher started it."""
 
     def number(name: str) -> int | None:
         return int(environment[name]) if name in environment else None
 
     failure = environment.get(_FAILURE)
-    return Seat(
+    return RankEnvironment(
         rank=number("RANK") or 0,
         launcher_pid=number(_LAUNCHER_PID),
         store_fd=number(STORE_FD),

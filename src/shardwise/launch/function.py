@@ -37,7 +37,7 @@ _SETTLE_S = 0.5
 """After the first failure: time for the others to say theirs, so that the cause can be told from the effect."""
 
 
-class _Call(NamedTuple):
+class _FunctionCall(NamedTuple):
     function: Callable[..., Any]
     arguments: Sequence[Any]
     named: Mapping[str, Any]
@@ -70,7 +70,7 @@ def launch(
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                call = _Call(function, arguments, named, every or rank == 0)
+                call = _FunctionCall(function, arguments, named, every or rank == 0)
                 process = context.Process(
                     target=_be_rank, args=(call, job, rank, store, theirs), daemon=False
                 )
@@ -110,7 +110,7 @@ def _check_forkable() -> None:
 # In the ranks ------------------------------------------------------------------------------------------------------
 
 
-def _be_rank(call: _Call, job: Job, rank: int, store: socket.socket, pipe: Connection) -> None:
+def _be_rank(call: _FunctionCall, job: Job, rank: int, store: socket.socket, pipe: Connection) -> None:
     """One rank's whole life."""
     os.setsid()  # a group of its own: what it starts ends with it
     signal.signal(signal.SIGINT, signal.default_int_handler)

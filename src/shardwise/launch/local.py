@@ -85,7 +85,7 @@ class StopRequests:
                 signal.signal(number, handler)
 
 
-class Watch:
+class RankProcesses:
     """The ranks of one job, from spawned to gone."""
 
     def __init__(self, job: Job, output: Output, console: Console) -> None:
@@ -230,7 +230,7 @@ def run(
         store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         store.bind((LOOPBACK, 0))
         job = Job(secrets.token_hex(16), ranks, store.getsockname()[1], Path(folder), secrets.token_hex(32))
-        watch = Watch(job, output, console)
+        watch = RankProcesses(job, output, console)
         stack.enter_context(requests.listening())
         stack.callback(output.close, 1.0)
         try:

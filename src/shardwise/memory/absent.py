@@ -46,7 +46,7 @@ _DECIDES_A_SHAPE = _words("nonzero nonzero_numpy unique_dim unique_consecutive _
 _NOT_OURS = ("torch.", "shardwise.memory.", "shardwise.parallel.", "shardwise.engine.", "shardwise.compose.")
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """Where in a model's source something happens."""
 
     module: str
@@ -63,7 +63,7 @@ class Place(NamedTuple):
         return f"{inside}, at {self.line}" if self.line else inside
 
 
-def place_of_use(names: Mapping[int, str] | None = None) -> Place:
+def place_of_use(names: Mapping[int, str] | None = None) -> SourceLine:
     """The innermost line that is neither torch's nor ours, and the innermost module that runs.
 
     ``names`` of modules by identity; others are named by their class.
@@ -89,10 +89,10 @@ def place_of_use(names: Mapping[int, str] | None = None) -> Place:
                 name = (names or {}).get(id(given))
                 module = type(given).__name__ if not name else f"{name!r} ({type(given).__name__})"
         frame = frame.f_back  # type: ignore[assignment]
-    return Place(module, line)
+    return SourceLine(module, line)
 
 
-class Watch:
+class AbsentTrace:
     """What is seen of the absent values of one pass. ``names`` of modules by identity; ``advice`` ends every error."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Watch:
         self.trouble: tuple[BaseException, str] | None = None
         """An operation on an absent value that failed, and what the value is."""
 
-    def refuse(self, what: str, done: str, place: Place | None = None) -> NoReturn:
+    def refuse(self, what: str, done: str, place: SourceLine | None = None) -> NoReturn:
         """``what`` is absent and ``done`` to all the same."""
         place = place or place_of_use(self.names)
         error = self._error(f"{self.where}{what} {done}, {place}. {self.advice}")
@@ -126,13 +126,13 @@ class Absent(Tensor):
 
     _inner: Tensor
     _what: str
-    _watch: Watch
-    _met: Place | None
+    _watch: AbsentTrace
+    _met: SourceLine | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: Tensor, what: str, watch: Watch, met: Place | None = None) -> "Absent":
+    def __new__(cls, inner: Tensor, what: str, watch: AbsentTrace, met: SourceLine | None = None) -> "Absent":
         made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             inner.size(),
@@ -145,7 +145,7 @@ class Absent(Tensor):
         made._inner, made._what, made._watch, made._met = inner, what, watch, met
         return made  # type: ignore[no-any-return]
 
-    def __init__(self, inner: Tensor, what: str, watch: Watch, met: Place | None = None):
+    def __init__(self, inner: Tensor, what: str, watch: AbsentTrace, met: SourceLine | None = None):
         pass
 
     @classmethod
@@ -160,7 +160,7 @@ class Absent(Tensor):
         """What is absent, in words."""
         return self._what.rstrip(",")
 
-    def refuse(self, done: str, place: Place | None = None) -> NoReturn:
+    def refuse(self, done: str, place: SourceLine | None = None) -> NoReturn:
         """PlanError: this value is absent and ``done``."""
         self._watch.refuse(self._what, done, place or self._met)
 
@@ -371,6 +371,6 @@ def _of_withheld(func: Any, args: Any, kwargs: Any) -> Any:
         what, advice = first._told(first).split("\n")
         if name == "detach" or (name == "__get__" and attribute == "data"):
             plain: Any = first
-            return Absent(Tensor.detach(plain), what, Watch("", advice, error=UsageError))
+            return Absent(Tensor.detach(plain), what, AbsentTrace("", advice, error=UsageError))
     done = f"is read ({attribute})" if name == "__get__" else f"is used by {name}"
     raise UsageError(f"{what} {done}, {place_of_use()}. {advice}")

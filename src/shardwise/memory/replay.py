@@ -27,7 +27,7 @@ from shardwise.plan.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchPosition:
     """Where the rows of one forward pass stand in the run."""
 
     step: int
@@ -42,7 +42,7 @@ class Replay:
     """The place that random numbers are drawn at. Outside ``at`` there is none."""
 
     def __init__(self) -> None:
-        self._place: Place | None = None
+        self._place: BatchPosition | None = None
         self._calls: dict[str, int] = {}
         self.whole_sequence = False
         """True where the last pass with gradients did not cut the sequence, though the model is made for it."""
@@ -62,7 +62,7 @@ class Replay:
             self.stays_whole, self.whole_sequence = before
 
     @property
-    def place(self) -> Place:
+    def place(self) -> BatchPosition:
         """The running microbatch.
 
         Errors: UsageError where none runs: the same numbers in every pass would pass for random ones.
@@ -81,7 +81,7 @@ class Replay:
         return call
 
     @contextmanager
-    def at(self, place: Place) -> Iterator[None]:
+    def at(self, place: BatchPosition) -> Iterator[None]:
         """A forward pass of the microbatch at ``place``; what ran before comes back afterwards."""
         before = self._place, self._calls
         self._place, self._calls = place, {}
@@ -99,7 +99,7 @@ class _Again(AbstractContextManager[None]):
     def __init__(self, replay: Replay):
         self._replay = replay
         self._then = replay._place, dict(replay._calls), replay.whole_sequence
-        self._before: list[tuple[Place | None, dict[str, int], bool]] = []
+        self._before: list[tuple[BatchPosition | None, dict[str, int], bool]] = []
 
     def __enter__(self) -> None:
         self._replay.runs_again += 1

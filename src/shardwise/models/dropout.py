@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from shardwise.kernels.dropout import Cut, Draw, keyed_dropout
+from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout
 from shardwise.kernels.philox import key_of
 from shardwise.memory.replay import Replay
 
@@ -22,7 +22,7 @@ from shardwise.memory.replay import Replay
 class KeyedDropout(nn.Module):
     """Dropout of share ``p`` in training mode, the identity in evaluation mode."""
 
-    def __init__(self, p: float, seed: int, name: str, replay: Replay, cut: Cut | None = None) -> None:
+    def __init__(self, p: float, seed: int, name: str, replay: Replay, cut: EqualPart | None = None) -> None:
         super().__init__()
         self.p = p
         self.name = name
@@ -47,7 +47,7 @@ class KeyedDropout(nn.Module):
 
 
 def replace_dropout(
-    model: nn.Module, seed: int, replay: Replay, cuts: Mapping[str, Cut] | None = None
+    model: nn.Module, seed: int, replay: Replay, cuts: Mapping[str, EqualPart] | None = None
 ) -> int:
     """Swap every ``nn.Dropout`` with p > 0, wherever it is held; returns how many places.
 

@@ -22,10 +22,19 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.initializers import Constant, Initializer, Normal
 from shardwise.kernels.rotary import Angles, FrequencyScaling, angles
 from shardwise.models.cache import Cache
-from shardwise.models.initial import Constant, Normal, Rule, draw_all
-from shardwise.models.layers import Attention, AttentionFunction, Block, GeluMlp, Head, RmsNorm, SwiGlu
+from shardwise.models.initial import draw_all
+from shardwise.models.layers import (
+    Attention,
+    AttentionFunction,
+    GeluMlp,
+    Head,
+    RmsNorm,
+    SwiGlu,
+    TransformerBlock,
+)
 from shardwise.observe.flops import needed_per_token
 from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from shardwise.plan.policy import Policy
@@ -183,10 +192,10 @@ class Gpt(nn.Module):
             x = x[:, -1:]
         return self.head(self.norm(x), targets)
 
-    def initial_rules(self) -> dict[str, Rule]:
+    def initial_rules(self) -> dict[str, Initializer]:
         """GPT-2's start: normal of 0.02, what is added to the residual scaled by 1/√(2L); norms 1, biases 0."""
         residual = Normal(_STD / math.sqrt(2 * self.policy.layers))
-        rules: dict[str, Rule] = {}
+        rules: dict[str, Initializer] = {}
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 rules[name] = Constant(1.0 if name.endswith("norm.weight") else 0.0)
@@ -276,11 +285,11 @@ def flops_per_token(policy: GptPolicy, causal: bool = True) -> int:
     return needed_per_token(multiplied, p.layers, seen, p.heads * _set(p.head_size))
 
 
-def _block(p: GptPolicy, attention: AttentionFunction) -> Block:
+def _block(p: GptPolicy, attention: AttentionFunction) -> TransformerBlock:
     llama = p.family == "llama"
     mix = Attention(p.width, p.heads, _set(p.kv_heads), _set(p.head_size), not llama, p.dropout, attention)
     mlp = (SwiGlu if llama else GeluMlp)(p.width, _set(p.hidden), p.dropout)
-    return Block(_norm(p), mix, _norm(p), mlp)
+    return TransformerBlock(_norm(p), mix, _norm(p), mlp)
 
 
 def _norm(p: GptPolicy) -> nn.Module:

@@ -19,7 +19,7 @@ from shardwise.plan.errors import ConfigError
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """One stored tensor that is (a piece of) one of ours."""
 
     name: str
@@ -33,61 +33,61 @@ class Part(NamedTuple):
         return self.shape[::-1] if self.transposed else self.shape
 
 
-def joined_shape(parts: list[Part]) -> tuple[int, ...]:
+def joined_shape(parts: list[StoredPart]) -> tuple[int, ...]:
     """Shape of our tensor made of ``parts``."""
     first = parts[0].our_shape
     return (sum(part.our_shape[0] for part in parts), *first[1:])
 
 
-def parts_of(policy: GptPolicy) -> dict[str, list[Part]]:
+def parts_of(policy: GptPolicy) -> dict[str, list[StoredPart]]:
     """Our parameter names to the stored tensors they are made of."""
     p = policy.resolved()
     return _llama_parts(p) if p.family == "llama" else _gpt2_parts(p)
 
 
-def _llama_parts(p: GptPolicy) -> dict[str, list[Part]]:
+def _llama_parts(p: GptPolicy) -> dict[str, list[StoredPart]]:
     assert p.vocab and p.kv_heads and p.head_size and p.hidden, "resolved() fills these"
     d, q, kv = p.width, p.heads * p.head_size, p.kv_heads * p.head_size
-    parts = {"embed.weight": [Part("model.embed_tokens.weight", (p.vocab, d))]}
+    parts = {"embed.weight": [StoredPart("model.embed_tokens.weight", (p.vocab, d))]}
     for i in range(p.layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         attn, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
         parts |= {
-            f"{ours}.attention_norm.weight": [Part(f"{theirs}.input_layernorm.weight", (d,))],
+            f"{ours}.attention_norm.weight": [StoredPart(f"{theirs}.input_layernorm.weight", (d,))],
             f"{ours}.attention.qkv.weight": [
-                Part(f"{attn}.q_proj.weight", (q, d)),
-                Part(f"{attn}.k_proj.weight", (kv, d)),
-                Part(f"{attn}.v_proj.weight", (kv, d)),
+                StoredPart(f"{attn}.q_proj.weight", (q, d)),
+                StoredPart(f"{attn}.k_proj.weight", (kv, d)),
+                StoredPart(f"{attn}.v_proj.weight", (kv, d)),
             ],
-            f"{ours}.attention.out.weight": [Part(f"{attn}.o_proj.weight", (d, q))],
-            f"{ours}.mlp_norm.weight": [Part(f"{theirs}.post_attention_layernorm.weight", (d,))],
+            f"{ours}.attention.out.weight": [StoredPart(f"{attn}.o_proj.weight", (d, q))],
+            f"{ours}.mlp_norm.weight": [StoredPart(f"{theirs}.post_attention_layernorm.weight", (d,))],
             f"{ours}.mlp.gate_up.weight": [
-                Part(f"{mlp}.gate_proj.weight", (p.hidden, d)),
-                Part(f"{mlp}.up_proj.weight", (p.hidden, d)),
+                StoredPart(f"{mlp}.gate_proj.weight", (p.hidden, d)),
+                StoredPart(f"{mlp}.up_proj.weight", (p.hidden, d)),
             ],
-            f"{ours}.mlp.down.weight": [Part(f"{mlp}.down_proj.weight", (d, p.hidden))],
+            f"{ours}.mlp.down.weight": [StoredPart(f"{mlp}.down_proj.weight", (d, p.hidden))],
         }
-    parts["norm.weight"] = [Part("model.norm.weight", (d,))]
+    parts["norm.weight"] = [StoredPart("model.norm.weight", (d,))]
     if not p.tied_head:
-        parts["head.weight"] = [Part("lm_head.weight", (p.vocab, d))]
+        parts["head.weight"] = [StoredPart("lm_head.weight", (p.vocab, d))]
     return parts
 
 
-def _gpt2_parts(p: GptPolicy) -> dict[str, list[Part]]:
+def _gpt2_parts(p: GptPolicy) -> dict[str, list[StoredPart]]:
     assert p.vocab and p.hidden, "resolved() fills these"
     d = p.width
     parts = {
-        "embed.weight": [Part("transformer.wte.weight", (p.vocab, d))],
-        "positions.weight": [Part("transformer.wpe.weight", (p.context, d))],
+        "embed.weight": [StoredPart("transformer.wte.weight", (p.vocab, d))],
+        "positions.weight": [StoredPart("transformer.wpe.weight", (p.context, d))],
     }
 
     def norm(ours: str, theirs: str) -> None:
         for leaf in ("weight", "bias"):
-            parts[f"{ours}.{leaf}"] = [Part(f"transformer.{theirs}.{leaf}", (d,))]
+            parts[f"{ours}.{leaf}"] = [StoredPart(f"transformer.{theirs}.{leaf}", (d,))]
 
     def linear(ours: str, theirs: str, inputs: int, outputs: int) -> None:
-        parts[f"{ours}.weight"] = [Part(f"transformer.{theirs}.weight", (inputs, outputs), True)]
-        parts[f"{ours}.bias"] = [Part(f"transformer.{theirs}.bias", (outputs,))]
+        parts[f"{ours}.weight"] = [StoredPart(f"transformer.{theirs}.weight", (inputs, outputs), True)]
+        parts[f"{ours}.bias"] = [StoredPart(f"transformer.{theirs}.bias", (outputs,))]
 
     for i in range(p.layers):
         norm(f"blocks.{i}.attention_norm", f"h.{i}.ln_1")
@@ -98,7 +98,7 @@ def _gpt2_parts(p: GptPolicy) -> dict[str, list[Part]]:
         linear(f"blocks.{i}.mlp.down", f"h.{i}.mlp.c_proj", p.hidden, d)
     norm("norm", "ln_f")
     if not p.tied_head:
-        parts["head.weight"] = [Part("lm_head.weight", (p.vocab, d))]
+        parts["head.weight"] = [StoredPart("lm_head.weight", (p.vocab, d))]
     return parts
 
 

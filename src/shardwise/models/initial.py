@@ -13,44 +13,20 @@ Cost: memory of the result and 2 MiB beside it.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.kernels import philox
+from shardwise.kernels.initializers import Constant, Initializer, Normal, Uniform
 from shardwise.plan.errors import PlanError
 from shardwise.plan.policy import nearest
 
 _CHUNK_ELEMENTS = 1 << 18
 
 
-@dataclass(frozen=True)
-class Normal:
-    """Mean 0 and this standard deviation."""
-
-    std: float
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Uniform in (-bound, bound)."""
-
-    bound: float
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Every element the same."""
-
-    value: float
-
-
-Rule = Normal | Uniform | Constant
-
-
-def draw(rule: Rule, seed: int, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def draw(rule: Initializer, seed: int, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Elements [start, stop) of the flattened global parameter ``name``, on the CPU: [stop - start]."""
     if isinstance(rule, Constant):
         return torch.full((stop - start,), rule.value, dtype=dtype, device="cpu")
@@ -59,22 +35,22 @@ def draw(rule: Rule, seed: int, name: str, start: int, stop: int, dtype: torch.d
     for begin in range(start, stop, _CHUNK_ELEMENTS):
         end = min(begin + _CHUNK_ELEMENTS, stop)
         if isinstance(rule, Normal):
-            chunk = philox.normal(key, begin, end).mul_(rule.std)
+            chunk = philox.normal(key, begin, end).mul_(rule.std).add_(rule.mean)
         else:
-            chunk = philox.uniform(key, begin, end).mul_(2 * rule.bound).sub_(rule.bound)
+            chunk = philox.uniform(key, begin, end).mul_(rule.high - rule.low).add_(rule.low)
         out[begin - start : end - start] = chunk
     return out
 
 
 @torch.no_grad()
-def draw_all(model: nn.Module, rules: Mapping[str, Rule], seed: int) -> None:
+def draw_all(model: nn.Module, rules: Mapping[str, Initializer], seed: int) -> None:
     """Fill every parameter of a model that is not on the meta device."""
     for name, parameter in model.named_parameters():
         elements = draw(rules[name], seed, name, 0, parameter.numel(), parameter.dtype)
         parameter.copy_(elements.view(parameter.shape))
 
 
-def match_rules(names: Iterable[str], table: Mapping[str, Rule]) -> dict[str, Rule]:
+def match_rules(names: Iterable[str], table: Mapping[str, Initializer]) -> dict[str, Initializer]:
     """The rule of the first pattern of ``table`` (shell style) that a parameter's name matches."""
     found = {}
     for name in names:
@@ -85,12 +61,12 @@ def match_rules(names: Iterable[str], table: Mapping[str, Rule]) -> dict[str, Ru
     return found
 
 
-def torch_rules(model: nn.Module) -> dict[str, Rule]:
+def torch_rules(model: nn.Module) -> dict[str, Initializer]:
     """The distributions of torch's own ``reset_parameters`` for the parameters of torch's common modules.
 
     A parameter of any other module has no known start: the error names it.
     """
-    rules: dict[str, Rule] = {}
+    rules: dict[str, Initializer] = {}
     unknown = []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
@@ -110,10 +86,13 @@ def torch_rules(model: nn.Module) -> dict[str, Rule]:
     return rules
 
 
-def _torch_rule(module: nn.Module, local: str) -> Rule | None:
+def _torch_rule(module: nn.Module, local: str) -> Initializer | None:
     if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         fan_in = module.weight[0].numel()
-        return Uniform(1 / math.sqrt(fan_in)) if fan_in else Constant(0.0)
+        if not fan_in:
+            return Constant(0.0)
+        bound = 1 / math.sqrt(fan_in)
+        return Uniform(-bound, bound)
     if isinstance(module, nn.Embedding) and module.padding_idx is None:
         return Normal(1.0)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)):

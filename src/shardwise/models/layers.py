@@ -101,7 +101,7 @@ class GeluMlp(nn.Module):
         return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(

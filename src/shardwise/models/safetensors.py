@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
-from shardwise.plan.strict_json import JSON_BYTES, Count, Entry, read_object, validated
+from shardwise.plan.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.plan.words import in_words
 
 _DTYPES = {
@@ -81,7 +81,7 @@ class StoredTensor(NamedTuple):
         return torch.from_numpy(values).view(self.dtype)
 
 
-class _Stored(Entry):
+class _Stored(StrictModel):
     """One tensor as the header has it."""
 
     dtype: str

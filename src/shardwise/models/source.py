@@ -25,7 +25,7 @@ from shardwise.models.huggingface import joined_shape, parts_of, policy_of
 from shardwise.models.safetensors import StoredTensor, read_header
 from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, MismatchError
 from shardwise.plan.policy import nearest
-from shardwise.plan.strict_json import JSON_BYTES, Entry, read_object, validated
+from shardwise.plan.strict_json import JSON_BYTES, StrictModel, read_object, validated
 from shardwise.plan.words import in_words
 
 _INDEX = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ _TOLD_BY_SHAPES = frozenset({"vocab", "tied_head"})
 """Keys that may differ as well where tensors may be missing: what they change is seen in the tensors."""
 
 
-class _Index(Entry):
+class _WeightIndex(StrictModel):
     weight_map: dict[str, Annotated[str, Field(min_length=1, max_length=255)]]
     """File by tensor."""
 
@@ -218,7 +218,7 @@ def _stored_tensors(where: Path) -> dict[str, StoredTensor]:
 def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
-        names = sorted(set(validated(_Index, _json(index), str(index)).weight_map.values()))
+        names = sorted(set(validated(_WeightIndex, _json(index), str(index)).weight_map.values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise CheckpointError(f"{index}: names files outside its folder: {_list(outside)}")

@@ -32,7 +32,7 @@ from shardwise.models.safetensors import StoredTensor, Writer, read_header
 from shardwise.parallel.embedding.rows import Rows
 from shardwise.plan.errors import CheckpointError, DamagedError, DataError, UsageError
 from shardwise.plan.policy import nearest
-from shardwise.plan.strict_json import JSON_BYTES, Count, Entry, read_object, validated
+from shardwise.plan.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 
 _INDEX = "tables.json"
 _FORMAT = 1
@@ -198,7 +198,7 @@ class Vectors:
         if table not in self._entries:
             raise UsageError(f"{self.folder}: there is no table {table!r}{nearest(table, self._entries)}")
 
-    def _read_index(self) -> "_Index":
+    def _read_index(self) -> "_TablesIndex":
         file = self.folder / _INDEX
         try:
             with file.open("rb") as stream:
@@ -210,7 +210,7 @@ class Vectors:
         content = read_object(text, str(file))
         if content.get("format") != _FORMAT:
             raise CheckpointError(f"{file}: another format; this version reads format {_FORMAT}")
-        return validated(_Index, content, str(file))
+        return validated(_TablesIndex, content, str(file))
 
     def _map(self, table: str, entry: "_Entry") -> "_Table":
         file = self.folder / entry.file
@@ -239,14 +239,14 @@ class Vectors:
         return _Table(mapped(header["keys"]), mapped(header["vectors"]))
 
 
-class _Entry(Entry):
+class _Entry(StrictModel):
     file: str
     rows: Count
     width: Count
     dynamic: bool
 
 
-class _Index(Entry):
+class _TablesIndex(StrictModel):
     """``tables.json``."""
 
     format: int

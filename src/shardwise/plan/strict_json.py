@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of bytes, elements or steps."""
 
 
-class Entry(BaseModel):
+class StrictModel(BaseModel):
     """Base of what stands in files: exact types, frozen, keys of later versions ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)

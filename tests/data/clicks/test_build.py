@@ -14,11 +14,11 @@ from shardwise.comm.world import World
 from shardwise.data.clicks import (
     CRITEO,
     ClickPolicy,
-    Feature,
+    ClickRows,
     Keys,
     PackedClicks,
-    Rows,
     Schema,
+    SparseFeature,
     SyntheticPolicy,
     build_clicks,
     convert_clicks,
@@ -28,7 +28,7 @@ from shardwise.data.loader import Loader
 from shardwise.plan.errors import DataError
 
 
-def first_numbers(rows: Rows) -> list[float]:
+def first_numbers(rows: ClickRows) -> list[float]:
     return np.nan_to_num(rows.dense[:, 0], nan=-99).tolist()  # type: ignore[no-any-return]
 
 
@@ -69,8 +69,8 @@ def test_skipped_rows_are_counted_over_all_files_and_kept(tmp_path: Path) -> Non
 
 
 def test_columns_must_agree(tmp_path: Path) -> None:
-    schema = Schema(("x",), (Feature("k"),))
-    rows = Rows(np.zeros(3, np.float32), np.zeros((3, 1), np.float32), [Keys.of_ones(np.arange(3))])
+    schema = Schema(("x",), (SparseFeature("k"),))
+    rows = ClickRows(np.zeros(3, np.float32), np.zeros((3, 1), np.float32), [Keys.of_ones(np.arange(3))])
     write_packed(tmp_path / "small.clicks", schema, [rows])
     text = write(tmp_path / "log.tsv", lines(5))
     with pytest.raises(DataError, match=r"13 numbers and 26 features instead of 1 numbers and 1 features"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.data.clicks.criteo_text import lines, write
 
-from shardwise.data.clicks import CRITEO, Malformed, Rows, criteo, read_criteo
+from shardwise.data.clicks import CRITEO, ClickRows, Malformed, criteo, read_criteo
 from shardwise.plan.errors import DataError
 
 
@@ -31,7 +31,7 @@ def plain(content: list[str]) -> list[tuple[object, ...]]:
     return result
 
 
-def rows_of(blocks: list[Rows]) -> list[tuple[object, ...]]:
+def rows_of(blocks: list[ClickRows]) -> list[tuple[object, ...]]:
     result: list[tuple[object, ...]] = []
     for rows in blocks:
         for i in range(rows.labels.size):

@@ -9,7 +9,16 @@ import pytest
 from tests.data.clicks.criteo_text import lines
 from tests.data.clicks.criteo_text import write as write_criteo
 
-from shardwise.data.clicks import CRITEO, ClickPolicy, Feature, Keys, Malformed, Rows, Schema, build_clicks
+from shardwise.data.clicks import (
+    CRITEO,
+    ClickPolicy,
+    ClickRows,
+    Keys,
+    Malformed,
+    Schema,
+    SparseFeature,
+    build_clicks,
+)
 from shardwise.data.clicks import csv_text as module
 from shardwise.data.clicks.columns import key_of_text
 from shardwise.data.clicks.csv_text import csv_schema, read_csv
@@ -37,10 +46,10 @@ def lists(keys: Keys) -> list[list[int]]:
 
 def one(
     path: Path, schema: Schema | None = None, separator: str = ",", limit: int = 0
-) -> tuple[Rows, Malformed]:
+) -> tuple[ClickRows, Malformed]:
     malformed = Malformed(limit)
     found = list(read_csv(path, separator, schema or csv_schema(path, separator), malformed))
-    return Rows(
+    return ClickRows(
         np.concatenate([rows.labels for rows in found]),
         np.concatenate([rows.dense for rows in found]),
         found[0].keys,
@@ -53,7 +62,7 @@ def test_columns_by_their_texts(tmp_path: Path, name: str) -> None:
     text = TEXT.replace(",", separator).replace(f"Oslo{separator}", "Oslo,")
     path = written(tmp_path / name, "\ufeff" + text)
     assert csv_schema(path, separator) == Schema(
-        ("price",), (Feature("user"), Feature("city"), Feature("code"))
+        ("price",), (SparseFeature("user"), SparseFeature("city"), SparseFeature("code"))
     )
     rows, malformed = one(path, separator=separator)
     assert rows.labels.tolist() == [1, 0, 1, 0] and not malformed.count
@@ -69,7 +78,7 @@ def test_columns_by_their_texts(tmp_path: Path, name: str) -> None:
 def test_columns_that_are_named(tmp_path: Path) -> None:
     # What pandas writes of an id in a column that lacks another: 6.0 is 6.
     path = written(tmp_path / "x.csv", "click,age,user\n1,30,5\n0,,6.0\n")
-    given = Schema(("age",), (Feature("user"),))
+    given = Schema(("age",), (SparseFeature("user"),))
     (rows,) = read_csv(path, ",", csv_schema(path, ",", "click", given), Malformed(), "click")
     assert rows.dense[0].tolist() == [30] and np.isnan(rows.dense[1, 0]) and lists(rows.keys[0]) == [[5], [6]]
 
@@ -93,7 +102,7 @@ def test_rows_that_are_malformed_are_named_and_counted(tmp_path: Path) -> None:
     bad = "2,0.5,a\n0,1_0,b\n0,0.25\n1,inf,c\n0,1e39,c\nx,1,d\n"
     content = f"label,x,k\n1,0.5,a\n{bad}1,0.75,e\n0,\u0663,f\n"
     path = written(tmp_path / "x.csv", content)
-    schema = Schema(("x",), (Feature("k"),))
+    schema = Schema(("x",), (SparseFeature("k"),))
     rows, malformed = one(path, schema, limit=7)
     assert rows.labels.tolist() == [1, 1] and rows.dense[:, 0].tolist() == [0.5, 0.75]
     assert malformed.count == 7
@@ -130,7 +139,7 @@ def test_tables_that_are_none(tmp_path: Path, content: str, said: str) -> None:
 def test_batches_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = "label,k,x\n" + "".join(f"{i % 2},{i * 7919 % 500},{i / 8}\n" for i in range(3000))
     path = written(tmp_path / "x.csv", content)
-    schema = Schema(("x",), (Feature("k"),))
+    schema = Schema(("x",), (SparseFeature("k"),))
     whole = list(read_csv(path, ",", schema, Malformed()))
     monkeypatch.setattr(module, "_PIECE_BYTES", 1000)
     parts = list(read_csv(path, ",", schema, Malformed()))
@@ -146,7 +155,7 @@ def test_from_the_keys_of_data(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.INFO)
     content = "label,k,x\n" + "".join(f"{i % 2},{i + 2},{i / 8}\n" for i in range(20))
     by_name = build_clicks(ClickPolicy(source=str(written(tmp_path / "a.csv", content))), tmp_path / "cache")
-    assert by_name.schema == Schema(("x",), (Feature("k"),)) and len(by_name.train) == 18
+    assert by_name.schema == Schema(("x",), (SparseFeature("k"),)) and len(by_name.train) == 18
     assert "label label; numbers x; keys k. Types decided that" in caplog.text
     semicolons = written(tmp_path / "a.txt", content.replace(",", ";"))
     given = ClickPolicy(source=str(semicolons), separator=";", dense=["x"], sparse=["k"])

@@ -5,7 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data.clicks import BatchForm, Feature, Keys, PackedClicks, PackedWriter, Rows, Schema
+from shardwise.data.clicks import (
+    BatchForm,
+    ClickRows,
+    Keys,
+    PackedClicks,
+    PackedWriter,
+    Schema,
+    SparseFeature,
+)
 from shardwise.data.clicks import packed as module
 from shardwise.data.clicks.packed import write_packed
 from shardwise.plan.errors import DataError
@@ -13,15 +21,15 @@ from shardwise.plan.errors import DataError
 SCHEMA = Schema(
     ("age", "price"),
     (
-        Feature("item"),
-        Feature("seen", many=True),
-        *(Feature(f"f{i}") for i in range(9)),
-        Feature("tags", many=True),
+        SparseFeature("item"),
+        SparseFeature("seen", many=True),
+        *(SparseFeature(f"f{i}") for i in range(9)),
+        SparseFeature("tags", many=True),
     ),
 )
 
 
-def made(n: int, seed: int = 0, schema: Schema = SCHEMA) -> Rows:
+def made(n: int, seed: int = 0, schema: Schema = SCHEMA) -> ClickRows:
     draw = np.random.default_rng(seed)
     keys = []
     for feature in schema.features:
@@ -30,10 +38,10 @@ def made(n: int, seed: int = 0, schema: Schema = SCHEMA) -> Rows:
         keys.append(Keys(draw.integers(-(1 << 62), 1 << 62, offsets[-1]), offsets))
     dense = draw.standard_normal((n, len(schema.dense))).astype(np.float32)
     dense[draw.random(dense.shape) < 0.3] = np.nan
-    return Rows(draw.integers(0, 2, n).astype(np.float32), dense, keys)
+    return ClickRows(draw.integers(0, 2, n).astype(np.float32), dense, keys)
 
 
-def row(rows: Rows, i: int) -> tuple[object, ...]:
+def row(rows: ClickRows, i: int) -> tuple[object, ...]:
     keys = [k.values[k.offsets[i] : k.offsets[i + 1]].tolist() for k in rows.keys]
     return (float(rows.labels[i]), rows.dense[i].tobytes(), keys)
 
@@ -66,7 +74,7 @@ def test_appended_in_parts_is_the_same_file(tmp_path: Path) -> None:
             Keys(k.values[k.offsets[start] : k.offsets[stop]], k.offsets[start : stop + 1] - k.offsets[start])
             for k in whole.keys
         ]
-        parts.append(Rows(whole.labels[start:stop], whole.dense[start:stop], keys))
+        parts.append(ClickRows(whole.labels[start:stop], whole.dense[start:stop], keys))
     write_packed(tmp_path / "b.clicks", SCHEMA, parts)
     assert (tmp_path / "a.clicks").read_bytes() == (tmp_path / "b.clicks").read_bytes()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a.clicks", "b.clicks"], (
@@ -84,10 +92,10 @@ def test_appended_in_parts_is_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        Schema((), (Feature("a"),)),
-        Schema((), (Feature("a"), Feature("b"))),
+        Schema((), (SparseFeature("a"),)),
+        Schema((), (SparseFeature("a"), SparseFeature("b"))),
         Schema(("x",), ()),
-        Schema((), (Feature("a", True),)),
+        Schema((), (SparseFeature("a", True),)),
     ],
 )
 def test_small_schemas(tmp_path: Path, schema: Schema) -> None:
@@ -99,7 +107,7 @@ def test_small_schemas(tmp_path: Path, schema: Schema) -> None:
 
 
 def test_a_wide_schema_has_room_in_its_header(tmp_path: Path) -> None:
-    schema = Schema(tuple(f"a number with a long name {i}" for i in range(300)), (Feature("k"),))
+    schema = Schema(tuple(f"a number with a long name {i}" for i in range(300)), (SparseFeature("k"),))
     found = write_packed(tmp_path / "x.clicks", schema, [made(3, schema=schema)])
     assert found.schema == schema
 
@@ -143,22 +151,26 @@ def test_a_file_that_is_cut_while_it_is_in_use_is_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "x.clicks"
-    one = Schema((), (Feature("k"),))
+    one = Schema((), (SparseFeature("k"),))
     none = np.empty((2, 0), np.float32)
     labels = np.zeros(2, np.float32)
-    cases: list[tuple[Rows, str, str]] = [
+    cases: list[tuple[ClickRows, str, str]] = [
         (
-            Rows(np.array([0, np.nan], np.float32), none, [Keys.of_ones(np.arange(2))]),
+            ClickRows(np.array([0, np.nan], np.float32), none, [Keys.of_ones(np.arange(2))]),
             "i64",
             "row 1 has no label",
         ),
         (
-            Rows(labels, none, [Keys.of_ones(np.array([5, -1]))]),
+            ClickRows(labels, none, [Keys.of_ones(np.array([5, -1]))]),
             "u32",
             "from -1 to 5, which 32 bits do not hold",
         ),
-        (Rows(labels, none, [Keys(np.arange(3), np.array([0, 2, 3]))]), "i64", "'k' has 2 keys in one row"),
-        (Rows(labels, none, [Keys(np.arange(3), np.array([0, 1, 2]))]), "i64", "do not fit its 3 keys"),
+        (
+            ClickRows(labels, none, [Keys(np.arange(3), np.array([0, 2, 3]))]),
+            "i64",
+            "'k' has 2 keys in one row",
+        ),
+        (ClickRows(labels, none, [Keys(np.arange(3), np.array([0, 1, 2]))]), "i64", "do not fit its 3 keys"),
     ]
     for rows, key_type, words in cases:
         with pytest.raises(DataError, match=words):
@@ -172,12 +184,12 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_missing_and_zero_are_different(tmp_path: Path) -> None:
-    rows = Rows(
+    rows = ClickRows(
         np.zeros(3, np.float32),
         np.empty((3, 0), np.float32),
         [Keys.of_ones(np.array([0, 0, 7]), np.array([False, True, False]))],
     )
-    with PackedWriter(tmp_path / "x.clicks", Schema((), (Feature("k"),)), "u32") as writer:
+    with PackedWriter(tmp_path / "x.clicks", Schema((), (SparseFeature("k"),)), "u32") as writer:
         writer.append(rows)
         writer.skipped = 4
     found = PackedClicks(tmp_path / "x.clicks")

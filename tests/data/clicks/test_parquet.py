@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.data.clicks import CRITEO, Feature, Malformed, Schema, parquet_schema, read_parquet
+from shardwise.data.clicks import CRITEO, Malformed, Schema, SparseFeature, parquet_schema, read_parquet
 from shardwise.data.clicks import parquet as module
 from shardwise.data.clicks.columns import key_of_text
 from shardwise.plan.errors import ConfigError, DataError
@@ -39,7 +39,12 @@ def test_columns_by_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_a
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", rows_at_once)
     path = write(tmp_path / "x.parquet", COLUMNS, row_group_size=2)
     schema = parquet_schema(path)
-    features = (Feature("user"), Feature("city"), Feature("seen", True), Feature("tags", True))
+    features = (
+        SparseFeature("user"),
+        SparseFeature("city"),
+        SparseFeature("seen", True),
+        SparseFeature("tags", True),
+    )
     assert schema == Schema(("price",), features)
     blocks = list(read_parquet(path, schema, Malformed()))
     assert np.concatenate([rows.labels for rows in blocks]).tolist() == [1, 0, 1, 0]
@@ -67,9 +72,9 @@ def test_criteos_columns_are_known_by_name(tmp_path: Path) -> None:
 
 def test_columns_that_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", COLUMNS | {"age": [1, 2, 3, 4]})
-    given = Schema(("age",), (Feature("seen"), Feature("user")))
+    given = Schema(("age",), (SparseFeature("seen"), SparseFeature("user")))
     schema = parquet_schema(path, given=given)
-    assert schema == Schema(("age",), (Feature("seen", True), Feature("user")))
+    assert schema == Schema(("age",), (SparseFeature("seen", True), SparseFeature("user")))
     (rows,) = read_parquet(path, schema, Malformed())
     assert rows.dense[:, 0].tolist() == [1, 2, 3, 4] and len(rows.keys) == 2
 
@@ -101,13 +106,13 @@ def test_errors_name_file_and_column(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'k' of type string holds no numbers"):
         list(read_parquet(path, Schema(("k",), ()), Malformed()))
     with pytest.raises(DataError, match=r"'k' of type string is no list"):
-        list(read_parquet(path, Schema((), (Feature("k", True),)), Malformed()))
+        list(read_parquet(path, Schema((), (SparseFeature("k", True),)), Malformed()))
     nulls = write(tmp_path / "n.parquet", {"label": [0], "k": pa.array([[1, None]])})
     with pytest.raises(DataError, match="nulls inside its lists"):
         list(read_parquet(nulls, parquet_schema(nulls), Malformed()))
     part = write(tmp_path / "b.parquet", {"label": [0], "k": [1.5]})
     with pytest.raises(DataError, match="no keys of 64 bits"):
-        list(read_parquet(part, Schema((), (Feature("k"),)), Malformed()))
+        list(read_parquet(part, Schema((), (SparseFeature("k"),)), Malformed()))
     (tmp_path / "torn.parquet").write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="cannot be read as a Parquet file"):
         parquet_schema(tmp_path / "torn.parquet")
@@ -126,7 +131,7 @@ def test_types_that_pandas_and_others_write(tmp_path: Path) -> None:
     }
     path = write(tmp_path / "x.parquet", columns)
     features = ("color", "pair", "hashed", "flag", "gaps")
-    given = Schema(("on",), tuple(Feature(name) for name in features))
+    given = Schema(("on",), tuple(SparseFeature(name) for name in features))
     (rows,) = read_parquet(path, parquet_schema(path, given=given), Malformed())
     assert rows.labels.tolist() == [1, 0, 1] and rows.dense[:, 0].tolist() == [0, 1, 1]
     red = key_of_text("red")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.data.clicks import BatchForm, Clicks, Feature, Keys, Rows, Schema, SyntheticClicks
+from shardwise.data.clicks import BatchForm, ClickRows, Clicks, Keys, Schema, SparseFeature, SyntheticClicks
 from shardwise.plan.errors import ConfigError, DataError
 
-SCHEMA = Schema(("a", "b"), (Feature("user"), Feature("seen", many=True)))
-ROWS = Rows(
+SCHEMA = Schema(("a", "b"), (SparseFeature("user"), SparseFeature("seen", many=True)))
+ROWS = ClickRows(
     np.array([1, 0, 1], np.float32),
     np.array([[np.nan, 0], [-3, 7], [1e6, -0.0]], np.float32),
     [
@@ -71,4 +71,4 @@ def test_the_end_of_a_log_is_held_out() -> None:
 
 def test_a_name_stands_for_one_column() -> None:
     with pytest.raises(ConfigError, match="x named more than once"):
-        Schema(("x",), (Feature("x"),))
+        Schema(("x",), (SparseFeature("x"),))

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.data.clicks import Rows, SyntheticClicks
+from shardwise.data.clicks import ClickRows, SyntheticClicks
 from shardwise.observe.auc import ClickMetrics, auc
 from shardwise.plan.errors import ConfigError
 
 
-def columns(rows: Rows) -> list[bytes]:
+def columns(rows: ClickRows) -> list[bytes]:
     return [rows.labels.tobytes(), rows.dense.tobytes(), *(keys.values.tobytes() for keys in rows.keys)]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwise.kernels.initializers import Uniform
 from shardwise.kernels.philox import key_of
-from shardwise.kernels.tables.start_rows import Uniform, start_rows
+from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.models import ClickModel
 from shardwise.plan.ragged import Ragged
 
@@ -28,9 +29,9 @@ class Plain(nn.Module):
         self.bags = nn.ModuleDict()
         for table in model.tables.tables:
             keys = torch.cat([batch["sparse"][table.name].values for batch in batches]).unique()
-            law = Uniform(-table.start_bound, table.start_bound)
+            initializer = Uniform(-table.start_bound, table.start_bound)
             weight = start_rows(
-                key_of(model.tables.seed, f"table {table.name}"), keys, table.width, law, dtype=dtype
+                key_of(model.tables.seed, f"table {table.name}"), keys, table.width, initializer, dtype=dtype
             )
             self.keys[table.name] = keys
             self.bags[table.name] = nn.EmbeddingBag.from_pretrained(

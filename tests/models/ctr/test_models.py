@@ -13,7 +13,7 @@ import shardwise
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks import ClickBatch, ClickPolicy, build_clicks
-from shardwise.data.clicks.rows import BatchForm, Rows, Schema
+from shardwise.data.clicks.rows import BatchForm, ClickRows, Schema
 from shardwise.models import ClickModel, build_ctr
 from shardwise.models.policy import reads_clicks
 from tests.models.ctr.batches import criteo_batches, criteo_file
@@ -95,7 +95,7 @@ def test_a_batch_of_no_samples_has_the_loss_0_and_gradients_of_0(model: dict[str
     schema, batches = synthetic_batches(1, 4)
     ours = model_of(config_of(model), schema)
     empty = BatchForm().batch(
-        Rows(
+        ClickRows(
             np.zeros(0, np.float32),
             np.zeros((0, 3), np.float32),
             [(np.zeros(0, np.int64), np.zeros(1, np.int64))] * 5,  # type: ignore[list-item]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from shardwise.data.clicks.rows import Feature, Schema
+from shardwise.data.clicks.rows import Schema, SparseFeature
 from shardwise.models.ctr.tables import tables_for
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablesPolicy
 from shardwise.plan.errors import ConfigError
 
-SCHEMA = Schema(("I1",), (Feature("C1"), Feature("C2"), Feature("C3")))
+SCHEMA = Schema(("I1",), (SparseFeature("C1"), SparseFeature("C2"), SparseFeature("C3")))
 
 
 def test_rows_that_the_data_knows_make_static_tables_and_else_they_grow() -> None:

@@ -4,10 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.kernels.dropout import Cut
+from shardwise.kernels.dropout import EqualPart
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.parallel.tensor.apply import local_piece, table_of
-from shardwise.parallel.tensor.layout import KINDS, Place, Style, Table, dropout_cuts, parse, places
+from shardwise.parallel.tensor.layout import (
+    KINDS,
+    ParameterPlacement,
+    Style,
+    Table,
+    dropout_cuts,
+    parse,
+    places,
+)
 from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Block, Partial, Replicate, Shard
 from tests.engine.nets import Language
@@ -23,7 +31,7 @@ NET = {
 }
 
 
-def gpt(policy: GptPolicy, ranks: int, sequence: bool) -> dict[str, Place]:
+def gpt(policy: GptPolicy, ranks: int, sequence: bool) -> dict[str, ParameterPlacement]:
     with torch.device("meta"):
         model = Gpt(policy)
     return places(model, table_of(model), ranks, sequence)
@@ -48,13 +56,13 @@ def test_words_that_say_nothing(words: str) -> None:
 def test_places_of_our_model() -> None:
     found = gpt(LLAMA, 2, sequence=True)
     qkv = Shard(0, (Block(32, 4), Block(16, 2), Block(16, 2)))
-    assert found["blocks.1.attention.qkv.weight"] == Place(qkv, qkv, (64, 24))
-    assert found["blocks.0.attention.out.weight"] == Place(Shard(1), Shard(1), (24, 32))
+    assert found["blocks.1.attention.qkv.weight"] == ParameterPlacement(qkv, qkv, (64, 24))
+    assert found["blocks.0.attention.out.weight"] == ParameterPlacement(Shard(1), Shard(1), (24, 32))
     assert found["blocks.0.mlp.gate_up.weight"].placement == Shard(0, (Block(40, 40), Block(40, 40)))
     assert found["embed.weight"].placement == found["head.weight"].placement == Shard(0)
-    assert found["norm.weight"] == Place(Replicate(), Partial(), (24,))
+    assert found["norm.weight"] == ParameterPlacement(Replicate(), Partial(), (24,))
     whole = gpt(LLAMA, 2, sequence=False)
-    assert whole["norm.weight"] == Place(Replicate(), Replicate(), (24,))
+    assert whole["norm.weight"] == ParameterPlacement(Replicate(), Replicate(), (24,))
 
 
 def test_gradients_of_what_is_whole_on_every_rank() -> None:
@@ -154,7 +162,7 @@ def test_pieces_put_side_by_side_are_the_whole() -> None:
     """Fused blocks, key-value heads that neighbours share, and rows that padding fills up."""
     full = torch.arange(1, 33.0).view(16, 2)
     qkv = Shard(0, (Block(8, 4), Block(4, 2), Block(4, 2)))
-    locals_ = [local_piece(full, Place(qkv, qkv, (16, 2)), index, 4) for index in range(4)]
+    locals_ = [local_piece(full, ParameterPlacement(qkv, qkv, (16, 2)), index, 4) for index in range(4)]
     rows = [[int(row[0]) // 2 for row in local] for local in locals_]
     assert rows == [
         [0, 1, 8, 9, 12, 13],
@@ -162,7 +170,9 @@ def test_pieces_put_side_by_side_are_the_whole() -> None:
         [4, 5, 10, 11, 14, 15],
         [6, 7, 10, 11, 14, 15],
     ]
-    odd = [local_piece(full[:5], Place(Shard(0), Shard(0), (5, 2)), index, 4) for index in range(4)]
+    odd = [
+        local_piece(full[:5], ParameterPlacement(Shard(0), Shard(0), (5, 2)), index, 4) for index in range(4)
+    ]
     assert [local.shape for local in odd] == [(2, 2)] * 4
     assert torch.equal(torch.cat(odd)[:5], full[:5]) and not torch.cat(odd)[5:].any()
 
@@ -177,10 +187,10 @@ def test_a_dropout_has_a_row() -> None:
     model = Gpt(LLAMA.model_copy(update={"dropout": 0.1}))
     found = dropout_cuts(model, table_of(model), 1, 2, sequence=True)
     names = {name for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
-    assert found == dict.fromkeys(names, Cut(1, 2, 1))
+    assert found == dict.fromkeys(names, EqualPart(1, 2, 1))
     assert not dropout_cuts(model, table_of(model), 1, 2, sequence=False)
     model.blocks[0].mlp.inner = nn.Dropout(0.2)
     with pytest.raises(PlanError, match=r"dropout 'blocks.0.mlp.inner' \(p=0.2\) has no row"):
         dropout_cuts(model, table_of(model), 1, 2, sequence=True)
     table = table_of(model, {"blocks.0.mlp.inner": "partial"})
-    assert dropout_cuts(model, table, 1, 2, sequence=False) == {"blocks.0.mlp.inner": Cut(-1, 2, 1)}
+    assert dropout_cuts(model, table, 1, 2, sequence=False) == {"blocks.0.mlp.inner": EqualPart(-1, 2, 1)}

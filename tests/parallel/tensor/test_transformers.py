@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
-from shardwise.kernels.dropout import Cut
+from shardwise.kernels.dropout import EqualPart
 from shardwise.parallel.tensor.apply import make_parallel, table_of
 from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.tensor.region import WithheldLogits
@@ -307,7 +307,7 @@ def dropouts(name: str, config: str, **dropping: float) -> dict[str, Any]:
 
 
 def test_dropout_is_cut_in_the_blocks_and_whole_outside() -> None:
-    cut = Cut(1, 2, 1)
+    cut = EqualPart(1, 2, 1)
     gpt2 = dropouts("GPT2LMHeadModel", "GPT2Config", resid_pdrop=0.1, embd_pdrop=0.1)
     assert gpt2 == {
         f"transformer.h.{i}.{leaf}": cut for i in (0, 1) for leaf in ("attn.resid_dropout", "mlp.dropout")

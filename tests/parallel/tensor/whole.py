@@ -11,7 +11,7 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.parallel.tensor.apply import make_parallel, table_of
-from shardwise.parallel.tensor.layout import Place
+from shardwise.parallel.tensor.layout import ParameterPlacement
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Shard, pieces
 
@@ -24,7 +24,7 @@ def tensor_group(world: World) -> Group:
     return world.group(Mesh(tp=world.size), "tp", CommPolicy(), clock, Traffic())
 
 
-def put_together(local: Tensor, place: Place, group: Group) -> Tensor:
+def put_together(local: Tensor, place: ParameterPlacement, group: Group) -> Tensor:
     """The whole gradient: addends summed, pieces set side by side, those of replicas summed."""
     local = local.contiguous()
     if isinstance(place.gradient, Partial):

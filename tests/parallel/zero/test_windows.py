@@ -404,7 +404,7 @@ def same_bits(world: Any) -> None:
         ({"prefetch_units": 2}, {"transport": "torch"}),
     ):
         model = seeded(Net, 6, dtype=torch.float32)
-        engine = start(world, 3, model, zero=zero, comm={"timeout_s": 10.0, **comm}, clip=0.1)
+        engine = start(world, 3, model, zero=zero, comm={"timeout_s": 10.0, **comm}, max_grad_norm=0.1)
         for step in range(4):
             x, flag = piece(step, world.rank)
             engine.train_step([(x.float(), flag)])

@@ -10,7 +10,7 @@ from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.packed import PackedClicks, PackedWriter
 from shardwise.data.clicks.parquet import parquet_schema, read_parquet
 from shardwise.data.clicks.policy import ClickPolicy, SyntheticPolicy
-from shardwise.data.clicks.rows import CRITEO, BatchForm, ClickBatch, Feature, Keys, Rows, Schema
+from shardwise.data.clicks.rows import CRITEO, BatchForm, ClickBatch, ClickRows, Keys, Schema, SparseFeature
 from shardwise.data.clicks.source import Clicks, RowSource
 from shardwise.data.clicks.synthetic import Best, SyntheticClicks
 
@@ -22,13 +22,13 @@ __all__ = [
     "ClickCorpus",
     "ClickPolicy",
     "Clicks",
-    "Feature",
+    "SparseFeature",
     "Keys",
     "Malformed",
     "PackedClicks",
     "PackedWriter",
     "RowSource",
-    "Rows",
+    "ClickRows",
     "Schema",
     "SyntheticClicks",
     "SyntheticPolicy",

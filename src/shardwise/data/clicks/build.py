@@ -24,7 +24,7 @@ from shardwise.data.clicks.packed import SUFFIX, KeyType, PackedClicks, PackedWr
 from shardwise.data.clicks.parquet import MAGIC as PARQUET
 from shardwise.data.clicks.parquet import parquet_schema, read_parquet
 from shardwise.data.clicks.policy import SYNTHETIC, ClickPolicy
-from shardwise.data.clicks.rows import CRITEO, BatchForm, Feature, Rows, Schema
+from shardwise.data.clicks.rows import CRITEO, BatchForm, ClickRows, Schema, SparseFeature
 from shardwise.data.clicks.source import Clicks
 from shardwise.data.clicks.synthetic import Best, SyntheticClicks
 from shardwise.data.text import Progress, find_files, locked
@@ -189,7 +189,7 @@ def _read(
     separator: str | None,
     malformed: Malformed,
     advance: Callable[[int], None],
-) -> Iterator[Rows]:
+) -> Iterator[ClickRows]:
     if kind == "criteo":
         yield from read_criteo(file, malformed, advance)
     elif kind == "parquet":
@@ -244,7 +244,7 @@ def _open(
         return PackedClicks(files[0])
     schema = None
     if policy.dense is not None and policy.sparse is not None:
-        schema = Schema(tuple(policy.dense), tuple(Feature(name) for name in policy.sparse))
+        schema = Schema(tuple(policy.dense), tuple(SparseFeature(name) for name in policy.sparse))
     decisive = (schema, policy.label, policy.malformed_limit, policy.separator)
     digest = hashlib.sha256(repr(decisive).encode())
     for file in files:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.clicks.malformed import Malformed
-from shardwise.data.clicks.rows import CRITEO, Feature, Keys, Rows, Schema
+from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys, Schema, SparseFeature
 from shardwise.plan.errors import ConfigError, DataError
 
 _WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")
@@ -68,7 +68,7 @@ def infer(path: Path, batch: Any, label: str) -> Schema:
     """
     types = arrow().types
     dense: list[str] = []
-    features: list[Feature] = []
+    features: list[SparseFeature] = []
     doubts: list[str] = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name == label:
@@ -85,7 +85,7 @@ def infer(path: Path, batch: Any, label: str) -> Schema:
         elif types.is_floating(kind):
             dense.append(name)
         elif types.is_integer(inner) or types.is_string(inner) or types.is_large_string(inner):
-            features.append(Feature(name, is_many))
+            features.append(SparseFeature(name, is_many))
         else:
             raise DataError(
                 f"{path}: column {name!r} has type {kind}; expected floats, integers, strings, or lists of the last "
@@ -125,7 +125,7 @@ def _doubt(column: Any) -> str:
 
 def rows_of(
     batch: Any, schema: Schema, label: str, path: Path, numbers: npt.NDArray[np.int64], malformed: Malformed
-) -> Rows:
+) -> ClickRows:
     """The rows of a batch; ``numbers``: of its rows in the file, for what is said of one."""
     labels = _numbers(batch.column(label), path, label)
     dense = [_numbers(batch.column(name), path, name) for name in schema.dense]
@@ -139,7 +139,7 @@ def rows_of(
     if not good.all():
         batch = batch.filter(arrow().array(good))
         labels, dense = labels[good], [column[good] for column in dense]
-    return Rows(
+    return ClickRows(
         labels,
         np.stack(dense, axis=1) if dense else np.empty((labels.size, 0), np.float32),
         [_keys(batch.column(feature.name), feature, path) for feature in schema.features],
@@ -179,7 +179,7 @@ def _numbers(column: Any, path: Path, name: str) -> npt.NDArray[np.float32]:
         return values.astype(np.float32)  # type: ignore[no-any-return]
 
 
-def _keys(column: Any, feature: Feature, path: Path) -> Keys:
+def _keys(column: Any, feature: SparseFeature, path: Path) -> Keys:
     column = plain(column)
     if not feature.many:
         missing = column.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.clicks.malformed import Malformed
-from shardwise.data.clicks.rows import CRITEO, Keys, Rows
+from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys
 from shardwise.kernels.tables.compiled import is_installed, loop
 from shardwise.plan.errors import DataError
 
@@ -83,7 +83,7 @@ class _Lines(NamedTuple):
 
 def read_criteo(
     path: Path, malformed: Malformed, progress: Callable[[int], None] | None = None
-) -> Iterator[Rows]:
+) -> Iterator[ClickRows]:
     """The rows of one file in its order, some thousands at a time; ``progress`` gets the bytes of text read."""
     line = 1
     for text in whole_lines(path):
@@ -124,7 +124,7 @@ def is_criteo_line(text: bytes) -> bool:
     return len(fields) == _COLUMNS and fields[0] in (b"0", b"1")
 
 
-def _parse(text: _Bytes, path: Path, first_line: int, malformed: Malformed) -> Rows:
+def _parse(text: _Bytes, path: Path, first_line: int, malformed: Malformed) -> ClickRows:
     lines = _by_loop(text) if is_installed() else _by_numpy(text)
     for i in np.flatnonzero(lines.kinds == _DOUBTFUL).tolist():
         reason = _by_hand(text[lines.starts[i] : lines.stops[i]].tobytes(), lines, i)
@@ -134,7 +134,7 @@ def _parse(text: _Bytes, path: Path, first_line: int, malformed: Malformed) -> R
             lines.kinds[i] = _GOOD
     good = lines.kinds == _GOOD
     keys, missing = (np.ascontiguousarray(each[good].T) for each in (lines.keys, lines.missing))
-    return Rows(
+    return ClickRows(
         lines.numbers[good, 0].astype(np.float32),
         lines.numbers[good, 1:].astype(np.float32),
         [Keys.of_ones(own, absent) for own, absent in zip(keys, missing, strict=True)],

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, key_of_text, rows_of
 from shardwise.data.clicks.malformed import Malformed
-from shardwise.data.clicks.rows import CRITEO, Feature, Rows, Schema
+from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
 from shardwise.plan.errors import DataError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -48,7 +48,7 @@ def csv_schema(path: Path, separator: str, label: str = "label", given: Schema |
     names = _header(path, separator)
     check_names(path, names, label)
     if given is not None:
-        return Schema(given.dense, tuple(Feature(f.name) for f in given.features))
+        return Schema(given.dense, tuple(SparseFeature(f.name) for f in given.features))
     if is_criteo(names):
         return CRITEO
     first = next(_batches(path, separator, names, names, []), None)
@@ -66,7 +66,7 @@ def read_csv(
     malformed: Malformed,
     label: str = "label",
     progress: Callable[[int], None] | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[ClickRows]:
     """The rows of one file in its order, some thousands at a time; ``progress`` gets the bytes of text read."""
     api = arrow()
     names = _header(path, separator)

@@ -34,10 +34,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from shardwise.data.clicks.rows import Feature, Keys, Rows, Schema
+from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
 from shardwise.data.token_file import fsync_folder
 from shardwise.plan.errors import DataError
-from shardwise.plan.strict_json import Count, Entry, read_object, validated
+from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 SUFFIX = ".clicks"
 MAGIC = b"SHDWCLIK"
@@ -54,7 +54,7 @@ _KEYS: dict[str, np.dtype[Any]] = {"u32": np.dtype("<u4"), "i64": np.dtype("<i8"
 _MOST_HEADER_BYTES = 1 << 24
 
 
-class Header(Entry):
+class Header(StrictModel):
     """What stands at the beginning of a file."""
 
     dense: list[str]
@@ -85,7 +85,7 @@ class Header(Entry):
     def columns(self) -> Schema:
         """Beside the label."""
         return Schema(
-            tuple(self.dense), tuple(Feature(str(name), bool(many)) for name, many in self.features)
+            tuple(self.dense), tuple(SparseFeature(str(name), bool(many)) for name, many in self.features)
         )
 
 
@@ -162,7 +162,7 @@ class PackedWriter:
             raise self._cannot_write(error) from error
         return self
 
-    def append(self, rows: Rows) -> None:
+    def append(self, rows: ClickRows) -> None:
         """Add rows behind those written before."""
         n = rows.labels.size
         if not np.isfinite(rows.labels).all():
@@ -199,7 +199,7 @@ class PackedWriter:
             raise self._cannot_write(error) from error
         self.count += n
 
-    def _append_many(self, records: npt.NDArray[Any], rows: Rows) -> None:
+    def _append_many(self, records: npt.NDArray[Any], rows: ClickRows) -> None:
         lengths = np.stack([self._lengths(rows.keys[i], i) for i in self._many], axis=1)
         begins = (np.cumsum(lengths) - lengths.ravel()).reshape(lengths.shape)
         heap = np.empty(int(lengths.sum()), "<i8")
@@ -345,7 +345,7 @@ class PackedClicks:
     def __len__(self) -> int:
         return self._count
 
-    def rows(self, samples: npt.NDArray[np.int64]) -> Rows:
+    def rows(self, samples: npt.NDArray[np.int64]) -> ClickRows:
         """These rows in this order."""
         if samples.size and not 0 <= samples.min() <= samples.max() < self._count:
             raise IndexError(
@@ -368,7 +368,7 @@ class PackedClicks:
                 keys[i] = Keys.of_ones(own, absent)
         if self._many:
             keys |= self._from_heap(samples, records["start"], records["lengths"].astype(np.int64))
-        return Rows(
+        return ClickRows(
             records["label"].copy(),
             # A copy, always: numpy calls [n, 0] contiguous whatever its strides, and torch does not take such.
             records["dense"].copy(),
@@ -465,7 +465,7 @@ def is_packed(path: Path) -> bool:
 
 
 def write_packed(
-    path: Path, schema: Schema, blocks: Sequence[Rows], key_type: KeyType = "i64"
+    path: Path, schema: Schema, blocks: Sequence[ClickRows], key_type: KeyType = "i64"
 ) -> PackedClicks:
     """Rows in memory as a packed file."""
     with PackedWriter(path, schema, key_type) as writer:

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, lists_in, rows_of
 from shardwise.data.clicks.malformed import Malformed
-from shardwise.data.clicks.rows import CRITEO, Feature, Rows, Schema
+from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
 from shardwise.plan.errors import DataError
 
 _ROWS_AT_ONCE = 1 << 15
@@ -25,7 +25,7 @@ def parquet_schema(path: Path, label: str = "label", given: Schema | None = None
     check_names(path, names, label)
     if given is not None:
         lists = lists_in(file.schema_arrow)
-        return Schema(given.dense, tuple(Feature(f.name, f.name in lists) for f in given.features))
+        return Schema(given.dense, tuple(SparseFeature(f.name, f.name in lists) for f in given.features))
     if is_criteo(names):
         return CRITEO
     try:
@@ -43,7 +43,7 @@ def read_parquet(
     malformed: Malformed,
     label: str = "label",
     progress: Callable[[int], None] | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[ClickRows]:
     """The rows of one file in its order, some thousands at a time; ``progress`` gets about the bytes of the file."""
     file = _open(path)
     names = [label, *schema.dense, *(feature.name for feature in schema.features)]

@@ -22,7 +22,7 @@ from shardwise.plan.errors import ConfigError
 from shardwise.plan.ragged import Ragged
 
 
-class Feature(NamedTuple):
+class SparseFeature(NamedTuple):
     """A column of keys."""
 
     name: str
@@ -35,7 +35,7 @@ class Schema:
     """The columns of a click log beside its label."""
 
     dense: tuple[str, ...]
-    features: tuple[Feature, ...]
+    features: tuple[SparseFeature, ...]
 
     def __post_init__(self) -> None:
         names = [*self.dense, *(feature.name for feature in self.features)]
@@ -48,7 +48,7 @@ class Schema:
 
 CRITEO = Schema(
     tuple(f"I{i}" for i in range(1, 14)),
-    tuple(Feature(f"C{i}") for i in range(1, 27)),
+    tuple(SparseFeature(f"C{i}") for i in range(1, 27)),
 )
 
 
@@ -68,7 +68,7 @@ class Keys(NamedTuple):
         return cls(values[~missing], np.r_[0, np.cumsum(~missing)])
 
 
-class Rows(NamedTuple):
+class ClickRows(NamedTuple):
     """Some rows, column by column."""
 
     labels: npt.NDArray[np.float32]
@@ -92,7 +92,7 @@ class BatchForm(NamedTuple):
     missing_key: int | None = None
     """The key that stands for a missing category; None: no key."""
 
-    def batch(self, rows: Rows, schema: Schema) -> ClickBatch:
+    def batch(self, rows: ClickRows, schema: Schema) -> ClickBatch:
         """The batch of these rows."""
         dense = torch.from_numpy(rows.dense).nan_to_num(nan=0.0)
         if self.dense == "log":

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.batched import BatchedDataset
-from shardwise.data.clicks.rows import BatchForm, ClickBatch, Rows, Schema
+from shardwise.data.clicks.rows import BatchForm, ClickBatch, ClickRows, Schema
 from shardwise.plan.errors import DataError
 
 
@@ -21,7 +21,7 @@ class RowSource(Protocol):
     @property
     def schema(self) -> Schema: ...
     def __len__(self) -> int: ...
-    def rows(self, samples: npt.NDArray[np.int64]) -> Rows: ...
+    def rows(self, samples: npt.NDArray[np.int64]) -> ClickRows: ...
     def fingerprint(self) -> str: ...
 
 

@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.clicks.rows import Feature, Keys, Rows, Schema
+from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
 from shardwise.data.sampler import key_of, mix
 from shardwise.plan.errors import ConfigError
 
@@ -94,19 +94,19 @@ class SyntheticClicks:
         """Numbers I1, I2, ... and features C1, C2, ..."""
         return Schema(
             tuple(f"I{i + 1}" for i in range(self.dense)),
-            tuple(Feature(f"C{i + 1}") for i in range(len(self.table_rows))),
+            tuple(SparseFeature(f"C{i + 1}") for i in range(len(self.table_rows))),
         )
 
     def __len__(self) -> int:
         return self.samples
 
-    def rows(self, samples: npt.NDArray[np.int64]) -> Rows:
+    def rows(self, samples: npt.NDArray[np.int64]) -> ClickRows:
         """These samples in this order."""
         dense = np.expm1(self._numbers(samples)).astype(np.float32)
         ranks = self._ranks(samples)
         labels = self._uniform("label", samples)[:, 0] < _sigmoid(self._logits(samples, ranks))
         keys = self._keys(ranks)
-        return Rows(labels.astype(np.float32), dense, [Keys.of_ones(column) for column in keys])
+        return ClickRows(labels.astype(np.float32), dense, [Keys.of_ones(column) for column in keys])
 
     def logits(self, samples: npt.NDArray[np.int64]) -> _F64:
         """What the teacher knows: [b]."""

@@ -10,13 +10,12 @@ Cost:  of fp32 rows of width 16 on one Zen 4 core, see benchmarks/embedding; wit
 Shapes: N keys, D columns.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.kernels import philox
+from shardwise.kernels.initializers import Constant, Initializer, Normal
 from shardwise.kernels.tables.compiled import array, loop, runs_compiled
 
 _CHUNK_ELEMENTS = 1 << 16
@@ -29,34 +28,11 @@ _DROPPED = np.uint64(12)
 _UNIT, _MIDDLE = 2.0**-52, 2.0**-53
 
 
-class Uniform(NamedTuple):
-    """Between ``low`` and ``high``."""
-
-    low: float
-    high: float
-
-
-class Normal(NamedTuple):
-    """About ``mean``, with standard deviation ``std``."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-
-class Constant(NamedTuple):
-    """The same everywhere."""
-
-    value: float = 0.0
-
-
-Law = Uniform | Normal | Constant
-
-
 def start_rows(
     table_key: int,
     keys: Tensor,
     width: int,
-    law: Law,
+    initializer: Initializer,
     *,
     first: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -66,8 +42,8 @@ def start_rows(
     ``table_key`` is ``philox.key_of(seed, name of the table)``.
     """
     out = torch.empty(len(keys), width, dtype=dtype)
-    if isinstance(law, Constant):
-        return out.fill_(law.value)
+    if isinstance(initializer, Constant):
+        return out.fill_(initializer.value)
     words = array(keys.cpu()).view(np.uint64)
     rows = max(1, _CHUNK_ELEMENTS // max(width, 1))
     for begin in range(0, len(words), rows):
@@ -75,11 +51,11 @@ def start_rows(
         drawn = np.empty((len(chunk), width))
         (_uniform if runs_compiled() else plain_uniform)(np.uint64(table_key), chunk, first, drawn)
         values = torch.from_numpy(drawn)
-        if isinstance(law, Normal):
+        if isinstance(initializer, Normal):
             torch.special.ndtri(values, out=values)
-            values.mul_(law.std).add_(law.mean)
+            values.mul_(initializer.std).add_(initializer.mean)
         else:
-            values.mul_(law.high - law.low).add_(law.low)
+            values.mul_(initializer.high - initializer.low).add_(initializer.low)
         out[begin : begin + rows] = values
     return out
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from shardwise.models.initial import Constant, Normal, Rule, draw_all
+from shardwise.kernels.initializers import Constant, Initializer, Normal
+from shardwise.models.initial import draw_all
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.plan.errors import ConfigError
@@ -74,7 +75,7 @@ class ClickModel(nn.Module, ABC):
         if not any(parameter.is_meta for parameter in self.parameters()):
             draw_all(self, self.initial_rules(), seed)
 
-    def initial_rules(self) -> dict[str, Rule]:
+    def initial_rules(self) -> dict[str, Initializer]:
         """Matrices normal with variance 2 / (inputs + outputs), as in DLRM (Glorot and Bengio 2010); biases 0."""
         return {
             name: Normal(math.sqrt(2 / sum(parameter.shape))) if parameter.dim() == 2 else Constant(0.0)

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.kernels import philox
+from shardwise.kernels.initializers import Uniform
 from shardwise.kernels.tables.pooling import gather
 from shardwise.kernels.tables.row_optimizers import update
 from shardwise.kernels.tables.row_replay import catch_up
 from shardwise.kernels.tables.row_rules import Adam, RowwiseAdagrad
 from shardwise.kernels.tables.slab import reserve
-from shardwise.kernels.tables.start_rows import Uniform, start_rows
+from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.optim.clip import square_sum
 from shardwise.parallel.embedding.dynamic import Dynamic, capacity_of, limit_of
 from shardwise.parallel.embedding.evict import evict
@@ -391,8 +392,10 @@ class Store:
         width = len(self.columns)
         lines = torch.empty(keys.numel(), self.slab.shape[1], dtype=self.dtype)
         if bound:
-            law = Uniform(-bound, bound)
-            lines[:, :width] = start_rows(key, keys, width, law, first=self.columns.start, dtype=self.dtype)
+            initializer = Uniform(-bound, bound)
+            lines[:, :width] = start_rows(
+                key, keys, width, initializer, first=self.columns.start, dtype=self.dtype
+            )
         else:
             lines[:, :width] = 0
         lines[:, width:] = torch.tensor(self.optimizer.start(width, self._steps), dtype=self.dtype)

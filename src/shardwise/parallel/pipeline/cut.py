@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwise.memory.absent import Watch, absent_in
+from shardwise.memory.absent import AbsentTrace, absent_in
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.stand_in import (
     AbsentBlock,
@@ -101,7 +101,7 @@ class StageModule:
         """The first pass of a kind: absent values are marked, and this stage's blocks counted."""
         where = f"stage {self.stage} of {self.stages}: "
         names = {id(module): name or "the model" for name, module in self.module.named_modules()}
-        watch = Watch(where, self._relay.advice, names)
+        watch = AbsentTrace(where, self._relay.advice, names)
         self._relay.load(received, watch)
         blocks = _Blocks(self.module, self._blocks, self._relay)
         try:
@@ -143,7 +143,7 @@ class StageModule:
                 f"{self._relay.advice}"
             )
 
-    def _culprit(self, error: BaseException, watch: Watch) -> str | None:
+    def _culprit(self, error: BaseException, watch: AbsentTrace) -> str | None:
         """What has to do with stand-ins in an error of the model's, in words; None where nothing has."""
         chain: list[BaseException] = []
         each: BaseException | None = error

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.memory.absent import Absent, Watch, place_of_use
+from shardwise.memory.absent import Absent, AbsentTrace, place_of_use
 from shardwise.plan.errors import PlanError
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -56,7 +56,7 @@ class Relay:
         self.is_running = False
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
-        self.watch: Watch | None = None
+        self.watch: AbsentTrace | None = None
         """Of a pass whose absent values are marked."""
         self.read: dict[str, str] = {}
         """Plain attributes of foreign blocks that the marked pass has read, and of which block."""
@@ -67,7 +67,7 @@ class Relay:
         self._fillers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._marked: dict[int, Tensor] = {}
 
-    def load(self, received: Any, watch: Watch | None = None, writes: bool = True) -> None:
+    def load(self, received: Any, watch: AbsentTrace | None = None, writes: bool = True) -> None:
         """Take the received value of the pass that begins; fillers follow its dtype and device.
 
         ``writes``: whether the model may write into a block's output in place.

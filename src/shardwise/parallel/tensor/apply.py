@@ -25,7 +25,7 @@ from shardwise.parallel.tensor.layers import (
     VocabularyHead,
 )
 from shardwise.parallel.tensor.layout import (
-    Place,
+    ParameterPlacement,
     Style,
     Table,
     divided,
@@ -67,7 +67,7 @@ def make_parallel(
     sequence: bool,
     region: Region | None = None,
     replay: Replay | None = None,
-) -> dict[str, Place]:
+) -> dict[str, ParameterPlacement]:
     """Cut ``model`` in place over the ranks of ``group``; return the place of every parameter, by each of its names.
 
     ``sequence`` asks for sequence parallelism, where the table allows it; ``region`` is made here unless given.
@@ -103,7 +103,7 @@ def make_parallel(
 
 
 @torch.no_grad()
-def local_piece(full: Tensor, place: Place, index: int, ranks: int) -> Tensor:
+def local_piece(full: Tensor, place: ParameterPlacement, index: int, ranks: int) -> Tensor:
     """Rank ``index``'s piece of a parameter, a copy, filled up with zeros where the ranks do not divide it."""
     if not isinstance(place.placement, Shard):
         return full

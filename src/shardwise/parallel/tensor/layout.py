@@ -40,7 +40,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import nn
 
-from shardwise.kernels.dropout import Cut
+from shardwise.kernels.dropout import EqualPart
 from shardwise.plan.errors import PlanError
 from shardwise.plan.names import matching
 from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
@@ -87,7 +87,7 @@ class Table:
     """Whether the model's ``loss_function`` may be given cut logits of a causal language model."""
 
 
-class Place(NamedTuple):
+class ParameterPlacement(NamedTuple):
     """How one parameter lies on "tp"."""
 
     placement: Placement
@@ -153,7 +153,7 @@ def styles(model: nn.Module, table: Table) -> dict[str, Style]:
     return found
 
 
-def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[str, Place]:
+def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[str, ParameterPlacement]:
     """Place of every parameter of the model that is not yet cut, under each of its names.
 
     Errors: PlanError where a parameter has no row, where parts do not divide over the ranks, where the names of a
@@ -164,7 +164,7 @@ def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[s
     modules = dict(model.named_modules(remove_duplicate=False))
     if ranks > 1:
         _check_statistics(modules, by_module, sequence)
-    placed: dict[int, tuple[str, Place]] = {}
+    placed: dict[int, tuple[str, ParameterPlacement]] = {}
     waiting: dict[int, str] = {}
     names: list[tuple[str, nn.Parameter]] = list(model.named_parameters(remove_duplicate=False))
     for name, parameter in names:
@@ -174,7 +174,7 @@ def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[s
             waiting[id(parameter)] = name
             continue
         if ranks == 1:
-            place = Place(Replicate(), Replicate(), tuple(parameter.shape))
+            place = ParameterPlacement(Replicate(), Replicate(), tuple(parameter.shape))
         else:
             place = _place(name, leaf, parameter, modules[owner], style, ranks, sequence)
         known = placed.setdefault(id(parameter), (name, place))
@@ -194,13 +194,15 @@ def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[s
     return {name: placed[id(parameter)][1] for name, parameter in names}
 
 
-def dropout_cuts(model: nn.Module, table: Table, index: int, ranks: int, sequence: bool) -> dict[str, Cut]:
+def dropout_cuts(
+    model: nn.Module, table: Table, index: int, ranks: int, sequence: bool
+) -> dict[str, EqualPart]:
     """How the input of each dropout lies on rank ``index``, by module name; those that see it whole are left out.
 
     Errors: PlanError where a dropout has no row: guessed wrong, ranks would drop the same features of other tokens.
     """
     by_module = styles(model, table)
-    found: dict[str, Cut] = {}
+    found: dict[str, EqualPart] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, nn.Dropout) or module.p == 0 or ranks == 1:
             continue
@@ -212,13 +214,13 @@ def dropout_cuts(model: nn.Module, table: Table, index: int, ranks: int, sequenc
                 "partial (cut features) or replicate (all), or set its p to 0"
             )
         if style.kind == "sequence" and sequence and table.sequence and not style.sees_whole:
-            found[name] = Cut(1, ranks, index)
+            found[name] = EqualPart(1, ranks, index)
         elif style.kind == "partial":
-            found[name] = Cut(-1, ranks, index)
+            found[name] = EqualPart(-1, ranks, index)
     return found
 
 
-def owners(model: nn.Module, table: Table, placed: Mapping[str, Place]) -> dict[str, str]:
+def owners(model: nn.Module, table: Table, placed: Mapping[str, ParameterPlacement]) -> dict[str, str]:
     """The module in whose forward pass alone a parameter may be used, by each name of one that is cut or whose gradient
     is an addend: its own, or the one around it that has the row; for channels the outermost such module."""
     by_module = styles(model, table)
@@ -292,11 +294,11 @@ def _around(name: str) -> Iterator[str]:
 
 def _place(
     name: str, leaf: str, parameter: nn.Parameter, module: nn.Module, style: Style, ranks: int, sequence: bool
-) -> Place:
+) -> ParameterPlacement:
     shape = tuple(parameter.shape)
     cut = sequence and not style.sees_whole
-    whole: Place = Place(Replicate(), Replicate(), shape)
-    addend: Place = Place(Replicate(), Partial(), shape)
+    whole: ParameterPlacement = ParameterPlacement(Replicate(), Replicate(), shape)
+    addend: ParameterPlacement = ParameterPlacement(Replicate(), Partial(), shape)
     if style.kind == "replicate":
         return whole
     if style.kind == "partial":
@@ -338,8 +340,8 @@ def _check_statistics(
             )
 
 
-def _shard(placement: Shard, shape: tuple[int, ...]) -> Place:
-    return Place(placement, placement, shape)
+def _shard(placement: Shard, shape: tuple[int, ...]) -> ParameterPlacement:
+    return ParameterPlacement(placement, placement, shape)
 
 
 def _check_module(name: str, leaf: str, module: nn.Module, style: Style) -> None:
