@@ -39,11 +39,14 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
         raise ConfigError(
             f"schedule: {schedule.type} ends somewhere; give schedule.total_steps, train.steps or data.epochs"
         )
+    # The only microbatch of a step adds to nothing: its gradient is cut at once, and the rest of it takes no memory.
+    once = batch.accumulation == 1 and config.zero.stage >= 1
+    reduce = "microbatch" if once else config.zero.reduce
     resolved = config.model_copy(
         update={
             "batch": batch,
             "schedule": schedule,
-            "zero": config.zero.model_copy(update={"prefetch_units": prefetch}),
+            "zero": config.zero.model_copy(update={"prefetch_units": prefetch, "reduce": reduce}),
         }
     )
     check(resolved)

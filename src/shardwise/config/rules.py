@@ -113,7 +113,10 @@ RULES = (
     ),
     Rule(
         "reduce",
-        lambda c: c.zero.reduce != "microbatch" or c.zero.stage >= 2,
+        lambda c: (
+            c.zero.reduce != "microbatch"
+            or c.zero.stage >= (1 if c.batch.accumulation == 1 else 2)  # the only microbatch has no "between"
+        ),
         lambda c: (
             f"zero: reduce: microbatch keeps gradients cut between microbatches, which is stage 2; stage is "
             f"{c.zero.stage}"

@@ -1,7 +1,7 @@
 """The gradient of one bucket on this rank: accumulated, reduced, finished, dropped.
 
     stage           0        1             2              3
-    buffer          [P]      [P]           [P/N]          [P/N]
+    buffer          [P]      [P] or [P/N]  [P/N]          [P/N]      (stage 1: cut where a step has one microbatch)
     staging         the buffer itself, or a slot [P] during the Unit's backward pass
 
     EMPTY          between steps: no memory
@@ -209,10 +209,8 @@ class Gradient:
         around = self._around
         if around.strategy.cuts_grad:
             return True
-        if not self.reduces_alone or around.shard.size == 1:
+        if not self.reduces_alone or around.shard.size == 1 or around.strategy.cuts_master:
             return False
-        if around.strategy.cuts_master:
-            return True
         is_narrow = self._wire_dtype.itemsize < self.dtypes.grad.itemsize
         return is_narrow and self.dtypes.reduce == self.dtypes.grad and around.replicate.size == 1
 
@@ -240,8 +238,7 @@ class Gradient:
             owned = self.buffer[around.own_range(self.layout)]
             around.shard.reduce_scatter(owned, full, self.what).wait()
             around.gradients.release(self.what)
-            if not strategy.cuts_master:
-                self._reducing = around.shard.all_gather(self.buffer, owned, self.what, purpose="gradients")
+            self._reducing = around.shard.all_gather(self.buffer, owned, self.what, purpose="gradients")
         self._close()
         self._enter(_REDUCED)
 

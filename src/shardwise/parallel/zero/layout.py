@@ -5,7 +5,7 @@ data-parallel axes; the stage is nothing else than this table, written (dp_repli
 
     strategy          weight    gradient between microbatches    master and moments
     0  DDP            R, R      P, P                             R, R
-    1  ZeRO-1         R, R      P, P                             R, S
+    1  ZeRO-1         R, R      P, P  (one microbatch: P, S)     R, S
     2  ZeRO-2         R, R      P, S                             R, S
     3  ZeRO-3, FSDP   R, S      P, S                             R, S
 
@@ -34,7 +34,7 @@ def strategy_of(policy: ZeroPolicy, mesh: Mesh) -> Strategy:
     reduces_each = policy.reduce == "microbatch" or (policy.reduce == "auto" and policy.stage >= 2)
     return Strategy(
         weight=(_WHOLE, _CUT if policy.stage == 3 else _WHOLE),
-        grad=(_ADDEND, _CUT if policy.stage >= 2 and reduces_each else _ADDEND),
+        grad=(_ADDEND, _CUT if reduces_each else _ADDEND),
         master=(_WHOLE, _CUT),
     )
 

@@ -31,7 +31,7 @@ class ZeroPolicy(Policy):
     (GPUs), else 0."""
     reduce: Literal["auto", "microbatch", "step"] = "auto"
     """When gradients travel under accumulation: every microbatch (gradients stay cut in between, less memory) or once
-    per step (less traffic); ``auto`` is microbatch at stages 2 and 3."""
+    per step (less traffic); ``auto`` is microbatch at stages 2 and 3, and where a step has one microbatch."""
     reuse_buffers: bool = True
     """Gathered Units of equal size take turns in a few buffers; false gives each Unit its own."""
     debug: bool = Field(default=False)
