@@ -214,6 +214,12 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     run_cells()
 
 
+def test_pictures_are_what_the_code_draws() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "draw.py"))["pictures"]()
+    stale = [name for name, text in made.items() if (ROOT / "docs/pictures" / name).read_text() != text]
+    assert not stale, f"run `python docs/draw.py` and commit: {stale}"
+
+
 def call(words: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run one line of a page."""
     if words[0] == "shardwise":
