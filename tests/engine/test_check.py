@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -321,8 +322,42 @@ def what_a_user_changed(world: World) -> None:
     assert frozen == ("", "")
     halved = passed(world, Layout(tp=2), lambda model: model.norm.weight.register_hook(lambda grad: grad / 2))
     assert halved[0] == "" and "norm.weight has a hook on its gradient" in halved[1], halved
+    doubled = passed(world, Layout(tp=2), lambda model: model.norm.register_forward_hook(lambda *a: a[2] * 2))
+    assert doubled[0] == "" and "norm has a hook" in doubled[1], doubled
     cast = passed(world, Layout(tp=2), autocast=True)
     assert cast[0] == "" and (world.rank or "torch.autocast was on" in cast[1]), cast
+
+
+def unfinished(world: World) -> None:
+    """Passes that no backward pass follows do not keep their batches."""
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+    with looking() as seen:
+        engine = shardwise.initialize(model_of(Layout(tp=2)), config_of(Layout(tp=2)), world=world)
+        losses = [engine((tokens, tokens)) for _ in range(4)]
+        assert engine.check is not None and len(engine.check._running) <= 1
+        engine.backward(losses[-1])
+        engine.step()
+        engine.close()
+    assert not seen.compared and (world.rank or "not what engine(batch) returned" in seen.left_out[0])
+
+
+def numpys_generator(world: World) -> None:
+    """It was drawn from once more on the rank that compares, which then parted from the others."""
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found: Tensor = model(*batch) * (1 + np.random.rand())
+        return found
+
+    np.random.seed(5)
+    with looking() as seen:
+        engine = shardwise.initialize(model_of(Layout(tp=2)), config_of(Layout(tp=2)), world=world, loss=loss)
+        engine.train_step([(tokens, tokens)])
+        engine.close()
+    following = np.random.rand()
+    np.random.seed(5)
+    assert following == np.random.rand(2)[1]
+    assert not seen.compared and (world.rank or "random numbers of its own" in seen.left_out[0])
 
 
 def rounded_inside(world: World) -> None:
@@ -385,6 +420,8 @@ def skipped(world: World) -> None:
         other_model,
         hooks,
         what_a_user_changed,
+        unfinished,
+        numpys_generator,
         skipped,
         rounded_inside,
         forwards,

@@ -23,6 +23,7 @@ Cost: once, the whole weights and gradients on the ranks of one model, and a ste
 """
 
 import copy
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from math import prod
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -73,9 +75,8 @@ def keep_uncut(model: nn.Module) -> Uncut:
     if isinstance(model, Layers):
         return Uncut(None, "its layers are built where they live")
     for name, module in model.named_modules():
-        for hook in (each for kind in _HOOKS for each in vars(module).get(kind, {}).values()):
-            if not type(hook).__module__.startswith(("torch.nn.utils", "shardwise")):
-                return Uncut(None, f"{name or 'the model'} has hooks, which would see the batch twice")
+        if _has_hooks(module):
+            return Uncut(None, f"{name or 'the model'} has hooks, which would see the batch twice")
         if isinstance(vars(module).get("forward"), FunctionType):
             return Uncut(
                 None, f"the forward of {name or 'the model'} is a function that a copy would share with it"
@@ -131,7 +132,11 @@ class Check:
             held = state.own_buffers(self._parts)
             self._buffers = {name: buffer.detach().clone() for name, buffer in held.items()}
         self._is_cast = self._is_cast or torch.is_autocast_enabled(self._parts.device.type)
-        if self._uncut is not None:
+        if self._output is not None:  # no backward pass came from the pass before
+            self._is_known, self._output = False, None
+        if not self._is_known:
+            self._running.clear()
+        elif self._uncut is not None:
             self._running.append(tree_map(_cloned, (args, dict(kwargs))))
 
     def returned(self, output: Any) -> None:
@@ -198,9 +203,15 @@ class Check:
     def _obstacle(self) -> str:
         """Why this rank cannot compare, or cannot hold what the others compare with."""
         parts = self._parts
+        if self._uncut is not None and self._uncut.model is None:
+            return self._uncut.reason
         hooked = [name for name, each in parts.model.named_parameters() if each._backward_hooks]
         if hooked:
             return f"{hooked[0]} has a hook on its gradient, which the uncut model has not"
+        roots = [parts.model, *(stage.module for stage in parts.stages)]
+        watched = [name for root in roots for name, each in root.named_modules() if _has_hooks(each)]
+        if watched:
+            return f"{watched[0] or 'the model'} has a hook, which the uncut model has not"
         wanted = _COPIES * sum(
             prod(entry.shape) * max(4, entry.dtype.itemsize) for entry in parts.whole.parameters.values()
         )
@@ -211,14 +222,13 @@ class Check:
         if self._uncut is None:
             return ""
         model = self._uncut.model
-        if model is None:
-            return self._uncut.reason
         if not self._is_known:
             return "the loss is not what engine(batch) returned"
         if self._is_cast:
             return "torch.autocast was on around the pass"
         if self._settings.batch_norm == "synchronized" and parts.dp.size > 1:
             return "batch_norm: synchronized takes the samples of all ranks"
+        assert model is not None, "asked above"
         drawing = unkeyed_dropout(_undropped(model))
         if drawing:
             return f"{drawing[0]} draws random numbers of its own"
@@ -420,6 +430,16 @@ class _LeftOut(Exception):
     """Why the models cannot be compared."""
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """A user's own: not those of torch's utilities, nor the engine's."""
+    for hook in (each for kind in _HOOKS for each in vars(module).get(kind, {}).values()):
+        made = hook.func if isinstance(hook, functools.partial) else hook
+        where = getattr(made, "__module__", None) or ""
+        if not where.startswith(("torch.nn.utils", "shardwise")):
+            return True
+    return False
+
+
 def _cloned(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
@@ -433,8 +453,8 @@ def _undropped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _generators_kept(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Random generators are as before at the end; yields whether torch's or Python's were drawn from."""
-    python = random.getstate()
+    """Random generators are as before at the end; yields whether torch's, Python's or numpy's were drawn from."""
+    python, arrays = random.getstate(), np.random.get_state()
     module = None if device.type == "cpu" else torch.get_device_module(device)
 
     def states() -> list[Tensor]:
@@ -445,11 +465,13 @@ def _generators_kept(device: torch.device) -> Iterator[Callable[[], bool]]:
         yield (
             lambda: (
                 random.getstate() != python
+                or str(np.random.get_state()) != str(arrays)
                 or not all(torch.equal(a, b) for a, b in zip(states(), before, strict=True))
             )
         )
     finally:
         random.setstate(python)
+        np.random.set_state(arrays)
         torch.set_rng_state(before[0])
         if module is not None:
             module.set_rng_state(before[1], device)
