@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from shardwise.checkpoint.layout import PAGE_BYTES, Sizes, arrange, index_text
-from shardwise.checkpoint.piece import DTYPE_CODES, Spec
+from shardwise.checkpoint.piece import Spec
+from shardwise.formats.safetensors import CODES
 from shardwise.plan.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs = st.dictionaries(
     st.tuples(st.sampled_from(["weight", "master", "exp_avg"]), st.sampled_from("abcdef")),
-    st.tuples(shapes, st.sampled_from(list(DTYPE_CODES))),
+    st.tuples(shapes, st.sampled_from(list(CODES))),
     max_size=8,
 ).map(lambda found: [Spec(*key, *value) for key, value in sorted(found.items())])
 
@@ -49,7 +50,7 @@ def test_layout_does_not_depend_on_the_order_given(specs: list[Spec]) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
+@pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_headers_are_those_of_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     spec = Spec("weight", "block.ü", (3, 4), dtype)
     (layout,) = arrange([spec], Sizes(), {"block.ü": ["tied"]})

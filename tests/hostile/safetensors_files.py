@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.models.safetensors import Writer
+from shardwise.formats.safetensors import SafetensorsWriter
 from shardwise.models.source import open_weights
 
 from .trial import RAW_JSON, Case, Kind, edited, of_bytes, of_json
@@ -18,7 +18,7 @@ SHAPES = {"a": (3, 4), "b.weight": (8,), "c": (), "d": (0, 5)}
 
 def make(folder: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
-    with Writer(folder / "x.safetensors", SHAPES, torch.float32) as writer:
+    with SafetensorsWriter(folder / "x.safetensors", SHAPES, torch.float32) as writer:
         for name, shape in SHAPES.items():
             writer.write(name, torch.randn(shape, generator=generator))
     return folder / "x.safetensors"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.models.safetensors import Writer, read_header
+from shardwise.formats.safetensors import SafetensorsWriter, read_header
 from shardwise.models.torch_file import read_torch_file
 
 from .trial import Case, Kind, of_bytes
@@ -36,7 +36,7 @@ def read(path: Path) -> Any:
     tensors, left_out = read_torch_file(path)
     out = path.with_suffix(".safetensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    with Writer(out, shapes, {name: tensor.dtype for name, tensor in tensors.items()}) as writer:
+    with SafetensorsWriter(out, shapes, {name: tensor.dtype for name, tensor in tensors.items()}) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
     return sorted(

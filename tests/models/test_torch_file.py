@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.models.safetensors import Writer
+from shardwise.formats.safetensors import SafetensorsWriter
 from shardwise.models.torch_file import read_torch_file, summary
 from shardwise.plan.errors import CheckpointError, DamagedError
 
@@ -64,7 +64,7 @@ def test_tied_and_cut_tensors_keep_their_values(tmp_path: Path) -> None:
     content = {"embed": whole, "head": whole, "half": whole[::2], "empty": torch.empty(0, 3)}
     tensors, _ = read_torch_file(saved(tmp_path, content))
     out = tmp_path / "x.safetensors"
-    with Writer(out, {n: tuple(t.shape) for n, t in tensors.items()}, torch.float32) as writer:
+    with SafetensorsWriter(out, {n: tuple(t.shape) for n, t in tensors.items()}, torch.float32) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
     read = load_file(out)

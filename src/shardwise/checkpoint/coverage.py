@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shardwise.checkpoint.crc import crc32_combine
 from shardwise.checkpoint.layout import FileLayout, FileSlot
 from shardwise.checkpoint.manifest import ManifestTensor, StoredFile, StoredPiece
-from shardwise.checkpoint.piece import DTYPE_CODES
+from shardwise.formats.safetensors import CODES
 from shardwise.plan.errors import CheckpointError
 
 
@@ -113,7 +113,7 @@ def stored_tensors(layouts: Sequence[FileLayout], sums: Sequence[FileSums]) -> l
             kind=kind,
             name=name,
             shape=list(slots[kind, name].spec.shape),
-            dtype=DTYPE_CODES[slots[kind, name].spec.dtype],
+            dtype=CODES[slots[kind, name].spec.dtype],
             pieces=sorted(pieces[kind, name], key=lambda piece: piece.start),
         )
         for kind, name in sorted(slots)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from shardwise.checkpoint.piece import DTYPE_CODES, MODEL_KINDS, Spec
+from shardwise.checkpoint.piece import MODEL_KINDS, Spec
+from shardwise.formats.safetensors import encoded_header
 from shardwise.plan.errors import CheckpointError
 
 PAGE_BYTES = 4096
@@ -118,24 +119,14 @@ def _files(
 
 def _file(path: str, slots: list[FileSlot], aliases: Mapping[str, Sequence[str]]) -> FileLayout:
     """The header in bytes, and the slots at their offsets."""
-    # "format": transformers refuses weights without it. An alias maps to the name that holds the tensor, as
-    # safetensors.torch.save_model writes it.
-    notes = {"format": "pt"}
-    entries: dict[str, object] = {"__metadata__": notes}
-    position = 0
-    for slot in slots:
-        end = position + slot.end - slot.offset
-        entries[slot.key] = {
-            "dtype": DTYPE_CODES[slot.spec.dtype],
-            "shape": list(slot.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-        if slot.spec.kind in MODEL_KINDS:
-            notes.update({alias: slot.key for alias in aliases.get(slot.key, ())})
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % PAGE_BYTES)
-    header = len(text).to_bytes(8, "little") + text
+    # An alias maps to the name that holds the tensor, as safetensors.torch.save_model writes it.
+    notes = {
+        alias: slot.key
+        for slot in slots
+        if slot.spec.kind in MODEL_KINDS
+        for alias in aliases.get(slot.key, ())
+    }
+    header, _ = encoded_header(((slot.key, slot.spec.dtype, slot.shape) for slot in slots), notes, PAGE_BYTES)
     placed = []
     offset = len(header)
     for slot in slots:

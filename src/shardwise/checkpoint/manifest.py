@@ -26,7 +26,8 @@ import torch
 from pydantic import Field, model_validator
 
 from shardwise import __version__
-from shardwise.checkpoint.piece import DTYPES, Spec, check_spec
+from shardwise.checkpoint.piece import Spec, check_spec
+from shardwise.formats.safetensors import DTYPES
 from shardwise.plan.errors import CheckpointError, DamagedError
 from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 

@@ -15,32 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.formats.safetensors import CODES
 from shardwise.plan.errors import CheckpointError
 
 MODEL_KINDS = ("weight", "buffer")
 """Kinds that are stored whole under the model's own names; every other kind is cut on the grid of ``layout``."""
-
-DTYPE_CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The dtype names of safetensors."""
-
-DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class FlatSlice(NamedTuple):
@@ -96,10 +75,10 @@ def check_spec(spec: Spec) -> None:
         )
     if not spec.name or not spec.name.isprintable() or spec.name == "__metadata__":
         raise CheckpointError(f"{spec.kind} name {spec.name!r}: expected a printable name")
-    if spec.dtype not in DTYPE_CODES:
+    if spec.dtype not in CODES:
         raise CheckpointError(
             f"{spec.kind} {spec.name!r} has dtype {spec.dtype}, which safetensors cannot hold; "
-            f"it holds {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+            f"it holds {', '.join(str(dtype) for dtype in CODES)}"
         )
 
 

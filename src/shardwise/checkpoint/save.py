@@ -34,8 +34,6 @@ from shardwise.checkpoint.layout import FileLayout, FileSlot, Sizes, arrange, in
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.peers import Conversation
 from shardwise.checkpoint.piece import (
-    DTYPE_CODES,
-    DTYPES,
     MODEL_KINDS,
     Item,
     Spec,
@@ -44,6 +42,7 @@ from shardwise.checkpoint.piece import (
     specs_of,
 )
 from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name, temporary_of
+from shardwise.formats.safetensors import CODES, DTYPES
 from shardwise.plan.errors import CheckpointError
 from shardwise.plan.words import in_words
 
@@ -155,7 +154,7 @@ class Saving:
         return arrange(own, self._sizes, {} if self._contents.write_aliases else aliases)
 
     def _describe(self, specs: Sequence[Spec]) -> str:
-        rows = [[s.kind, s.name, list(s.shape), DTYPE_CODES[s.dtype]] for s in specs]
+        rows = [[s.kind, s.name, list(s.shape), CODES[s.dtype]] for s in specs]
         aliases = {name: list(others) for name, others in sorted(self._contents.aliases.items())}
         return json.dumps([self._contents.step, self._contents.write_aliases, rows, aliases])
 
@@ -377,7 +376,7 @@ def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
             if known != spec:
                 raise CheckpointError(
                     f"{kind} {name!r} is {tuple(shape)} {code} on rank {rank}, "
-                    f"{known.shape} {DTYPE_CODES[known.dtype]} on a rank before it; give the global shape everywhere"
+                    f"{known.shape} {CODES[known.dtype]} on a rank before it; give the global shape everywhere"
                 )
     return [specs[key] for key in sorted(specs)], dict(sorted(aliases.items()))
 

@@ -14,11 +14,9 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.load import Damage, StepReader
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import open_step
+from shardwise.formats.safetensors import CODES, StoredTensor, header_of
 from shardwise.plan.errors import CheckpointError, DamagedError
-from shardwise.plan.strict_json import JSON_BYTES, read_object
-
-HEADER_BYTES = 100_000_000
-"""The bound that safetensors itself sets on a header."""
+from shardwise.plan.strict_json import JSON_BYTES
 
 
 def verify(directory: Path | str, files: Files | None = None) -> list[Damage]:
@@ -88,39 +86,34 @@ def _check_header(reader: StepReader, name: str) -> Damage | None:
                 bytes_ = (piece.stop - piece.start) * tensor.torch_dtype.itemsize
                 wanted[piece.offset, piece.offset + bytes_, tensor.name] = tensor.dtype
     try:
-        entries, data_start = read_header(reader.path / name, reader.manifest.files[name].bytes)
-        entries.pop("__metadata__", None)
-        described = {
-            (data_start + entry["data_offsets"][0], data_start + entry["data_offsets"][1]): (
-                key,
-                entry["dtype"],
-            )
-            for key, entry in entries.items()
-        }
-    except (DamagedError, KeyError, TypeError, IndexError) as error:
+        found = _header(reader.path / name, reader.manifest.files[name].bytes).values()
+    except CheckpointError as error:
         return Damage(name, (), f"its header is not one of safetensors ({error})")
+    described = {
+        (each.offset, each.offset + each.elements * each.dtype.itemsize): (each.name, CODES[each.dtype])
+        for each in found
+    }
     for (start, end, tensor_name), dtype in wanted.items():
-        key, found = described.get((start, end), ("", ""))
-        if start != end and (found != dtype or tensor_name not in key):
+        key, code = described.get((start, end), ("", ""))
+        if start != end and (code != dtype or tensor_name not in key):
             return Damage(name, (repr(tensor_name),), "the file's header and the manifest disagree")
     return None
 
 
-def read_header(path: Path, size: int) -> tuple[dict[str, dict[str, list[int]]], int]:
-    """The header of a safetensors file and where its data start; bounded, strict JSON."""
+def _header(path: Path, size: int) -> dict[str, StoredTensor]:
+    """The header of a safetensors file, read through ``Files``."""
     files = Files()
     descriptor = files.open_for_reading(path)
+
+    def read(start: int, count: int) -> bytes:
+        data = bytearray(count)
+        files.read_at(descriptor, memoryview(data), start)
+        return bytes(data)
+
     try:
-        start = bytearray(8)
-        files.read_at(descriptor, memoryview(start), 0)
-        length = int.from_bytes(start, "little")
-        if length > min(HEADER_BYTES, JSON_BYTES, size - 8):
-            raise DamagedError(f"{path}: a header of {length} bytes in a file of {size}")
-        data = bytearray(length)
-        files.read_at(descriptor, memoryview(data), 8)
+        return header_of(path, size, read)
     finally:
         files.close(descriptor)
-    return read_object(bytes(data), str(path)), 8 + length
 
 
 def _unknown_files(path: Path, manifest: Manifest) -> list[Damage]:

@@ -217,7 +217,7 @@ def _export_tables(step: Path, out: Path) -> None:
 
 
 def _weights(source: Path, out: Path) -> None:
-    from shardwise.models.safetensors import Writer
+    from shardwise.formats.safetensors import SafetensorsWriter
     from shardwise.models.torch_file import read_torch_file, summary
 
     if out.suffix != ".safetensors":
@@ -227,7 +227,7 @@ def _weights(source: Path, out: Path) -> None:
     tensors, left_out = read_torch_file(source)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    with Writer(out, shapes, dtypes) as writer:
+    with SafetensorsWriter(out, shapes, dtypes) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
     typer.echo(f"{out}: {len(tensors)} tensors")

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.formats.safetensors import SafetensorsWriter
 from shardwise.models.gpt import GptPolicy
 from shardwise.models.huggingface import config_of, joined_shape, parts_of
-from shardwise.models.safetensors import Writer
 from shardwise.plan.errors import MismatchError
 from shardwise.plan.policy import nearest
 
@@ -37,7 +37,7 @@ def write_huggingface(
     config = config_of(policy, str(dtype).removeprefix("torch."))
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {part.name: part.shape for parts in table.values() for part in parts}
-    with Writer(folder / "model.safetensors", shapes, dtype) as file:
+    with SafetensorsWriter(folder / "model.safetensors", shapes, dtype) as file:
         for name, tensor in chain([first], iterator):
             if name == "head.weight" and name not in table:
                 continue  # Tied: a second name of the embedding.

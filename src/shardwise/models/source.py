@@ -20,9 +20,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from shardwise.formats.safetensors import StoredTensor, read_header
 from shardwise.models.gpt import GptPolicy
 from shardwise.models.huggingface import joined_shape, parts_of, policy_of
-from shardwise.models.safetensors import StoredTensor, read_header
 from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, MismatchError
 from shardwise.plan.policy import nearest
 from shardwise.plan.strict_json import JSON_BYTES, StrictModel, read_object, validated

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.models.safetensors import CODES, METADATA
+from shardwise.formats.safetensors import CODES, METADATA
 from shardwise.plan.errors import CheckpointError, DamagedError
 from shardwise.plan.words import in_words
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.models.safetensors import StoredTensor, Writer, read_header
+from shardwise.formats.safetensors import SafetensorsWriter, StoredTensor, read_header
 from shardwise.parallel.embedding.rows import Rows
 from shardwise.plan.errors import CheckpointError, DamagedError, DataError, UsageError
 from shardwise.plan.policy import nearest
@@ -87,7 +87,7 @@ def write_vectors(
     _write_json(coming, content)
     for table, file in zip(tables, files, strict=True):
         shapes = {"keys": (table.rows,), "vectors": (table.rows, table.width)}
-        with Writer(folder / file, shapes, {"keys": torch.int64, "vectors": dtype}) as writer:
+        with SafetensorsWriter(folder / file, shapes, {"keys": torch.int64, "vectors": dtype}) as writer:
             for first, keys, vectors in table.parts():
                 writer.write_part("keys", first, keys)
                 writer.write_part("vectors", first * table.width, vectors)

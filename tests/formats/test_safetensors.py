@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardwise.models.safetensors import Writer, read_header
+from shardwise.formats.safetensors import SafetensorsWriter, read_header
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -44,7 +44,7 @@ def test_every_slice(file: Path, transposed: bool) -> None:
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3, 4), "a": torch.randn(2), "c": torch.tensor(1.5), "d": torch.empty(0, 2)}
-    with Writer(
+    with SafetensorsWriter(
         tmp_path / "w.safetensors", {n: tuple(t.shape) for n, t in tensors.items()}, torch.bfloat16
     ) as f:
         for name in reversed(tensors):
@@ -60,19 +60,19 @@ def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     with (
         pytest.raises(MismatchError, match="1 tensors never came: b"),
-        Writer(file, {"a": (2,), "b": (1,)}, torch.float32) as f,
+        SafetensorsWriter(file, {"a": (2,), "b": (1,)}, torch.float32) as f,
     ):
         f.write("a", torch.zeros(2))
-    with pytest.raises(KeyboardInterrupt), Writer(file, {"a": (2,)}, torch.float32):
+    with pytest.raises(KeyboardInterrupt), SafetensorsWriter(file, {"a": (2,)}, torch.float32):
         raise KeyboardInterrupt
     with (
         pytest.raises(MismatchError, match=r"a has shape \[3\], not \[2\]"),
-        Writer(file, {"a": (2,)}, torch.float32) as f,
+        SafetensorsWriter(file, {"a": (2,)}, torch.float32) as f,
     ):
         f.write("a", torch.zeros(3))
     with (
         pytest.raises(MismatchError, match="a came twice"),
-        Writer(file, {"a": (2,)}, torch.float32) as f,
+        SafetensorsWriter(file, {"a": (2,)}, torch.float32) as f,
     ):
         f.write("a", torch.zeros(2))
         f.write("a", torch.zeros(2))

@@ -1,4 +1,4 @@
-"""The safetensors format, by its bytes: what lies where in a file, so that any slice of a tensor can be read alone.
+"""safetensors, by its bytes: what lies where in a file, so that any slice of a tensor is read or written alone.
 
     8 bytes    length of the header, little endian
     header     JSON: {name: {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, "__metadata__": {...}}
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple
 
@@ -25,13 +25,14 @@ from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.plan.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.plan.words import in_words
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "U64": torch.uint64,
@@ -42,8 +43,9 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-CODES = {dtype: code for code, dtype in _DTYPES.items()}
-"""The format's name of a dtype."""
+"""Dtype by the format's name of it."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""The other way round."""
 METADATA = "__metadata__"
 """Key of the header that is no tensor."""
 _CARRIERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -98,18 +100,44 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{file} is no regular file; expected safetensors")
-        size = found.st_size
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, JSON_BYTES):
-                raise DamagedError(f"{file}: not a safetensors file: {size} bytes, header of {length} bytes")
-            data = stream.read(length)
+            return header_of(file, found.st_size, lambda start, count: stream.read(count))
     except FileNotFoundError:
         raise
     except OSError as error:
         raise CheckpointError(f"{in_words(error)}; expected a safetensors file") from None
-    header = read_object(data, f"{file}: the safetensors header")
+
+
+def header_of(file: Path, size: int, read: Callable[[int, int], bytes]) -> dict[str, StoredTensor]:
+    """The same of a file of ``size`` bytes that ``read(start, count)`` reads, from the beginning on."""
+    length = int.from_bytes(read(0, 8), "little") if size >= 8 else 0
+    if size < 8 or length > min(size - 8, JSON_BYTES):
+        raise DamagedError(f"{file}: not a safetensors file: {size} bytes, header of {length} bytes")
+    header = read_object(read(8, length), f"{file}: the safetensors header")
     return {tensor.name: tensor for tensor in _tensors(file, header, data=8 + length, size=size)}
+
+
+def encoded_header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    notes: Mapping[str, str] | None = None,
+    alignment: int = 8,
+) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file that holds ``tensors`` one behind the other, and the byte at which each begins.
+
+    ``notes``: further metadata. The data begins at a multiple of ``alignment``.
+    """
+    # "format": transformers refuses weights without it.
+    header: dict[str, Any] = {METADATA: {"format": "pt", **(notes or {})}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        offsets[name] = begin
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % alignment)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + begin for name, begin in offsets.items()}
 
 
 def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> list[StoredTensor]:
@@ -119,10 +147,10 @@ def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> list[S
         if name == METADATA:
             continue
         entry = validated(_Stored, given, f"{file}: {name[:200]}")
-        dtype = _DTYPES.get(entry.dtype)
+        dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
-                f"{file}: {name[:200]} is stored as {entry.dtype[:40]}; readable are {', '.join(_DTYPES)}"
+                f"{file}: {name[:200]} is stored as {entry.dtype[:40]}; readable are {', '.join(DTYPES)}"
             )
         begin, end = entry.data_offsets
         tensor = StoredTensor(file, name, dtype, tuple(entry.shape), data + begin)
@@ -139,7 +167,7 @@ def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> list[S
     return tensors
 
 
-class Writer:
+class SafetensorsWriter:
     """Writes tensors one at a time or part by part, in any order, at places fixed beforehand: memory of one of them.
 
     ``dtype`` is that of all tensors, or of each by name. The file appears under its name when the last tensor is in and
@@ -160,21 +188,14 @@ class Writer:
         self._temporary = file.with_name(file.name + ".part")
         self._shapes = dict(shapes)
         self._missing = {name: math.prod(shape) for name, shape in shapes.items()}
-        self._offsets: dict[str, int] = {}
-        header: dict[str, Any] = {METADATA: {"format": "pt"}}
-        end = 0
-        for name, shape in shapes.items():
-            begin, end = end, end + math.prod(shape) * self._dtypes[name].itemsize
-            code = CODES[self._dtypes[name]]
-            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
-            self._offsets[name] = begin
-        text = json.dumps(header).encode()
-        self._head = text + b" " * (-len(text) % 8)  # The data starts at a multiple of 8.
+        self._head, self._offsets = encoded_header(
+            (name, self._dtypes[name], shape) for name, shape in shapes.items()
+        )
         self._stream: BinaryIO | None = None
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "SafetensorsWriter":
         self._stream = self._temporary.open("wb")
-        self._stream.write(len(self._head).to_bytes(8, "little") + self._head)
+        self._stream.write(self._head)
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -188,15 +209,15 @@ class Writer:
 
     def write_part(self, name: str, start: int, part: Tensor) -> None:
         """Put elements [start, start + n) of a tensor in their place; parts do not overlap."""
-        assert self._stream is not None, "Writer is a context manager"
+        assert self._stream is not None, "SafetensorsWriter is a context manager"
         dtype = self._dtypes[name]
         bits = part.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)
-        self._stream.seek(8 + len(self._head) + self._offsets[name] + start * dtype.itemsize)
+        self._stream.seek(self._offsets[name] + start * dtype.itemsize)
         self._stream.write(bits.numpy().data)
         self._missing[name] -= part.numel()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._stream is not None, "Writer is a context manager"
+        assert self._stream is not None, "SafetensorsWriter is a context manager"
         try:
             missing = [name for name, elements in self._missing.items() if elements]
             if kind is None and missing:
