@@ -52,13 +52,13 @@ def read(path: Path) -> Any:
 
 
 def parts_of(data: bytes) -> tuple[bytearray, dict[str, Any]]:
-    _, _, length, _ = module._PREFIX.unpack(data[: module._PREFIX.size])
-    return bytearray(data), json.loads(data[module._PREFIX.size : module._PREFIX.size + length])
+    _, _, length, _ = module.PREFIX.unpack(data[: module.PREFIX.size])
+    return bytearray(data), json.loads(data[module.PREFIX.size : module.PREFIX.size + length])
 
 
 def with_header(data: bytes, text: bytes, length: int | None = None) -> bytes:
     """Another header, with its right sum; what lies behind stays where it is."""
-    prefix = module._PREFIX.pack(
+    prefix = module.PREFIX.pack(
         module.MAGIC, module.VERSION, len(text) if length is None else length, zlib.crc32(text)
     )
     head = prefix + text

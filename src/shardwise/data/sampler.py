@@ -37,7 +37,7 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def mix(value: _U64) -> _U64:
+def splitmix64(value: _U64) -> _U64:
     """Scramble 64 bits: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -62,7 +62,7 @@ class Permutation:
     def _once(self, value: _U64) -> _U64:
         left, right = value >> self._half, value & self._mask
         for key in self._keys:
-            left, right = right, left ^ (mix(right + key) & self._mask)
+            left, right = right, left ^ (splitmix64(right + key) & self._mask)
         return (left << self._half) | right
 
 

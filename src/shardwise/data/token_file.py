@@ -5,19 +5,13 @@
     then            end of every document as a token position, u64
     then            CRC-32 of every block of 64 KiB of tokens, u32
 
-Writing streams: memory is one block and the two tables. The file appears under its name by one rename after it has
-reached the disk, so a reader never meets half a file.
+Writing streams: memory is the two tables (``checked_file.py``).
 Reading maps the file: ranks on one host share its pages. Opening checks the header, the tables and the length; a
 block's CRC is checked when it is first touched, so a large file opens at once and no damaged byte is ever trained on.
 """
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
-import secrets
-import struct
 import zlib
 from array import array
 from pathlib import Path
@@ -28,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
 from shardwise.plan.errors import DataError
 from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 SUFFIX = ".tokens"
 MAGIC = b"SHDWTOKN"
 VERSION = 1
-_PREFIX = struct.Struct("<8sIII")
 _TOKENS_START_BYTES = 4096
 _BLOCK_BYTES = 64 * 1024
 _DTYPES: dict[str, np.dtype[Any]] = {"u8": np.dtype("<u1"), "u16": np.dtype("<u2"), "u32": np.dtype("<u4")}
@@ -59,22 +53,18 @@ class TokenWriter:
 
     def __init__(self, path: Path, tokenizer_name: str, vocab_size: int) -> None:
         self.path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         self._dtype_name = dtype_for(vocab_size)
         self._dtype = _DTYPES[self._dtype_name]
         self._tokenizer_name, self._vocab_size = tokenizer_name, vocab_size
         self.count = 0
         self._ends = array("Q")
-        self._checksums = array("I")
-        self._pending = bytearray()
+        self._what = f"token file {path}"
 
     def __enter__(self) -> "TokenWriter":
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary.open("w+b")
-            self._file.write(bytes(_TOKENS_START_BYTES))
+            self._file = CheckedWriter(self.path, _BLOCK_BYTES, _TOKENS_START_BYTES)
         except OSError as error:
-            raise self._cannot_write(error) from error
+            raise cannot_write(self._what, error) from error
         return self
 
     def append(self, tokens: npt.NDArray[Any]) -> None:
@@ -87,28 +77,16 @@ class TokenWriter:
                 f"{self.path}: token {low if low < 0 else high} is outside the vocabulary of {self._vocab_size} ids "
                 f"of tokenizer {self._tokenizer_name!r}"
             )
-        self._pending += tokens.astype(self._dtype, copy=False).tobytes()
+        try:
+            self._file.write(tokens.astype(self._dtype, copy=False).tobytes())
+        except OSError as error:
+            raise cannot_write(self._what, error) from error
         self.count += tokens.size
-        self._write_blocks(len(self._pending) // _BLOCK_BYTES * _BLOCK_BYTES)
 
     def end_document(self) -> None:
         """Close the current document; one without tokens is not counted."""
         if self.count > (self._ends[-1] if self._ends else 0):
             self._ends.append(self.count)
-
-    def _write_blocks(self, size: int) -> None:
-        if size == 0:
-            return
-        ready = memoryview(self._pending)[:size]
-        for start in range(0, size, _BLOCK_BYTES):
-            self._checksums.append(zlib.crc32(ready[start : start + _BLOCK_BYTES]))
-        try:
-            self._file.write(ready)
-        except OSError as error:
-            raise self._cannot_write(error) from error
-        finally:
-            ready.release()
-        del self._pending[:size]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -117,50 +95,34 @@ class TokenWriter:
             if kind is None:
                 self._commit()
         except OSError as failure:
-            raise self._cannot_write(failure) from failure
+            raise cannot_write(self._what, failure) from failure
         finally:
-            self._close_quietly()
-            self._temporary.unlink(missing_ok=True)
-
-    def _close_quietly(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, already reported by the write that met it
             self._file.close()
 
     def _commit(self) -> None:
         if self.count == 0:
             raise DataError(f"{self.path} is not written: the source holds no tokens")
         self.end_document()
-        self._write_blocks(len(self._pending))
-        self._file.write(bytes(-self.count * self._dtype.itemsize % 8))
+        self._file.file.write(bytes(-self._file.size % 8))
         ends = np.asarray(self._ends, dtype="<u8").tobytes()
-        checksums = np.asarray(self._checksums, dtype="<u4").tobytes()
-        self._file.write(ends + checksums)
+        blocks = self._file.checksums()
+        checksums = np.asarray(blocks, dtype="<u4").tobytes()
+        self._file.file.write(ends + checksums)
         header = {
             "dtype": self._dtype_name,
             "count": self.count,
             "documents": len(self._ends),
-            "blocks": len(self._checksums),
+            "blocks": len(blocks),
             "tables_crc": zlib.crc32(checksums, zlib.crc32(ends)),
             "tokenizer": self._tokenizer_name,
             "vocab_size": self._vocab_size,
         }
         text = json.dumps(header).encode()
-        if _PREFIX.size + len(text) > _TOKENS_START_BYTES:
+        if PREFIX.size + len(text) > _TOKENS_START_BYTES:
             raise DataError(
                 f"{self.path}: the name of tokenizer {self._tokenizer_name[:40]!r}... is too long"
             )
-        self._file.seek(0)
-        self._file.write(_PREFIX.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._temporary.replace(self.path)
-        fsync_folder(self.path.parent)
-
-    def _cannot_write(self, error: OSError) -> DataError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free space there or choose another place" if full else "choose another place"
-        return DataError(f"token file {self.path} cannot be written ({error.strerror}); {advice}")
+        self._file.publish(MAGIC, VERSION, text)
 
 
 class _Header(StrictModel):
@@ -219,17 +181,17 @@ class TokenFile:
     def _header(self, page: bytes) -> "_Header":
         if not page:
             raise DataError(f"token file {self.path} is empty; {_REPAIR}")
-        if len(page) < _PREFIX.size or page[:8] != MAGIC:
+        if len(page) < PREFIX.size or page[:8] != MAGIC:
             raise DataError(
                 f"{self.path} is no token file: it does not start with {MAGIC.decode()}; "
                 f"make one with `shardwise convert`, or rename a text file that ends in {SUFFIX}"
             )
-        _, version, length, checksum = _PREFIX.unpack_from(page)
+        _, version, length, checksum = PREFIX.unpack_from(page)
         if version != VERSION:
             raise DataError(
                 f"token file {self.path} has version {version}, this release reads version {VERSION}; {_REPAIR}"
             )
-        text = page[_PREFIX.size : _PREFIX.size + length]
+        text = page[PREFIX.size : PREFIX.size + length]
         if len(text) != length or zlib.crc32(text) != checksum:
             raise DataError(f"token file {self.path} is damaged: the CRC-32 of its header differs; {_REPAIR}")
         where = f"token file {self.path}, header"
@@ -299,14 +261,3 @@ def is_token_file(path: Path) -> bool:
         return True
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make a rename durable where the system can open a folder."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    with contextlib.suppress(OSError):  # some network file systems refuse it for a folder
-        os.fsync(descriptor)
-    os.close(descriptor)

@@ -15,15 +15,11 @@ memory is taken for what it says, and rows against what a writer writes (labels 
 one row right behind those of the row before).
 """
 
-import contextlib
-import errno
 import hashlib
 import json
 import mmap
 import os
-import secrets
 import shutil
-import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,15 +30,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
+from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
 from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
-from shardwise.data.token_file import fsync_folder
 from shardwise.plan.errors import DataError
 from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 SUFFIX = ".clicks"
 MAGIC = b"SHDWCLIK"
 VERSION = 1
-_PREFIX = struct.Struct("<8sIII")
 _PAGE_BYTES = 4096
 _BLOCK_BYTES = 16 * 1024
 _COPY_BYTES = 1 << 20
@@ -105,32 +100,6 @@ def record_dtype(schema: Schema, key_type: KeyType) -> np.dtype[Any]:
     )
 
 
-class _Checked:
-    """A file that keeps the CRC-32 of its blocks while it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: IO[bytes] = path.open("w+b")
-        self.size = 0
-        self.checksums: list[int] = []
-        self._open_crc = 0
-
-    def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            room = _BLOCK_BYTES - self.size % _BLOCK_BYTES
-            part, view = view[:room], view[room:]
-            self._open_crc = zlib.crc32(part, self._open_crc)
-            self.file.write(part)
-            self.size += len(part)
-            if self.size % _BLOCK_BYTES == 0:
-                self.checksums.append(self._open_crc)
-                self._open_crc = 0
-
-    def all_checksums(self) -> list[int]:
-        return self.checksums + ([self._open_crc] if self.size % _BLOCK_BYTES else [])
-
-
 class PackedWriter:
     """Writes one packed file; as a context it commits at the end and leaves nothing behind after an error.
 
@@ -148,18 +117,16 @@ class PackedWriter:
         self._single = [i for i, feature in enumerate(schema.features) if not feature.many]
         self._many = [i for i, feature in enumerate(schema.features) if feature.many]
         self._keys_held = 0
-        stem = f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
-        self._temporary = [path.with_name(f"{stem}.tmp"), path.with_name(f"{stem}.keys.tmp")]
-        header_bytes = _PREFIX.size + len(self._header()) + _NUMBERS_IN_HEADER_BYTES
+        self._what = f"packed clicks {path}"
+        header_bytes = PREFIX.size + len(self._header()) + _NUMBERS_IN_HEADER_BYTES
         self._start = -(-header_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
     def __enter__(self) -> "PackedWriter":
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._records, self._heap = (_Checked(path) for path in self._temporary)
-            self._records.file.write(bytes(self._start))
+            self._records = CheckedWriter(self.path, _BLOCK_BYTES, self._start)
+            self._heap = CheckedWriter(self.path, _BLOCK_BYTES)
         except OSError as error:
-            raise self._cannot_write(error) from error
+            raise cannot_write(self._what, error) from error
         return self
 
     def append(self, rows: ClickRows) -> None:
@@ -196,7 +163,7 @@ class PackedWriter:
                 self._append_many(records, rows)
             self._records.write(records.tobytes())
         except OSError as error:
-            raise self._cannot_write(error) from error
+            raise cannot_write(self._what, error) from error
         self.count += n
 
     def _append_many(self, records: npt.NDArray[Any], rows: ClickRows) -> None:
@@ -227,13 +194,10 @@ class PackedWriter:
             if kind is None:
                 self._commit()
         except OSError as failure:
-            raise self._cannot_write(failure) from failure
+            raise cannot_write(self._what, failure) from failure
         finally:
-            for part in (self._records, self._heap):
-                with contextlib.suppress(OSError):  # a full disk, already reported by the write that met it
-                    part.file.close()
-            for path in self._temporary:
-                path.unlink(missing_ok=True)
+            self._records.close()
+            self._heap.close()
 
     def _header(self, **numbers: int) -> bytes:
         content = {
@@ -250,7 +214,7 @@ class PackedWriter:
         file.write(bytes(-self._records.size % 8))
         self._heap.file.seek(0)
         shutil.copyfileobj(self._heap.file, file, _COPY_BYTES)
-        checksums = np.asarray(self._records.all_checksums() + self._heap.all_checksums(), "<u4").tobytes()
+        checksums = np.asarray(self._records.checksums() + self._heap.checksums(), "<u4").tobytes()
         file.write(checksums)
         text = self._header(
             rows=self.count,
@@ -259,18 +223,7 @@ class PackedWriter:
             start=self._start,
             table_crc=zlib.crc32(checksums),
         )
-        file.seek(0)
-        file.write(_PREFIX.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        self._temporary[0].replace(self.path)
-        fsync_folder(self.path.parent)
-
-    def _cannot_write(self, error: OSError) -> DataError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free space there or choose another place" if full else "choose another place"
-        return DataError(f"packed clicks {self.path} cannot be written ({error.strerror}); {advice}")
+        self._records.publish(MAGIC, VERSION, text)
 
 
 class PackedClicks:
@@ -319,13 +272,13 @@ class PackedClicks:
         self._is_checked = np.zeros(blocks, bool)
 
     def _read_header(self, file: IO[bytes], size_bytes: int) -> Header:
-        prefix = file.read(_PREFIX.size)
-        if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
+        prefix = file.read(PREFIX.size)
+        if len(prefix) < PREFIX.size or prefix[:8] != MAGIC:
             raise DataError(
                 f"{self.path} holds no packed clicks: it does not start with {MAGIC.decode()}; make such a file with "
                 "`shardwise convert`"
             )
-        _, version, length, checksum = _PREFIX.unpack(prefix)
+        _, version, length, checksum = PREFIX.unpack(prefix)
         if version != VERSION:
             raise DataError(
                 f"packed clicks {self.path} have version {version}, this release reads version {VERSION}; {_REPAIR}"
@@ -338,7 +291,7 @@ class PackedClicks:
         where = f"packed clicks {self.path}, header"
         found = read_object(text, where, limit_bytes=_MOST_HEADER_BYTES, kind=DataError)
         header = validated(Header, found, where, kind=DataError)
-        if header.start < _PREFIX.size + length:
+        if header.start < PREFIX.size + length:
             raise DataError(f"{where}: rows from byte {header.start} on, inside the header")
         return header
 

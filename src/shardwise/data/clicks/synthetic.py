@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
-from shardwise.data.sampler import key_of, mix
+from shardwise.data.sampler import key_of, splitmix64
 from shardwise.plan.errors import ConfigError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -137,7 +137,7 @@ class SyntheticClicks:
     def _words(self, name: str, samples: npt.NDArray[np.int64], columns: int) -> _U64:
         """64 random bits for every sample and column: [columns, b]."""
         keys = np.asarray([key_of("clicks", self.seed, name, c) for c in range(columns)], np.uint64)
-        return mix(mix(samples.astype(np.uint64) * _GOLDEN + keys[:, None]) + _GOLDEN)
+        return splitmix64(splitmix64(samples.astype(np.uint64) * _GOLDEN + keys[:, None]) + _GOLDEN)
 
     def _uniform(self, name: str, samples: npt.NDArray[np.int64], columns: int = 1) -> _F64:
         """Uniform in (0, 1): [b, columns]."""
@@ -167,7 +167,7 @@ class SyntheticClicks:
         """Keys of the ranks: [F, b]."""
         if self.keys == "hashed":
             names = self._tables("names")[:, None]
-            return (mix(ranks.astype(np.uint64) * _GOLDEN + names) >> np.uint64(1)).astype(np.int64)
+            return (splitmix64(ranks.astype(np.uint64) * _GOLDEN + names) >> np.uint64(1)).astype(np.int64)
         sizes = np.asarray(self.table_rows)[:, None]
         strides = np.asarray([_coprime(size) for size in self.table_rows])[:, None]
         return ranks * strides % sizes
@@ -182,7 +182,7 @@ class SyntheticClicks:
 
     def _signal(self, samples: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64]) -> _F64:
         features = len(self.table_rows)
-        words = mix(ranks.astype(np.uint64) * _GOLDEN + self._tables("teacher")[:, None])
+        words = splitmix64(ranks.astype(np.uint64) * _GOLDEN + self._tables("teacher")[:, None])
         known = ranks < np.asarray(self.table_rows)[:, None]
         parts = [
             np.where(known, _unit(words >> np.uint64(16 * i) & np.uint64(0xFFFF)), 0.0)

@@ -11,14 +11,11 @@ Cost:   a cross layer takes X² multiplications a sample, with a rank 2·X·rank
 Shapes: B samples, F features, N dense features, D width, X = N + F·D.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from shardwise.models.ctr.model import ClickModel, mlp
 from shardwise.models.ctr.policy import DcnPolicy
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 
 
 class Cross(nn.Module):
@@ -38,23 +35,16 @@ class Cross(nn.Module):
 class Dcn(ClickModel):
     """The model."""
 
-    def __init__(
-        self,
-        policy: DcnPolicy,
-        dense: int,
-        tables: Sequence[TablePolicy],
-        optimizer: RowOptimizerPolicy | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(tables, optimizer, seed)
-        self.policy = policy
-        width = dense + len(self._features) * policy.width
-        self.cross = nn.ModuleList(Cross(width, policy.rank) for _ in range(policy.cross_layers))
-        self.deep = mlp(width, policy.hidden, ends_linear=False)
-        deep_width = policy.hidden[-1] if policy.hidden else width
-        is_parallel = policy.structure == "parallel" and policy.hidden
+    policy: DcnPolicy
+
+    def make_layers(self, dense: int) -> None:
+        """For ``dense`` features."""
+        width = dense + len(self._features) * self.policy.width
+        self.cross = nn.ModuleList(Cross(width, self.policy.rank) for _ in range(self.policy.cross_layers))
+        self.deep = mlp(width, self.policy.hidden, ends_linear=False)
+        deep_width = self.policy.hidden[-1] if self.policy.hidden else width
+        is_parallel = self.policy.structure == "parallel" and self.policy.hidden
         self.head = nn.Linear(width + deep_width if is_parallel else deep_width, 1)
-        self.start(seed)
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
         """From dense features [B, N] and rows [B, F, D]: [B]."""

@@ -8,32 +8,24 @@ Paper:  Guo et al. 2017, arXiv:1703.04247; Rendle 2010 (factorisation machines).
 Shapes: B samples, F features, N dense features, D width; rows have width 1 + D, the weight of first order first.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from shardwise.models.ctr.model import ClickModel, Linear, mlp, widened
 from shardwise.models.ctr.policy import DeepFmPolicy
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 
 
 class DeepFm(ClickModel):
     """The model."""
 
-    def __init__(
-        self,
-        policy: DeepFmPolicy,
-        dense: int,
-        tables: Sequence[TablePolicy],
-        optimizer: RowOptimizerPolicy | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(tables, optimizer, seed)
-        self.policy = policy
+    policy: DeepFmPolicy
+
+    def make_layers(self, dense: int) -> None:
+        """For ``dense`` features."""
         self.linear = Linear(dense)
-        self.deep = mlp(dense + len(self._features) * policy.width, [*policy.hidden, 1], ends_linear=True)
-        self.start(seed)
+        self.deep = mlp(
+            dense + len(self._features) * self.policy.width, [*self.policy.hidden, 1], ends_linear=True
+        )
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
         """From dense features [B, N] and rows [B, F, 1 + D]: [B]."""

@@ -9,35 +9,25 @@ Cost:   B·(F + 1)²·D multiplications of the interaction, forward and backward
 Shapes: B samples, F features, N dense features, D width.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from shardwise.models.ctr.interaction import pairwise_dots
 from shardwise.models.ctr.model import ClickModel, mlp
 from shardwise.models.ctr.policy import DlrmPolicy
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 
 
 class Dlrm(ClickModel):
     """The model. Without dense features there is no bottom part."""
 
-    def __init__(
-        self,
-        policy: DlrmPolicy,
-        dense: int,
-        tables: Sequence[TablePolicy],
-        optimizer: RowOptimizerPolicy | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(tables, optimizer, seed)
-        self.policy = policy
-        width, vectors = policy.width, len(self._features) + bool(dense)
-        self.bottom = mlp(dense, [*policy.bottom, width], ends_linear=False) if dense else None
+    policy: DlrmPolicy
+
+    def make_layers(self, dense: int) -> None:
+        """For ``dense`` features."""
+        width, vectors = self.policy.width, len(self._features) + bool(dense)
+        self.bottom = mlp(dense, [*self.policy.bottom, width], ends_linear=False) if dense else None
         inputs = vectors * (vectors - 1) // 2 + (width if dense else 0)
-        self.top = mlp(inputs, [*policy.top, 1], ends_linear=True)
-        self.start(seed)
+        self.top = mlp(inputs, [*self.policy.top, 1], ends_linear=True)
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
         """From dense features [B, N] and rows [B, F, D]: [B]."""

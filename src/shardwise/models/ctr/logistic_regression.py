@@ -8,30 +8,20 @@ Paper:  McMahan et al. 2013, "Ad click prediction: a view from the trenches".
 Shapes: B samples, F features, N dense features; rows have width 1.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from shardwise.models.ctr.model import ClickModel, Linear
 from shardwise.models.ctr.policy import LogisticRegressionPolicy
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 
 
 class LogisticRegression(ClickModel):
     """The model."""
 
-    def __init__(
-        self,
-        policy: LogisticRegressionPolicy,
-        dense: int,
-        tables: Sequence[TablePolicy],
-        optimizer: RowOptimizerPolicy | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(tables, optimizer, seed)
-        self.policy = policy
+    policy: LogisticRegressionPolicy
+
+    def make_layers(self, dense: int) -> None:
+        """For ``dense`` features."""
         self.linear = Linear(dense)
-        self.start(seed)
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
         """From dense features [B, N] and rows [B, F, 1]: [B]."""

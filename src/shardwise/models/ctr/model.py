@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from shardwise.kernels.initializers import Constant, Initializer, Normal
+from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.initial import draw_all
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
@@ -33,13 +34,15 @@ from shardwise.plan.ragged import Ragged
 
 
 class ClickModel(nn.Module, ABC):
-    """Base of the models. ``tables``: one for each feature, all of one width; their order is the features' order.
-
-    Subclasses make their dense layers, then call ``start(seed)``.
-    """
+    """Base of the models. ``tables``: one for each feature, all of one width; their order is the features' order."""
 
     def __init__(
-        self, tables: Sequence[TablePolicy], optimizer: RowOptimizerPolicy | None = None, seed: int = 0
+        self,
+        policy: CtrPolicy,
+        dense: int,
+        tables: Sequence[TablePolicy],
+        optimizer: RowOptimizerPolicy | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         widths = sorted({table.width for table in tables})
@@ -49,6 +52,14 @@ class ClickModel(nn.Module, ABC):
             )
         self.tables = EmbeddingCollection(tables, optimizer, seed)
         self._features = [name for table in tables for name in table.feature_names]
+        self.policy = policy
+        self.make_layers(dense)
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            draw_all(self, self.initial_rules(), seed)
+
+    @abstractmethod
+    def make_layers(self, dense: int) -> None:
+        """The dense layers, for ``dense`` numbers a sample."""
 
     @abstractmethod
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
@@ -69,11 +80,6 @@ class ClickModel(nn.Module, ABC):
         place = {name: i for i, name in enumerate(there)}
         order = torch.tensor([place[name] for name in self._features], device=stacked.device)
         return stacked.index_select(1, order)
-
-    def start(self, seed: int) -> None:
-        """Draw the dense parameters, unless they are on meta."""
-        if not any(parameter.is_meta for parameter in self.parameters()):
-            draw_all(self, self.initial_rules(), seed)
 
     def initial_rules(self) -> dict[str, Initializer]:
         """Matrices normal with variance 2 / (inputs + outputs), as in DLRM (Glorot and Bengio 2010); biases 0."""

@@ -6,32 +6,24 @@ Paper:  Cheng et al. 2016, arXiv:1606.07792.
 Shapes: B samples, F features, N dense features, D width; rows have width 1 + D, the wide weight first.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from shardwise.models.ctr.model import ClickModel, Linear, mlp, widened
 from shardwise.models.ctr.policy import WideDeepPolicy
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 
 
 class WideDeep(ClickModel):
     """The model."""
 
-    def __init__(
-        self,
-        policy: WideDeepPolicy,
-        dense: int,
-        tables: Sequence[TablePolicy],
-        optimizer: RowOptimizerPolicy | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(tables, optimizer, seed)
-        self.policy = policy
+    policy: WideDeepPolicy
+
+    def make_layers(self, dense: int) -> None:
+        """For ``dense`` features."""
         self.linear = Linear(dense)
-        self.deep = mlp(dense + len(self._features) * policy.width, [*policy.hidden, 1], ends_linear=True)
-        self.start(seed)
+        self.deep = mlp(
+            dense + len(self._features) * self.policy.width, [*self.policy.hidden, 1], ends_linear=True
+        )
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
         """From dense features [B, N] and rows [B, F, 1 + D]: [B]."""
