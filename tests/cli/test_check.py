@@ -53,7 +53,7 @@ def test_what_is_foreseen_is_what_the_ranks_hold(ranks: Any, given: dict[str, An
 def test_tables_are_counted_on_the_rank_that_holds_most(ranks: Any) -> None:
     config = RunConfig.parse({"batch": {"global_size": 8}})
     outlook = foresee(table_model, config, 2, torch.device("cpu"))
-    assert outlook.table_bytes == max(ranks(2).run(held_by_tables))
+    assert outlook.bytes_per_rank()["tables"] == max(ranks(2).run(held_by_tables))
 
 
 def table_model() -> nn.Module:

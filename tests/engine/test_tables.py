@@ -34,7 +34,6 @@ from shardwise.plan.errors import (
 )
 from shardwise.plan.ragged import Ragged
 from tests.engine import tables_net
-from tests.ranks import RanksError
 
 STEPS, SAMPLES, ROWS = 50, 16, 1500
 OPTIMIZERS = {
@@ -424,9 +423,73 @@ def test_not_a_number_stops_the_step_and_leaves_rows_alone() -> None:
 def test_plan_says_where_tables_lie_and_why() -> None:
     engine = small(tables={"placement": {"us*": "row"}})
     assert "user (10 x 4, rowwise_adagrad" in str(engine.plan)
-    (info,) = engine.plan.registry.of_kind("table")
-    assert (info.name, info.shape, str(info.on("dp_shard"))) == ("tables.user", (10, 4), "H")
+    rows, state = engine.plan.registry.of_kind("table")
+    assert (rows.name, rows.shape, rows.label, str(rows.on("dp"))) == ("tables.user", (10, 4), "", "R")
+    assert (state.name, state.shape, state.label) == ("tables.user", (10, 1), "row_sum")
     assert engine.state_bytes()["tables"] == 10 * (4 + 1) * 4
+
+
+class Sizes(nn.Module):
+    """Two static tables and a dynamic one of odd sizes: neither rows nor columns divide."""
+
+    def __init__(self, placement: str) -> None:
+        super().__init__()
+        given: dict[str, Any] = {"width": 5, "placement": placement}
+        adam = RowOptimizerPolicy(type="adam", exact=True)
+        self.tables = EmbeddingCollection(
+            [
+                TablePolicy(name="large", rows=1500, **given),
+                TablePolicy(name="small", rows=7, optimizer=adam, **given),
+                TablePolicy(name="grows", dynamic=DynamicPolicy(capacity=9), **given),
+            ]
+        )
+        self.out = nn.Linear(5, 1)
+
+    def forward(self, sparse: Mapping[str, Ragged]) -> Tensor:
+        return sum(self.out(each).square().mean() for each in self.tables(sparse).values())
+
+
+def held_and_planned(world: World, placement: str) -> tuple[dict[str, int], dict[str, int], list[Any]]:
+    engine = shardwise.initialize(Sizes(placement), {"optimizer": {"type": "sgd"}}, world=world)
+    plan = engine.plan
+    infos = [
+        (info.name, info.label, info.shape, str(info.on("dp")), info.grows)
+        for info in plan.registry.of_kind("table")
+    ]
+    held = engine.state_bytes()
+    engine.close()
+    return held, plan.bytes_per_rank(world.rank), infos
+
+
+ON = {"data_parallel": "R", "table": "on 0", "row": "H", "column": "S(1)"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_plan_has_the_bytes_that_are_held(ranks: Any, placement: str, size: int) -> None:
+    """Padding and optimizer state included, on each rank: the registry says so, not the planner's mean."""
+    run = held_and_planned
+    found = [run(join(), placement)] if size == 1 else ranks(size).run(run, placement)
+    on = ON[placement] if size > 1 else "R"
+    for held, planned, infos in found:
+        assert planned["tables"] == held["tables"]
+        assert infos[0] == ("tables.large", "", (1500, 5), on, False)
+        small = {"S(1)": "R", "on 0": "on 1"}.get(
+            on, on
+        )  # the step of a row stands beside each of its columns
+        assert ("tables.small", "step", (7, 1), small, False) in infos
+        assert infos[-2][:3] + infos[-2][4:] == ("tables.grows", "", (9, 5), True)
+    tables = [held["tables"] for held, _, _ in found]
+    lines = 4 * (1500 * 6 + 7 * 16)
+    wanted = {
+        "data_parallel": [lines] * 2,
+        "table": sorted(tables),
+        "row": [4 * (1024 * 6 + 512 * 16)] * 2,
+        "column": [4 * (1500 * 3 + 7 * 7), 4 * (1500 * 4 + 7 * 10)],
+    }[placement]
+    assert sorted(tables) == (wanted if size > 1 else [lines])
+    if placement == "table":
+        assert sum(tables) == lines
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -607,12 +670,3 @@ def test_a_batch_that_is_caught_leaves_the_table_as_it_was() -> None:
     engine.train_step([{"keys": torch.tensor([3, 2]), "bad": False}])
     assert engine.table_tallies()["tables.t"].rows == 3
     engine.close()
-
-
-def test_a_mesh_that_cuts_the_model_is_refused(ranks: Any) -> None:
-    with pytest.raises(RanksError, match="embedding tables are spread over data-parallel ranks"):
-        ranks(2).run(cut)
-
-
-def cut(world: World) -> None:
-    shardwise.initialize(Capped("row"), {"mesh": {"tp": 2}}, world=world)

@@ -54,6 +54,6 @@ def test_bytes_and_cut_axes_follow_from_placements() -> None:
     mesh = Mesh(dp_replicate=2, dp_shard=4)
     cut = info("master", placement={"dp_replicate": Replicate(), "dp_shard": Shard()})
     assert cut.elements == 32
-    assert cut.bytes_on_rank(mesh) == 32 * 4 / 4
-    assert info("master").bytes_on_rank(mesh) == 32 * 4
+    assert cut.bytes_on(mesh, 0) == 32 * 4 / 4
+    assert info("master").bytes_on(mesh, 0) == 32 * 4
     assert Registry(mesh).cut_axes(cut) == ("dp_shard",)

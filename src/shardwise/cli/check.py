@@ -55,10 +55,7 @@ class Foreseen:
     @property
     def bytes_per_rank(self) -> dict[str, int]:
         """Model state on the rank that holds most, by kind."""
-        plans = self.outlook.plans
-        kinds = max((plan.bytes_per_rank() for plan in plans), key=lambda kinds: sum(kinds.values()))
-        tables = self.outlook.table_bytes
-        return {**kinds, "tables": tables} if tables else kinds
+        return self.outlook.bytes_per_rank()
 
     def lines(self) -> list[str]:
         """For people."""

@@ -6,7 +6,7 @@ stages      the blocks that this rank runs, behind stand-ins for the others     
 recompute   around the blocks that are left                                                  memory/recompute.py
 """
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,16 @@ from shardwise.compose.whole import Whole
 from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
-from shardwise.parallel.pipeline.cut import blocks_around, check_cut, cut, find_blocks, owners, weigh
+from shardwise.parallel.embedding.collection import as_before, collections_of
+from shardwise.parallel.pipeline.cut import (
+    blocks_around,
+    check_cut,
+    cut,
+    find_blocks,
+    owners,
+    stages_of_modules,
+    weigh,
+)
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -80,11 +89,22 @@ def cut_model(
     for name, entry in whole.parameters.items():
         whole.stages[name] = tuple(sorted({owner[each] for each in (name, *entry.aliases)}))
     whole.stages.update({name: (owner[name],) for name in whole.buffers})
+    whole.stages.update(_stages_of_tables(model, stages_of_modules(model, starts, uses)))
     here = range(pp.index, len(starts) + 1, pp.size)
     stages = cut(model, starts, here, uses)
     for stage in stages.values():  # what a LayerSpec has built here has not been seen before
         replace_dropout(stage.module, seed, replay)
     return {index: (stage.module, stage.run) for index, stage in stages.items()}
+
+
+def _stages_of_tables(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Stages that use each collection of embedding tables, by its first name."""
+    first = {id(each): name for name, each in collections_of(model).items()}
+    found: dict[str, set[int]] = {name: set() for name in first.values()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first:
+            found[first[id(module)]].add(stage_of[name])
+    return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
 
 def stage_starts(
@@ -109,7 +129,8 @@ def check_stages(
     Errors: PlanError names the first stage that differs.
     """
     uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
-    check_cut(model, call, stage_starts(model, policy, ranks, uses), uses)
+    with as_before(model):
+        check_cut(model, call, stage_starts(model, policy, ranks, uses), uses)
 
 
 def recompute_blocks(

@@ -300,7 +300,7 @@ def _share(
     call: Callable[[nn.Module], Any] | None = None,
 ) -> _Share:
     settings, mesh, groups, replay = site.settings, site.mesh, site.groups, Replay()
-    check_mesh(model, mesh)
+    check_mesh(model, mesh, settings)
     units = names_of_units(model, settings.zero)
     to_recompute = chosen(repeated_blocks(model) or units, settings.recompute)
     stages = cut_model(
@@ -316,8 +316,9 @@ def _share(
         site.world.device,
     )
     registry = register(whole, mesh, strategy_of(settings.zero, mesh), settings.precision, recipe.moments)
-    tables = take_over(model, settings, site.world, groups["dp"], site.clock)
-    register_tables(registry, tables)
+    modules = {index: module for index, (module, _) in stages.items()}
+    tables = take_over(model, modules, whole.stages, settings, site.world, mesh, groups, site.clock)
+    register_tables(registry, tables, mesh.size("dp"))
     return _Share(whole, units, to_recompute, replay, stages, registry, tables)
 
 
@@ -503,6 +504,8 @@ def _parts(
         site.ledger.take("moments", bucket.what, made.count_bytes)
     if share.tables:
         site.ledger.take("tables", "rows and their moments", lambda: share.tables.nbytes)
+    if share.tables.is_dynamic:
+        site.ledger.take("dynamic tables", "rows in use", lambda: share.tables.dynamic_bytes)
     # Of the whole model: a stage without fp16 of its own scales and skips with the others.
     half = any(
         entry.trained and settings.precision.dtypes(entry.name, entry.dtype).compute == torch.float16

@@ -203,6 +203,8 @@ class Check:
     def _obstacle(self) -> str:
         """Why this rank cannot compare, or cannot hold what the others compare with."""
         parts = self._parts
+        if parts.tables:
+            return "its embedding tables are spread over ranks, none of which may hold all of them"
         if self._uncut is not None and self._uncut.model is None:
             return self._uncut.reason
         hooked = [name for name, each in parts.model.named_parameters() if each._backward_hooks]

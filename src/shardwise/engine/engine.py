@@ -500,7 +500,8 @@ class Engine:
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank by row of the ledger (memory/ledger.py): ``weights``, ``gradients``,
-        ``master``, ``moments``, ``tables``. Gradients as they are at the end of a step's backward pass."""
+        ``master``, ``moments``, ``tables``, ``dynamic tables``. Gradients as they are at the end of a step's backward
+        pass."""
         return views.state_bytes(self._parts)
 
     def held_bytes(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ from shardwise.engine.differences import Differences
 from shardwise.engine.named import check_named, methods_of
 from shardwise.engine.saving import compare
 from shardwise.engine.start_weights import start_weights
-from shardwise.engine.tables import check_mesh, choices_for, tables_of
+from shardwise.engine.tables import check_mesh, chosen_for, register_tables, tables_of
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.optim.flat import from_policy, moment_names
@@ -42,9 +42,15 @@ class Outlook(NamedTuple):
     """What the ranks of a job would hold."""
 
     plans: tuple[Plan, ...]
-    """One per rank along "pp"; ranks that differ on other axes hold as much."""
-    table_bytes: int
-    """Embedding tables on the rank that holds most of them, when they are full; those without a limit left out."""
+    """One per rank along "pp"; ranks that differ on other axes hold as much, but for embedding tables."""
+
+    def bytes_per_rank(self) -> dict[str, int]:
+        """On the rank that holds most; dynamic tables when they are full, those without a limit left out."""
+        found: list[dict[str, int]] = []
+        for plan, first in zip(self.plans, self.plans[0].mesh.ranks("pp", 0), strict=True):
+            has_tables = bool(plan.registry.of_kind("table"))
+            found += map(plan.bytes_per_rank, plan.mesh.ranks("dp", first) if has_tables else (first,))
+        return max(found, key=lambda kinds: sum(kinds.values()))
 
 
 def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device: torch.device) -> Outlook:
@@ -53,18 +59,13 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     Errors: as ``initialize``'s, for everything that does not depend on weights or messages.
     """
     settings, mesh, _ = resolve(config, ranks, device.type)
-    dp = mesh.size("dp")
     model = make()
     check_named(model, settings)
     units = ("", *names_of_units(model, settings.zero))
     methods_of({name: model.get_submodule(name) for name in units}, settings.zero, mesh)
-    choices = choices_for(model, settings, dp)
     if settings.init_from is not None:
         _check_start(model, settings, settings.init_from)
-    held = [sum(each.held_bytes for each in choices if each.place.holds(rank)) for rank in range(dp)]
-    notes = tuple(map(str, choices))
-    plans = tuple(_plan(make(), settings, mesh, rank, notes) for rank in mesh.ranks("pp", 0))
-    return Outlook(plans, round(max(held)))
+    return Outlook(tuple(_plan(make(), settings, mesh, rank) for rank in mesh.ranks("pp", 0)))
 
 
 def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) -> None:
@@ -84,8 +85,8 @@ def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) 
     compare(whole, tables_of(model), manifest, True, Differences(wanted.missing, wanted.unexpected))
 
 
-def _plan(model: nn.Module, settings: RunConfig, mesh: Mesh, rank: int, notes: tuple[str, ...]) -> Plan:
-    check_mesh(model, mesh)
+def _plan(model: nn.Module, settings: RunConfig, mesh: Mesh, rank: int) -> Plan:
+    check_mesh(model, mesh, settings)
     policy, moments = settings.optimizer, moment_names(from_policy(settings.optimizer))
     whole = describe(model)
     units = names_of_units(model, settings.zero)
@@ -94,10 +95,12 @@ def _plan(model: nn.Module, settings: RunConfig, mesh: Mesh, rank: int, notes: t
     stages = cut_model(
         model, whole, settings.tensor, settings.pipeline, tp, pp, settings.train.seed, Replay()
     )
+    tables = chosen_for(model, whole.stages, settings, mesh.size("dp"))
     drafts = []
     for module, _ in stages.values():
         strategy = layout.strategy_of(settings.zero, mesh)
         registry = register(whole, mesh, strategy, settings.precision, moments)
+        register_tables(registry, tables, mesh.size("dp"))
         drafts.append(
             draft(
                 module,
@@ -116,7 +119,7 @@ def _plan(model: nn.Module, settings: RunConfig, mesh: Mesh, rank: int, notes: t
     if mesh.pp == 1:
         accumulation, ahead = settings.batch.accumulation or 1, int(settings.zero.prefetch_units)
         actions = {"all": full_step(plan.units, drafts[0].strategy, accumulation, None, ahead)}
-    return replace(plan, actions=actions, notes=(*plan.notes, *notes))
+    return replace(plan, actions=actions, notes=(*plan.notes, *tables.choices))
 
 
 def _silent(mesh: Mesh, axis: str, rank: int) -> Group:

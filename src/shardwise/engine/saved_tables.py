@@ -38,6 +38,7 @@ from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.dynamic import count_of, step_of
 from shardwise.parallel.embedding.layout import BUCKETS, dynamic_bucket
 from shardwise.parallel.embedding.policy import TablePolicy
+from shardwise.parallel.embedding.registered import state_names
 from shardwise.parallel.embedding.rows import Rows
 from shardwise.parallel.embedding.saved import (
     Range,
@@ -96,13 +97,16 @@ def is_of_tables(kind: str) -> bool:
 
 
 def items_to_save(tables: Tables) -> tuple[list[Item], dict[str, Any]]:
-    """What this rank writes of every table, and what ``trainer.json`` is to say of them. Collective."""
+    """What this rank writes of the tables here, and what ``trainer.json`` is to say of them: of what neighbours along
+    "tp" hold too, the first of them. Collective."""
     items: list[Item] = []
-    notes: dict[str, Any] = {
-        "collections": {name: each.saved.progress() for name, each in tables.collections.items()},
-        "tables": {},
-    }
+    notes: dict[str, Any] = {"collections": {}, "tables": {}}
+    if not tables.is_first_copy:
+        return items, notes
+    notes["collections"] = {name: each.saved.progress() for name, each in tables.collections.items()}
     for name, collection, table in tables.each():
+        if not tables.is_here(collection):
+            continue
         stretch, waiting = collection.saved.rows_to_write(table.name)
         items += _items_of(name, table, stretch)
         note: dict[str, Any] = {"rows": stretch.total}
@@ -172,7 +176,7 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
             continue
         if not weights_only:
             theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]
-            ours = sorted(collection.saved.state_names(table.name))
+            ours = sorted(state_names(table, collection.optimizer))
             if theirs != ours:
                 found.fault(
                     f"table {name!r} has the optimizer state {', '.join(theirs) or 'none'}, and this optimizer keeps "
@@ -324,7 +328,10 @@ def load(
     left: Container[str] = (),
 ) -> None:
     """Fill every table but those ``left`` from a step that :func:`compare` and :func:`examine` passed. Collective."""
-    for name, collection in tables.collections.items():
+    for (
+        name,
+        collection,
+    ) in tables.collections.items():  # those elsewhere are read elsewhere, in as many steps
         collection.saved.clear()
         if not weights_only and name in notes.collections:
             collection.saved.load_progress(notes.collections[name].model_dump())
@@ -332,7 +339,8 @@ def load(
     held = 0
     for name, collection, table in tables.each():
         note = None if name in left else notes.tables.get(name)
-        if table.rows is not None and (note is None or note.rows < table.rows):
+        is_here = tables.is_here(collection)
+        if is_here and table.rows is not None and (note is None or note.rows < table.rows):
             collection.saved.restart(table.name)
         if note is None:
             continue
@@ -345,11 +353,15 @@ def load(
             if wishes and held + size > _CHUNK_BYTES:
                 _read(wishes, checkpoints, step)
                 wishes, held = [], 0
-            wishes.append(_Wish(name, collection, table, manifest, counts, within, labels, keeps_scores))
+            wish = (manifest, counts, within, labels, keeps_scores)
+            wishes.append(_Wish(name, collection if is_here else None, table, *wish))
             held += size
         if note.waiting is not None and not weights_only:
             waiting = torch.tensor(note.waiting)
-            wishes.append(_Waiting(name, collection, table, manifest, waiting, (0, int(waiting.sum()))))
+            all_of_them = (0, int(waiting.sum()))
+            wishes.append(
+                _Waiting(name, collection if is_here else None, table, manifest, waiting, all_of_them)
+            )
     if wishes:
         _read(wishes, checkpoints, step)
 
@@ -371,12 +383,12 @@ def _keeps_scores(name: str, table: TablePolicy, note: TableNote, weights_only: 
 
 
 class _Wish:
-    """Some rows of one table that this rank is to hold, before and after they are read."""
+    """Some rows of one table that this rank is to hold, before and after they are read; none without a collection."""
 
     def __init__(
         self,
         name: str,
-        collection: EmbeddingCollection,
+        collection: EmbeddingCollection | None,
         table: TablePolicy,
         manifest: Manifest,
         counts: Tensor,
@@ -386,8 +398,10 @@ class _Wish:
     ):
         self._collection, self._table = collection, table.name
         self._keeps_scores = keeps_scores
-        place, group = collection.saved.place_of(table.name)
-        self._ranges = ranges_to_read(counts, place, group.index, group.size, within)
+        self._ranges: list[Range] = []
+        if collection is not None:
+            place, group = collection.saved.place_of(table.name)
+            self._ranges = ranges_to_read(counts, place, group.index, group.size, within)
         self._keys = static_keys_at(counts, self._ranges) if table.rows is not None else None
         self.items: list[Item] = []
         self._read: dict[str, Tensor] = {}
@@ -404,7 +418,7 @@ class _Wish:
         inner = prod(shape[1:])
         rows = sum(stop - start for start, stop in self._ranges)
         dtype = stored.torch_dtype
-        if dtype.is_floating_point:
+        if dtype.is_floating_point and self._collection is not None:
             dtype = self._collection.dtype
         flat = torch.empty(rows * inner, dtype=dtype)
         pieces, at = [], 0
@@ -417,6 +431,8 @@ class _Wish:
 
     def take(self) -> None:
         """Hand over what was read."""
+        if self._collection is None:
+            return
         keys = self._read[_KEY] if self._keys is None else self._keys
         state = {
             kind.removeprefix(f"{KIND}_"): tensor
@@ -435,7 +451,8 @@ class _Waiting(_Wish):
         return [_WAITING]
 
     def take(self) -> None:
-        self._collection.saved.load_candidates(self._table, self._read[_WAITING])
+        if self._collection is not None:
+            self._collection.saved.load_candidates(self._table, self._read[_WAITING])
 
 
 # Without an engine -------------------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
     }
     of_tables: list[Item] = []
     if parts.tables:
-        of_tables, state["tables"] = saved_tables.items_to_save(parts.tables)
+        of_tables, notes = saved_tables.items_to_save(parts.tables)
+        # Rank 0 writes them, and may have none itself.
+        state["tables"] = notes if parts.groups["pp"].size == 1 else _of_all_stages(parts, notes)
     aliases = {e.name: list(e.aliases) for e in parts.whole.parameters.values() if e.aliases}
     parts.folders.at(folder).save(
         progress.step_count,
@@ -82,6 +84,15 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         best=None if progress.best is None else progress.best[0],
         **options,
     )
+
+
+def _of_all_stages(parts: Parts, notes: dict[str, Any]) -> dict[str, Any]:
+    """The notes of the tables on every stage."""
+    found: dict[str, Any] = {}
+    for text in parts.folders.exchange("tables", json.dumps(notes)):
+        for what, by_name in json.loads(text).items():
+            found.setdefault(what, {}).update(by_name)
+    return found
 
 
 def load(

@@ -8,12 +8,17 @@ collections of a model over one by one and calls them where a step needs them:
                 square_sum      joins Σ g² of the dense gradients: one norm, one clip factor, one decision to skip
                 step or drop    with the schedule's factor and the divisor that makes means of sums
 
-Cost: parallel/embedding/cost.py.
+Beside "pp" a collection lives on the stage that uses it, spread over that stage's data-parallel ranks. Beside "tp" each
+rank along "tp" holds the same part of the tables as its neighbours: a vector's gradient is whole on each of them, so
+that all come to the same rows, and the first of them counts in the norm and writes into checkpoints.
+
+Cost: parallel/embedding/cost.py; with several ranks to a model one small all-reduce over them in each step.
 """
 
 import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,55 +29,125 @@ from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
-from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
+from shardwise.parallel.embedding.registered import infos
 from shardwise.parallel.embedding.rows import Tally
-from shardwise.parallel.zero.layout import AXES
-from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.errors import ConfigError, PlanError, TableFullError, UsageError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import ByHash, Placement, Replicate, Shard
 from shardwise.plan.policy import nearest
-from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.registry import Registry
 
-_PLACEMENTS: Mapping[str, Placement] = {
-    "data_parallel": Replicate(),
-    "table": Replicate(),
-    "row": ByHash(),
-    "column": Shard(1),
-}
+_ALIKE = 1e-3
+"""Relative difference of Σ g² between ranks that should have the same gradients."""
 
 
 class Tables:
-    """The placed collections of one model; none of them is no special case."""
+    """The collections of one model, by the module's name in it; a model may have none.
 
-    def __init__(self, collections: Mapping[str, EmbeddingCollection], group: Group):
+    everywhere   of the whole model, on all ranks alike
+    collections  those placed on this rank
+    stages       pipeline stage of each
+    groups       "dp", over which rows are spread, "tp", "model" and "world"
+    """
+
+    def __init__(
+        self,
+        everywhere: Mapping[str, EmbeddingCollection],
+        collections: Mapping[str, EmbeddingCollection],
+        stages: Mapping[str, int],
+        groups: Mapping[str, Group],
+    ):
+        self.everywhere = dict(everywhere) | dict(collections)
         self.collections = dict(collections)
-        """By the module's name in the model."""
-        self._group = group
+        self.stages = dict(stages)
+        self._groups = groups
 
     def __bool__(self) -> bool:
-        return bool(self.collections)
+        return bool(self.everywhere)
 
     def each(self) -> Iterator[tuple[str, EmbeddingCollection, TablePolicy]]:
-        """(full name, collection, table) of every table."""
-        for prefix, collection in self.collections.items():
+        """(full name, collection, table) of every table of the model; the collection may live on another stage."""
+        for prefix, collection in self.everywhere.items():
             for table in collection.tables:
                 yield full_name(prefix, table.name), collection, table
 
+    def is_here(self, collection: EmbeddingCollection) -> bool:
+        """Whether this rank has a part in it."""
+        return any(each is collection for each in self.collections.values())
+
     @property
     def nbytes(self) -> int:
-        """Weights and optimizer state on this rank."""
-        return sum(collection.placed.nbytes for collection in self.collections.values())
+        """Weights and optimizer state of static tables on this rank."""
+        return sum(collection.placed.static_bytes for collection in self.collections.values())
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Those of dynamic tables with their indices, as far as rows are in use."""
+        return sum(collection.placed.nbytes for collection in self.collections.values()) - self.nbytes
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the model has a dynamic table."""
+        return any(table.dynamic is not None for _, _, table in self.each())
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the first of those along "tp" that hold the same rows: it counts, and writes."""
+        return self._groups["tp"].index == 0
 
     def deliver(self) -> None:
-        """Row gradients to the owners of the rows. Collective. Errors: TableFullError on all ranks alike."""
+        """Row gradients to the owners of the rows. Collective, on ranks without a table too.
+
+        Errors, on all ranks alike: TableFullError; PlanError where ranks along "tp" come to other gradients.
+        """
+        full: TableFullError | None = None
         for collection in self.collections.values():
-            collection.placed.deliver()
+            try:
+                collection.placed.deliver()
+            except TableFullError as error:
+                full = error
+                break
+        if self and self._groups["model"].size > 1:
+            self._compare(full is not None)
+        if full is not None:
+            raise full
+
+    def _compare(self, is_full: bool) -> None:
+        """What the ranks that share a model must agree on: whether a table is full, and the gradients along "tp"."""
+        model = self._groups["model"]
+        told = [float(is_full)]
+        for name in self.everywhere:
+            here = self.collections.get(name)
+            squares = 0.0 if here is None or is_full else float(here.placed.square_sum())
+            told += [float(here is not None), squares, squares * squares]
+        vector = torch.tensor(told, dtype=torch.float64).to(self._device)
+        model.all_reduce(vector, "gradients of tables", "control").wait()
+        full, *sums = vector.tolist()
+        if full and not is_full:
+            raise TableFullError(
+                "a table on another stage is full; the error there names it. Rows are those of the step before"
+            )
+        for name, ranks, total, squared in zip(
+            self.everywhere, sums[::3], sums[1::3], sums[2::3], strict=True
+        ):
+            spread = squared / ranks - (total / ranks) ** 2
+            if not full and spread > (_ALIKE * total / ranks) ** 2:
+                raise PlanError(
+                    f"tables: the {ranks:.0f} ranks along tp come to different gradients of the vectors of {name!r}, "
+                    "so that their rows would drift apart: the vectors are used where each rank holds its part of the "
+                    "features. Use them in front of the layers that are cut, or leave the module that uses them whole "
+                    "('replicate' in tensor.table)"
+                )
+
+    @property
+    def _device(self) -> torch.device:
+        found = next(iter(self.collections.values()), None)
+        return torch.device("cpu") if found is None else found.placed.device
 
     def square_sum(self) -> Tensor:
-        """Σ g² over the delivered gradients of the rows that this rank owns: fp64."""
+        """Σ g² over the delivered gradients of the rows that this rank counts: fp64."""
         total = torch.zeros((), dtype=torch.float64)
-        for collection in self.collections.values():
+        for collection in self.collections.values() if self.is_first_copy else ():
             total = total + collection.placed.square_sum()
         return total
 
@@ -89,16 +164,18 @@ class Tables:
     @property
     def choices(self) -> list[str]:
         """A line for each table: where it lies and why."""
-        return [str(choice) for each in self.collections.values() for choice in each.choices]
+        return [str(choice) for each in self.everywhere.values() for choice in each.choices]
 
     def tallies(self) -> dict[str, Tally]:
         """Rows in use, inserted and evicted of each table, over all ranks. Collective."""
-        here = [collection.placed.tallies[table.name] for _, collection, table in self.each()]
-        counts = torch.tensor(here, dtype=torch.float64).reshape(len(here), len(Tally._fields))
-        if self._group.size > 1 and here:
-            device = next(iter(self.collections.values())).placed.device
-            counts = counts.to(device)
-            self._group.all_reduce(counts.view(-1), "rows of tables", "control").wait()
+        rows = []
+        for prefix, collection in self.everywhere.items():
+            here = collection.placed.tallies if prefix in self.collections and self.is_first_copy else {}
+            rows += [here.get(table.name, Tally(0)) for table in collection.tables]
+        counts = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(Tally._fields))
+        if self._groups["world"].size > 1 and rows:
+            counts = counts.to(self._device)
+            self._groups["world"].all_reduce(counts.view(-1), "rows of tables", "control").wait()
         names = [name for name, _, _ in self.each()]
         return {name: Tally(*map(int, row)) for name, row in zip(names, counts.tolist(), strict=True)}
 
@@ -108,78 +185,104 @@ def full_name(prefix: str, table: str) -> str:
     return f"{prefix}.{table}" if prefix else table
 
 
-def check_mesh(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a mesh that cuts a model with tables. Errors: ConfigError."""
-    cut = [axis for axis in ("tp", "pp") if mesh.size(axis) > 1]
-    if cut and collections_of(model):
+def check_mesh(model: nn.Module, mesh: Mesh, settings: RunConfig) -> None:
+    """Refuse what tables cannot be beside. Errors: ConfigError."""
+    if mesh.tp > 1 and settings.tensor.sequence_parallel and collections_of(model):
         raise ConfigError(
-            f"mesh {', '.join(f'{axis}={mesh.size(axis)}' for axis in cut)}: embedding tables are spread over "
-            f"data-parallel ranks, and this mesh cuts the dense model too; leave {' and '.join(cut)} at 1"
+            f"mesh tp={mesh.tp} with tensor.sequence_parallel: the vectors of embedding tables hold whole samples and "
+            "sequences, and between the cut layers each rank holds its part of them; set tensor.sequence_parallel: "
+            "false"
         )
 
 
-def take_over(model: nn.Module, settings: RunConfig, world: World, group: Group, clock: Clock) -> Tables:
-    """Place every collection of ``model`` over the data-parallel ranks. Collective.
+def take_over(
+    model: nn.Module,
+    stages: Mapping[int, nn.Module],
+    stage_of: Mapping[str, tuple[int, ...]],
+    settings: RunConfig,
+    world: World,
+    mesh: Mesh,
+    groups: Mapping[str, Group],
+    clock: Clock,
+) -> Tables:
+    """Place the collections of this rank's ``stages`` over its data-parallel ranks, and choose places for all of
+    ``model``. ``stage_of``: by a collection's name, left out where there is one stage. Collective.
 
     Errors: ConfigError where the configuration does not fit the model's tables, PlanError for a table that fits
-    nowhere.
+    nowhere, or that several stages use.
     """
-    collections = collections_of(model)
-    tables = Tables(collections, group)
+    everywhere = collections_of(model)
+    found = {name: each for module in stages.values() for name, each in collections_of(module).items()}
+    tables = Tables(
+        everywhere,
+        {name: found[name] for name in everywhere if name in found},
+        {name: stage_of.get(name, (0,))[0] for name in everywhere},
+        groups,
+    )
     _check(tables, settings)
-    if not collections:
+    if not tables:
         return tables
+    dp = groups["dp"]
     # Keys may travel in a thread of their own: over a transport of their own, and untold in the order of collectives.
-    keys_group = world.group_among(group.ranks, "keys", settings.comm, clock, Traffic(), lane="keys")
-    memory_bytes = _least(_memory_of_a_rank(world), group, world.device)
-    for collection in collections.values():
+    keys_group = world.group_among(
+        dp.ranks, "keys", settings.comm, clock, Traffic(), lane="keys", kin=mesh.groups("dp")
+    )
+    memory_bytes = _least(_memory_of_a_rank(world), groups["world"], world.device)
+    for name, collection in tables.everywhere.items():
         if collection.is_placed:
             raise UsageError(
                 "tables: a collection of the model has been used or placed already; give the model to initialize() "
                 "before its first batch"
             )
-        _set_up(collection, settings)
+        _set_up(name, collection, stage_of, settings)
+        if groups["model"].size > 1:
+            collection.share_given(groups["world"], world.device)
+        given = _given(collection, settings, settings.tables.memory_bytes or memory_bytes)
+        if name not in tables.collections:
+            collection.choose(dp.size, **given)
+            continue
         collection.place(
-            group,
+            dp,
             keys_group,
-            batch=settings.batch.micro_size or 1024,
-            memory_bytes=settings.tables.memory_bytes or memory_bytes,
             device=world.device,
-            dtype=torch.promote_types(settings.precision.dtypes("", collection.dtype).master, torch.float32),
             compute_dtype=settings.precision.compute_dtype,
             is_led=True,
+            **given,
         )
     return tables
 
 
-def choices_for(model: nn.Module, settings: RunConfig, ranks: int) -> list[Choice]:
-    """Where the tables of ``model`` would lie on ``ranks`` data-parallel ranks, and why; nothing is placed.
+def chosen_for(
+    model: nn.Module, stage_of: Mapping[str, tuple[int, ...]], settings: RunConfig, ranks: int
+) -> Tables:
+    """The tables of ``model`` with places chosen on ``ranks`` data-parallel ranks; nothing is placed.
 
     Errors: as ``take_over``'s; memory is asked of the configuration alone, not of hosts that may not be these.
     """
-    tables = tables_of(model)
+    tables = tables_of(model, stage_of)
     _check(tables, settings)
-    found: list[Choice] = []
-    for collection in tables.collections.values():
-        _set_up(collection, settings)
-        dtype = settings.precision.dtypes("", collection.dtype).master
-        batch, memory_bytes = settings.batch.micro_size or 1024, settings.tables.memory_bytes
-        found += plan_tables(collection.tables, collection.optimizer, ranks, batch, dtype, memory_bytes)
-    return found
+    for name, collection in tables.everywhere.items():
+        _set_up(name, collection, stage_of, settings)
+        collection.choose(ranks, **_given(collection, settings, settings.tables.memory_bytes))
+    return tables
 
 
-def tables_of(model: nn.Module) -> Tables:
+def tables_of(model: nn.Module, stage_of: Mapping[str, tuple[int, ...]] | None = None) -> Tables:
     """What can be asked of a model's tables before any of them is placed."""
-    return Tables(collections_of(model), Group.alone("tables"))
+    everywhere = collections_of(model)
+    stages = {name: (stage_of or {}).get(name, (0,))[0] for name in everywhere}
+    return Tables(everywhere, {}, stages, dict.fromkeys(("dp", "tp", "model", "world"), Group.alone("dp")))
 
 
-def register_tables(registry: Registry, tables: Tables) -> None:
-    """Every table with its place on the data-parallel axes."""
-    for name, collection, table in tables.each():
-        choice = next(choice for choice in collection.choices if choice.table == table.name)
-        where = dict.fromkeys(AXES, _PLACEMENTS[choice.place.placement])
-        shape = (table.rows or 0, table.width)  # a dynamic table begins without rows
-        registry.add(TensorInfo(name, shape, collection.dtype, "table", where))
+def register_tables(registry: Registry, tables: Tables, ranks: int) -> None:
+    """Every table, and the state of its rows, with its place on the data-parallel ``ranks``."""
+    for prefix, collection in tables.everywhere.items():
+        places = {choice.table: choice.place for choice in collection.choices}
+        stage = tables.stages[prefix]
+        for table in collection.tables:
+            name, place = full_name(prefix, table.name), places[table.name]
+            for info in infos(name, table, collection.optimizer, place, collection.dtype, ranks, stage):
+                registry.add(info)
 
 
 def _check(tables: Tables, settings: RunConfig) -> None:
@@ -197,8 +300,28 @@ def _check(tables: Tables, settings: RunConfig) -> None:
             raise ConfigError(f"tables.placement: no table is called {pattern!r}{nearest(pattern, names)}")
 
 
-def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
+def _given(collection: EmbeddingCollection, settings: RunConfig, memory_bytes: int | None) -> dict[str, Any]:
+    """What the choice of places goes by."""
+    master = settings.precision.dtypes("", collection.dtype).master
+    return {
+        "batch": settings.batch.micro_size or 1024,
+        "memory_bytes": memory_bytes,
+        "dtype": torch.promote_types(master, torch.float32),
+    }
+
+
+def _set_up(
+    name: str,
+    collection: EmbeddingCollection,
+    stage_of: Mapping[str, tuple[int, ...]],
+    settings: RunConfig,
+) -> None:
     """What the configuration says of tables goes before what the model's code says."""
+    if len(stage_of.get(name, (0,))) > 1:
+        raise PlanError(
+            f"tables: the collection {name!r} is used by blocks of several pipeline stages; each stage needs a "
+            "collection of its own"
+        )
     policy = settings.tables
     if policy.optimizer is not None:
         collection.optimizer = policy.optimizer
@@ -213,7 +336,7 @@ def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
 
 
 def _least(memory_bytes: int, group: Group, device: torch.device) -> int:
-    """The least of all ranks: every rank plans for all, and must come to the same plan."""
+    """The least of all ranks of the job: every rank plans for all, and must come to the same plan."""
     if group.size == 1:
         return memory_bytes
     mine = torch.full((group.size, 1), memory_bytes, device=device)

@@ -1,17 +1,18 @@
 """The ledger: how many bytes this rank holds, by row. Whoever makes memory that outlives one operation takes it here.
 
-    row         what                                             lives
-    weights     what a rank keeps of the parameters              as long as the engine
-    master      what the optimizer updates, where it is another  as long as the engine
-    moments     the optimizer's                                  as long as the engine
-    tables      rows of embedding tables and their moments       as long as the engine; grows
-    gradients   the buffers of their sums                        from the first gradient of a step to its end
-    gathered    slots of unsharded weights                       as long as the engine; made in the first pass
-    staging     slots that a pass's gradients come into          as long as the engine; made in the first pass
-    rings       memory between ranks of one host                 as long as the ranks; shared by their engines
+    row             what                                             lives
+    weights         what a rank keeps of the parameters              as long as the engine
+    master          what the optimizer updates, where it is another  as long as the engine
+    moments         the optimizer's                                  as long as the engine
+    tables          rows of static embedding tables, their moments   as long as the engine
+    dynamic tables  rows in use, their moments and indices           as long as the engine; grows
+    gradients       the buffers of their sums                        from the first gradient of a step to its end
+    gathered        slots of unsharded weights                       as long as the engine; made in the first pass
+    staging         slots that a pass's gradients come into          as long as the engine; made in the first pass
+    rings           memory between ranks of one host                 as long as the ranks; shared by their engines
 
-The Plan predicts the first five (``PREDICTED``) to the byte. Memory that two rows could claim (a master that is the
-weight itself, or a range of it) stands under the first.
+The Plan predicts model state (``PREDICTED``) to the byte, but for dynamic tables, which it has as if full. Memory that
+two rows could claim (a master that is the weight itself, or a range of it) stands under the first.
 
 Cost: one entry per holder, nothing per step.
 """
@@ -19,9 +20,11 @@ Cost: one entry per holder, nothing per step.
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
-Row = Literal["weights", "gradients", "master", "moments", "tables", "gathered", "staging", "rings"]
+Row = Literal[
+    "weights", "gradients", "master", "moments", "tables", "dynamic tables", "gathered", "staging", "rings"
+]
 ROWS: tuple[Row, ...] = get_args(Row)
-PREDICTED: tuple[Row, ...] = ("weights", "gradients", "master", "moments", "tables")
+PREDICTED: tuple[Row, ...] = ("weights", "gradients", "master", "moments", "tables", "dynamic tables")
 """The rows that the Plan knows before anything is made."""
 
 Lifetime = Literal["engine", "step"]

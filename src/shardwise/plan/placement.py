@@ -5,7 +5,8 @@
                          flattened elements
     Partial              every rank holds an addend; the sum is the tensor
     PerRank              every rank holds values of its own; the first rank's stand for all
-    ByHash               rows live where the hash of their key says (dynamic tables)
+    OnRank(index)        one rank holds the whole, the others nothing
+    ByHash(buckets)      rows live where the bucket of their key says
 
 Legal moves, and the elements that a rank sends for each (ring algorithms, P elements, N ranks on the axis):
 
@@ -54,11 +55,12 @@ class Shard:
     """Rank i holds piece i of ``dim``; each of ``blocks`` is cut by itself.
 
     Without blocks the dimension is one, cut by elements; where the ranks do not divide it, the last pieces are padded
-    to the size of the first.
+    to the size of the first, or, ``balanced``, pieces differ by one element and none is padded.
     """
 
     dim: int = FLAT
     blocks: tuple[Block, ...] = ()
+    balanced: bool = False
 
     def __str__(self) -> str:
         return "S" if self.dim == FLAT else f"S({self.dim})"
@@ -81,14 +83,30 @@ class PerRank:
 
 
 @dataclass(frozen=True)
+class OnRank:
+    """One rank holds the whole tensor, the others nothing of it."""
+
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"on {self.index}"
+
+
+@dataclass(frozen=True)
 class ByHash:
-    """Rows live on the rank that the hash of their key names."""
+    """Rows live on the rank that their bucket names, bucket b on rank b mod N.
+
+    Of a static table row q·buckets + b is in bucket b, and each bucket has as many lines as the fullest. Without
+    ``buckets``, of a dynamic table, the hash of a row's key says where it is: about as many on every rank.
+    """
+
+    buckets: int = 0
 
     def __str__(self) -> str:
         return "H"
 
 
-Placement: TypeAlias = Replicate | Shard | Partial | PerRank | ByHash
+Placement: TypeAlias = Replicate | Shard | Partial | PerRank | OnRank | ByHash
 
 _MOVES: dict[tuple[type, type], tuple[str, int]] = {
     (Shard, Replicate): ("all_gather", 1),
@@ -132,6 +150,8 @@ def pieces(shard: Shard, size: int, index: int, ranks: int) -> list[Piece]:
 
     Errors: PlanError where a block's parts and the ranks do not divide one another.
     """
+    if not shard.blocks and shard.balanced:
+        return [Piece(index * size // ranks, (index + 1) * size // ranks)]
     if not shard.blocks:
         step = -(-size // ranks)
         return [Piece(min(index * step, size), min((index + 1) * step, size))]
@@ -223,6 +243,25 @@ def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[Span], int]:
 def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
     """Shape of one rank's piece, padding included: the same on every rank."""
     return tuple(spans(size, dim, cuts)[1] for dim, size in enumerate(shape))
+
+
+def shape_on(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
+    """Shape of what the rank of ``cuts`` holds, padding included: pieces that differ from rank to rank too."""
+    rows, rest = shape[0] if shape else 1, []
+    for cut in cuts:
+        if isinstance(cut.where, OnRank):
+            rows *= cut.place == cut.where.index
+        elif isinstance(cut.where, ByHash):
+            each = cut.where.buckets or cut.ranks
+            rows = -(-rows // each) * len(range(cut.place, each, cut.ranks))
+        else:
+            rest.append(cut)
+    found = list(local_shape((rows, *shape[1:]), rest)) if shape else []
+    for cut in rest:
+        if isinstance(cut.where, Shard) and cut.where.balanced and cut.dim is not None:
+            (piece,) = pieces(cut.where, shape[cut.dim], cut.place, cut.ranks)
+            found[cut.dim] = piece.stop - piece.start
+    return tuple(found)
 
 
 def runs(shape: Sequence[int], cuts: Sequence[Cut], start: int = 0, stop: int | None = None) -> Iterator[Run]:

@@ -45,13 +45,20 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     """What was found or chosen by itself, for people."""
 
-    def bytes_per_rank(self) -> dict[str, int]:
-        """Model-state bytes on one rank by kind, padding included."""
+    def bytes_per_rank(self, rank: int = 0) -> dict[str, int]:
+        """Model-state bytes on ``rank`` by kind, padding included.
+
+        Embedding tables take theirs from the registry. What dynamic ones take depends on the keys that come: they count
+        as full, evenly spread and without their index, those without a limit as nothing.
+        """
         total: dict[str, int] = {}
         for (unit, bucket), buffers in self.buffers.items():
             for buffer in buffers:
                 size = buffer.elements(self.units[unit].buckets[bucket], self.mesh) * buffer.itemsize
                 total[buffer.kind] = total.get(buffer.kind, 0) + size
+        for info in self.registry.of_kind("table"):
+            kind = "dynamic tables" if info.grows else "tables"
+            total[kind] = total.get(kind, 0) + round(info.bytes_on(self.mesh, rank))
         return total
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import FLAT, Cut, Placement, Replicate, Shard, local_shape
+from shardwise.plan.placement import FLAT, Cut, Placement, Replicate, Shard, shape_on
 
 Kind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
 
@@ -32,25 +32,29 @@ class TensorInfo:
     dtype: torch.dtype
     kind: Kind
     placement: Mapping[str, Placement] = field(default_factory=dict)
-    """Placement per axis; an axis that is not named is Replicate."""
+    """Placement per axis; an axis that is not named is Replicate. Tables lie on "dp", its two axes as one."""
     grad_placement: Mapping[str, Placement] = field(default_factory=dict)
     """For a parameter: placement of its gradient per axis before reduction."""
     label: str = ""
-    """Which moment: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ..."""
+    """Which moment: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ...; of a table, which state of its rows."""
     aliases: tuple[str, ...] = ()
     """Further names of the same tensor (tied parameters)."""
     stages: tuple[int, ...] = (0,)
     """Pipeline stages that hold it: more than one where it is tied across stages. The first one speaks for it."""
+    grows: bool = False
+    """Rows come with their keys (a dynamic table): dim 0 of the shape is the most there may be, 0 without a limit."""
 
     @property
     def elements(self) -> int:
         """Elements of the global tensor."""
         return math.prod(self.shape)
 
-    def bytes_on_rank(self, mesh: Mesh) -> float:
-        """Bytes of one rank's piece, flat padding left out."""
-        cuts = [Cut(where, 0, mesh.size(axis)) for axis, where in self.placement.items()]
-        elements = math.prod(local_shape(self.shape, cuts))
+    def bytes_on(self, mesh: Mesh, rank: int) -> float:
+        """Bytes of one rank's piece, flat padding left out; of a table that grows the most that may be, evenly."""
+        if mesh.index("pp", rank) not in {stage % mesh.pp for stage in self.stages}:
+            return 0.0
+        cuts = [Cut(where, mesh.index(axis, rank), mesh.size(axis)) for axis, where in self.placement.items()]
+        elements = math.prod(shape_on(self.shape, cuts))
         flat = [
             axis for axis, where in self.placement.items() if isinstance(where, Shard) and where.dim == FLAT
         ]

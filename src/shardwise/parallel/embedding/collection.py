@@ -15,11 +15,12 @@ has all, rows with their optimizer state; else it says that it does not, and an 
 Shapes: B samples, D width, F features.
 """
 
+import contextlib
 import copy
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.parallel.embedding.batch import Prepared, Sequences, by_feature
-from shardwise.parallel.embedding.placed import PlacedTables, check_table, make_parts
+from shardwise.parallel.embedding.placed import PlacedTables, check_table, grouped, make_parts
 from shardwise.parallel.embedding.planner import Choice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Rows, Tally
@@ -44,6 +45,7 @@ _log = logging.getLogger(__name__)
 _ROUNDING = {torch.bfloat16: 256, torch.float16: 2048}
 """Half a unit in the last place of 1."""
 _STATE_FORMAT = 1
+Fill = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 
 class EmbeddingCollection(nn.Module):
@@ -69,6 +71,8 @@ class EmbeddingCollection(nn.Module):
         self.dtype = dtype
         self.choices: list[Choice] = []
         """Where each table lies, and why."""
+        self._ranks = 0
+        """For how many ranks that was chosen."""
         self._placed: PlacedTables | None = None
         self._to_load: list[tuple[str, Rows]] = []
         """Rows that were given before the tables had a place."""
@@ -111,6 +115,25 @@ class EmbeddingCollection(nn.Module):
         if memory_bytes is None and group.size == 1:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device = torch.device("cpu") if device is None else device
+        dtype = self.choose(group.size, batch=batch, memory_bytes=memory_bytes, dtype=dtype)
+        parts = make_parts(self.tables, self.optimizer, self.choices, group, self.seed, dtype, device)
+        self._placed = PlacedTables(
+            parts, group, keys_group or group, device, dtype, compute_dtype or dtype, is_led
+        )
+        self._load_given(is_led)
+
+    def choose(
+        self,
+        ranks: int,
+        *,
+        batch: int = 1024,
+        memory_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.dtype:
+        """Choose where each table is to lie on ``ranks`` (``choices``), without placing it; returns the dtype of rows.
+
+        Arguments and errors as ``place``'s.
+        """
         dtype = dtype or self.dtype
         if dtype.itemsize < torch.float32.itemsize:
             raise PlanError(
@@ -119,12 +142,16 @@ class EmbeddingCollection(nn.Module):
                 "precision)"
             )
         self.dtype = dtype
-        self.choices = plan_tables(self.tables, self.optimizer, group.size, batch, dtype, memory_bytes)
-        parts = make_parts(self.tables, self.optimizer, self.choices, group, self.seed, dtype, device)
-        self._placed = PlacedTables(
-            parts, group, keys_group or group, device, dtype, compute_dtype or dtype, is_led
-        )
-        self._load_given(is_led)
+        self._ranks = ranks
+        self.choices = plan_tables(self.tables, self.optimizer, ranks, batch, dtype, memory_bytes)
+        return dtype
+
+    def share_given(self, group: Group, device: torch.device) -> None:
+        """Rows that wait for a place become those of the first rank of ``group``, as weights do. Collective."""
+        self._to_load = [
+            (name, of_first_rank(rows, group, f"rows given for table {name}", device))
+            for name, rows in self._to_load
+        ]
 
     def _load_given(self, is_led: bool) -> None:
         """What was to be loaded before the tables had a place."""
@@ -132,7 +159,7 @@ class EmbeddingCollection(nn.Module):
         progress, self._progress_to_load = self._progress_to_load, None
         if (
             progress is not None and is_led
-        ):  # an engine counts its own steps, and its other optimizer begins anew too
+        ):  # an engine counts its own steps, and its dense state begins anew too
             given = [(name, Rows.of_weights(rows.keys, rows.weights)) for name, rows in given]
         elif progress is not None:
             self.saved.load_progress(progress)
@@ -176,7 +203,14 @@ class EmbeddingCollection(nn.Module):
     @property
     def feature_names(self) -> list[str]:
         """All features, in the order of ``stacked``."""
-        return [feature.name for part in self.placed.parts for feature in part.tables.features]
+        if not self.choices:
+            self.place()
+        groups = (
+            grouped(self.tables, self.optimizer, self.choices, self._ranks)
+            if self._placed is None
+            else [part.tables for part in self._placed.parts]
+        )
+        return [feature.name for group in groups for feature in group.features]
 
     def describe(self) -> str:
         """A line for each table: where it lies and why."""
@@ -248,6 +282,10 @@ class EmbeddingCollection(nn.Module):
         if not learns:
             self._check_copy()
         return prepared, self.placed.fetch(prepared, learns)
+
+    def elsewhere(self, name: str, fill: Fill) -> "AbsentCollection":
+        """What stands for this collection on other pipeline stages than its own."""
+        return AbsentCollection(self, name, fill)
 
     # The step ----------------------------------------------------------------------------------------------------
 
@@ -409,9 +447,74 @@ class EmbeddingCollection(nn.Module):
         )
 
 
+class AbsentCollection(EmbeddingCollection):
+    """Stands for a collection that lives on another pipeline stage: vectors of its shapes that hold nothing.
+
+    ``fill(shape, dtype, device)`` makes them.
+    """
+
+    calls = ("forward", "stacked")
+    """What a model asks for vectors by."""
+
+    def __init__(self, stands_for: EmbeddingCollection, name: str, fill: Fill):
+        super().__init__(stands_for.tables, stands_for.optimizer, stands_for.seed, stands_for.dtype)
+        self._stands_for = (stands_for,)  # in a tuple: no child of this module
+        self._name = name
+        self._fill = fill
+
+    @property
+    def placed(self) -> PlacedTables:
+        """Not here. Errors: UsageError."""
+        raise UsageError(f"embedding: the collection {self._name!r} lives on another pipeline stage")
+
+    @property
+    def feature_names(self) -> list[str]:
+        """As of the collection itself."""
+        (collection,) = self._stands_for
+        return collection.feature_names
+
+    def forward(self, features: "Mapping[str, Ragged] | Prepared") -> dict[str, Any]:
+        """Fillers of the shapes of ``EmbeddingCollection.forward``."""
+        assert not isinstance(features, Prepared), "a model hands over features"
+        found: dict[str, Any] = {}
+        for table in self.tables:
+            for name in table.feature_names:
+                ragged, pooling = features[name], table.pooling_of(name)
+                keys = ragged.values.numel()
+                if pooling == "none":
+                    vectors = self._fill((keys, table.width), self.dtype, ragged.offsets.device)
+                    found[name] = Sequences(vectors, ragged.offsets)
+                    continue
+                columns = keys // max(ragged.samples, 1) if pooling == "concat" else 1
+                shape = (ragged.samples, columns * table.width)
+                found[name] = self._fill(shape, self.dtype, ragged.offsets.device)
+        return found
+
+    def stacked(self, features: "Mapping[str, Ragged] | Prepared") -> Tensor:
+        """Fillers of the shapes of ``EmbeddingCollection.stacked``."""
+        found = self.forward(features)
+        return torch.stack([found[name] for table in self.tables for name in table.feature_names], 1)
+
+
+@contextlib.contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Collections that passes inside place have no place again at the end."""
+    before = [(each, dict(vars(each))) for each in collections_of(model).values()]
+    try:
+        yield
+    finally:
+        for collection, attributes in before:
+            vars(collection).clear()
+            vars(collection).update(attributes)
+
+
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
     """The collections of a model by their names in it, in the order of registration: what an engine takes over."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingCollection) and not isinstance(module, AbsentCollection)
+    }
 
 
 def _first_twice(names: Iterable[str]) -> str | None:

@@ -24,7 +24,7 @@ from shardwise.optim.clip import clip_factor
 from shardwise.parallel.embedding.batch import Part, Prepared, Vectors, on_device
 from shardwise.parallel.embedding.dynamic import is_unlimited
 from shardwise.parallel.embedding.fuse import batch_size, fuse
-from shardwise.parallel.embedding.group import group_tables
+from shardwise.parallel.embedding.group import TableGroup, group_tables
 from shardwise.parallel.embedding.layout import Place
 from shardwise.parallel.embedding.planner import Choice
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
@@ -42,6 +42,16 @@ _MANY_PASSES, _MOST_PASSES = 64, 4096
 """Training forward passes without a step: from which on a loop of the user's own is warned, and refused."""
 
 
+def grouped(
+    tables: Sequence[TablePolicy], optimizer: RowOptimizerPolicy, choices: Sequence[Choice], ranks: int
+) -> list[TableGroup]:
+    """The groups of tables on ``ranks`` ranks. ``optimizer``: of tables without their own."""
+    places = {choice.table: choice.place for choice in choices}
+    if ranks == 1:
+        places = dict.fromkeys(places, Place("data_parallel"))
+    return group_tables(tables, places, optimizer, ranks)
+
+
 def make_parts(
     tables: Sequence[TablePolicy],
     optimizer: RowOptimizerPolicy,
@@ -51,14 +61,11 @@ def make_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Part]:
-    """The groups of tables on this rank, with their start rows. ``optimizer``: of tables without their own."""
-    places = {choice.table: choice.place for choice in choices}
-    if group.size == 1:
-        places = dict.fromkeys(places, Place("data_parallel"))
+    """The groups of tables on this rank, with their start rows."""
     unlimited = sum(is_unlimited(table.dynamic) for table in tables)
     return [
         Part(each, way_of(each, group, dtype), Store(each, group, seed, dtype, device, unlimited))
-        for each in group_tables(tables, places, optimizer, group.size)
+        for each in grouped(tables, optimizer, choices, group.size)
     ]
 
 
@@ -104,6 +111,11 @@ class PlacedTables:
     def nbytes(self) -> int:
         """Memory of weights and optimizer state on this rank, as far as it is taken."""
         return sum(part.store.nbytes for part in self.parts)
+
+    @property
+    def static_bytes(self) -> int:
+        """That of static tables, which is known before the first batch."""
+        return sum(part.store.nbytes for part in self.parts if not part.tables.is_dynamic)
 
     @property
     def tallies(self) -> dict[str, Tally]:

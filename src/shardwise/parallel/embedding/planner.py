@@ -42,8 +42,6 @@ class Choice:
     why: str
     line: str
     """The table's size, as text."""
-    held_bytes: float = 0.0
-    """Weights and optimizer state on a rank that has the table, when it is full; 0 for one without a limit."""
 
     def __str__(self) -> str:
         owner = f" on rank {self.place.owner}" if self.place.placement == "table" else ""
@@ -159,9 +157,8 @@ def _choose(
         )
     best = min(fitting, key=lambda each: each[0])
     seconds, place, sent = best
-    held = bytes_held(place.placement, rows, line, ranks)
-    room.take(place, held, seconds)
-    return Choice(table.name, place, _why(table, best, fitting, too_large, ranks), text, held)
+    room.take(place, bytes_held(place.placement, rows, line, ranks), seconds)
+    return Choice(table.name, place, _why(table, best, fitting, too_large, ranks), text)
 
 
 def _candidates(table: TablePolicy, ranks: int) -> list[Place]:

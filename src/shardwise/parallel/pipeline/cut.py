@@ -49,6 +49,7 @@ from shardwise.parallel.pipeline.uses import Uses
 from shardwise.plan.errors import PlanError
 from shardwise.plan.policy import nearest
 from shardwise.plan.pytree import tensors_in
+from shardwise.plan.ragged import Ragged
 
 _ROWS = (nn.ModuleList, nn.Sequential, Layers)
 _KINDS = 1000
@@ -251,6 +252,8 @@ def kind_of(value: Any) -> Hashable:
     whether a fraction is zero."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
+    if isinstance(value, Ragged):  # how many keys the samples have differs from batch to batch
+        return Ragged, value.samples, value.values.dtype, value.weights is not None
     if isinstance(value, Mapping):
         return tuple((str(key), kind_of(each)) for key, each in value.items())
     if isinstance(value, tuple | list):
@@ -310,7 +313,7 @@ def blocks_around(model: nn.Module, starts: Sequence[str]) -> tuple[str, ...]:
 
 def owners(model: nn.Module, starts: Sequence[str], uses: Uses | None = None) -> dict[str, int]:
     """Stage of each parameter and buffer, by every name that it has."""
-    stage_of = _stages_of_modules(model, starts, uses)
+    stage_of = stages_of_modules(model, starts, uses)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: stage_of[name.rpartition(".")[0]] for name, _ in tensors}
 
@@ -341,7 +344,7 @@ def cut(
     ``stages_here`` need is copied for the second.
     """
     stages = len(starts) + 1
-    stage_of = _stages_of_modules(model, starts, uses)
+    stage_of = stages_of_modules(model, starts, uses)
     taken: set[int] = set()
     result = {}
     for stage in sorted(stages_here):
@@ -451,6 +454,9 @@ class _Skeleton:
             for key, child in module._modules.items()
             if child is not None
         }
+        if not is_here and not children and hasattr(module, "elsewhere"):
+            what = f"vectors of {name!r}, which lives on another stage,"
+            return module.elsewhere(name, functools.partial(self.relay.output, what=what))  # type: ignore[operator]
         counts = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
         if not is_here and not children and (absent or counts):
             return absent_leaf(module, name, self.relay, absent, self._home)
@@ -514,7 +520,7 @@ def _parent(root: nn.Module, name: str) -> nn.Module:
     return root.get_submodule(name.rpartition(".")[0])
 
 
-def _stages_of_modules(model: nn.Module, starts: Sequence[str], uses: Uses | None) -> dict[str, int]:
+def stages_of_modules(model: nn.Module, starts: Sequence[str], uses: Uses | None) -> dict[str, int]:
     """Stage of each module by name; a container that spans several has that of its first block."""
     blocks = blocks_around(model, starts)
     at = {name: i for i, name in enumerate(blocks)}

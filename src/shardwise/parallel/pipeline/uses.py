@@ -197,6 +197,10 @@ def _hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in modules:
             vars(module).update({name: OrderedDict() for name in _HOOKS})
             vars(module)["_apply"] = lambda *args, module=module, **kwargs: module
+            elsewhere: Any = getattr(module, "elsewhere", None)
+            if elsewhere is not None:  # vectors of tables: their shapes are enough
+                absent = elsewhere("", _empty)
+                vars(module).update({name: getattr(absent, name) for name in absent.calls})
             module._parameters.update({name: twin(each) for name, each in module._parameters.items()})
             module._buffers.update({name: twin(each) for name, each in module._buffers.items()})
         with torch.no_grad():
@@ -208,6 +212,10 @@ def _hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
         for value, was in held:
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(was)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _around(name: str) -> Iterator[str]:

@@ -1,0 +1,65 @@
+"""What the tensor registry says of a table: its rows and their optimizer state, placed as they are held. Pure.
+
+    data_parallel   Replicate
+    table           OnRank(owner)
+    row             ByHash(1,024 buckets), of a dynamic table ByHash
+    column          Shard(1), balanced; state that a row has once is held with each of its pieces: Replicate
+
+All on "dp", the data-parallel ranks as one axis.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from shardwise.parallel.embedding.dynamic import capacity_of
+from shardwise.parallel.embedding.layout import BUCKETS, Place
+from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.rules import ONE_A_ROW, optimizer_of, state_columns
+from shardwise.plan.placement import ByHash, OnRank, Placement, Replicate, Shard
+from shardwise.plan.registry import TensorInfo
+
+
+def placement_of(place: Place, ranks: int, is_dynamic: bool) -> Placement:
+    """That of the rows of a table on ``ranks`` data-parallel ranks."""
+    if ranks == 1 or place.placement == "data_parallel":
+        return Replicate()
+    if place.placement == "table":
+        return OnRank(place.owner)
+    if place.placement == "row":
+        return ByHash(0 if is_dynamic else BUCKETS)
+    return Shard(1, balanced=True)
+
+
+def state_names(table: TablePolicy, optimizer: RowOptimizerPolicy) -> list[str]:
+    """Optimizer state that a row has beside its weights. ``optimizer``: of tables without their own."""
+    return [name for name, _ in state_columns(optimizer_of(table.optimizer or optimizer), table.width)]
+
+
+def infos(
+    name: str,
+    table: TablePolicy,
+    optimizer: RowOptimizerPolicy,
+    place: Place,
+    dtype: torch.dtype,
+    ranks: int,
+    stage: int = 0,
+) -> Iterator[TensorInfo]:
+    """The rows of a table, then their state; of a dynamic one, as many rows as it may have, 0 without a limit."""
+    rule = optimizer_of(table.optimizer or optimizer)
+    rows = table.rows or 0
+    if table.dynamic is not None:
+        rows = capacity_of(table.dynamic, (table.width + rule.columns(table.width)) * dtype.itemsize) or 0
+    where = placement_of(place, ranks, table.dynamic is not None)
+    for label, columns in (("", table.width), *state_columns(rule, table.width)):
+        is_whole = label in ONE_A_ROW and place.placement == "column"
+        yield TensorInfo(
+            name,
+            (rows, columns),
+            dtype,
+            "table",
+            {"dp": Replicate() if is_whole else where},
+            label=label,
+            stages=(stage,),
+            grows=table.dynamic is not None,
+        )
