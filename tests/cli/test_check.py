@@ -45,9 +45,10 @@ def held(world: World, given: dict[str, Any]) -> dict[str, int]:
 def test_what_is_foreseen_is_what_the_ranks_hold(ranks: Any, given: dict[str, Any]) -> None:
     given = given | {"batch": {"global_size": 8, "micro_size": 2}}
     config = RunConfig.parse(given)
-    plans = foresee(gpt, config, 2, torch.device("cpu")).plans
+    plan = foresee(gpt, config, 2, torch.device("cpu")).plan
     real = ranks(2).run(held, given)
-    assert [plan.bytes_per_rank() for plan in plans] == real[:: 2 // len(plans)]
+    each = [plan.bytes_per_rank(rank) for rank in plan.mesh.ranks("pp", 0)]
+    assert each == real[:: 2 // len(each)]
 
 
 def test_tables_are_counted_on_the_rank_that_holds_most(ranks: Any) -> None:
@@ -115,7 +116,7 @@ def test_a_check_starts_nothing_and_answers_in_json(
     assert found["config"]["batch"]["accumulation"] == 1 and found["bytes_per_rank"]["weight"] > 0
     assert call(monkeypatch, *words) == 0
     said = capsys.readouterr().out
-    assert "rank 1 of 2 along pp: Plan over pp=2 × dp=2" in said and "on a rank" in said
+    assert "Plan over pp=2 × dp=2" in said and "pp 1: stages 1" in said and "on a rank" in said
     assert {path.name for path in (config.parent / "run").iterdir()} == {"cache"}, "no rank was started"
 
 

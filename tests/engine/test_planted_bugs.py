@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise import initialize
 from shardwise.comm.peers import Peers
 from shardwise.comm.world import join
-from shardwise.compose import cut
+from shardwise.compose import apply
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipeline import _Training
@@ -404,9 +404,9 @@ def test_a_message_to_the_wrong_neighbour_is_an_error(ranks: Any) -> None:
 
 def part_of_the_first() -> Patch:
     """Every rank drops in its part of the tokens what falls in the first part."""
-    right = cut.dropout_cuts
+    right = apply.dropout_cuts
     return patch.object(
-        cut,
+        apply,
         "dropout_cuts",
         lambda *args: {name: each._replace(part=0) for name, each in right(*args).items()},
     )
@@ -414,17 +414,17 @@ def part_of_the_first() -> Patch:
 
 def parts_where_it_is_whole() -> Patch:
     """Ranks drop other features of the embedding, which all of them hold whole."""
-    right = cut.dropout_cuts
+    right = apply.dropout_cuts
 
     def wrong(model: Any, table: Any, index: int, *rest: Any) -> Any:
         return right(model, table, index, *rest) | {"transformer.drop": EqualPart(2, 2, index)}
 
-    return patch.object(cut, "dropout_cuts", wrong)
+    return patch.object(apply, "dropout_cuts", wrong)
 
 
 def whole_where_it_is_cut() -> Patch:
     """Every rank draws for its tokens as if they were all."""
-    return patch.object(cut, "dropout_cuts", lambda *args: {})
+    return patch.object(apply, "dropout_cuts", lambda *args: {})
 
 
 def dropping(world: Any, tp: int, plant: Callable[[], Patch]) -> list[float] | str:

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-from tests.parallel.pipeline.test_passes import unit_backward, unit_forward
 
-from shardwise.parallel.pipeline.passes import add_communication, add_sharding
+from shardwise.parallel.pipeline.passes import add_communication
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
 from shardwise.plan.dataflow import Lists
@@ -13,17 +12,15 @@ from shardwise.plan.errors import PlanError
 from shardwise.plan.validate import validate
 
 MICROBATCHES = 4
-UNITS = {0: [0, 2], 1: [1, 3]}
 
 
 def good() -> Lists:
-    """Two ranks, two stages each, Units cut as at stage 3."""
-    lists = add_communication(schedule("interleaved_1f1b", 2, MICROBATCHES, 2), 2)
-    return add_sharding(lists, unit_forward, unit_backward)
+    """Two ranks, two stages each."""
+    return add_communication(schedule("interleaved_1f1b", 2, MICROBATCHES, 2), 2)
 
 
 def check(lists: Lists) -> None:
-    validate(lists, 2, MICROBATCHES, trained=UNITS)
+    validate(lists, 2, MICROBATCHES)
 
 
 def test_the_unbroken_list_passes() -> None:
@@ -31,13 +28,8 @@ def test_the_unbroken_list_passes() -> None:
 
 
 def test_every_action_is_needed() -> None:
-    """Any Action left out is found, but for the last release of a Unit, which only memory misses."""
     for rank, row in good().items():
-        last_release = {a.unit: i for i, a in enumerate(row) if a.kind is Kind.RESHARD}
-        for i, action in enumerate(row):
-            serves_the_unit_alone = action.unit >= 0 and action.kind in (Kind.F, Kind.B)
-            if serves_the_unit_alone or i in last_release.values():
-                continue
+        for i in range(len(row)):
             lists = good()
             del lists[rank][i]
             with pytest.raises(PlanError):
@@ -47,8 +39,6 @@ def test_every_action_is_needed() -> None:
 def test_every_action_happens_once() -> None:
     for rank, row in good().items():
         for i, action in enumerate(row):
-            if action.unit >= 0 and action.kind in (Kind.F, Kind.B):
-                continue
             lists = good()
             lists[rank].insert(i, action)
             with pytest.raises(PlanError):
@@ -92,14 +82,6 @@ INPUT, WEIGHT = Action(Kind.I, -1, 0, 0), Action(Kind.W, -1, 0, 0)
         (replace(0, F(0, 3), F(0, 4)), "microbatches are 0 to 3"),
         (replace(0, F(0, 3), F(1, 3)), r"rank 0 has F\(1,3\), but stage 1 lives on rank 1"),
         (replace(0, SEND(0, 0, 1), SEND(0, 0, 2)), "a message of the rank to itself"),
-        (move_to_front(0, Action(Kind.REDUCE, 2, 3)), r"B\(2,3\) after the last REDUCE of Unit 2"),
-        (replace(0, Action(Kind.UNSHARD, 2, 1), F(2, 1)), r"runs F\(2,1\) 2 times"),
-        (lambda lists: lists[0].append(Action(Kind.REDUCE, 0, 3)), "reduces Unit 0 2 times"),
-        (
-            lambda lists: lists[0].remove(Action(Kind.UNSHARD, 2, 1)),
-            "Unit|while its weights are not gathered",
-        ),
-        (lambda lists: lists[1].remove(Action(Kind.REDUCE, 3, 3)), "rank 1 reduces Unit 3 0 times"),
         (lambda lists: lists.pop(1), r"lists for ranks \[0\]; expected one for each of 0 to 1"),
     ],
 )
@@ -108,14 +90,6 @@ def test_planted_faults(broken: Callable[[Lists], None], says: str) -> None:
     broken(lists)
     with pytest.raises(PlanError, match=says):
         check(lists)
-
-
-def test_gradients_that_travel_with_every_microbatch() -> None:
-    lists = add_sharding(schedule("1f1b", 1, 3), unit_forward, lambda stage, last: unit_backward(stage, True))
-    validate(lists, 1, 3, trained={0: [0]})
-    lists[0].remove(Action(Kind.REDUCE, 0, 1))
-    with pytest.raises(PlanError, match=r"reduces Unit 0 2 times, in microbatches \[0, 2\]"):
-        validate(lists, 1, 3, trained={0: [0]})
 
 
 def test_channels_keep_their_order() -> None:

@@ -67,10 +67,7 @@ class Foreseen:
         else:
             said.append("data: opened; it does not say how many samples it has")
         said.append(f"model: {count_text(self.parameters)} parameters")
-        plans = self.outlook.plans
-        for index, plan in enumerate(plans):
-            where = f"rank {index} of {len(plans)} along pp: " if len(plans) > 1 else ""
-            said += (where + str(plan)).splitlines()
+        said += str(self.outlook.plan).splitlines()
         free = "" if self.free_bytes is None else f"; {bytes_text(self.free_bytes)} are free here"
         said.append(f"model state: {bytes_text(held)} on a rank, activations not counted{free}")
         return said
@@ -87,7 +84,7 @@ class Foreseen:
                 "parameters": self.parameters,
                 "bytes_per_rank": self.bytes_per_rank,
                 "free_bytes": self.free_bytes,
-                "notes": [note for plan in self.outlook.plans for note in plan.notes],
+                "notes": list(self.outlook.plan.notes),
             },
             indent=2,
         )
@@ -104,7 +101,7 @@ def check(request: Request) -> Foreseen:
     resolved = resolve(wanted, ranks, device.type)
     config, make, samples, held_out = _opened(resolved.config, folder)
     outlook = foresee(make, config if start is None else without_start(config), ranks, device)
-    parameters = sum(math.prod(info.shape) for info in outlook.plans[0].registry.of_kind("parameter"))
+    parameters = sum(math.prod(info.shape) for info in outlook.plan.registry.of_kind("parameter"))
     return Foreseen(
         config,
         ranks,

@@ -2,9 +2,9 @@
 
     1  site        which rank this is; open numbers of the configuration resolved
     2  recipe      how optimizers are made
-    3  whole       what ranks know of the model before it is cut; where start weights come from
-    4  share       of this rank: slices along "tp", then stages along "pp"; every tensor and table in its place
-    5  stages      Units, layouts, Actions; start weights of owned elements alone; hooks: the executor takes over
+    3  Plan        of all ranks, from the model's description; nothing is changed until it stands
+    4  model       cut to the Plan: everything that is done to a module, in the order of compose/apply.py
+    5  stages      of this rank: the parameters of its Units, as the Plan says, in flat buffers with their start values
     6  parts       what the engine runs
 
 A model on ``meta`` gets its weights shard by shard: from ``initial`` rules (or its own ``initial_rules()``), or from
@@ -24,9 +24,16 @@ from torch import nn, optim
 from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
-from shardwise.compose.cut import RunStage, check_stages, cut_model, recompute_blocks
-from shardwise.compose.draft import Draft, draft, names_of_units
-from shardwise.compose.whole import Whole, describe, register
+from shardwise.compose.apply import (
+    RunStage,
+    Stages,
+    apply_to_model,
+    apply_to_stage,
+    check_stages,
+    recompute_blocks,
+)
+from shardwise.compose.describe import Described, describe_cut
+from shardwise.compose.plan import Planned, Policies, dtypes_of, make_plan
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
@@ -54,17 +61,17 @@ from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, m
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.own_use import OwnUse
-from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
-from shardwise.parallel.zero.bucket import BucketState, Fill
+from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.executor import Executor, UnitState
 from shardwise.parallel.zero.layout import strategy_of
-from shardwise.parallel.zero.modules import Holding, check_renormalized, repeated_blocks
+from shardwise.parallel.zero.modules import Holding, check_renormalized, held, repeated_blocks
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.parallel.zero.views import absent
 from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, UsageError
+from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.registry import Registry
+from shardwise.plan.plan import Plan
 from shardwise.plan.slices import Slices
 from shardwise.plan.target import load_target
 from shardwise.precision.loss_scale import LossScale
@@ -128,17 +135,20 @@ def initialize(
         check_stages(
             model, settings.pipeline, mesh.pp, lambda root: call_model(root, loss, example, home), home
         )
-    uncut = _uncut(model, site)
-    whole, start = _whole(model, site, initial)
     call = None if example is None else lambda root: call_model(root, loss, example, device)
-    share = _share(model, whole, site, recipe, call)
-    start = start.of_pieces(Slices(share.registry, mesh, site.world.rank))
+    share = _share(model, site, recipe, call)
+    uncut = _uncut(model, site)
+    start = start_weights(model, settings, initial, share.described.spec)
+    cut = _cut(model, site, share, start)
+    tables = _tables(model, cut, site, share)
+    start = start.of_pieces(Slices(share.plan.registry, mesh, site.world.rank))
     stages = [
-        _stage(index, site, recipe, share, start, casts_output=loss is not None) for index in share.stages
+        _stage(index, module, run, site, share, start, casts_output=loss is not None)
+        for index, (module, run) in cut.items()
     ]
     _forget_foreign(model, stages)
     original.compare()
-    parts = _parts(model, site, recipe, share, stages, vocabulary, original)
+    parts = _parts(model, site, recipe, share, tables, stages, vocabulary, original)
     pipeline = None
     if mesh.pp > 1:
         peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
@@ -235,24 +245,79 @@ def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elemen
     return _Recipe(make, by_name.__getitem__, moment_names(make, len(given.param_groups)), groups)
 
 
-# The whole model ---------------------------------------------------------------------------------------------------
+# The Plan ----------------------------------------------------------------------------------------------------------
 
 
-def _whole(
-    model: nn.Module, site: Site, initial: Mapping[str, Initializer] | None
-) -> tuple[Whole, StartWeights]:
-    """The model as all ranks have it in common."""
-    if site.settings.batch_norm == "synchronized":
-        synchronize_batch_norm(model, site.groups["dp"])
-    check_renormalized(model, site.mesh.size("dp") * site.mesh.tp)
-    whole = describe(model)
-    start = start_weights(model, site.settings, initial, whole)
-    for note in start.notes if site.world.rank == 0 else ():
-        _log.warning("init_from: %s", note)
-    take_rank_0(model, site.world.device, site.groups["world"], start.names)
-    if not isinstance(model, Layers):  # the buffers of layers that are not built yet are on meta
-        _move_buffers(model, site.world.device)
-    return whole, start
+class _Share(NamedTuple):
+    """The model as data, and what is done to it beside the Plan."""
+
+    described: Described
+    planned: Planned
+    to_recompute: list[str]
+    """Names of blocks, of the whole model."""
+    replay: Replay
+
+    @property
+    def plan(self) -> Plan:
+        """Of all ranks."""
+        return self.planned.plan
+
+
+def _share(
+    model: nn.Module, site: Site, recipe: _Recipe, call: Callable[[nn.Module], Any] | None = None
+) -> _Share:
+    settings, mesh = site.settings, site.mesh
+    check_renormalized(model, mesh.size("dp") * mesh.tp)
+    check_mesh(model, mesh, settings)
+    described = describe_cut(
+        model, mesh, settings.zero, settings.tensor, settings.pipeline, call, site.world.device
+    )
+    policies = policies_of(settings, recipe.group_of, recipe.moments)
+    planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
+    blocks = repeated_blocks(model) or described.spec.units
+    return _Share(described, planned, chosen(blocks, settings.recompute), Replay())
+
+
+def policies_of(settings: RunConfig, group_of: Callable[[str], int], moments: tuple[str, ...]) -> Policies:
+    """Those of a Plan, out of a resolved configuration."""
+    microbatches = settings.batch.accumulation or 1
+    return Policies(settings.zero, settings.pipeline, settings.precision, group_of, moments, microbatches)
+
+
+# The model, cut to the Plan ----------------------------------------------------------------------------------------
+
+
+def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> Stages:
+    """This rank's stages."""
+    settings, device = site.settings, site.world.device
+
+    def give_start() -> None:
+        for note in start.notes if site.world.rank == 0 else ():
+            _log.warning("init_from: %s", note)
+        take_rank_0(model, device, site.groups["world"], start.names)
+        if not isinstance(model, Layers):  # the buffers of layers that are not built yet are on meta
+            _move_buffers(model, device)
+
+    return apply_to_model(
+        model,
+        share.described,
+        share.described.spec.stage_starts(settings.pipeline, site.mesh.pp),
+        site.groups,
+        settings.train.seed,
+        share.replay,
+        settings.batch_norm == "synchronized",
+        give_start,
+    )
+
+
+def _tables(model: nn.Module, stages: Stages, site: Site, share: _Share) -> Tables:
+    settings, mesh = site.settings, site.mesh
+    modules = {index: module for index, (module, _) in stages.items()}
+    spec = share.planned.spec
+    stage_of = spec.stages_of_tables(spec.stage_starts(settings.pipeline, mesh.pp))
+    tables = take_over(model, modules, stage_of, settings, site.world, mesh, site.groups, site.clock)
+    register_tables(share.plan.registry, tables, mesh.size("dp"))
+    return tables
 
 
 def _uncut(model: nn.Module, site: Site) -> Uncut | None:
@@ -275,84 +340,40 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-# This rank's share -------------------------------------------------------------------------------------------------
-
-
-class _Share(NamedTuple):
-    """This rank's share of the model: slices of matrices, in some of the stages."""
-
-    whole: Whole
-    units: list[str]
-    """Names of the modules that become Units, of the whole model."""
-    to_recompute: list[str]
-    """Names of blocks, of the whole model."""
-    replay: Replay
-    stages: Mapping[int, tuple[nn.Module, RunStage | None]]
-    registry: Registry
-    tables: Tables
-
-
-def _share(
-    model: nn.Module,
-    whole: Whole,
-    site: Site,
-    recipe: _Recipe,
-    call: Callable[[nn.Module], Any] | None = None,
-) -> _Share:
-    settings, mesh, groups, replay = site.settings, site.mesh, site.groups, Replay()
-    check_mesh(model, mesh, settings)
-    units = names_of_units(model, settings.zero)
-    to_recompute = chosen(repeated_blocks(model) or units, settings.recompute)
-    stages = cut_model(
-        model,
-        whole,
-        settings.tensor,
-        settings.pipeline,
-        groups["tp"],
-        groups["pp"],
-        settings.train.seed,
-        replay,
-        call,
-        site.world.device,
-    )
-    registry = register(whole, mesh, strategy_of(settings.zero, mesh), settings.precision, recipe.moments)
-    modules = {index: module for index, (module, _) in stages.items()}
-    tables = take_over(model, modules, whole.stages, settings, site.world, mesh, groups, site.clock)
-    register_tables(registry, tables, mesh.size("dp"))
-    return _Share(whole, units, to_recompute, replay, stages, registry, tables)
-
-
 # Stages ------------------------------------------------------------------------------------------------------------
 
 
 def _stage(
-    index: int, site: Site, recipe: _Recipe, share: _Share, start: StartWeights, casts_output: bool
+    index: int,
+    module: nn.Module,
+    run: RunStage | None,
+    site: Site,
+    share: _Share,
+    start: StartWeights,
+    casts_output: bool,
 ) -> Stage:
-    """The stage laid out, its buckets filled, its hooks in place."""
-    settings, device = site.settings, site.world.device
-    module, run = share.stages[index]
-    _move_buffers(module, device)
-    drawn = draft(
+    """The stage with its buckets filled and its hooks in place."""
+    settings, device, mesh = site.settings, site.world.device, site.mesh
+    is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
+    strategy = strategy_of(settings.zero, mesh)
+
+    def hooks(states: list[UnitState]) -> Executor:
+        executor = Executor(states, strategy, int(settings.zero.prefetch_units))
+        _gather_around_methods(executor, settings.zero, mesh)
+        return executor
+
+    executor, handles = apply_to_stage(
         module,
-        share.whole,
-        share.registry,
-        site.mesh,
-        settings.zero,
-        settings.precision,
-        share.units,
-        recipe.group_of,
-        recipe.moments,
+        buffers=lambda module: _move_buffers(module, device),
+        weights=lambda module: _unit_states(module, index, share, _bucket_context(strategy, site), start),
+        compile_backend=settings.compile.backend if settings.compile.scope == "blocks" else None,
+        recompute=lambda module: recompute_blocks(
+            module, share.to_recompute, settings.recompute, share.replay
+        ),
+        hooks=hooks,
+        casts=lambda module: _cast_at_the_root(module, settings, device, casts_output and is_last),
     )
-    states = _unit_states(module, drawn, _bucket_context(drawn, site), start.or_own(drawn.holdings))
-    if settings.compile.scope == "blocks":
-        _compile_blocks(states, settings.compile.backend)
-    recompute_blocks(module, share.to_recompute, settings.recompute, share.replay)
-    executor = Executor(states, drawn.strategy, int(settings.zero.prefetch_units))
-    _gather_around_methods(executor, settings.zero, site.mesh)
-    is_last = index == site.mesh.pp * settings.pipeline.virtual_stages - 1
-    handles = _cast_at_the_root(module, settings, device, casts_output and is_last)
-    plan = replace(drawn.plan, notes=(*drawn.plan.notes, *site.notes, *share.tables.choices))
-    return Stage(index, module, plan, executor, run, handles)
+    return Stage(index, module, executor, run, handles)
 
 
 def _gather_around_methods(executor: Executor, zero: ZeroPolicy, mesh: Mesh) -> None:
@@ -364,7 +385,7 @@ def _gather_around_methods(executor: Executor, zero: ZeroPolicy, mesh: Mesh) -> 
             executor.gather_around(units[name], method)
 
 
-def _bucket_context(drawn: Draft, site: Site) -> BucketContext:
+def _bucket_context(strategy: Strategy, site: Site) -> BucketContext:
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     holds = not zero.reshard_after_forward and groups["pp"].size > 1
     shares = zero.reuse_buffers and not holds
@@ -373,7 +394,7 @@ def _bucket_context(drawn: Draft, site: Site) -> BucketContext:
     site.ledger.take("gathered", "slots of weights", lambda: weights.bytes)
     site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
     return BucketContext.of(
-        strategy=drawn.strategy,
+        strategy=strategy,
         group_over=lambda axes: groups[site.mesh.name_of(axes)],
         weights=weights,
         gradients=gradients,
@@ -382,21 +403,29 @@ def _bucket_context(drawn: Draft, site: Site) -> BucketContext:
     )
 
 
-def _unit_states(model: nn.Module, drawn: Draft, around: BucketContext, start: Fill) -> list[UnitState]:
-    states = []
-    for unit, found in zip(drawn.plan.units, drawn.found, strict=True):
+def _unit_states(
+    module: nn.Module, index: int, share: _Share, around: BucketContext, start: StartWeights
+) -> list[UnitState]:
+    """Errors: PlanError where ``module`` is not what the Plan says."""
+    spec, precision = share.planned.spec, share.planned.policies.precision
+    units = share.plan.own.units_of(index)
+    parameters_here = held(module, units, spec.canonical, f"stage {index}")
+    fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
+    states: list[UnitState] = []
+    for unit in units:
         made = []
         for place, layout in enumerate(unit.buckets):
-            holdings = [drawn.holdings[slot.name] for slot in layout.slots]
-            parameters = [_real(model, holding, layout.key.dtype, around.device) for holding in holdings]
+            holdings = [parameters_here[slot.name] for slot in layout.slots]
+            parameters = [_real(module, holding, layout.key.dtype, around.device) for holding in holdings]
             what = f"Unit {unit.title}" + (f" bucket {place}" if len(unit.buckets) > 1 else "")
-            bucket = BucketState(layout, drawn.dtypes[unit.index, place], parameters, what, around)
-            bucket.fill(start)
+            bucket = BucketState(layout, dtypes_of(layout, spec, precision), parameters, what, around)
+            bucket.fill(fill)
             bucket.weight.attach()
             made.append(bucket)
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)
-        states.append(UnitState(unit, found.module, made, trained, frozen))
+        own = replace(unit, index=len(states))  # the executor numbers the Units of its stage
+        states.append(UnitState(own, modules[unit.name], made, trained, frozen))
     return states
 
 
@@ -431,11 +460,6 @@ def _cast_at_the_root(
     return handles
 
 
-def _compile_blocks(states: Sequence[UnitState], backend: str) -> None:
-    for state in states[1:]:
-        state.module.forward = torch.compile(state.module.forward, backend=backend)  # type: ignore[method-assign]
-
-
 # Parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -459,17 +483,17 @@ def _forget_foreign(model: nn.Module, stages: Sequence[Stage]) -> None:
     )
 
 
-def _own_use(whole: Whole, stages: Sequence[Stage], compiled: bool) -> OwnUse:
+def _own_use(owners: Mapping[str, str], stages: Sequence[Stage], compiled: bool) -> OwnUse:
     """What looks for uses of slices by others than their owners. A compiled block is looked at from outside."""
     owned: list[tuple[str, nn.Parameter, nn.Module]] = []
     names: dict[nn.Module, str] = {}
-    for stage in stages if whole.owners else ():
+    for stage in stages if owners else ():
         modules = dict(stage.module.named_modules(remove_duplicate=False))
         blocks = [state.unit.name for state in stage.executor.states[1:]] if compiled else []
         for name, parameter in stage.module.named_parameters(remove_duplicate=False):
-            if name not in whole.owners:
+            if name not in owners:
                 continue
-            owner = whole.owners[name]
+            owner = owners[name]
             owner = next((each for each in blocks if f"{owner}.".startswith(f"{each}.")), owner)
             owned.append((name, parameter, modules[owner]))
             names.setdefault(modules[owner], owner or "the model")
@@ -481,6 +505,7 @@ def _parts(
     site: Site,
     recipe: _Recipe,
     share: _Share,
+    tables: Tables,
     stages: list[Stage],
     vocabulary: Vocabulary,
     original: Original,
@@ -493,7 +518,7 @@ def _parts(
         for bucket in state.buckets
         if bucket.layout.key.trained
     ]
-    slices = Slices(share.registry, mesh, world.rank)
+    slices = Slices(share.plan.registry, mesh, world.rank)
     shared = SharedGradients(
         owned,
         slices,
@@ -502,25 +527,27 @@ def _parts(
     trained = [Trained(bucket, recipe.optimizer_of(bucket)) for _, bucket in owned]
     for bucket, made in trained:
         site.ledger.take("moments", bucket.what, made.count_bytes)
-    if share.tables:
-        site.ledger.take("tables", "rows and their moments", lambda: share.tables.nbytes)
-    if share.tables.is_dynamic:
-        site.ledger.take("dynamic tables", "rows in use", lambda: share.tables.dynamic_bytes)
+    if tables:
+        site.ledger.take("tables", "rows and their moments", lambda: tables.nbytes)
+    if tables.is_dynamic:
+        site.ledger.take("dynamic tables", "rows in use", lambda: tables.dynamic_bytes)
     # Of the whole model: a stage without fp16 of its own scales and skips with the others.
     half = any(
         entry.trained and settings.precision.dtypes(entry.name, entry.dtype).compute == torch.float16
-        for entry in share.whole.parameters.values()
+        for entry in share.described.spec.parameters.values()
     )
     loss_scale = LossScale(settings.precision.loss_scale) if half else None
     return Parts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,
-        whole=share.whole,
+        planned=share.planned._replace(
+            plan=replace(share.plan, notes=(*share.plan.notes, *site.notes, *tables.choices))
+        ),
         slices=slices,
         stages=stages,
         trained=trained,
         shared=shared,
-        tables=share.tables,
+        tables=tables,
         loss_scale=loss_scale,
         accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
         optimizer_groups=recipe.groups,
@@ -530,7 +557,7 @@ def _parts(
             clock=site.clock,
             replay=share.replay,
             vocabulary=vocabulary,
-            own_use=_own_use(share.whole, stages, settings.compile.scope == "blocks"),
+            own_use=_own_use(share.described.owners, stages, settings.compile.scope == "blocks"),
         ),
         original=original,
         folders=Folders(world, settings.checkpoint, world.next_engine()),

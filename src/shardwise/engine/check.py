@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from shardwise.compose.cut import recompute_blocks
+from shardwise.compose.apply import recompute_blocks
 from shardwise.config.run import RunConfig
 from shardwise.engine import state
 from shardwise.engine.inputs import Loss, call_model, cast_inputs, find_loss
@@ -215,7 +215,7 @@ class Check:
         if watched:
             return f"{watched[0] or 'the model'} has a hook, which the uncut model has not"
         wanted = _COPIES * sum(
-            prod(entry.shape) * max(4, entry.dtype.itemsize) for entry in parts.whole.parameters.values()
+            prod(entry.shape) * max(4, entry.dtype.itemsize) for entry in parts.spec.parameters.values()
         )
         sharing = parts.world.local_size if parts.device.type == "cpu" else 1
         free = _SHARE_OF_FREE * (available_bytes(parts.device) or 0) / sharing
@@ -272,7 +272,7 @@ class Check:
     @property
     def _is_low(self) -> bool:
         return self._settings.precision.compute_dtype in _LOW or any(
-            entry.dtype in _LOW for entry in self._parts.whole.parameters.values()
+            entry.dtype in _LOW for entry in self._parts.spec.parameters.values()
         )
 
     def _run(self, model: nn.Module, step: int) -> float:
@@ -352,7 +352,7 @@ class Check:
             return Tolerances(5e-2, 0.3)
         dtypes = {
             self._settings.precision.dtypes(e.name, e.dtype).compute
-            for e in self._parts.whole.parameters.values()
+            for e in self._parts.spec.parameters.values()
         }
         if dtypes == {torch.float64} and self._parts.groups["tp"].size == 1:
             return Tolerances(1e-9, 1e-9)

@@ -10,8 +10,9 @@ from torch import nn
 from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.compose.cut import RunStage
-from shardwise.compose.whole import Whole
+from shardwise.compose.apply import RunStage
+from shardwise.compose.plan import Planned
+from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.folders import Folders
@@ -25,7 +26,7 @@ from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.layout import strategy_of
-from shardwise.plan.lists import Strategy
+from shardwise.plan.lists import Bracket, Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import Registry, TensorInfo
@@ -55,7 +56,6 @@ class Stage:
 
     index: int
     module: nn.Module
-    plan: Plan
     executor: Executor
     run: RunStage | None = None
     handles: list[Any] = field(default_factory=list)
@@ -87,7 +87,8 @@ class Parts:
 
     model: nn.Module
     site: Site
-    whole: Whole
+    planned: Planned
+    """The model's description and the Plan, its lists in the order of registration."""
     slices: Slices
     """What this rank holds of the tensors in the registry."""
     stages: list[Stage]
@@ -169,6 +170,19 @@ class Parts:
     def owner(self, info: TensorInfo) -> int:
         """Index in ``stage_group`` of the rank whose stage stands for a tensor that several may hold."""
         return info.stages[0] % self.stage_group.size
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The whole model as data."""
+        return self.planned.spec
+
+    def plan_now(self) -> Plan:
+        """The Plan with the lists of this rank in the order that its stages follow now; others' are as registered."""
+        orders = {}
+        for stage in self.stages:
+            units = self.planned.plan.own.units_of(stage.index)
+            orders[stage.index] = [Bracket(opens, units[own].index) for opens, own in stage.executor.brackets]
+        return self.planned.in_order(orders)
 
     @property
     def executors(self) -> list[Executor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.peers import Peers
-from shardwise.compose.schedule import forward_lists, step_lists, with_units
+from shardwise.compose.plan import forward_lists, schedule_lists
 from shardwise.engine.check import Check
 from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import Look
@@ -32,7 +32,7 @@ from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import PlanError, UsageError
-from shardwise.plan.plan import Plan, merged
+from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Span, Timeline
 from shardwise.simulate.timeline import timeline_of
 
@@ -55,7 +55,7 @@ class Pipeline:
         self.stages = self._group.size * policy.virtual_stages
         self._executor = ScheduleExecutor(peers, self.stages)
         self._stages = {stage.index: stage for stage in parts.stages}
-        self._step_lists = cache(lambda microbatches: step_lists(self._group.size, microbatches, policy))
+        self._step_lists = cache(lambda microbatches: schedule_lists(self._group.size, microbatches, policy))
 
     # A step ----------------------------------------------------------------------------------------------------
 
@@ -159,23 +159,11 @@ class Pipeline:
     # Looking at it ---------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """The Plan of this rank's stages; the ranks of other stages know what their Units do inside each pass."""
-        here = self._group.index
-        lists = with_units(
-            self._step_lists(self._microbatches),
-            here,
-            {index: (stage.plan, stage.executor) for index, stage in self._stages.items()},
-            self._parts.strategy,
-            self._holds,
-        )
-        plan = merged([stage.plan for stage in self._parts.stages])
+        """The Plan, with the schedule drawn."""
+        plan = self._parts.plan_now()
         table = draw_text(timeline_of(self._step_lists(self._microbatches), nominal_s))
         drawn = f"{self._policy.schedule}, a backward drawn as two forwards:\n" + indent(table, "    ")
-        return replace(
-            plan,
-            actions={f"pp {rank}": tuple(row) for rank, row in lists.items()},
-            notes=(*plan.notes, f"Units and their Actions are those of pp {here}", drawn),
-        )
+        return replace(plan, notes=(*plan.notes, drawn))
 
     def timeline(self) -> Timeline:
         """When each Action of the last walk ran, by index on "pp". Collective."""

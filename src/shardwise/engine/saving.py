@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwise.checkpoint import FlatSlice, Item, Manifest
 from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
-from shardwise.compose.whole import Whole
+from shardwise.compose.spec import ModelSpec
 from shardwise.engine import saved_tables
 from shardwise.engine.differences import Differences
 from shardwise.engine.loaders import Loaders
@@ -74,7 +74,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         of_tables, notes = saved_tables.items_to_save(parts.tables)
         # Rank 0 writes them, and may have none itself.
         state["tables"] = notes if parts.groups["pp"].size == 1 else _of_all_stages(parts, notes)
-    aliases = {e.name: list(e.aliases) for e in parts.whole.parameters.values() if e.aliases}
+    aliases = {e.name: list(e.aliases) for e in parts.spec.parameters.values() if e.aliases}
     parts.folders.at(folder).save(
         progress.step_count,
         _items_to_save(parts, labels, stateless),
@@ -110,7 +110,7 @@ def load(
 
     def choose(manifest: Manifest) -> list[Item]:
         nonlocal found
-        found = compare(parts.whole, parts.tables, manifest, weights_only, Differences(missing, unexpected))
+        found = compare(parts.spec, parts.tables, manifest, weights_only, Differences(missing, unexpected))
         moments.clear()
         moments.update({} if weights_only else _empty_moments(parts, manifest))
         return _items_to_load(parts, manifest, moments, found)
@@ -149,15 +149,15 @@ def load(
 
 
 def compare(
-    whole: Whole, tables: Tables, manifest: Manifest, weights_only: bool, found: Differences
+    spec: ModelSpec, tables: Tables, manifest: Manifest, weights_only: bool, found: Differences
 ) -> Differences:
     """What the step and the model do not have in common, the same on every rank.
 
     Errors: MismatchError names what is not allowed, or a pattern that matches nothing.
     """
-    ours = {entry.name: (entry.shape, entry.aliases) for entry in whole.parameters.values()}
-    buffers = {name: (shape, ()) for name, (shape, _, is_saved) in whole.buffers.items() if is_saved}
-    known = {*whole.canonical, *ours, *buffers, *(name for name, _, _ in tables.each())}
+    ours = {entry.name: (entry.shape, entry.aliases) for entry in spec.parameters.values()}
+    buffers = {name: (shape, ()) for name, (shape, _, is_saved) in spec.buffers.items() if is_saved}
+    known = {*spec.canonical, *ours, *buffers, *(name for name, _, _ in tables.each())}
     held = {name for tensor in manifest.tensors for name in manifest.names_of(tensor.name)}
     found.check_patterns(known, held, f"step {manifest.step}")
     for kind, entries in (("weight", ours), ("buffer", buffers)):
@@ -223,7 +223,7 @@ def _buffer_items(parts: Parts, to_write: bool) -> list[Item]:
     items = []
     held = own_buffers(parts)
     for info in parts.registry.of_kind("buffer"):
-        if not parts.whole.buffers[info.name][2]:
+        if not parts.spec.buffers[info.name][2]:
             continue
         is_writer = parts.slices.holds_first(info) and parts.owner(info) == parts.stage_group.index
         mine = info.name in held and (is_writer or not to_write)
@@ -341,7 +341,7 @@ def _items_to_load(
 
 def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
     """What the optimizer updates: the master's dtype, or that of a frozen weight."""
-    trained = parts.whole.parameters[info.name].trained
+    trained = parts.spec.parameters[info.name].trained
     return parts.registry.get("master", info.name).dtype if trained else info.dtype
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.collectives import Group
-from shardwise.compose.whole import Entry, Whole
+from shardwise.compose.spec import ModelSpec, ParameterSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.differences import Differences
 from shardwise.kernels.initializers import Initializer
@@ -72,7 +72,7 @@ class StartWeights(NamedTuple):
 
 
 def start_weights(
-    model: nn.Module, settings: RunConfig, initial: Mapping[str, Initializer] | None, whole: Whole
+    model: nn.Module, settings: RunConfig, initial: Mapping[str, Initializer] | None, spec: ModelSpec
 ) -> StartWeights:
     """Errors: UsageError where parameters are on meta and nobody says how they start."""
     wanted = settings.init_from
@@ -80,12 +80,12 @@ def start_weights(
         return _drawn(model, settings.train.seed, initial, ())
     source = open_weights(wanted.path, model.policy if isinstance(model, Gpt) else None, wanted.missing)
     found = Differences(wanted.missing, wanted.unexpected)
-    found.check_patterns({*whole.order, *whole.canonical}, source.names(), wanted.path)
-    entries = [entry for entry in whole.parameters.values() if not _is_left(source, entry, found)]
-    buffers = _buffers_in(source, whole, found)
+    found.check_patterns({*spec.order, *spec.canonical}, source.names(), wanted.path)
+    entries = [entry for entry in spec.parameters.values() if not _is_left(source, entry, found)]
+    buffers = _buffers_in(source, spec, found)
     source.check(
         {entry.name: entry.shape for entry in entries} | buffers,
-        {entry.name: entry.dtype for entry in entries} | {name: whole.buffers[name][1] for name in buffers},
+        {entry.name: entry.dtype for entry in entries} | {name: spec.buffers[name][1] for name in buffers},
     )
     read = frozenset(entry.name for entry in entries)
     _read_buffers(source, model, buffers)
@@ -99,7 +99,7 @@ def start_weights(
     return StartWeights(fill, read | set(others.names), tuple(found.lines()))
 
 
-def _is_left(source: WeightSource, entry: Entry, found: Differences) -> bool:
+def _is_left(source: WeightSource, entry: ParameterSpec, found: Differences) -> bool:
     """The source lacks it, or has it in another shape, and may."""
     if entry.name not in source.names():
         how = "is not there"
@@ -110,11 +110,11 @@ def _is_left(source: WeightSource, entry: Entry, found: Differences) -> bool:
     return found.lacks("weight", entry.name, how, *entry.aliases)
 
 
-def _buffers_in(source: WeightSource, whole: Whole, found: Differences) -> dict[str, tuple[int, ...]]:
+def _buffers_in(source: WeightSource, spec: ModelSpec, found: Differences) -> dict[str, tuple[int, ...]]:
     """Shapes of the saved buffers (statistics and the like) that the source has, but for those that may be of another
     shape there and are."""
     names, shapes = set(source.names()), {}
-    for name, (shape, _, is_saved) in whole.buffers.items():
+    for name, (shape, _, is_saved) in spec.buffers.items():
         if not is_saved or name not in names:
             continue
         how = f"is {source.shape(name)} there and {shape} in this model"

@@ -72,7 +72,7 @@ def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Paramete
         for name, tensor in _assembled(parts, own, "parameter").items():
             whole[name] = nn.Parameter(tensor, requires_grad=False)
             versions[name] = whole[name]._version
-        for alias, name in parts.whole.canonical.items():
+        for alias, name in parts.spec.canonical.items():
             whole[alias] = whole[name]
     edited: list[str] = []
     try:
@@ -108,7 +108,7 @@ def give_back(parts: Parts) -> None:
     """The model's parameters hold the weights from here on, whole over the data-parallel ranks and each in the dtype
     that it came in; a second call does nothing."""
     for bucket in buckets(parts):
-        bucket.weight.give_back([parts.whole.parameters[slot.name].dtype for slot in bucket.layout.slots])
+        bucket.weight.give_back([parts.spec.parameters[slot.name].dtype for slot in bucket.layout.slots])
 
 
 def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
     whole = whole_parameters(parts, trained_only)
     if not trained_only:
         whole |= whole_buffers(parts, own_buffers(parts))
-    return {name: whole[name] for name in parts.whole.order if name in whole}
+    return {name: whole[name] for name in parts.spec.order if name in whole}
 
 
 def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
@@ -129,14 +129,14 @@ def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tens
         for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
             whole[slot.name] = view.detach().to("cpu", copy=True)
     whole = _assembled(parts, whole, "parameter", to_cpu=True)
-    return {alias: whole[name] for alias, name in parts.whole.canonical.items() if name in whole}
+    return {alias: whole[name] for alias, name in parts.spec.canonical.items() if name in whole}
 
 
 def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU of the persistent buffers, which stages of the model hold as ``held``."""
     whole: dict[str, Tensor] = {}
     stages = parts.stage_group
-    for name, (shape, dtype, is_persistent) in parts.whole.buffers.items():
+    for name, (shape, dtype, is_persistent) in parts.spec.buffers.items():
         if not is_persistent:
             continue
         owner = parts.owner(parts.registry.get("buffer", name))
@@ -150,7 +150,7 @@ def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
     """See ``Engine.load_state_dict``: each rank writes the elements that it owns, so that nothing is put together."""
-    whole = parts.whole
+    whole = parts.spec
     _check_names(parts, given, strict)
     if any(bucket.weight.is_summoned for bucket in buckets(parts)):
         raise UsageError(
@@ -172,7 +172,7 @@ def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> 
 
 
 def _check_names(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
-    whole = parts.whole
+    whole = parts.spec
     missing = [name for name in whole.order if name not in given]
     unknown = [name for name in given if name not in whole.order]
     shapes = {name: entry.shape for name, entry in whole.parameters.items()}

@@ -1,14 +1,12 @@
 """Looking at an engine from outside: its Plan, a pipeline's timeline, gradients, one line for a terminal."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.compose.draft import full_step
 from shardwise.config.run import RunConfig
 from shardwise.engine import state
 from shardwise.engine.metrics import agree
@@ -22,17 +20,7 @@ from shardwise.plan.timeline import Timeline
 
 def plan(parts: Parts, pipeline: Pipeline | None) -> Plan:
     """See ``Engine.plan``."""
-    if pipeline is not None:
-        return pipeline.plan()
-    plan, executor = parts.stages[0].plan, parts.executors[0]
-    actions = full_step(
-        plan.units,
-        parts.strategy,
-        parts.accumulation.microbatches,
-        executor.brackets,
-        executor.prefetch_units,
-    )
-    return replace(plan, actions={"all": actions})
+    return parts.plan_now() if pipeline is None else pipeline.plan()
 
 
 def timeline(pipeline: Pipeline | None) -> tuple[Timeline, Timeline] | None:

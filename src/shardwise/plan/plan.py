@@ -1,12 +1,15 @@
 """Plan: a training step written down as data.
 
-    Plan = Mesh + tensor registry + Units + one list of Actions per class of ranks
+    Plan = Mesh + tensor registry + for each class of ranks: Units, their buffers, and one list of Actions
+
+Ranks that differ on the data-parallel axes and on "tp" alone do the same: they are one class, "all"; with a pipeline
+there is one for each place on "pp": "pp 0", "pp 1" ... So a Plan for 131,072 ranks is as small as one for 8.
 
 The engine runs it, the simulator prices it, the verifier proves it, the checkpoint stores by it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.mesh import Mesh
@@ -32,84 +35,126 @@ class Buffers:
 
 
 @dataclass(frozen=True)
+class RankClass:
+    """What each rank of one class holds and does."""
+
+    stages: tuple[int, ...]
+    """The pipeline stages that live on it, ascending; (0,) without a pipeline."""
+    units: tuple[Unit, ...]
+    """Of all its stages, numbered through."""
+    unit_stages: tuple[int, ...]
+    """The stage of each Unit."""
+    buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
+    """Persistent buffers by (Unit, bucket)."""
+    actions: tuple[Action, ...] = ()
+    """One optimizer step."""
+
+    def units_of(self, stage: int) -> tuple[Unit, ...]:
+        """The Units of one stage, its root first."""
+        return tuple(unit for unit, at in zip(self.units, self.unit_stages, strict=True) if at == stage)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Of each Unit whether anything in it trains."""
+        return tuple(any(bucket.key.trained for bucket in unit.buckets) for unit in self.units)
+
+    def bytes_of_units(self, mesh: Mesh) -> dict[str, int]:
+        """Model-state bytes of the Units by kind, padding included."""
+        total: dict[str, int] = {}
+        for (unit, bucket), buffers in self.buffers.items():
+            for buffer in buffers:
+                size = buffer.elements(self.units[unit].buckets[bucket], mesh) * buffer.itemsize
+                total[buffer.kind] = total.get(buffer.kind, 0) + size
+        return total
+
+
+@dataclass(frozen=True)
 class Plan:
-    """See the module's docstring."""
+    """See the module's docstring. ``units``, ``buffers`` and bytes are those of ``rank``."""
 
     mesh: Mesh
     registry: Registry
-    units: tuple[Unit, ...]
-    buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
-    """Persistent buffers by (Unit, bucket)."""
-    actions: Mapping[str, tuple[Action, ...]]
-    """One list per class of ranks; ranks that differ on data-parallel axes alone are one class, "all"."""
+    classes: Mapping[str, RankClass]
+    rank: int = 0
+    """The rank that asks; of a Plan made for none, the first."""
     notes: tuple[str, ...] = field(default=())
     """What was found or chosen by itself, for people."""
 
-    def bytes_per_rank(self, rank: int = 0) -> dict[str, int]:
-        """Model-state bytes on ``rank`` by kind, padding included.
+    @property
+    def own(self) -> RankClass:
+        """What this rank holds and does."""
+        return self.classes[class_of(self.mesh, self.rank)]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The Units of this rank."""
+        return self.own.units
+
+    @property
+    def buffers(self) -> Mapping[tuple[int, int], tuple[Buffers, ...]]:
+        """The persistent buffers of this rank, by (Unit, bucket)."""
+        return self.own.buffers
+
+    @property
+    def actions(self) -> Mapping[str, tuple[Action, ...]]:
+        """One list per class of ranks."""
+        return {name: each.actions for name, each in self.classes.items()}
+
+    def bytes_per_rank(self, rank: int | None = None) -> dict[str, int]:
+        """Model-state bytes on ``rank`` (default: this one) by kind, padding included.
 
         Embedding tables take theirs from the registry. What dynamic ones take depends on the keys that come: they count
         as full, evenly spread and without their index, those without a limit as nothing.
         """
-        total: dict[str, int] = {}
-        for (unit, bucket), buffers in self.buffers.items():
-            for buffer in buffers:
-                size = buffer.elements(self.units[unit].buckets[bucket], self.mesh) * buffer.itemsize
-                total[buffer.kind] = total.get(buffer.kind, 0) + size
+        rank = self.rank if rank is None else rank
+        total = self.classes[class_of(self.mesh, rank)].bytes_of_units(self.mesh)
         for info in self.registry.of_kind("table"):
             kind = "dynamic tables" if info.grows else "tables"
             total[kind] = total.get(kind, 0) + round(info.bytes_on(self.mesh, rank))
         return total
 
     def __str__(self) -> str:
-        bytes_by_kind = self.bytes_per_rank()
-        parameters = sum(unit.parameters for unit in self.units)
-        lines = [f"Plan over {self.mesh}: {parameters:,} parameters in {counted(len(self.units), 'Unit')}"]
-        lines += [f"  {'Unit':<28} {'parameters':>13}  placements on (dp_replicate, dp_shard)", ""][:1]
-        for unit in self._merged():
-            lines.append(f"  {unit[0]:<28} {unit[1]:>13,}  {unit[2]}")
-        lines.append(
-            "  bytes per rank: "
-            + ", ".join(f"{kind} {_human(size)}" for kind, size in bytes_by_kind.items())
-            + f"; together {_human(sum(bytes_by_kind.values()))}"
-        )
-        for name, actions in self.actions.items():
-            lines.append(f"  step ({name} ranks): {_summary(actions)}")
+        parameters = sum(info.elements for info in self.registry.of_kind("parameter"))
+        units = sum(len(each.units) for each in self.classes.values())
+        lines = [f"Plan over {self.mesh}: {parameters:,} parameters in {counted(units, 'Unit')}"]
+        for first in self.mesh.ranks("pp", self.rank):
+            name = class_of(self.mesh, first)
+            each = self.classes[name]
+            if len(self.classes) > 1:
+                lines.append(f" {name}: stages {', '.join(map(str, each.stages))}")
+            lines += [f"  {title:<28} {size:>13,}  {where}" for title, size, where in _rows(each)]
+            bytes_by_kind = self.bytes_per_rank(first)
+            held = ", ".join(f"{kind} {_human(size)}" for kind, size in bytes_by_kind.items())
+            lines.append(f"  bytes per rank: {held}; together {_human(sum(bytes_by_kind.values()))}")
+            lines.append(f"  step ({name} ranks): {_summary(each.actions)}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def _merged(self) -> list[tuple[str, int, str]]:
-        """Rows of the table; neighbouring Units with the same layout share one."""
-        rows: list[tuple[str, int, str]] = []
-        first = ""
-        for unit in self.units:
-            placements = "  ".join(
-                " ".join(
-                    f"{b.kind}={'/'.join(str(p) for p in b.placement.values())}"
-                    for b in self.buffers[unit.index, i]
-                )
-                + ("" if bucket.key.trained else " (frozen)")
-                for i, bucket in enumerate(unit.buckets)
+
+def class_of(mesh: Mesh, rank: int) -> str:
+    """Name of the class that ``rank`` belongs to."""
+    return "all" if mesh.pp == 1 else f"pp {mesh.index('pp', rank)}"
+
+
+def _rows(ranks: RankClass) -> list[tuple[str, int, str]]:
+    """Rows of the table; neighbouring Units with the same layout share one."""
+    rows: list[tuple[str, int, str]] = []
+    first = ""
+    for unit in ranks.units:
+        placements = "  ".join(
+            " ".join(
+                f"{b.kind}={'/'.join(str(p) for p in b.placement.values())}"
+                for b in ranks.buffers[unit.index, i]
             )
-            if rows and rows[-1][1:] == (unit.parameters, placements):
-                rows[-1] = (f"{first} .. {unit.title}", *rows[-1][1:])
-            else:
-                first = unit.title
-                rows.append((unit.title, unit.parameters, placements))
-        return rows
-
-
-def merged(plans: Sequence[Plan]) -> Plan:
-    """The Plans of several stages on one rank as one, its Units numbered through."""
-    if len(plans) == 1:
-        return plans[0]
-    units: list[Unit] = []
-    buffers: dict[tuple[int, int], tuple[Buffers, ...]] = {}
-    for plan in plans:
-        buffers |= {(unit + len(units), place): rows for (unit, place), rows in plan.buffers.items()}
-        units += [replace(unit, index=len(units) + i) for i, unit in enumerate(plan.units)]
-    notes = tuple(dict.fromkeys(note for plan in plans for note in plan.notes))
-    return Plan(plans[0].mesh, plans[0].registry, tuple(units), buffers, {}, notes)
+            + ("" if bucket.key.trained else " (frozen)")
+            for i, bucket in enumerate(unit.buckets)
+        )
+        if rows and rows[-1][1:] == (unit.parameters, placements):
+            rows[-1] = (f"{first} .. {unit.title}", *rows[-1][1:])
+        else:
+            first = unit.title
+            rows.append((unit.title, unit.parameters, placements))
+    return rows
 
 
 def _summary(actions: tuple[Action, ...]) -> str:

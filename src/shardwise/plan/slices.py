@@ -14,7 +14,7 @@ among these: their state is cut flat, bucket by bucket (parallel/zero/context.py
     Replicate              by all ranks               none: it is equal already
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import product
 
 from torch import Tensor
@@ -90,6 +90,18 @@ class Slices:
         found = {self.mesh.neighbours(rank, dict(chosen)) for chosen in counts for rank in every}
         found |= {self.mesh.stage_ranks(rank, stages) for stages in ties for rank in every}
         return sorted(ranks for ranks in found if len(ranks) > 1)
+
+    def shares_gradients(self, stages: Collection[int]) -> bool:
+        """Whether ranks that hold ``stages`` add up some gradient with other ranks of the model, or with a stage of
+        their own that it is tied to."""
+        for gradient in self.registry.of_kind("gradient"):
+            info = self.registry.get("parameter", gradient.name)
+            if not set(stages).isdisjoint(info.stages) and (
+                len(info.stages) > 1
+                or any(max(self._counts(info, axis)) > 1 for axis in self.mesh.model_axes)
+            ):
+                return True
+        return False
 
     def _counts(self, info: TensorInfo, axis: str) -> set[int]:
         """How many neighbours on the axis may hold addends of the same elements."""

@@ -1,36 +1,55 @@
-"""Proof of a schedule: what must hold before a list may run.
+"""Proof of a Plan: what must hold before its lists may run.
 
     passes       every microbatch once per stage, on the stage's rank: F, and B or I and W
     dataflow     F after its activation arrived, B after its F and after its gradient arrived, W after its I
     messages     every result goes to the next stage; two ranks send and receive in one order
     progress     no deadlock where a SEND blocks until it is received
-    Units        F and B of a Unit only while its weights are gathered; one REDUCE per step, or per microbatch
+    Units        F and B of a Unit only while its weights are gathered, and inside a pass of its own stage; what was
+                 gathered is released; one REDUCE per step, or per microbatch where the gradient is kept cut
+    end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
+                 and the gather of weights that are whole but were updated in pieces
+    registry     buffers lie as their tensors are registered, every tensor in one bucket of each stage that holds it,
+                 and every gradient that ranks add to is summed
 
-Cost: one look at each Action.
+Cost: one look at each Action and at each tensor.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
 from shardwise.plan.dataflow import stages_of
 from shardwise.plan.errors import PlanError
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import FLAT, Partial, Shard
+from shardwise.plan.plan import Buffers, Plan, RankClass
+from shardwise.plan.registry import Kind as RegisteredKind
+from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.slices import Slices
+from shardwise.plan.unit import Bucket, Slot
 
 _Lists = Mapping[int, Sequence[Action]]
 
 
-def validate(
-    lists: _Lists,
-    ranks: int,
-    microbatches: int | None = None,
-    forward_only: bool = False,
-    trained: Mapping[int, Collection[int]] | None = None,
-) -> None:
-    """Raise PlanError, naming rank and Action, where ``lists`` would hang or compute something else than one step.
+def validate_plan(plan: Plan, microbatches: int) -> None:
+    """Raise PlanError, naming ranks and Action or tensor, where the lists of ``plan`` are not one optimizer step of
+    ``microbatches``, or its parts do not fit together."""
+    lists = {place: list(each.actions) for place, each in enumerate(plan.classes.values())}
+    validate(lists, plan.mesh.pp, microbatches)
+    slices = Slices(plan.registry, plan.mesh, 0)
+    for name, each in plan.classes.items():
+        _registered(name, each, plan, slices)
+        _RankList(name, each, microbatches, slices).check()
+    _everywhere(plan)
 
-    ``microbatches``: how many there must be (default: as many as stage 0 runs). ``trained``: by rank the Units that
-    must be reduced (default: those that are reduced at all).
+
+def validate(lists: _Lists, ranks: int, microbatches: int | None = None, forward_only: bool = False) -> None:
+    """Raise PlanError, naming rank and Action, where the passes and messages of ``lists`` would hang or compute
+    something else than one step.
+
+    ``microbatches``: how many there must be (default: as many as stage 0 runs).
     """
     stages = stages_of(lists)
     _every_rank_has_its_stages(lists, ranks, stages)
@@ -41,9 +60,11 @@ def validate(
     for rank, row in lists.items():
         _passes_once(rank, row, range(rank, stages, ranks), microbatches, forward_only)
         _in_order(rank, row, ranks, stages)
-        _units(rank, row, None if trained is None else trained.get(rank, ()), microbatches)
     _channels(lists, ranks)
     _progress(lists, ranks)
+
+
+# Passes and messages -----------------------------------------------------------------------------------------------
 
 
 def _every_rank_has_its_stages(lists: _Lists, ranks: int, stages: int) -> None:
@@ -126,48 +147,6 @@ def _before(action: Action, ranks: int, stages: int) -> Iterator[Action]:
             yield B(stage + 1, i) if ranks == 1 else RECV(stage, i, stage + 1)
 
 
-def _units(rank: int, row: Sequence[Action], trained: Collection[int] | None, microbatches: int) -> None:
-    """Weights are there when they are used; gradients travel once per step or once per microbatch."""
-    moved = {action.unit for action in row if action.kind is Kind.RESHARD}
-    gathered: set[int] = set()
-    last_pass: dict[int, int] = {}
-    reduced: dict[int, list[tuple[int, int]]] = {}
-    for i, action in enumerate(row):
-        kind, unit, microbatch, _, _ = action
-        if unit < 0:
-            continue
-        if unit in moved:
-            wanted = kind is not Kind.UNSHARD
-            if kind in (Kind.F, Kind.B, Kind.UNSHARD, Kind.RESHARD) and (unit in gathered) != wanted:
-                state = (
-                    "while its weights are not gathered"
-                    if wanted
-                    else "while its weights are gathered already"
-                )
-                raise PlanError(f"schedule: rank {rank} has {action} {state}")
-            if kind is Kind.UNSHARD:
-                gathered.add(unit)
-            elif kind is Kind.RESHARD:
-                gathered.discard(unit)
-        if kind is Kind.B:
-            last_pass[unit] = i
-        elif kind is Kind.REDUCE:
-            reduced.setdefault(unit, []).append((microbatch, i))
-    for unit in sorted(reduced if trained is None else {*trained, *reduced}):
-        own = reduced.get(unit, [])
-        if len(own) not in (1, microbatches) or len({microbatch for microbatch, _ in own}) != len(own):
-            raise PlanError(
-                f"schedule: rank {rank} reduces Unit {unit} {len(own)} times, in microbatches "
-                f"{[microbatch for microbatch, _ in own]}; expected once per step or once in each of "
-                f"the {microbatches} microbatches"
-            )
-        if own[-1][1] < last_pass.get(unit, -1):
-            raise PlanError(
-                f"schedule: rank {rank} has {row[last_pass[unit]]} after the last REDUCE of Unit {unit}: its gradient "
-                "would be left out"
-            )
-
-
 def _channels(lists: _Lists, ranks: int) -> None:
     """Between two ranks messages are received in the order in which they are sent."""
     sent: dict[tuple[int, int], list[Action]] = {}
@@ -216,3 +195,293 @@ def _progress(lists: _Lists, ranks: int) -> None:
             f"schedule: deadlock where a SEND blocks until it is received: {stands}. A rank of the ring must "
             "receive before it sends"
         )
+
+
+# Units -------------------------------------------------------------------------------------------------------------
+
+
+class _Rules(NamedTuple):
+    """What the placements of a Unit's tensors ask of its Actions."""
+
+    trains: bool
+    moves: bool
+    """Its weights are cut: gathered before use, released after."""
+    reduces_each: bool
+    """Its gradients are cut between microbatches."""
+    returns: bool
+    """Its weights are whole, but updated in pieces: gathered after STEP."""
+
+
+def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
+    found: list[_Rules] = []
+    names = [
+        [(slot.name, bucket.key.trained) for bucket in unit.buckets for slot in bucket.slots]
+        for unit in ranks.units
+    ]
+    any_moves = any(_is_cut(registry, "parameter", name) for held in names for name, _ in held)
+    for held in names:
+        trained = [name for name, trains in held if trains]
+        moves = any(_is_cut(registry, "parameter", name) for name, _ in held) if held else any_moves
+        cuts_gradient = any(_is_cut(registry, "gradient", name) for name in trained)
+        returns = not moves and any(_is_cut(registry, "master", name) for name in trained)
+        found.append(_Rules(bool(trained), moves, cuts_gradient, returns))
+    return found
+
+
+def _is_cut(registry: Registry, kind: RegisteredKind, name: str) -> bool:
+    """Whether a rank keeps a range of the tensor's elements alone."""
+    placed = registry.get(kind, name).placement.values()
+    return any(isinstance(where, Shard) and where.dim == FLAT for where in placed)
+
+
+class _RankList:
+    """The list of one class of ranks, looked at Action by Action."""
+
+    def __init__(self, name: str, ranks: RankClass, microbatches: int, slices: Slices):
+        self._name = name
+        self._ranks = ranks
+        self._microbatches = microbatches
+        self._sums = slices.shares_gradients(ranks.stages)
+        self._rules = _rules(ranks, slices.registry)
+        self._roots = {
+            stage: ranks.units_of(stage)[0].index for stage in ranks.stages if ranks.units_of(stage)
+        }
+        self._pass: Action | None = None
+        self._gathered: set[int] = set()
+        self._counts: Counter[Action] = Counter()
+        """F, B and REDUCE of Units so far."""
+        self._stepped: set[int] = set()
+        self._returned: set[int] = set()
+        self._ended: list[Kind] = []
+        """SUM and NORM so far."""
+
+    def check(self) -> None:
+        """Errors: PlanError."""
+        for action in self._ranks.actions:
+            if action.kind in (Kind.SUM, Kind.NORM):
+                self._end(action)
+            elif action.unit >= 0:
+                self._of_unit(action)
+            elif self._ended:
+                self._refuse(action, f"after {self._ended[-1].value}")
+            elif action.kind.computes:
+                self._pass = action
+        self._complete()
+
+    def _refuse(self, action: Action | str, why: str) -> None:
+        raise PlanError(f"plan: {self._name} ranks have {action} {why}")
+
+    def _end(self, action: Action) -> None:
+        if action.kind in self._ended:
+            self._refuse(action, "twice; expected once per step")
+        if action.kind is Kind.SUM and not self._sums:
+            self._refuse(action, "though they hold no gradient that other ranks of the model add to")
+        if action.kind is Kind.SUM and self._ended:
+            self._refuse(action, "after NORM, which would leave out what is summed")
+        if action.kind is Kind.NORM and self._sums and not self._ended:
+            self._refuse(
+                action,
+                "without SUM before it, but hold addends of gradients (registry: Partial, tied or copied)",
+            )
+        if self._stepped:
+            self._refuse(action, f"after STEP({min(self._stepped)})")
+        self._ended.append(action.kind)
+
+    def _of_unit(self, action: Action) -> None:
+        kind, unit, microbatch, _, _ = action
+        if unit >= len(self._rules):
+            self._refuse(action, f"but {len(self._rules)} Units")
+        rules = self._rules[unit]
+        if kind is Kind.STEP:
+            self._step(action, rules)
+            return
+        if kind is Kind.UNSHARD and self._ended:
+            self._return(action, rules)
+            return
+        if self._ended:
+            self._refuse(action, f"after {self._ended[-1].value}")
+        self._in_its_pass(action)
+        if kind in (Kind.F, Kind.B):
+            root = self._roots[self._ranks.unit_stages[unit]]
+            for needed in (unit, root):
+                if self._rules[needed].moves and needed not in self._gathered:
+                    whose = (
+                        "its weights are" if needed == unit else f"the weights of its root, Unit {root}, are"
+                    )
+                    self._refuse(action, f"while {whose} not gathered")
+            if kind is Kind.B and self._counts[Action(Kind.REDUCE, unit, microbatch)]:
+                self._refuse(action, "after the REDUCE that its gradient belongs to")
+        elif kind is Kind.UNSHARD:
+            self._changes(action, rules, unit in self._gathered, "while its weights are gathered already")
+            self._gathered.add(unit)
+        elif kind is Kind.RESHARD:
+            self._changes(action, rules, unit not in self._gathered, "while its weights are not gathered")
+            self._gathered.discard(unit)
+        elif kind is Kind.REDUCE:
+            if not rules.trains:
+                self._refuse(action, "of a Unit in which nothing trains")
+            if not self._counts[Action(Kind.B, unit, microbatch)]:
+                self._refuse(action, f"before {Action(Kind.B, unit, microbatch)}")
+        self._counts[Action(kind, unit, microbatch)] += 1
+
+    def _changes(self, action: Action, rules: _Rules, is_so: bool, why: str) -> None:
+        if not rules.moves:
+            self._refuse(action, "of a Unit whose weights every rank keeps whole")
+        if is_so:
+            self._refuse(action, why)
+
+    def _in_its_pass(self, action: Action) -> None:
+        """Inside a pass of its stage and microbatch; gathers and releases for a whole step name no microbatch."""
+        stage = self._ranks.unit_stages[action.unit]
+        if action.microbatch < 0 and action.kind is Kind.UNSHARD:
+            return
+        around = self._pass
+        wanted = {Kind.F: (Kind.F,), Kind.B: (Kind.B,), Kind.REDUCE: (Kind.B,)}.get(
+            action.kind, (Kind.F, Kind.B)
+        )
+        if around is None or (around.stage, around.microbatch) != (stage, action.microbatch):
+            self._refuse(action, f"outside a pass of stage {stage} with microbatch {action.microbatch}")
+        elif around.kind not in wanted:
+            self._refuse(action, f"inside {around}; expected inside {' or '.join(k.value for k in wanted)}")
+
+    def _step(self, action: Action, rules: _Rules) -> None:
+        if not rules.trains:
+            self._refuse(action, "of a Unit in which nothing trains")
+        if Kind.NORM not in self._ended:
+            self._refuse(action, "before NORM, which decides by what the gradient is scaled")
+        if action.unit in self._stepped:
+            self._refuse(action, "twice; expected once per step")
+        self._stepped.add(action.unit)
+
+    def _return(self, action: Action, rules: _Rules) -> None:
+        if not rules.returns:
+            self._refuse(action, "at the end of the step, where nothing is to be gathered")
+        if action.unit not in self._stepped:
+            self._refuse(action, f"before STEP({action.unit}), which changes what is gathered")
+        if action.unit in self._returned:
+            self._refuse(action, "twice after its STEP")
+        self._returned.add(action.unit)
+
+    def _complete(self) -> None:
+        if Kind.NORM not in self._ended:
+            self._refuse("no NORM", "; expected one after the last REDUCE")
+        for unit, rules in enumerate(self._rules):
+            if unit in self._gathered:
+                self._refuse(f"Unit {unit}", "gathered to the end: its last RESHARD is missing")
+            self._complete_unit(unit, rules)
+
+    def _complete_unit(self, unit: int, rules: _Rules) -> None:
+        of = self._counts
+        for i in range(self._microbatches):
+            forward, backward = of[Action(Kind.F, unit, i)], of[Action(Kind.B, unit, i)]
+            if not forward or forward != backward:
+                self._refuse(
+                    f"{forward} F and {backward} B",
+                    f"of Unit {unit} in microbatch {i}; expected as many of each",
+                )
+        if not rules.trains:
+            return
+        reduced = [i for i in range(self._microbatches) for _ in range(of[Action(Kind.REDUCE, unit, i)])]
+        wanted = list(range(self._microbatches)) if rules.reduces_each else [self._microbatches - 1]
+        if reduced != wanted:
+            self._refuse(
+                f"REDUCE of Unit {unit}",
+                f"in microbatches {reduced}; its gradient's placement asks for {wanted}",
+            )
+        if unit not in self._stepped:
+            self._refuse(f"no STEP({unit})", "though the Unit trains")
+        if rules.returns and unit not in self._returned:
+            self._refuse(
+                f"STEP({unit})", f"without UNSHARD({unit}) after it: others would keep the old weights"
+            )
+
+
+# Registry ----------------------------------------------------------------------------------------------------------
+
+
+def _registered(name: str, ranks: RankClass, plan: Plan, slices: Slices) -> None:
+    """Buffers lie as the tensors in them are registered."""
+    for unit, stage in zip(ranks.units, ranks.unit_stages, strict=True):
+        for place, bucket in enumerate(unit.buckets):
+            rows = ranks.buffers.get((unit.index, place), ())
+            if bucket.shards != plan.mesh.dp_shard or not rows:
+                raise PlanError(
+                    f"plan: bucket {place} of Unit {unit.title} on {name} ranks is laid out for {bucket.shards} ranks "
+                    f"in {len(rows)} buffers; the mesh has dp_shard {plan.mesh.dp_shard}"
+                )
+            for slot in bucket.slots:
+                _check_slot(slot, bucket, rows, stage, slices)
+
+
+def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int, slices: Slices) -> None:
+    registry = slices.registry
+    info = registry.get("parameter", slot.name)
+    where = f"plan: {slot.name!r} on stage {stage}"
+    if stage not in info.stages:
+        raise PlanError(f"{where}: the registry has it on stages {list(info.stages)}")
+    local = slices.local_shape(info)
+    if slot.shape != local:
+        raise PlanError(
+            f"{where}: its slot is {list(slot.shape)}, but by the registry a rank holds {list(local)} of "
+            f"{list(info.shape)}"
+        )
+    if (info.dtype, len(info.stages) > 1) != (bucket.key.dtype, bool(bucket.key.tie)) and bucket.key.trained:
+        raise PlanError(
+            f"{where}: its bucket is of {bucket.key.dtype}, tied to {bucket.key.tie or 'nothing'}, but the registry "
+            f"has {info.dtype} on stages {list(info.stages)}"
+        )
+    for row in rows:
+        if row.kind in ("weight", "grad", "master"):
+            kept = registry.get(_KIND_OF[row.kind], slot.name)
+        else:
+            kept = registry.get("moment", slot.name, row.kind)
+        for axis, placement in row.placement.items():
+            if kept.on(axis) != placement:
+                raise PlanError(
+                    f"{where}: its {row.kind} is registered {kept.on(axis)} on {axis}, but its buffer is {placement}"
+                )
+    if bucket.key.trained:
+        _check_gradient(where, registry.get("gradient", slot.name), info, rows[0].placement, slices.mesh)
+
+
+_KIND_OF: Mapping[str, RegisteredKind] = {"weight": "parameter", "grad": "gradient", "master": "master"}
+
+
+def _check_gradient(
+    where: str, gradient: TensorInfo, info: TensorInfo, data_axes: Iterable[str], mesh: Mesh
+) -> None:
+    """Every rank of a data-parallel axis brings an addend; on other axes gradients are cut as their weights are."""
+    if gradient.grad_placement != info.grad_placement:
+        raise PlanError(f"{where}: parameter and gradient are registered with different gradient placements")
+    for axis in data_axes:
+        if mesh.size(axis) > 1 and not isinstance(info.gradient_on(axis), Partial):
+            raise PlanError(
+                f"{where}: its gradient is registered {info.gradient_on(axis)} on {axis}, where each rank has samples "
+                "of its own; expected P, an addend"
+            )
+    for axis in mesh.model_axes:
+        if isinstance(info.on(axis), Shard) and info.gradient_on(axis) != info.on(axis):
+            raise PlanError(
+                f"{where}: it is cut {info.on(axis)} on {axis}, but its gradient is {info.gradient_on(axis)}"
+            )
+        if gradient.on(axis) != info.on(axis):
+            raise PlanError(
+                f"{where}: it lies {info.on(axis)} on {axis}, but its gradient's buffer {gradient.on(axis)}"
+            )
+
+
+def _everywhere(plan: Plan) -> None:
+    """Every parameter is in one bucket of each stage that holds it."""
+    found = Counter(
+        (slot.name, stage)
+        for each in plan.classes.values()
+        for unit, stage in zip(each.units, each.unit_stages, strict=True)
+        for bucket in unit.buckets
+        for slot in bucket.slots
+    )
+    for info in plan.registry.of_kind("parameter"):
+        for stage in info.stages:
+            if found[info.name, stage] != 1:
+                raise PlanError(
+                    f"plan: {info.name!r} is in {found[info.name, stage]} buckets on stage {stage}; expected one"
+                )

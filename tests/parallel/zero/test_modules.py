@@ -6,27 +6,38 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.world import join
+from shardwise.compose.describe import describe
+from shardwise.compose.plan import Policies, make_plan
+from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.modules import (
-    Found,
     check_memory,
     check_renormalized,
-    find_units,
+    held,
     holdings,
     repeated_blocks,
     unit_names,
 )
+from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError, PlanError
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.unit import Slot, Unit
+from shardwise.precision.policy import PrecisionPolicy
 from tests.engine.nets import Language
 from tests.parallel.zero.nets import Block, Nested, Net, Shared, TiedAcrossBlocks, TiedInsideABlock
 
 
-def found_by_itself(model: nn.Module) -> list[Found]:
-    return find_units(model, unit_names(model, "auto"))
+def units_of(model: nn.Module, units: list[str] | str = "auto") -> tuple[Unit, ...]:
+    zero = ZeroPolicy(units=units)  # type: ignore[arg-type]
+    policies = Policies(zero, PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
+    return make_plan(describe(model, zero), Mesh(), policies).units
+
+
+def slots_of(unit: Unit) -> list[Slot]:
+    return [slot for bucket in unit.buckets for slot in bucket.slots]
 
 
 def homes(model: nn.Module, units: list[str] | str = "auto") -> dict[str, list[str]]:
-    units_found = find_units(model, unit_names(model, units))
-    return {found.name: [holding.name for holding in found.holdings] for found in units_found}
+    return {unit.name: [slot.name for slot in slots_of(unit)] for unit in units_of(model, units)}
 
 
 def test_repeated_blocks_become_units() -> None:
@@ -75,32 +86,48 @@ def test_a_container_cannot_be_a_unit() -> None:
     model = nn.Module()
     model.rows = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     with pytest.raises(PlanError, match=r"ModuleDict.*'rows\.\*'"):
-        find_units(model, unit_names(model, ["rows"]))
+        units_of(model, ["rows"])
 
 
 def test_tied_parameters_move_up() -> None:
     """One slot with two names, in the innermost Unit around all its holders."""
-    found = found_by_itself(TiedAcrossBlocks())
-    tied = [holding for holding in found[0].holdings if holding.aliases]
-    assert [(h.name, h.aliases) for h in tied] == [("blocks.0.down.weight", ("blocks.2.down.weight",))]
-    inside = found_by_itself(TiedInsideABlock())
-    assert [(h.name, h.aliases) for h in inside[1].holdings if h.aliases] == [
+    found = units_of(TiedAcrossBlocks())
+    tied = [slot for slot in slots_of(found[0]) if slot.aliases]
+    assert [(slot.name, slot.aliases) for slot in tied] == [
+        ("blocks.0.down.weight", ("blocks.2.down.weight",))
+    ]
+    inside = units_of(TiedInsideABlock())
+    assert [(slot.name, slot.aliases) for slot in slots_of(inside[1]) if slot.aliases] == [
         ("blocks.0.up.weight", ("blocks.0.extra.weight",))
     ]
     assert [h.aliases for h in holdings(Language()) if h.aliases] == [("head.weight",)]
 
 
 def test_a_shared_block_is_one_unit() -> None:
-    found = found_by_itself(Shared())
-    names = [holding.name for entry in found for holding in entry.holdings]
-    assert len(names) == len(set(names)) == 8
-    assert sum(len(holding.aliases) for entry in found for holding in entry.holdings) == 8
+    slots = [slot for unit in units_of(Shared()) for slot in slots_of(unit)]
+    assert len(slots) == len({slot.name for slot in slots}) == 8
+    assert sum(len(slot.aliases) for slot in slots) == 8
 
 
 def test_units_without_parameters_are_left_out() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     assert list(homes(model, ["*"])) == ["", "1"]
     assert homes(model, ["*"])[""] == []
+
+
+def test_a_module_that_is_not_what_the_plan_says() -> None:
+    """Made of the description, the Plan would otherwise be run on other tensors."""
+    model = Net()
+    spec, units = describe(model), units_of(model)
+    assert set(held(model, units, spec.canonical, "here")) == set(spec.parameters)
+    model.first.bias.requires_grad_(False)
+    with pytest.raises(
+        PlanError, match=r"here: parameter 'first\.bias' is .*requires_grad False.*True in the Plan"
+    ):
+        held(model, units, spec.canonical, "here")
+    model.first.bias = None
+    with pytest.raises(PlanError, match=r"parameter 'first\.bias', which is not there"):
+        held(model, units, spec.canonical, "here")
 
 
 # Memory that parameters share ----------------------------------------------------------------------------------------

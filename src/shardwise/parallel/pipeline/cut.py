@@ -265,10 +265,13 @@ def kind_of(value: Any) -> Hashable:
     return type(value), tuple(kind_of(each) for each in tensors_in(value))
 
 
-def find_blocks(model: nn.Module, uses: Uses | None = None) -> tuple[str, ...]:
+def find_blocks(
+    model: nn.Module, uses: Uses | None = None, sizes: Mapping[int, int] | None = None
+) -> tuple[str, ...]:
     """Names of the modules that can be dealt to stages: layers of a list, else children of the heaviest container.
 
-    Where ``uses`` shows that these are given more than one another's output, those of the heaviest container that has
+    ``sizes``: elements of parameters by identity, where they are cut before they are dealt. Where ``uses`` shows that
+    the children are given more than one another's output, those of the heaviest container that has
     at least a quarter of its weight and whose children are not.
     """
     if isinstance(model, Layers | nn.Sequential):
@@ -276,7 +279,7 @@ def find_blocks(model: nn.Module, uses: Uses | None = None) -> tuple[str, ...]:
     rows: list[tuple[int, tuple[str, ...]]] = []
     for name, module in model.named_modules():
         children = [child for child, _ in module.named_children()]
-        weight = sum(parameter.numel() for parameter in module.parameters())
+        weight = sum(_elements(parameter, sizes) for parameter in module.parameters())
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1 and weight:
             rows.append((weight, tuple(f"{name}.{child}" for child in children)))
     if not rows:
@@ -318,8 +321,25 @@ def owners(model: nn.Module, starts: Sequence[str], uses: Uses | None = None) ->
     return {name: stage_of[name.rpartition(".")[0]] for name, _ in tensors}
 
 
-def weigh(model: nn.Module, blocks: Sequence[str], uses: Uses | None = None) -> tuple[list[int], int, int]:
-    """Parameters of each block, of what stands in front of them, and of what stands behind.
+def _elements(parameter: nn.Parameter, sizes: Mapping[int, int] | None) -> int:
+    return parameter.numel() if sizes is None else sizes.get(id(parameter), parameter.numel())
+
+
+def positions(model: nn.Module, blocks: Sequence[str], uses: Uses | None = None) -> dict[str, int]:
+    """By every name of a module, parameter or buffer: the block that it lies in or, outside of them, the next one;
+    ``len(blocks)`` behind them all."""
+    place_of = _places(model, blocks, uses)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {**place_of, **{name: place_of[name.rpartition(".")[0]] for name, _ in tensors}}
+
+
+def weigh(
+    model: nn.Module,
+    blocks: Sequence[str],
+    uses: Uses | None = None,
+    sizes: Mapping[int, int] | None = None,
+) -> tuple[list[int], int, int]:
+    """Parameters of each block, of what stands in front of them, and of what stands behind; ``sizes`` as above.
 
     What stands between two blocks counts with the later one. A tied parameter counts wherever it has a name, once.
     """
@@ -330,7 +350,7 @@ def weigh(model: nn.Module, blocks: Sequence[str], uses: Uses | None = None) -> 
         inside = next((at[block] for block in _around(name) if block in at), None)
         following = place_of[name.rpartition(".")[0]]
         place = inside + 1 if inside is not None else following + 1 if following else 0
-        held[place][id(parameter)] = parameter.numel()
+        held[place][id(parameter)] = _elements(parameter, sizes)
     weights = [sum(each.values()) for each in held]
     return weights[1:-1], weights[0], weights[-1]
 
@@ -534,17 +554,17 @@ def stages_of_modules(model: nn.Module, starts: Sequence[str], uses: Uses | None
     if order and order[0] == 0:
         hint = f"; the first that can begin stage 1 is {blocks[1]!r}" if len(blocks) > 1 else ""
         raise PlanError(f"no block is left for stage 0 when stage 1 begins at {starts[0]!r}{hint}")
-    of_block = [sum(start <= i for start in order) for i in range(len(blocks))]
-    last = len(starts)
-    following = _next_block(model, blocks, uses)
-    stage_of = {}
-    for name in following:
-        inside = next((at[block] for block in (*_around(name), name) if block in at), None)
-        place = inside if inside is not None else following[name]
-        stage_of[name] = of_block[place] if place < len(blocks) else last
-        if inside is None and not following[name]:
-            stage_of[name] = 0
-    return stage_of
+    of_place = [*(sum(start <= i for start in order) for i in range(len(blocks))), len(starts)]
+    return {name: of_place[place] for name, place in _places(model, blocks, uses).items()}
+
+
+def _places(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[str, int]:
+    """By module name: index of the block that it lies in or, outside of them, of the next one."""
+    at = {name: i for i, name in enumerate(blocks)}
+    return {
+        name: next((at[block] for block in (*_around(name), name) if block in at), following)
+        for name, following in _next_block(model, blocks, uses).items()
+    }
 
 
 def _next_block(model: nn.Module, blocks: Sequence[str], uses: Uses | None) -> dict[str, int]:

@@ -50,6 +50,7 @@ class Uses:
     def __init__(self, model: nn.Module, calls: Sequence[_Call]):
         self._model = model
         self._calls = sorted(calls, key=lambda call: call.start)
+        self._places: dict[tuple[str, ...], dict[str, int]] = {}
 
     def runs_in_a_row(self, blocks: Sequence[str]) -> bool:
         """Whether each block runs once, in their order, and is given nothing but the one before's output that modules
@@ -72,8 +73,14 @@ class Uses:
         """By name of a module outside the blocks: how many of them have ended when it is called first.
 
         Parts that are used without a call go with the module around them. Modules of several names, around blocks, or
-        never called are left out; all are where the blocks do not run in their order.
+        never called are left out; all are where the blocks do not run in their order. Found once, and so as the model
+        was before cut layers took the places of its own.
         """
+        if tuple(blocks) not in self._places:
+            self._places[tuple(blocks)] = self._find_places(blocks)
+        return self._places[tuple(blocks)]
+
+    def _find_places(self, blocks: Sequence[str]) -> dict[str, int]:
         rows = self._rows(blocks)
         if rows is None:
             return {}

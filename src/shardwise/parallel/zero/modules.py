@@ -4,13 +4,12 @@ By itself: the repeated blocks, that is the children of the outermost ModuleList
 modules of one class with parameters. By name: ``zero.units`` patterns. Whatever lies outside every Unit belongs to the
 root, whose window is the whole forward pass.
 
-A parameter that several modules hold (tied weights) is one slot with several names; it moves up to the innermost Unit
-that contains all its holders, so that its window covers every use. Two Parameter objects over one memory are no tie:
-torch updates them one after the other, and the engine, which gives each a place of its own, would part them. They are
-refused.
+A parameter that several modules hold (tied weights) is one slot with several names. Two Parameter objects over one
+memory are no tie: torch updates them one after the other, and the engine, which gives each a place of its own, would
+part them. They are refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.errors import PlanError
-from shardwise.plan.names import chosen_by, matching
+from shardwise.plan.names import chosen_by
+from shardwise.plan.unit import Unit
 
 
 class Holding(NamedTuple):
@@ -27,14 +27,6 @@ class Holding(NamedTuple):
     name: str
     aliases: tuple[str, ...]
     parameter: nn.Parameter
-
-
-class Found(NamedTuple):
-    """One Unit of a model, not yet laid out."""
-
-    name: str
-    module: nn.Module
-    holdings: tuple[Holding, ...]
 
 
 def unit_names(model: nn.Module, units: Sequence[str] | str) -> list[str]:
@@ -48,30 +40,52 @@ def unit_names(model: nn.Module, units: Sequence[str] | str) -> list[str]:
     return chosen_by(units, names, "zero.units", "module")
 
 
-def find_units(
-    model: nn.Module, named: Sequence[str], external_parameters: Sequence[str] = ()
-) -> list[Found]:
-    """Units in order of registration, the root first; those without parameters are left out, the root never.
+def check_callable(model: nn.Module, units: Sequence[str]) -> None:
+    """Errors: PlanError where one of ``units`` would hold parameters and has no forward pass whose hooks could run."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name not in units or not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        inside = [unit for unit in units if unit.startswith(f"{name}.")]
+        for inner, _ in module.named_parameters():
+            if not any(f"{name}.{inner}".startswith(f"{unit}.") for unit in inside):
+                raise PlanError(
+                    f"Unit {name!r} is a {type(module).__name__}, which has no forward pass of its own; "
+                    f"name its children instead: zero.units: ['{name}.*']"
+                )
 
-    ``named``: from ``unit_names``, of this model or of the whole one that it is a stage of. ``external_parameters``:
-    patterns of parameters that belong to the root wherever they lie.
-    Errors: PlanError where a Unit cannot be called.
+
+def held(
+    model: nn.Module, units: Sequence[Unit], canonical: Mapping[str, str], what: str
+) -> dict[str, Holding]:
+    """The parameters of ``model``, a stage, by their first names in the whole model; ``what`` names it in errors.
+
+    Errors: PlanError where it does not hold what its Units say.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    wanted = {"", *named}
-    names = _distinct([name for name in modules if name in wanted], modules)
-    held: dict[str, list[Holding]] = {name: [] for name in names}
+    found: dict[str, Holding] = {}
     for holding in holdings(model):
-        own = (holding.name, *holding.aliases)
-        is_the_roots = any(matching(own, pattern) for pattern in external_parameters)
-        held["" if is_the_roots else _home(own, names)].append(holding)
-    for name in names:
-        if held[name] and isinstance(modules[name], nn.ModuleList | nn.ModuleDict) and name:
+        name = canonical.get(holding.name, holding.name)
+        if name in found:
             raise PlanError(
-                f"Unit {name!r} is a {type(modules[name]).__name__}, which has no forward pass of its own; "
-                f"name its children instead: zero.units: ['{name}.*']"
+                f"{what}: {found[name].name!r} and {holding.name!r} were one tied parameter, and are two here"
             )
-    return [Found(name, modules[name], tuple(held[name])) for name in names if held[name] or not name]
+        found[name] = holding
+    planned = {
+        slot.name: (slot, bucket.key) for unit in units for bucket in unit.buckets for slot in bucket.slots
+    }
+    for name in sorted({*found} ^ {*planned}):
+        which = "which the Plan has not" if name in found else "which is not there"
+        raise PlanError(
+            f"{what}: the Plan was made of the model's description, and the module that was cut for it differs: "
+            f"parameter {name!r}, {which}. Is it made, renamed or tied between the two?"
+        )
+    for name, (slot, key) in planned.items():
+        parameter = found[name].parameter
+        if tuple(parameter.shape) != slot.shape or parameter.requires_grad != key.trained:
+            raise PlanError(
+                f"{what}: parameter {name!r} is {list(parameter.shape)}, requires_grad {parameter.requires_grad}, but "
+                f"{list(slot.shape)}, {key.trained} in the Plan"
+            )
+    return found
 
 
 def holdings(model: nn.Module) -> list[Holding]:
@@ -161,17 +175,3 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _distinct(names: Sequence[str], modules: dict[str, nn.Module]) -> list[str]:
-    """One name per module: a block that is registered twice is one Unit."""
-    first: dict[int, str] = {}
-    for name in names:
-        first.setdefault(id(modules[name]), name)
-    return list(first.values())
-
-
-def _home(names: Sequence[str], units: Sequence[str]) -> str:
-    """Innermost Unit that contains every holder."""
-    around = [unit for unit in units if not unit or all(name.startswith(unit + ".") for name in names)]
-    return max(around, key=len)

@@ -8,29 +8,28 @@ from tests.engine.nets import Language, seeded
 from tests.parallel.zero.nets import Adapters, Net
 from torch import nn
 
-from shardwise.compose.draft import Draft, draft, full_step, names_of_units
-from shardwise.compose.whole import describe, register
+from shardwise.compose.describe import describe
+from shardwise.compose.plan import Policies, make_plan
 from shardwise.optim.policy import OptimizerPolicy
-from shardwise.parallel.zero.layout import strategy_of
+from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.plan import Plan
 from shardwise.precision.policy import PrecisionPolicy
 
 
-def drafted(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: Any) -> Draft:
+def planned(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: Any) -> Plan:
     precision = PrecisionPolicy.model_validate(more.pop("precision", {}))
-    group_of = more.pop("group_of", lambda name: 0)
-    mesh, zero = mesh or Mesh(dp_shard=4), ZeroPolicy(stage=stage, **more)  # type: ignore[arg-type]
-    whole, moments = describe(model), ["exp_avg", "exp_avg_sq"]
-    registry = register(whole, mesh, strategy_of(zero, mesh), precision, moments)
-    units = names_of_units(model, zero)
-    return draft(model, whole, registry, mesh, zero, precision, units, group_of, moments)
+    group_of, microbatches = more.pop("group_of", lambda name: 0), more.pop("microbatches", 1)
+    zero = ZeroPolicy(stage=stage, **more)  # type: ignore[arg-type]
+    policies = Policies(zero, PipelinePolicy(), precision, group_of, ("exp_avg", "exp_avg_sq"), microbatches)
+    return make_plan(describe(model, zero), mesh or Mesh(dp_shard=4), policies)
 
 
 def test_every_parameter_is_in_one_bucket() -> None:
     for model in (Net(), Language(), Adapters()):
-        slots = [slot for u in drafted(model).plan.units for b in u.buckets for slot in b.slots]
+        slots = [slot for u in planned(model).units for b in u.buckets for slot in b.slots]
         names = [name for slot in slots for name in (slot.name, *slot.aliases)]
         assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
 
@@ -38,10 +37,10 @@ def test_every_parameter_is_in_one_bucket() -> None:
 def test_buckets_part_what_differs() -> None:
     """Dtype, trained or frozen, and optimizer group."""
     policy = OptimizerPolicy.model_validate({"groups": [{"match": "*bias"}]})
-    found = drafted(
+    found = planned(
         Adapters(), precision={"compute": "bf16", "keep_fp32": ["first.*"]}, group_of=policy.group_of
     )
-    root, block = found.plan.units[:2]
+    root, block = found.units[:2]
     assert [(b.key, [slot.name for slot in b.slots]) for b in root.buckets] == [
         ((torch.float32, True, 0, ""), ["first.weight"]),
         ((torch.float32, True, 1, ""), ["first.bias"]),
@@ -57,7 +56,7 @@ def test_buckets_part_what_differs() -> None:
 def test_registry_knows_every_tensor() -> None:
     model = Adapters()
     model.register_buffer("shift", torch.zeros(3))
-    registry = drafted(model).plan.registry
+    registry = planned(model).registry
     parameters = dict(model.named_parameters())
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     assert {info.name for info in registry.of_kind("parameter")} == set(parameters)
@@ -72,20 +71,19 @@ def test_registry_knows_every_tensor() -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_are_those_of_the_table(stage: int) -> None:
     model = nn.Sequential(nn.Linear(256, 256, bias=False))
-    plan = drafted(model, stage, precision="bf16").plan
+    plan = planned(model, stage, precision="bf16")
     wanted = {0: 18, 1: 6 + 12 / 4, 2: 2 + 16 / 4, 3: 18 / 4}[stage]
     assert sum(plan.bytes_per_rank().values()) == wanted * 256 * 256
 
 
 def test_a_plan_reads_as_a_table() -> None:
-    found = drafted(seeded(Language))
-    actions = full_step(found.plan.units, found.strategy, 2)
-    text = str(found.plan)
+    plan = planned(seeded(Language), microbatches=2)
+    text = str(plan)
     assert "Plan over dp=4: 387 parameters in 4 Units" in text
     assert "(root)" in text and "blocks.0 .. blocks.2" in text
     assert "weight=R/S grad=P/S" in text
     assert "tied: head.weight share another parameter's slot" in text
-    assert len(actions) == 2 * (4 * 3 + 4 * 4) + 4
+    assert len(plan.actions["all"]) == 2 * (2 + 4 * 3 + 4 * 4) + 1 + 4
 
 
 def test_a_plan_for_many_ranks_is_as_small_as_for_few() -> None:
@@ -93,7 +91,7 @@ def test_a_plan_for_many_ranks_is_as_small_as_for_few() -> None:
         model = nn.Sequential(
             *(nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64))) for _ in range(8))
         )
-    plan = drafted(model, mesh=Mesh(dp_replicate=64, dp_shard=1024)).plan
+    plan = planned(model, mesh=Mesh(dp_replicate=64, dp_shard=1024))
     assert plan.mesh.world_size == 65_536
     assert len(plan.registry) == 32 * 5
     assert sum(plan.bytes_per_rank().values()) > 0
@@ -101,14 +99,14 @@ def test_a_plan_for_many_ranks_is_as_small_as_for_few() -> None:
 
 def test_a_model_without_parameters() -> None:
     with pytest.raises(PlanError, match="Tanh has no parameters"):
-        drafted(nn.Tanh())
+        planned(nn.Tanh())
 
 
 def test_a_complex_parameter_cannot_be_planned() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(PlanError, match="'weight' has dtype torch.complex64"):
-        drafted(model)
+        planned(model)
 
 
 def test_models_may_name_their_units() -> None:
@@ -116,14 +114,13 @@ def test_models_may_name_their_units() -> None:
         def unit_patterns(self) -> list[str]:
             return ["first", "last"]
 
-    assert [unit.name for unit in drafted(Named()).plan.units] == ["", "first", "last"]
-    assert [unit.name for unit in drafted(Named(), units=["blocks.0"]).plan.units] == ["", "blocks.0"]
+    assert [unit.name for unit in planned(Named()).units] == ["", "first", "last"]
+    assert [unit.name for unit in planned(Named(), units=["blocks.0"]).units] == ["", "blocks.0"]
 
 
-def test_nobody_said_how_gradients_lie_on_tp() -> None:
-    """The description of the slices is missing: without the check each rank would train on its own addends."""
-    mesh, zero = Mesh(dp_shard=2, tp=2), ZeroPolicy(stage=2)
+def test_nobody_said_how_the_model_lies_on_tp() -> None:
+    """Without the check each rank would train on its own addends."""
     with pytest.raises(
-        PlanError, match="is trained, and nobody said how its gradient lies on the axis 'tp' of 2"
+        PlanError, match=r"mesh\.tp is 2, but the model's description does not say how to cut it"
     ):
-        register(describe(Net()), mesh, strategy_of(zero, mesh), PrecisionPolicy(), [])
+        planned(Net(), 2, Mesh(dp_shard=2, tp=2))

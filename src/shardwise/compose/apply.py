@@ -1,0 +1,154 @@
+"""Apply: everything that is done to a module, in order, each line with why it stands there.
+
+The Plan comes first and touches no module; here the module is cut to it. On the whole model, once:
+
+    1  batch norm      first: it wraps forwards of the model's own modules, of which some will be copied or replaced
+    2  start           rank 0's weights and buffers are everybody's while every rank still has the whole model
+    3  dropout         its masks are keyed by names and by how inputs are cut, so before slices, which check for dropout
+                       that is not keyed
+    4  slices          along "tp", before stages: a table's patterns match names of the whole model
+    5  stages          along "pp"; what is built only here (LayerSpec) gets its keyed dropout now
+
+and on each stage:
+
+    6  buffers         to the device: those of layers that were built only here are new
+    7  weights         into flat buffers, the stage's real parameters, of which all that follows keeps hold
+    8  compile         blocks, inside of recomputation: a compiler cannot trace a checkpoint's contexts
+    9  recompute       wraps forwards of blocks, inside of hooks: a Unit's weights are gathered around both its passes
+    10 hooks           of Units, around forward as it is now; a Unit's methods beside forward
+    11 casts           last, at the root: hooks run in the order in which they were registered, and those of the Units
+                       find inputs as the user gave them, the module's own code finds them cast
+
+The engine's build follows these two functions (engine/build.py) and does nothing else to a module.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import Group
+from shardwise.compose.describe import Described, blocks_of
+from shardwise.memory.recompute import RecomputePolicy, apply_recompute
+from shardwise.memory.replay import Replay
+from shardwise.models.dropout import replace_dropout, unkeyed_dropout
+from shardwise.parallel.embedding.collection import as_before
+from shardwise.parallel.pipeline.cut import check_cut, cut
+from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.pipeline.partition import partition
+from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.pipeline.uses import order_of_use
+from shardwise.parallel.tensor.apply import make_parallel
+from shardwise.parallel.tensor.layout import dropout_cuts
+from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
+from shardwise.parallel.zero.executor import Executor, UnitState
+from shardwise.plan.errors import PlanError
+
+RunStage = Callable[[Callable[[nn.Module], Any], Any, Hashable], Any]
+"""(call of the model, what the stage before sent, kind of batch) -> what goes to the next stage, or the call's result.
+The first pass of each kind is watched."""
+Stages = dict[int, tuple[nn.Module, RunStage | None]]
+"""A rank's stages by index; without a pipeline the model itself."""
+
+
+def apply_to_model(
+    model: nn.Module,
+    described: Described,
+    starts: Sequence[str],
+    groups: Mapping[str, Group],
+    seed: int,
+    replay: Replay,
+    synchronizes_batch_norm: bool = False,
+    start: Callable[[], None] | None = None,
+) -> Stages:
+    """Lines 1 to 5, in place. ``starts``: the blocks that begin each stage but the first; ``start`` gives the model its
+    first weights and buffers.
+
+    Errors: PlanError where the model cannot be cut so.
+    """
+    if synchronizes_batch_norm:
+        synchronize_batch_norm(model, groups["dp"])
+    if start is not None:
+        start()
+    table, is_cut, tp = described.table, described.cuts_sequence, groups["tp"]
+    replace_dropout(
+        model,
+        seed,
+        replay,
+        {} if table is None else dropout_cuts(model, table, tp.index, tp.size, is_cut),
+    )
+    if table is not None:
+        _refuse_unkeyed(model)
+        make_parallel(model, table, tp, is_cut, replay=replay)
+    if groups["pp"].size == 1:
+        return {0: (model, None)}
+    here = range(groups["pp"].index, len(starts) + 1, groups["pp"].size)
+    stages = cut(model, starts, here, described.uses)
+    for stage in stages.values():  # what a LayerSpec has built here has not been seen before
+        replace_dropout(stage.module, seed, replay)
+    return {index: (stage.module, stage.run) for index, stage in stages.items()}
+
+
+def apply_to_stage(
+    module: nn.Module,
+    buffers: Callable[[nn.Module], None],
+    weights: Callable[[nn.Module], list[UnitState]],
+    compile_backend: str | None,
+    recompute: Callable[[nn.Module], None],
+    hooks: Callable[[list[UnitState]], Executor],
+    casts: Callable[[nn.Module], list[Any]],
+) -> tuple[Executor, list[Any]]:
+    """Lines 6 to 11; returns what runs the Units, and the handles of the casts.
+
+    ``compile_backend``: None where nothing is compiled.
+    """
+    buffers(module)
+    states = weights(module)
+    if compile_backend is not None:
+        for state in states[1:]:
+            own: Any = state.module
+            own.forward = torch.compile(own.forward, backend=compile_backend)
+    recompute(module)
+    executor = hooks(states)
+    return executor, casts(module)
+
+
+def _refuse_unkeyed(model: nn.Module) -> None:
+    unkeyed = unkeyed_dropout(model)
+    if unkeyed:
+        raise PlanError(
+            f"tensor: {unkeyed[0]} drops by torch's generator, which differs from rank to rank, so that ranks along tp "
+            "would go on from different numbers; use nn.Dropout, or set its share to 0"
+        )
+
+
+def recompute_blocks(
+    module: nn.Module, names: Collection[str], policy: RecomputePolicy, replay: Replay
+) -> None:
+    """Wrap those of the blocks ``names`` that are in ``module``; stand-ins have nothing to compute again."""
+    here = [
+        (name, block)
+        for name, block in module.named_modules()
+        if name in names and next(block.parameters(), None) is not None
+    ]
+    if here:
+        apply_recompute(here, policy.model_copy(update={"blocks": "all"}), replay)
+
+
+def check_stages(
+    model: nn.Module,
+    policy: PipelinePolicy,
+    ranks: int,
+    call: Callable[[nn.Module], Any],
+    device: torch.device,
+) -> None:
+    """Compare the chain of stages with the uncut model, both on this rank, which must hold all of it meanwhile.
+
+    Errors: PlanError names the first stage that differs.
+    """
+    uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
+    names, weights, front, back, _ = blocks_of(model, policy, uses)
+    starts = partition(policy.partition, names, weights, ranks * policy.virtual_stages, front, back)
+    with as_before(model):
+        check_cut(model, call, starts, uses)

@@ -1,0 +1,153 @@
+"""Describe: a ModelSpec read off a module. Nothing of the module is changed.
+
+Cost: names and shapes; where a pipeline cuts the model, one pass without numbers (parallel/pipeline/uses.py).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnTp, ParameterSpec
+from shardwise.parallel.embedding.collection import collections_of
+from shardwise.parallel.pipeline.cut import blocks_around, find_blocks, positions, weigh
+from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.pipeline.uses import Uses, order_of_use
+from shardwise.parallel.tensor.apply import table_of
+from shardwise.parallel.tensor.layout import Table, owners, places
+from shardwise.parallel.tensor.policy import TensorPolicy
+from shardwise.parallel.zero.modules import check_callable, check_memory, holdings, unit_names
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.errors import PlanError
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.names import chosen_by
+from shardwise.plan.placement import Cut, local_shape
+
+
+class Described(NamedTuple):
+    """A model's description, and what was read for it that cutting the module needs again."""
+
+    spec: ModelSpec
+    table: Table | None
+    """How modules are cut along "tp"; None where nothing is."""
+    cuts_sequence: bool
+    owners: Mapping[str, str]
+    """The module in whose forward pass alone a parameter may be used, by each name of one that "tp" cuts or sums."""
+    uses: Uses | None
+    """In which order the model uses its parts, where that was seen."""
+
+
+def describe(model: nn.Module, zero: ZeroPolicy | None = None) -> ModelSpec:
+    """The tensors of ``model`` and, where ``zero`` is given, its Units.
+
+    Errors: PlanError where the model has no parameters, complex ones, or two over one memory, or where a Unit cannot be
+    called; ConfigError where patterns of ``zero`` match nothing.
+    """
+    parameters: dict[str, ParameterSpec] = {}
+    first: dict[str, str] = {}
+    for holding in holdings(model):
+        parameter = holding.parameter
+        if parameter.is_complex():
+            raise PlanError(
+                f"model: parameter {holding.name!r} has dtype {parameter.dtype}; expected a real one. Hold its "
+                "real and imaginary parts (torch.view_as_real) and put them together in forward"
+            )
+        parameters[holding.name] = ParameterSpec(
+            holding.name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, holding.aliases
+        )
+        first |= dict.fromkeys((holding.name, *holding.aliases), holding.name)
+    if not parameters:
+        raise PlanError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
+    check_memory(model)
+    canonical = {name: first[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {
+        name: BufferSpec(tuple(buffer.shape), buffer.dtype, name in persistent)
+        for name, buffer in model.named_buffers()
+    }
+    units = () if zero is None else _units(model, zero)
+    return ModelSpec(parameters, buffers, canonical, tuple(persistent), units, tables=_tables(model))
+
+
+def describe_cut(
+    model: nn.Module,
+    mesh: Mesh,
+    zero: ZeroPolicy,
+    tensor: TensorPolicy,
+    pipeline: PipelinePolicy,
+    call: Callable[[nn.Module], Any] | None = None,
+    device: torch.device | None = None,
+) -> Described:
+    """Everything that a Plan on ``mesh`` needs to know. ``call``, which computes on ``device``, shows the order in
+    which the model uses its parts.
+
+    Errors: as ``describe``'s; PlanError where the model cannot be cut so.
+    """
+    if mesh.tp > 1 and isinstance(model, Layers) and model.has_specs:
+        raise PlanError(
+            f"tensor: mesh.tp is {mesh.tp}, but the model is a list with layers that are not built yet (LayerSpec), "
+            "whose matrices cannot be cut; give built modules in the list, or set mesh.tp: 1"
+        )
+    spec = describe(model, zero)
+    table, cuts_sequence, uses = None, False, None
+    sizes: dict[int, int] = {}
+    alone: Mapping[str, str] = {}
+    if mesh.tp > 1:
+        table = table_of(model, tensor.table)
+        if tensor.gather_logits:
+            table = replace(table, causal_loss=False)
+        cuts_sequence = table.sequence and tensor.sequence_parallel
+        placed = places(model, table, mesh.tp, cuts_sequence)
+        alone = owners(model, table, placed)
+        spec = replace(
+            spec,
+            on_tp={name: OnTp(placed[name].placement, placed[name].gradient) for name in spec.parameters},
+        )
+        sizes = {
+            id(parameter): math.prod(local_shape(parameter.shape, [Cut(placed[name].placement, 0, mesh.tp)]))
+            for name, parameter in model.named_parameters()
+        }
+    if mesh.pp > 1:
+        uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
+        spec = replace(spec, blocks=blocks_of(model, pipeline, uses, sizes))
+    return Described(spec, table, cuts_sequence, alone, uses)
+
+
+def blocks_of(
+    model: nn.Module, policy: PipelinePolicy, uses: Uses | None, sizes: dict[int, int] | None = None
+) -> Blocks:
+    """The blocks that are dealt to stages. ``sizes``: elements of parameters by identity, where they are not whole.
+
+    Errors: PlanError where there are none, or ``pipeline.partition`` names some that are not there.
+    """
+    how = policy.partition
+    names = find_blocks(model, uses, sizes) if isinstance(how, str) else how
+    blocks = blocks_around(model, names)
+    weights, front, back = weigh(model, blocks, uses, sizes)
+    return Blocks(blocks, tuple(weights), front, back, positions(model, blocks, uses))
+
+
+def _tables(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Names of the collections of embedding tables."""
+    first = {id(each): name for name, each in collections_of(model).items()}
+    found: dict[str, list[str]] = {name: [] for name in first.values()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first:
+            found[first[id(module)]].append(name)
+    return {name: tuple(names) for name, names in found.items()}
+
+
+def _units(model: nn.Module, zero: ZeroPolicy) -> tuple[str, ...]:
+    """As the user, the model or its repeated blocks say."""
+    if zero.external_parameters:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        chosen_by(zero.external_parameters, names, "zero.external_parameters", "parameter")
+    own = getattr(model, "unit_patterns", None)
+    wanted = set(unit_names(model, own() if zero.units == "auto" and own is not None else zero.units))
+    units = tuple(name for name, _ in model.named_modules(remove_duplicate=False) if name in wanted)
+    check_callable(model, units)
+    return units

@@ -1,0 +1,308 @@
+"""Plan: (model description, mesh, policies) -> a Plan of all classes of ranks. Pure: no module, no process group.
+
+    1  stages      blocks dealt to stages along "pp"            parallel/pipeline/partition.py
+    2  registry    every tensor with its place on every axis    parallel/zero/layout.py, what spec.py says of "tp"
+    3  Units       parameters that move together, per stage     names in the description
+    4  buckets     those of one dtype, trained or frozen, and one optimizer group, laid out flat
+    5  buffers     of each bucket on the mesh                   parallel/zero/layout.py
+    6  Actions     one list for each class of ranks:
+
+        F and B of the stages      parallel/pipeline/schedules.py, also where there is one stage
+        + SEND and RECV            parallel/pipeline/passes.py
+        + UNSHARD, RESHARD, REDUCE of the Units inside each pass, F and B of the Units between them    plan/lists.py
+        + SUM, NORM, STEP, UNSHARD at the end                                                          plan/lists.py
+
+    7  validated                                                plan/validate.py
+
+Units are numbered through all stages of a rank. Their order inside a pass is that of registration until the first step
+has shown the model's own (``with_orders``).
+
+Cost: one look at each tensor of the model and at each Action of each class; nothing per rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from shardwise.compose.spec import ModelSpec
+from shardwise.parallel.pipeline.passes import add_communication, add_sharding
+from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.pipeline.schedules import forward_only, schedule
+from shardwise.parallel.zero import layout
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.action import NORM, SUM, Action
+from shardwise.plan.dataflow import Lists
+from shardwise.plan.errors import PlanError
+from shardwise.plan.lists import (
+    Bracket,
+    Strategy,
+    backward_actions,
+    forward_actions,
+    is_inside,
+    registration_brackets,
+    update_actions,
+)
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.names import matching
+from shardwise.plan.placement import Partial, PerRank, Replicate
+from shardwise.plan.plan import Plan, RankClass, class_of
+from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.slices import Slices
+from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
+from shardwise.plan.validate import validate_plan
+from shardwise.precision.policy import Dtypes, PrecisionPolicy
+
+Orders = Mapping[int, Sequence[Bracket]]
+"""By stage the order of its Units, by their numbers on the rank."""
+
+
+class Policies(NamedTuple):
+    """What a Plan depends on beside model and mesh."""
+
+    zero: ZeroPolicy
+    pipeline: PipelinePolicy
+    precision: PrecisionPolicy
+    group_of: Callable[[str], int]
+    """Optimizer group of a parameter, by its first name."""
+    moments: tuple[str, ...] = ()
+    """Names of the optimizer's moments."""
+    microbatches: int = 1
+    """Of one optimizer step."""
+
+
+class Planned(NamedTuple):
+    """A Plan, and what it was made of."""
+
+    spec: ModelSpec
+    policies: Policies
+    plan: Plan
+
+    def in_order(self, orders: Orders) -> Plan:
+        """The Plan with stages in other orders than that of registration."""
+        return with_orders(self.plan, self.policies, orders)
+
+
+def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) -> Plan:
+    """The Plan of all ranks of ``mesh``; ``rank`` is the one that asks.
+
+    Errors: PlanError where the model cannot be cut so.
+    """
+    if mesh.tp > 1 and not spec.on_tp:
+        raise PlanError(
+            f"tensor: mesh.tp is {mesh.tp}, but the model's description does not say how to cut it"
+        )
+    starts = spec.stage_starts(policies.pipeline, mesh.pp)
+    stage_of = spec.stages(starts)
+    registry = _registry(spec, stage_of, mesh, policies)
+    classes = {}
+    for place in range(mesh.pp):
+        own = tuple(range(place, len(starts) + 1, mesh.pp))
+        classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
+            spec, stage_of, own, registry, mesh, policies
+        )
+    plan = Plan(mesh, registry, classes, rank, _notes(spec, policies.zero))
+    return with_orders(plan, policies)
+
+
+def with_orders(plan: Plan, policies: Policies, orders: Orders | None = None) -> Plan:
+    """``plan`` with its lists made anew, in the ``orders`` of stages where they are known, and validated."""
+    strategy = layout.strategy_of(policies.zero, plan.mesh)
+    rows = schedule_lists(plan.mesh.pp, policies.microbatches, policies.pipeline)
+    classes = {
+        name: replace(each, actions=_actions(each, rows[place], plan, strategy, policies, orders or {}))
+        for place, (name, each) in enumerate(plan.classes.items())
+    }
+    made = replace(plan, classes=classes)
+    validate_plan(made, policies.microbatches)
+    return made
+
+
+# Schedules ---------------------------------------------------------------------------------------------------------
+
+
+def schedule_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
+    """F, B, SEND and RECV of one optimizer step by place on "pp"; without a pipeline F and B in turn."""
+    if ranks == 1:
+        return schedule("1f1b", 1, microbatches)
+    return add_communication(schedule(policy.schedule, ranks, microbatches, policy.virtual_stages), ranks)
+
+
+def forward_lists(ranks: int, microbatches: int, policy: PipelinePolicy) -> Lists:
+    """The same for microbatches without a backward pass."""
+    return add_communication(forward_only(ranks, microbatches, policy.virtual_stages), ranks)
+
+
+# Lists of Actions --------------------------------------------------------------------------------------------------
+
+
+def _actions(
+    ranks: RankClass,
+    row: Sequence[Action],
+    plan: Plan,
+    strategy: Strategy,
+    policies: Policies,
+    orders: Orders,
+) -> tuple[Action, ...]:
+    ahead = policies.zero.prefetch_units
+    prefetch = 0 if ahead == "auto" else int(ahead)
+    trained = ranks.trained
+    brackets = {stage: tuple(orders.get(stage) or _registered(ranks, stage)) for stage in ranks.stages}
+
+    @cache
+    def forward(stage: int, last: bool) -> list[Action]:
+        return forward_actions(brackets[stage], strategy, prefetch)
+
+    @cache
+    def backward(stage: int, last: bool) -> list[Action]:
+        return backward_actions(brackets[stage], strategy, trained, last, prefetch)
+
+    once = not policies.zero.reshard_after_forward and strategy.cuts_weight
+    actions = add_sharding({0: row}, forward, backward, "step" if once else "microbatch")[0]
+    if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
+        actions.append(SUM)
+    return (*actions, NORM, *update_actions(trained, strategy))
+
+
+def _registered(ranks: RankClass, stage: int) -> Iterator[Bracket]:
+    """The order of registration, by the Units' numbers on the rank."""
+    units = ranks.units_of(stage)
+    for opens, place in registration_brackets([unit.name for unit in units]):
+        yield Bracket(opens, units[place].index)
+
+
+# What ranks hold ---------------------------------------------------------------------------------------------------
+
+
+def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies: Policies) -> Registry:
+    """Every persistent tensor with its place on every axis."""
+    registry, moments = Registry(mesh), policies.moments
+    strategy = layout.strategy_of(policies.zero, mesh)
+    addends = dict.fromkeys(strategy.axes, Partial())
+    for name, shape, dtype, trained, aliases in spec.parameters.values():
+        dtypes = policies.precision.dtypes(name, dtype)
+        place = spec.on_tp[name] if mesh.tp > 1 else None
+        cut = {} if place is None or isinstance(place.placement, Replicate) else {"tp": place.placement}
+        rows = layout.buffers(strategy, dtypes, trained, moments)
+        placed = {row.kind: {**row.placement, **cut} for row in rows}
+        gradient = addends if place is None else {**addends, "tp": place.gradient}
+        stages = tuple(sorted({stage_of[each] for each in (name, *aliases)}))
+        registry.add(
+            TensorInfo(
+                name,
+                shape,
+                dtypes.compute,
+                "parameter",
+                placed["weight"],
+                gradient,
+                aliases=aliases,
+                stages=stages,
+            )
+        )
+        if not trained:
+            continue
+        master = {**dict(zip(strategy.axes, strategy.master, strict=True)), **cut}
+        registry.add(
+            TensorInfo(name, shape, dtypes.grad, "gradient", placed["grad"], gradient, stages=stages)
+        )
+        registry.add(TensorInfo(name, shape, dtypes.master, "master", master, stages=stages))
+        for moment in moments:
+            registry.add(
+                TensorInfo(name, shape, dtypes.master, "moment", master, label=moment, stages=stages)
+            )
+    for name, buffer in spec.buffers.items():
+        # Statistics follow the batches of their rank, and nobody promises more of any other buffer.
+        own = dict.fromkeys(strategy.axes, PerRank())
+        registry.add(TensorInfo(name, buffer.shape, buffer.dtype, "buffer", own, stages=(stage_of[name],)))
+    return registry
+
+
+def _class(
+    spec: ModelSpec,
+    stage_of: Mapping[str, int],
+    stages: tuple[int, ...],
+    registry: Registry,
+    mesh: Mesh,
+    policies: Policies,
+) -> RankClass:
+    """What the ranks hold on which the ``stages`` live."""
+    strategy = layout.strategy_of(policies.zero, mesh)
+    slices = Slices(registry, mesh, 0)
+    units: list[Unit] = []
+    unit_stages: list[int] = []
+    buffers = {}
+    for stage in stages:
+        for name, members in _units_on(spec, stage_of, stage, policies.zero.external_parameters):
+            buckets: list[Bucket] = []
+            for key, dtypes, names in _grouped(members, spec, registry, policies):
+                slots = []
+                for each in names:
+                    info = registry.get("parameter", each)
+                    slots.append((each, slices.local_shape(info), info.aliases))
+                buffers[len(units), len(buckets)] = layout.buffers(
+                    strategy, dtypes, key.trained, policies.moments
+                )
+                buckets.append(lay_out(key, slots, mesh.dp_shard))
+            units.append(Unit(len(units), name, tuple(buckets)))
+            unit_stages.append(stage)
+    return RankClass(stages, tuple(units), tuple(unit_stages), buffers)
+
+
+def _units_on(
+    spec: ModelSpec, stage_of: Mapping[str, int], stage: int, external_parameters: Sequence[str]
+) -> list[tuple[str, list[str]]]:
+    """Units of one stage in order of registration, the root first, with the first names of their parameters; those
+    without parameters are left out, the root never.
+
+    A parameter that several modules of the stage hold moves up to the innermost Unit that contains them all, so that
+    its window covers every use; one that ``external_parameters`` matches belongs to the root.
+    """
+    here: dict[str, list[str]] = {}
+    for name, first in spec.canonical.items():
+        if stage_of[name] == stage:
+            here.setdefault(first, []).append(name)
+    held: dict[str, list[str]] = {name: [] for name in ("", *spec.units)}
+    for first, names in here.items():
+        is_the_roots = any(matching(names, pattern) for pattern in external_parameters)
+        around = [""] if is_the_roots else [u for u in held if all(is_inside(name, u) for name in names)]
+        held[max(around, key=len)].append(first)
+    return [(name, members) for name, members in held.items() if members or not name]
+
+
+def _grouped(
+    names: Sequence[str], spec: ModelSpec, registry: Registry, policies: Policies
+) -> list[tuple[BucketKey, Dtypes, list[str]]]:
+    """The parameters of one Unit by bucket."""
+    groups: dict[BucketKey, list[str]] = {}
+    dtypes: dict[BucketKey, Dtypes] = {}
+    for name in names:
+        entry = spec.parameters[name]
+        own = policies.precision.dtypes(name, entry.dtype)
+        tie = name if entry.trained and len(registry.get("parameter", name).stages) > 1 else ""
+        group = policies.group_of(name) if entry.trained else 0
+        key = BucketKey(own.compute, entry.trained, group, tie)
+        groups.setdefault(key, []).append(name)
+        dtypes[key] = own
+    return [(key, dtypes[key], members) for key, members in groups.items()]
+
+
+def dtypes_of(bucket: Bucket, spec: ModelSpec, precision: PrecisionPolicy) -> Dtypes:
+    """Of the buffers of a bucket."""
+    last = spec.parameters[bucket.slots[-1].name]
+    return precision.dtypes(last.name, last.dtype)
+
+
+def _notes(spec: ModelSpec, zero: ZeroPolicy) -> tuple[str, ...]:
+    notes = []
+    if zero.units == "auto":
+        notes.append(
+            f"{len(spec.units)} repeated blocks became Units; what lies outside them belongs to the root"
+            if spec.units
+            else "no repeated blocks found: the whole model is one Unit (name modules in zero.units to cut it)"
+        )
+    tied = [alias for entry in spec.parameters.values() for alias in entry.aliases]
+    if tied:
+        notes.append(
+            f"tied: {', '.join(tied[:4])}{' ...' if len(tied) > 4 else ''} share another parameter's slot"
+        )
+    return tuple(notes)

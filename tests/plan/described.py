@@ -1,0 +1,77 @@
+"""A small language model, written down as data: no module is made."""
+
+from itertools import chain
+
+import torch
+
+from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnTp, ParameterSpec, positions_by_order
+from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Block, Partial, Replicate, Shard
+from shardwise.plan.plan import Plan
+from shardwise.precision.policy import PrecisionPolicy
+
+WIDTH, HEADS, KV_HEADS, VOCABULARY = 16, 4, 2, 32
+_ALONE, _ADDEND = OnTp(Replicate(), Replicate()), OnTp(Replicate(), Partial())
+
+
+def _cut(dim: int, *blocks: Block) -> OnTp:
+    return OnTp(Shard(dim, blocks), Shard(dim, blocks))
+
+
+_HEAD = WIDTH // HEADS
+BLOCK = {
+    "norm.weight": ((WIDTH,), _ADDEND),
+    "qkv.weight": (
+        ((HEADS + 2 * KV_HEADS) * _HEAD, WIDTH),
+        _cut(0, Block(WIDTH, HEADS), *2 * [Block(KV_HEADS * _HEAD, KV_HEADS)]),
+    ),
+    "out.weight": ((WIDTH, WIDTH), _cut(1)),
+    "out.bias": ((WIDTH,), _ADDEND),
+}
+"""Shape and place on "tp" of a block's parameters."""
+
+
+def model(blocks: int = 4, tied: bool = False, frozen: str = "") -> ModelSpec:
+    """``tied``: the head is the embedding; ``frozen``: the parameter that does not train."""
+    rows = {"embedding.weight": ((VOCABULARY, WIDTH), _cut(0))}
+    rows |= {f"blocks.{i}.{name}": row for i in range(blocks) for name, row in BLOCK.items()}
+    rows |= {"norm.weight": ((WIDTH,), _ADDEND)}
+    head = "head.weight"
+    rows |= {} if tied else {head: ((VOCABULARY, WIDTH), _cut(0))}
+    canonical = {name: name for name in rows} | ({head: "embedding.weight"} if tied else {})
+    aliases = {"embedding.weight": (head,)} if tied else {}
+    parameters = {
+        name: ParameterSpec(name, shape, torch.float32, name != frozen, aliases.get(name, ()))
+        for name, (shape, _) in rows.items()
+    }
+    names = tuple(f"blocks.{i}" for i in range(blocks))
+    buffers = {"mask": BufferSpec((8, 8), torch.bool, False)}
+    positions = positions_by_order(canonical, names) | {"mask": 0}
+    weight = sum(torch.Size(shape).numel() for shape, _ in BLOCK.values())
+    dealt = Blocks(names, (weight,) * blocks, VOCABULARY * WIDTH, VOCABULARY * WIDTH, positions)
+    places = {name: place for name, (_, place) in rows.items()}
+    return ModelSpec(parameters, buffers, canonical, tuple(chain(canonical)), names, dealt, places)
+
+
+def plan(
+    mesh: Mesh,
+    stage: int = 0,
+    microbatches: int = 2,
+    schedule: str = "1f1b",
+    virtual_stages: int = 1,
+    spec: ModelSpec | None = None,
+    **zero: object,
+) -> Plan:
+    """Of the model above; ``zero``: further keys of ZeroPolicy."""
+    policies = Policies(
+        ZeroPolicy.model_validate({"stage": stage, "prefetch_units": 0, **zero}),
+        PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
+        PrecisionPolicy(),
+        lambda name: 0,
+        ("exp_avg",),
+        microbatches,
+    )
+    return make_plan(spec or model(), mesh, policies)

@@ -1,0 +1,296 @@
+"""The validator says no: real Plans, each broken in one place. What it cannot see, parity tests see.
+
+Every Action of a list is left out, doubled and swapped with its neighbour, too; what passes all the same is harmless,
+and listed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from tests.plan.described import model, plan
+
+from shardwise.plan.action import NORM, RECV, SEND, SUM, Action, B, F, Kind
+from shardwise.plan.errors import PlanError
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Partial, Placement, Replicate, Shard
+from shardwise.plan.plan import Plan
+from shardwise.plan.registry import Registry
+from shardwise.plan.validate import validate_plan
+
+Rows = dict[str, list[Action]]
+MICROBATCHES = 2
+
+
+@cache
+def good(name: str) -> Plan:
+    made: dict[str, Callable[[], Plan]] = {
+        "zero0": lambda: plan(Mesh(dp_shard=2)),
+        "zero1": lambda: plan(Mesh(dp_shard=2), 1),
+        "zero2": lambda: plan(Mesh(dp_shard=2), 2),
+        "zero3": lambda: plan(Mesh(dp_shard=2), 3),
+        "hsdp": lambda: plan(Mesh(dp_replicate=2, dp_shard=2), 3, prefetch_units=1),
+        "frozen": lambda: plan(Mesh(dp_shard=2), 3, spec=frozen_block()),
+        "tp": lambda: plan(Mesh(dp_shard=2, tp=4), 1),
+        "pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3),
+        "tied": lambda: plan(Mesh(pp=2, dp_shard=2), 2, spec=model(tied=True)),
+        "interleaved": lambda: plan(Mesh(pp=2, dp_shard=2), 3, 2, "interleaved_1f1b", 2),
+        "step": lambda: plan(
+            Mesh(pp=2, dp_shard=2), 3, 2, "interleaved_1f1b", 2, reshard_after_forward=False
+        ),
+    }
+    return made[name]()
+
+
+def frozen_block() -> Any:
+    whole = model()
+    frozen = {
+        name: each._replace(trained=not name.startswith("blocks.1."))
+        for name, each in whole.parameters.items()
+    }
+    return replace(whole, parameters=frozen)
+
+
+def with_rows(whole: Plan, rows: Mapping[str, list[Action]]) -> Plan:
+    classes = {name: replace(each, actions=tuple(rows[name])) for name, each in whole.classes.items()}
+    return replace(whole, classes=classes)
+
+
+def rows_of(whole: Plan) -> Rows:
+    return {name: list(actions) for name, actions in whole.actions.items()}
+
+
+def unit(kind: Kind, number: int, microbatch: int = -1) -> Action:
+    return Action(kind, number, microbatch)
+
+
+def drop(name: str, action: Action) -> Callable[[Rows], None]:
+    return lambda rows: rows[name].remove(action)
+
+
+def double(name: str, action: Action) -> Callable[[Rows], None]:
+    return lambda rows: rows[name].insert(rows[name].index(action), action)
+
+
+def add(name: str, action: Action) -> Callable[[Rows], None]:
+    return lambda rows: rows[name].append(action)
+
+
+def swap(name: str, one: Action, other: Action) -> Callable[[Rows], None]:
+    def broken(rows: Rows) -> None:
+        row = rows[name]
+        i, j = row.index(one), row.index(other)
+        row[i], row[j] = row[j], row[i]
+
+    return broken
+
+
+def before(name: str, action: Action, other: Action) -> Callable[[Rows], None]:
+    """The last ``action`` moves to just before the first ``other``."""
+
+    def broken(rows: Rows) -> None:
+        row = rows[name]
+        del row[len(row) - 1 - row[::-1].index(action)]
+        row.insert(row.index(other), action)
+
+    return broken
+
+
+STEP0, STEP1 = unit(Kind.STEP, 0), unit(Kind.STEP, 1)
+PLANTED = [
+    (
+        "zero0",
+        drop("all", unit(Kind.REDUCE, 1, 1)),
+        r"REDUCE of Unit 1 in microbatches \[\]; .* asks for \[1\]",
+    ),
+    ("zero0", double("all", unit(Kind.REDUCE, 1, 1)), r"REDUCE of Unit 1 in microbatches \[1, 1\]"),
+    (
+        "zero2",
+        drop("all", unit(Kind.REDUCE, 1, 0)),
+        r"REDUCE of Unit 1 in microbatches \[1\]; .* asks for \[0, 1\]",
+    ),
+    ("zero1", before("all", unit(Kind.REDUCE, 1, 1), unit(Kind.B, 1, 1)), r"REDUCE\(1,1\) before B\(1,1\)"),
+    (
+        "zero1",
+        before("all", unit(Kind.REDUCE, 1, 1), unit(Kind.F, 1, 1)),
+        r"inside F\(0,1\); expected inside B",
+    ),
+    ("zero1", drop("all", STEP1), r"UNSHARD\(1\) before STEP\(1\)"),
+    ("zero0", drop("all", STEP1), r"no STEP\(1\) though the Unit trains"),
+    ("zero1", double("all", STEP0), r"STEP\(0\) twice"),
+    ("frozen", add("all", unit(Kind.STEP, 2)), r"STEP\(2\) of a Unit in which nothing trains"),
+    ("frozen", add("all", unit(Kind.UNSHARD, 2)), r"UNSHARD\(2\) at the end of the step"),
+    ("zero1", before("all", STEP0, NORM), r"STEP\(0\) before NORM"),
+    ("zero1", drop("all", NORM), r"STEP\(0\) before NORM"),
+    ("zero1", double("all", NORM), "NORM twice"),
+    ("zero2", before("all", NORM, unit(Kind.REDUCE, 0, 1)), r"REDUCE\(0,1\) after NORM"),
+    ("zero1", drop("all", unit(Kind.UNSHARD, 1)), r"STEP\(1\) without UNSHARD\(1\) after it"),
+    ("zero1", double("all", unit(Kind.UNSHARD, 1)), r"UNSHARD\(1\) twice after its STEP"),
+    ("zero1", swap("all", STEP1, unit(Kind.UNSHARD, 1)), r"UNSHARD\(1\) before STEP\(1\)"),
+    ("zero1", drop("all", unit(Kind.F, 2, 0)), "0 F and 1 B of Unit 2 in microbatch 0"),
+    ("zero1", drop("all", unit(Kind.B, 2, 0)), "1 F and 0 B of Unit 2 in microbatch 0"),
+    ("zero1", add("all", F(0, 0)), r"runs F\(0,0\) 2 times"),
+    ("zero3", drop("all", unit(Kind.UNSHARD, 2, 0)), r"F\(2,0\) while its weights are not gathered"),
+    (
+        "zero3",
+        double("all", unit(Kind.UNSHARD, 2, 0)),
+        r"UNSHARD\(2,0\) while its weights are gathered already",
+    ),
+    (
+        "zero3",
+        swap("all", unit(Kind.UNSHARD, 1, 0), unit(Kind.UNSHARD, 2, 0)),
+        r"F\(1,0\) while its weights are not",
+    ),
+    (
+        "zero3",
+        before("all", unit(Kind.RESHARD, 2, 1), unit(Kind.B, 2, 1)),
+        r"B\(2,1\) while its weights are not",
+    ),
+    (
+        "zero3",
+        before("all", unit(Kind.RESHARD, 0, 1), unit(Kind.B, 1, 1)),
+        "weights of its root, Unit 0, are not",
+    ),
+    (
+        "zero3",
+        drop("all", unit(Kind.RESHARD, 2, 0)),
+        r"UNSHARD\(2,0\) while its weights are gathered already",
+    ),
+    ("zero3", add("all", unit(Kind.RESHARD, 1)), r"RESHARD\(1\) after NORM"),
+    ("zero2", lambda rows: rows["all"].insert(1, unit(Kind.UNSHARD, 0, 0)), "weights every rank keeps whole"),
+    ("hsdp", drop("all", unit(Kind.UNSHARD, 3, 1)), r"F\(3,1\) while its weights are not gathered"),
+    ("tp", drop("all", SUM), "NORM without SUM before it, but hold addends"),
+    ("tp", double("all", SUM), "SUM twice"),
+    ("tp", swap("all", SUM, NORM), "NORM without SUM before it"),
+    ("tp", before("all", SUM, unit(Kind.REDUCE, 0, 1)), r"REDUCE\(0,1\) after SUM"),
+    (
+        "zero1",
+        lambda rows: rows["all"].insert(rows["all"].index(NORM), SUM),
+        "SUM though they hold no gradient",
+    ),
+    ("tied", drop("pp 0", SUM), "pp 0 ranks have NORM without SUM"),
+    ("tied", drop("pp 1", SUM), "pp 1 ranks have NORM without SUM"),
+    ("pp", drop("pp 0", SEND(0, 1, 1)), r"rank 0 has F\(0,1\) without SEND\(0,1,1\) after it"),
+    ("pp", double("pp 0", SEND(0, 1, 1)), r"rank 0 has SEND\(0,1,1\) twice"),
+    ("pp", drop("pp 1", RECV(1, 0, 0)), r"rank 1 has F\(1,0\) without RECV\(1,0,0\) before it"),
+    ("pp", double("pp 1", RECV(1, 0, 0)), r"rank 1 has RECV\(1,0,0\) twice"),
+    ("pp", swap("pp 0", SEND(0, 0, 1), SEND(0, 1, 1)), r"SEND\(0,1,1\) without F\(0,1\) before it"),
+    ("pp", drop("pp 1", B(1, 1)), r"SEND\(1,1,0\) without B\(1,1\) before it|microbatch 1 has F"),
+    ("pp", before("pp 0", unit(Kind.F, 1, 1), B(0, 0)), r"F\(1,1\) .*not gathered|outside a pass"),
+    ("interleaved", before("pp 0", unit(Kind.F, 3, 1), F(0, 1)), r"F\(3,1\) outside a pass of stage 2"),
+    ("step", drop("pp 0", unit(Kind.UNSHARD, 1)), r"F\(1,0\) while its weights are not gathered"),
+    ("step", drop("pp 0", unit(Kind.RESHARD, 1, 1)), "Unit 1 gathered to the end"),
+    ("zero0", lambda rows: rows["all"].clear(), "0 stages on 1 ranks"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, broken, says", PLANTED, ids=[f"{i}-{each[0]}" for i, each in enumerate(PLANTED)]
+)
+def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) -> None:
+    rows = rows_of(good(name))
+    broken(rows)
+    with pytest.raises(PlanError, match=says):
+        validate_plan(with_rows(good(name), rows), MICROBATCHES)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "frozen", "step"])
+def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
+    """Of every list, all of its Actions."""
+    whole = good(name)
+    for key, row in rows_of(whole).items():
+        for i in range(len(row)):
+            for kept in (row[:i] + row[i + 1 :], row[: i + 1] + row[i:]):
+                with pytest.raises(PlanError):
+                    validate_plan(with_rows(whole, rows_of(whole) | {key: kept}), MICROBATCHES)
+
+
+# Registry ------------------------------------------------------------------------------------------------------------
+
+
+def registered(whole: Plan, kind: str, name: str, **changes: Any) -> Plan:
+    changed = Registry(whole.mesh)
+    for info in whole.registry:
+        is_meant = (info.kind, info.name) == (kind, name)
+        changed.add(replace(info, **changes) if is_meant else info)
+    return replace(whole, registry=changed)
+
+
+CUT, WHOLE, ADDEND = Shard(), Replicate(), Partial()
+DP: dict[str, Placement] = {"dp_replicate": WHOLE, "dp_shard": WHOLE}
+QKV = "blocks.0.qkv.weight"
+
+
+@pytest.mark.parametrize(
+    "name, kind, tensor, changes, says",
+    [
+        (
+            "zero3",
+            "parameter",
+            QKV,
+            {"placement": DP},
+            "weight is registered R on dp_shard, but its buffer is S",
+        ),
+        (
+            "zero0",
+            "parameter",
+            QKV,
+            {"placement": {"dp_shard": CUT}},
+            "registered S on dp_shard, but its buffer is R",
+        ),
+        (
+            "zero2",
+            "gradient",
+            QKV,
+            {"placement": {"dp_shard": ADDEND}},
+            "its grad is registered R on dp_replicate",
+        ),
+        (
+            "zero1",
+            "moment",
+            QKV,
+            {"placement": DP},
+            "exp_avg is registered R on dp_shard, but its buffer is S",
+        ),
+        ("tp", "parameter", QKV, {"grad_placement": {"dp_shard": WHOLE}}, "different gradient placements"),
+        (
+            "tp",
+            "parameter",
+            QKV,
+            {"placement": DP},
+            r"its slot is \[12, 16\], but by the registry .* \[32, 16\]",
+        ),
+        (
+            "tp",
+            "parameter",
+            "blocks.0.out.weight",
+            {"placement": {"tp": Shard(0)}},
+            r"holds \[4, 16\] of \[16, 16\]",
+        ),
+        ("pp", "parameter", QKV, {"stages": (1,)}, "the registry has it on stages"),
+        ("tied", "parameter", QKV, {"stages": (0, 1)}, "tied to nothing"),
+        ("zero0", "parameter", QKV, {"shape": (32, 15)}, "its slot is"),
+    ],
+)
+def test_wrong_placements(name: str, kind: str, tensor: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        validate_plan(registered(good(name), kind, tensor, **changes), MICROBATCHES)
+
+
+def test_a_gradient_that_nobody_sums() -> None:
+    """Both entries say that each rank has the whole gradient of its own samples: data-parallel ranks would part."""
+    alone = {"grad_placement": {"dp_shard": WHOLE}}
+    whole = registered(registered(good("zero0"), "parameter", QKV, **alone), "gradient", QKV, **alone)
+    with pytest.raises(PlanError, match=r"its gradient is registered R on dp_shard.*expected P"):
+        validate_plan(whole, MICROBATCHES)
+
+
+def test_a_tensor_that_no_bucket_holds() -> None:
+    whole = good("zero0")
+    own = whole.own
+    units = tuple(replace(each, buckets=()) if each.name == "blocks.2" else each for each in own.units)
+    classes = {"all": replace(own, units=units)}
+    with pytest.raises(PlanError, match=r"REDUCE\(3,1\) of a Unit in which nothing trains|in 0 buckets"):
+        validate_plan(replace(whole, classes=classes), MICROBATCHES)
