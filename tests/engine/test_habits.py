@@ -228,6 +228,11 @@ def parts_are_refused(world: Any, mesh: dict[str, int]) -> None:
     assert "engine.state_dict()" in raised(model.state_dict)
     assert "engine.load_state_dict(state)" in raised(lambda: model.load_state_dict(wanted))
     assert "Build a new model" in raised(lambda: copy.deepcopy(model))
+    here = {id(each) for stage in engine._parts.stages for each in stage.module.parameters()}
+    for each in model.parameters():
+        if id(each) not in here:  # what lives on another stage stays on the CPU beside an accelerator
+            each.data = torch.empty(each.shape, dtype=torch.float64)
+    assert model.to(torch.float32) is model
     other = {name: tensor + 0.5 for name, tensor in wanted.items()}
     assert worst(engine.state_dict(), wanted) == 0
     engine.load_state_dict(other)
@@ -285,6 +290,20 @@ def test_a_copy_that_would_call_the_original_is_refused(world: World) -> None:
     engine.close()
     twin = copy.deepcopy(engine.module)  # nothing of the engine is left
     assert "forward" not in vars(twin.blocks[0])
+
+
+class CopiesItself(Language):
+    def __deepcopy__(self, memo: Any) -> "CopiesItself":
+        twin = object.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(vars(self), memo))
+        return twin
+
+
+def test_a_model_that_copies_itself_is_refused_by_name(world: World) -> None:
+    """It was a KeyError."""
+    engine = start(world, seeded(CopiesItself))
+    assert "CopiesItself copies itself" in raised(lambda: copy.deepcopy(engine.module))
+    engine.close()
 
 
 def converted(world: Any, config: dict[str, Any]) -> None:

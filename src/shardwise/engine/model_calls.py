@@ -15,7 +15,7 @@ The means are torch's own: hooks on state dicts, hooks that say themselves how t
 module's own, by which all conversions go.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class ModelCalls:
                 module.register_load_state_dict_pre_hook(loads),
             ]
         for module in {parts.model, *(stage.module for stage in parts.stages)}:
-            self._handles.append(_Apply(module))
+            self._handles.append(_Apply(module, [stage.module for stage in parts.stages]))
 
     def remove(self) -> None:
         """Give the model back as it was."""
@@ -136,15 +136,20 @@ class _Hook:
 
 
 class _Apply:
-    """The ``_apply`` of one module, in front of its class's; in a copy of the module it is that one."""
+    """The ``_apply`` of one module, in front of its class's; in a copy of the module it is that one. What it has
+    beside the parts that live ``here`` are fillers, wherever they are."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, here: Sequence[nn.Module]):
         self._module = module
+        self._here = here
         vars(module)["_apply"] = self
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Errors: UsageError where ``fn`` would change a parameter or buffer."""
+        here = {id(each) for part in self._here for each in (*part.parameters(), *part.buffers())}
         for tensor in (*self._module.parameters(recurse), *self._module.buffers(recurse)):
+            if id(tensor) not in here:
+                continue
             probe = torch.zeros((2,) * min(tensor.dim(), 5), dtype=tensor.dtype, device=tensor.device)
             made = fn(probe)
             if made is not probe or (probe.device.type == "cpu" and probe.is_shared()):
@@ -163,7 +168,13 @@ class _Apply:
         vars(self._module).pop("_apply", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self._module)]
+        copied = memo.get(id(self._module))
+        if copied is None:
+            raise UsageError(
+                f"copy.deepcopy(model): {type(self._module).__name__} copies itself in a __deepcopy__ of its own that "
+                "takes the engine's functions along. Copy before initialize(), or build a new model and load "
+                "engine.state_dict() into it"
+            )
         return type(copied)._apply.__get__(copied)
 
     def __reduce__(self) -> Any:
