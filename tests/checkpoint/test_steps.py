@@ -251,7 +251,7 @@ def test_a_lock_that_cannot_be_given_back_is_closed(tmp_path: Path, monkeypatch:
 
 def test_a_folder_that_cannot_be_is_said_in_words(tmp_path: Path) -> None:
     (tmp_path / "away").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(CheckpointError, match=r"away is a link to .*unmounted, which is no folder"):
+    with pytest.raises(CheckpointError, match=r"away is a link to .*unmounted, not to a folder"):
         save(writer(tmp_path / "away"), 1)
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"file is a file where a folder is expected"):

@@ -82,7 +82,7 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(
     [
         (["train", "missing.yaml"], "cannot read missing.yaml"),
         (["launch", "missing.py"], "there is no script 'missing.py'"),
-        (["launch", "--ranks", "0", "x.py"], "0 ranks were asked for"),
+        (["launch", "--ranks", "0", "x.py"], "0 ranks were requested"),
         (["generate", "missing"], "missing: no such directory"),
         (["inspect", "missing"], "missing: no such directory"),
         (["convert", "missing", "out.tokens"], "missing"),

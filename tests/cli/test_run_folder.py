@@ -80,7 +80,7 @@ def test_the_configuration_is_kept_and_changes_are_told(tmp_path: Path) -> None:
 
 def test_a_configuration_that_somebody_broke_is_not_overwritten_in_silence(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [1\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml of the earlier start is not YAML"):
+    with pytest.raises(ConfigError, match=r"config\.yaml of the earlier start is no longer YAML"):
         RunFolder(tmp_path).keep_config("a: 1\n")
 
 
@@ -99,11 +99,11 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with subprocess.Popen([sys.executable, "-c", _HOLDS, str(folder.root)], stdout=subprocess.PIPE) as first:
         assert first.stdout is not None and first.stdout.readline() == b"held\n"
-        who = rf"a run is on in this folder \(process {first.pid} on \S+ since .* UTC\)"
+        who = rf"another run is using this folder \(process {first.pid} on \S+ since .* UTC\)"
         with pytest.raises(UsageError, match=who), folder.claimed():
             pass
         first.kill()
-    with folder.claimed(), pytest.raises(UsageError, match="a run is on"), folder.claimed():
+    with folder.claimed(), pytest.raises(UsageError, match="another run is using"), folder.claimed():
         pass
 
 

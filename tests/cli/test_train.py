@@ -285,7 +285,7 @@ def test_a_full_disk_in_between_does_not_end_the_run(
     FullDisk(monkeypatch, 1, 2)
     assert runs.train(f"checkpoint.asynchronous={str(asynchronous).lower()}") == 0
     assert steps_saved(runs) == [6] and len(runs.rows()) == 6
-    assert capsys.readouterr().out.count("training goes on and the next save tries anew") == 2
+    assert capsys.readouterr().out.count("training continues and the next save tries again") == 2
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["behind", "in front"])

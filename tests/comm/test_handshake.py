@@ -131,7 +131,7 @@ def test_a_value_that_no_rank_wrote_is_refused_by_name(attack: Callable[..., Non
     base = dist.HashStore()
     store = meeting(base, 2)[0].store
     attack(base, store)
-    with pytest.raises(CommError, match="the value under 'k' does not bear this job's seal"):
+    with pytest.raises(CommError, match="the value under 'k' is not signed with this job's secret"):
         store.get("k")
 
 

@@ -28,7 +28,9 @@ def test_resolving_twice_changes_nothing() -> None:
 def test_the_schedule_ends_with_training() -> None:
     found = resolve(load({"schedule": {"type": "cosine"}, "train": {"steps": 70}}), 1, "cpu")
     assert found.config.schedule.total_steps == 70
-    with pytest.raises(ConfigError, match="cosine ends somewhere; give schedule.total_steps, train.steps or"):
+    with pytest.raises(
+        ConfigError, match="cosine needs a last step; give schedule.total_steps, train.steps or"
+    ):
         resolve(load({"schedule": {"type": "cosine"}}), 1, "cpu")
 
 

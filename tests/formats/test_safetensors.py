@@ -59,7 +59,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     with (
-        pytest.raises(MismatchError, match="1 tensors never came: b"),
+        pytest.raises(MismatchError, match="1 tensors were never written: b"),
         SafetensorsWriter(file, {"a": (2,), "b": (1,)}, torch.float32) as f,
     ):
         f.write("a", torch.zeros(2))
@@ -71,7 +71,7 @@ def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
     ):
         f.write("a", torch.zeros(3))
     with (
-        pytest.raises(MismatchError, match="a came twice"),
+        pytest.raises(MismatchError, match="a was written twice"),
         SafetensorsWriter(file, {"a": (2,)}, torch.float32) as f,
     ):
         f.write("a", torch.zeros(2))

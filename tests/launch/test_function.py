@@ -73,7 +73,7 @@ said = said_by(fails)
 assert said.startswith("rank 1 failed: ValueError: of rank 1 alone"), said
 assert "in fails" in said and "function.py" not in said, said
 assert "killed by SIGKILL" in said_by(is_killed)
-assert "a function, cannot be handed over" in said_by(lambda: lambda: 1)
+assert "a function, cannot be returned" in said_by(lambda: lambda: 1)
 assert "itself a rank" in said_by(lambda: shardwise.launch(train, 1))
 group = shardwise.launch(starts_more)
 for _ in range(3000):  # until init has reaped it

@@ -429,7 +429,7 @@ def no_program(folder: Path) -> Program:
 
 @pytest.mark.parametrize(
     ("ranks", "match"),
-    [(0, "0 ranks were asked for; at least 1"), (-2, "-2 ranks"), (1, r"no script .*missing\.py")],
+    [(0, "0 ranks were requested; at least 1"), (-2, "-2 ranks"), (1, r"no script .*missing\.py")],
 )
 def test_what_cannot_start_is_refused(tmp_path: Path, ranks: int, match: str) -> None:
     with pytest.raises(UsageError, match=match):

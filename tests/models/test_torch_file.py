@@ -34,7 +34,7 @@ def test_tensors_in_lists_and_tuples_are_not_dropped(tmp_path: Path) -> None:
     [
         ({"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, r"two entries are called 'a\.b'"),
         ({1: torch.ones(2), "1": torch.zeros(2)}, "two entries are called '1'"),
-        ({"__metadata__": torch.ones(1)}, "which safetensors keeps for itself"),
+        ({"__metadata__": torch.ones(1)}, "which safetensors reserves"),
         (
             {"x": torch.ones(1).expand(3 * 10**9)},
             "x of shape .* has only 4 bytes in the file: it is an expanded",
@@ -55,7 +55,7 @@ def test_what_cannot_be_written_as_it_is_is_named(tmp_path: Path, content: Any, 
 def test_what_holds_itself(tmp_path: Path) -> None:
     content: dict[str, Any] = {"x": torch.ones(1)}
     content["again"] = content
-    with pytest.raises(CheckpointError, match="'again' holds itself"):
+    with pytest.raises(CheckpointError, match="'again' contains itself"):
         read_torch_file(saved(tmp_path, content))
 
 

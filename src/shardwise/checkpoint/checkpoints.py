@@ -8,7 +8,7 @@
 Every rank makes the same calls in the same order. A save waits for the one before it. The writing thread is not a
 daemon: a process that ends normally finishes its save first.
 
-    a save behind training fails ── told through ``warn`` ──► the next ``save`` tries anew ── committed: forgotten
+    a save in the background fails ── logged by ``warn`` ──► the next ``save`` tries again ── committed: forgotten
                                                               it fails, ``policy.tolerate_failures`` + 1 in a row: the
                                                               ``save`` after it raises
                                                           ──► ``wait`` or ``load`` comes next: it raises
@@ -29,7 +29,7 @@ from torch import Tensor
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import Sizes
 from shardwise.checkpoint.load import Choose, Loaded, Loading, StepReader
-from shardwise.checkpoint.peers import Conversation, JobRanks, Solo
+from shardwise.checkpoint.peers import Coordinator, JobRanks, Solo
 from shardwise.checkpoint.piece import FlatSlice, Item, check_pieces
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.checkpoint.save import Contents, Saver, Saving
@@ -125,8 +125,9 @@ class Checkpoints:
         copies: Sequence[Item] = (),
         best: int | None = None,
     ) -> None:
-        """Save ``items`` as step ``step``; ``asynchronous`` overrides the policy, in front of
-        training a failure is raised here and now. Behind it, it is told, and raised as the head of this file says.
+        """Save ``items`` as step ``step``; ``asynchronous`` overrides the policy.
+
+        A failure in the foreground is raised at once, one in the background is logged and raised as the module says.
 
         ``copies`` are items more, of tensors that nobody else will touch: they are written as they are.
 
@@ -134,7 +135,7 @@ class Checkpoints:
         written as tensors of their own. ``texts`` are small files to go along, such as ``model/config.json``. ``best``
         is the number of a step that is kept whatever ``keep_last`` says.
         """
-        talk = self._open(f"save of step {step}")  # before anything may raise: ranks count alike
+        coordinator = self._open(f"save of step {step}")  # before anything may raise: ranks count alike
         self._join()
         if self._failures > self.policy.tolerate_failures:
             self.wait()
@@ -149,31 +150,33 @@ class Checkpoints:
             try:
                 contents = replace(contents, items=[*self._buffer.copy(items), *copies])
             except Exception as error:
-                self._tell(talk, error)
-            self._thread = threading.Thread(target=self._behind, args=(talk, contents), name="shardwise-save")
+                self._report(coordinator, error)
+            self._thread = threading.Thread(
+                target=self._behind, args=(coordinator, contents), name="shardwise-save"
+            )
             self._thread.start()
         else:
-            self._save(talk, contents)
+            self._save(coordinator, contents)
             self._failures = 0
 
-    def _tell(self, talk: Conversation, error: Exception) -> None:
-        """A failure ahead of the first phase, told in its place so that no rank waits for this one."""
+    def _report(self, coordinator: Coordinator, error: Exception) -> None:
+        """Post a failure before the first phase in its place, so that no rank waits for this one."""
 
         def fail() -> None:
             raise error
 
-        talk.gather("specs", fail)
+        coordinator.gather("specs", fail)
 
-    def _save(self, talk: Conversation, contents: Contents) -> None:
+    def _save(self, coordinator: Coordinator, contents: Contents) -> None:
         try:
-            Saving(self._folder, self._files, self._sizes, self._writer, talk, contents).run()
+            Saving(self._folder, self._files, self._sizes, self._writer, coordinator, contents).run()
         except CheckpointError as error:
             raise CheckpointError(f"{self.root}: step {contents.step} was not saved: {error}") from error
 
-    def _behind(self, talk: Conversation, contents: Contents) -> None:
+    def _behind(self, coordinator: Coordinator, contents: Contents) -> None:
         self._yield_to_training()
         try:
-            self._save(talk, contents)
+            self._save(coordinator, contents)
             self._failures = 0
         except Exception as error:
             failure = (
@@ -189,7 +192,7 @@ class Checkpoints:
             self.failed_saves += 1
             allowed = self.policy.tolerate_failures
             then = (
-                f"training goes on and the next save tries anew ({self._failures} failed in a row, "
+                f"training continues and the next save tries again ({self._failures} failed in a row, "
                 f"checkpoint.tolerate_failures: {allowed})"
                 if self._failures <= allowed
                 else f"the next save ends the run: {self._failures} failed in a row"
@@ -232,20 +235,20 @@ class Checkpoints:
     ) -> Loaded | None:
         """Fill ``items`` from the newest whole step, or from the step at ``path`` and no other.
 
-        ``items`` may be a function of the manifest, for callers whose wishes depend on what a step holds. ``partial``
+        ``items`` may be a function of the manifest, for callers whose requests depend on what a step holds. ``partial``
         allows the step to hold more tensors of a kind than are asked for. ``is_checked``: every block was checked a
         moment ago, in an earlier load of parts of the same step; what is read now is checked as it is read.
         ``examine`` may read what it likes of a step before anything is filled, and refuse it on this rank, and so on
         all, by raising DamagedError. None where the folder has no step.
         """
-        talk = self._open("load")
+        coordinator = self._open("load")
         self.wait()
-        load = Loading(self._folder, self._files, talk, self._warn, partial, is_checked, examine)
+        load = Loading(self._folder, self._files, coordinator, self._warn, partial, is_checked, examine)
         return load.newest(items) if path is None else load.exactly(Path(path), items)
 
     def steps(self) -> list[StepDirectory]:
         """What lies in the folder, newest first; asks this process's view of the disk alone."""
         return self._folder.scan()
 
-    def _open(self, purpose: str) -> Conversation:
-        return Conversation(self._peers, purpose, self.policy.timeout_s)
+    def _open(self, purpose: str) -> Coordinator:
+        return Coordinator(self._peers, purpose, self.policy.timeout_s)

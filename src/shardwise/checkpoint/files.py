@@ -127,8 +127,8 @@ class Files:
         if not path.is_dir():
             if path.is_symlink():
                 raise CheckpointError(
-                    f"{path} is a link to {os.readlink(path)}, which is no folder that can be reached; mend the link "
-                    "or the disk behind it, or remove the link"
+                    f"{path} is a link to {os.readlink(path)}, not to a folder that can be reached; mend the link or "
+                    "the disk behind it, or remove the link"
                 )
             if path.exists():
                 raise CheckpointError(f"{path} is a file where a folder is expected; give another folder")

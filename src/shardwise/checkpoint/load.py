@@ -28,7 +28,7 @@ from torch import Tensor
 import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest, ManifestTensor
-from shardwise.checkpoint.peers import Conversation
+from shardwise.checkpoint.peers import Coordinator
 from shardwise.checkpoint.piece import Item, bytes_of, check_pieces
 from shardwise.checkpoint.steps import Folder, StepDirectory, open_step, step_of
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
@@ -91,14 +91,18 @@ class StepReader:
 
     def fill(self, items: Sequence[Item]) -> None:
         """Copy the stored elements into the pieces of ``items``, casting where the dtype differs."""
-        for name, wishes in self._wishes(items).items():
-            wishes.sort(key=lambda wish: wish.start)
+        for name, requests in self._requests(items).items():
+            requests.sort(key=lambda request: request.start)
             size = self.manifest.block_bytes
-            touched = {block for wish in wishes for block in range(wish.start // size, -(-wish.stop // size))}
-            self._each_block(name, sorted(touched), _copier(wishes, size))
+            touched = {
+                block
+                for request in requests
+                for block in range(request.start // size, -(-request.stop // size))
+            }
+            self._each_block(name, sorted(touched), _copier(requests, size))
 
-    def _wishes(self, items: Sequence[Item]) -> dict[str, list["_ReadRequest"]]:
-        wishes: dict[str, list[_ReadRequest]] = {}
+    def _requests(self, items: Sequence[Item]) -> dict[str, list["_ReadRequest"]]:
+        requests: dict[str, list[_ReadRequest]] = {}
         for item in items:
             stored = self.manifest.find(item.kind, item.name)
             assert stored is not None, f"{item.name} was compared before it is read"
@@ -108,11 +112,11 @@ class StepReader:
                     if a < b:
                         at = piece.offset + (a - piece.start) * stored.torch_dtype.itemsize
                         end = at + (b - a) * stored.torch_dtype.itemsize
-                        wish = _ReadRequest(
+                        request = _ReadRequest(
                             at, end, stored.torch_dtype, tensor.detach()[a - start : b - start]
                         )
-                        wishes.setdefault(piece.file, []).append(wish)
-        return wishes
+                        requests.setdefault(piece.file, []).append(request)
+        return requests
 
     def _each_block(self, name: str, blocks: Iterable[int], use: Callable[[int, Tensor], None]) -> None:
         """Read and check ``blocks`` of one file, handing each to ``use``."""
@@ -186,22 +190,22 @@ class _ReadRequest(NamedTuple):
     tensor: Tensor
 
 
-def _copier(wishes: Sequence[_ReadRequest], block_bytes: int) -> Callable[[int, Tensor], None]:
-    """Serve sorted ``wishes`` from blocks that come in rising order."""
-    waiting = list(reversed(wishes))
-    open_wishes: list[_ReadRequest] = []
+def _copier(requests: Sequence[_ReadRequest], block_bytes: int) -> Callable[[int, Tensor], None]:
+    """Serve sorted ``requests`` from blocks that come in rising order."""
+    waiting = list(reversed(requests))
+    open_requests: list[_ReadRequest] = []
 
     def use(block: int, data: Tensor) -> None:
         first = block * block_bytes
         last = first + data.numel()
         while waiting and waiting[-1].start < last:
-            open_wishes.append(waiting.pop())
-        for start, stop, dtype, tensor in open_wishes:
+            open_requests.append(waiting.pop())
+        for start, stop, dtype, tensor in open_requests:
             a, b = max(start, first), min(stop, last)
             size = dtype.itemsize
             source = data[a - first : b - first].view(dtype)
             tensor[(a - start) // size : (b - start) // size].copy_(source)
-        open_wishes[:] = [wish for wish in open_wishes if wish.stop > last]
+        open_requests[:] = [request for request in open_requests if request.stop > last]
 
     return use
 
@@ -232,24 +236,24 @@ def _castable(stored: ManifestTensor, wanted: torch.dtype) -> bool:
     return stored.torch_dtype == wanted or (stored.torch_dtype.is_floating_point and wanted.is_floating_point)
 
 
-def _asked(items: Sequence[Item], manifest: Manifest) -> str:
+def _requested(items: Sequence[Item], manifest: Manifest) -> str:
     """Which of the manifest's tensors this rank asks for: a bit each, in hex."""
     wanted = {id(manifest.find(item.kind, name)) for item in items for name in manifest.names_of(item.name)}
     bits = "".join("1" if id(tensor) in wanted else "0" for tensor in manifest.tensors)
     return f"{int(bits, 2):x}" if bits else "0"
 
 
-def _unasked(told: Sequence[dict[str, Any]], manifest: Manifest) -> list[str]:
+def _unrequested(answers: Sequence[dict[str, Any]], manifest: Manifest) -> list[str]:
     """Tensors that no rank asked for, of kinds that some rank did ask for."""
     union = 0
-    for answer in told:
-        union |= int(answer["asked"], 16)
+    for answer in answers:
+        union |= int(answer["requested"], 16)
     count = len(manifest.tensors)
-    asked = [bool(union >> (count - 1 - i) & 1) for i in range(count)]
-    kinds = {tensor.kind for tensor, yes in zip(manifest.tensors, asked, strict=True) if yes}
+    requested = [bool(union >> (count - 1 - i) & 1) for i in range(count)]
+    kinds = {tensor.kind for tensor, yes in zip(manifest.tensors, requested, strict=True) if yes}
     return [
         f"{tensor.kind} {tensor.name!r} {tuple(tensor.shape)} is not in this model"
-        for tensor, yes in zip(manifest.tensors, asked, strict=True)
+        for tensor, yes in zip(manifest.tensors, requested, strict=True)
         if not yes and tensor.kind in kinds
     ]
 
@@ -264,16 +268,16 @@ class Loading:
         self,
         folder: Folder,
         files: Files,
-        talk: Conversation,
+        coordinator: Coordinator,
         warn: Callable[[str], None],
         partial: bool,
         is_checked: bool = False,
         examine: Callable[[StepReader], None] | None = None,
     ) -> None:
         self._examine = examine
-        self._folder, self._files, self._talk, self._partial = folder, files, talk, partial
+        self._folder, self._files, self._coordinator, self._partial = folder, files, coordinator, partial
         self._is_checked = is_checked
-        self._warn = warn if talk.rank == 0 else lambda line: None
+        self._warn = warn if coordinator.rank == 0 else lambda line: None
         self._touched = False
 
     def newest(self, choose: Choose) -> Loaded | None:
@@ -281,12 +285,12 @@ class Loading:
         steps: list[StepDirectory] = []
 
         def scan() -> list[str]:
-            if self._talk.rank == 0:
+            if self._coordinator.rank == 0:
                 steps.extend(self._folder.scan())
                 self._pass_over(steps)
             return [one.path.name for one in steps if one.manifest is not None]
 
-        names: list[str] = json.loads(self._talk.gather("candidates", scan)[0])
+        names: list[str] = json.loads(self._coordinator.gather("candidates", scan)[0])
         problems: list[str] = []
         for number, name in enumerate(names):
             try:
@@ -297,7 +301,7 @@ class Loading:
                     f"trying {names[number + 1]}" if number + 1 < len(names) else "and there is no older one"
                 )
                 self._warn(f"checkpoint {name} is damaged, {older}: {damage}")
-        self._talk.gather("none left", lambda: self._none_left(steps, problems))
+        self._coordinator.gather("none left", lambda: self._none_left(steps, problems))
         return None
 
     def _pass_over(self, steps: Sequence[StepDirectory]) -> None:
@@ -322,12 +326,14 @@ class Loading:
         """This step and no other."""
         return self._one(path, choose, "only")
 
-    def _one(self, path: Path, choose: Choose, turn: str, told: object = None) -> Loaded:
-        """Check ``path`` together, then fill. ``told``: its name where another rank gave it."""
+    def _one(self, path: Path, choose: Choose, turn: str, given_name: object = None) -> Loaded:
+        """Check ``path`` together, then fill. ``given_name``: its name, if it came from another rank."""
         opened: list[tuple[StepReader, Sequence[Item]]] = []
 
         def check() -> dict[str, Any]:
-            manifest = open_step(path if told is None else step_of(self._folder.root, told), self._files)
+            manifest = open_step(
+                path if given_name is None else step_of(self._folder.root, given_name), self._files
+            )
             items = list(choose(manifest)) if callable(choose) else list(choose)
             check_pieces(items)
             reader = StepReader(path, manifest, self._files)
@@ -335,13 +341,13 @@ class Loading:
             wrong = differences(items, manifest)
             if not wrong and not self._is_checked:
                 blocks = reader.blocks()
-                rank, size = self._talk.rank, self._talk.size
+                rank, size = self._coordinator.rank, self._coordinator.size
                 reader.check(blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size])
             if not wrong and self._examine is not None:
                 self._examine(reader)
-            return {"seal": manifest.sha256, "asked": _asked(items, manifest), "wrong": wrong}
+            return {"seal": manifest.sha256, "requested": _requested(items, manifest), "wrong": wrong}
 
-        answers = [json.loads(text) for text in self._talk.gather(f"check {turn}", check)]
+        answers = [json.loads(text) for text in self._coordinator.gather(f"check {turn}", check)]
         reader, items = opened[0]
         self._judge(answers, reader)
 
@@ -353,19 +359,19 @@ class Loading:
             self._touched = True
             reader.fill(items)
 
-        self._talk.gather(f"read {turn}", read)
+        self._coordinator.gather(f"read {turn}", read)
         return Loaded(reader.manifest.step, trainer, path, reader.manifest)
 
-    def _judge(self, told: Sequence[dict[str, Any]], reader: StepReader) -> None:
+    def _judge(self, answers: Sequence[dict[str, Any]], reader: StepReader) -> None:
         """Equal on all ranks, since all judge the same answers."""
-        if len({answer["seal"] for answer in told}) > 1:
+        if len({answer["seal"] for answer in answers}) > 1:
             raise CheckpointError(
                 f"{reader.path}: the ranks see different manifests under this name; the checkpoint folder must lie on "
                 "a file system that all ranks share"
             )
-        wrong = list(dict.fromkeys(line for answer in told for line in answer["wrong"]))
+        wrong = list(dict.fromkeys(line for answer in answers for line in answer["wrong"]))
         if not self._partial:
-            wrong += _unasked(told, reader.manifest)
+            wrong += _unrequested(answers, reader.manifest)
         if wrong:
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise MismatchError(

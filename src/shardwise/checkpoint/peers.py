@@ -1,7 +1,7 @@
 """How the ranks of a save or a load agree: short texts over a store, no collective.
 
 A save runs behind training in its own thread, where a collective would tangle with the training's own. Texts under
-agreed keys do not. Every phase of a save or load is one ``Conversation.gather``: each rank does its part, posts how it
+agreed keys do not. Every phase of a save or load is one ``Coordinator.gather``: each rank does its part, posts how it
 went, and reads how all the others fared, so that all of them go on or all of them raise, and no rank is left waiting
 for one that failed. A rank that died does not post; the others name the phase when their time is up.
 
@@ -96,7 +96,7 @@ def _story(error: Exception) -> str:
     return in_words(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
-class Conversation:
+class Coordinator:
     """The phases of one save or one load. Open it in the caller's thread, use it in any."""
 
     # The order in which failures of several ranks are judged, the same on every rank: what cannot be cured by an
@@ -161,8 +161,8 @@ class Conversation:
 
     def _raise_failures(self, answers: list[str], own: Exception | None) -> None:
         failed = [
-            (told["kind"], rank, told["story"])
-            for rank, told in ((r, json.loads(a[1:])) for r, a in enumerate(answers) if a[:1] == "-")
+            (report["kind"], rank, report["story"])
+            for rank, report in ((r, json.loads(a[1:])) for r, a in enumerate(answers) if a[:1] == "-")
         ]
         if not failed:
             return

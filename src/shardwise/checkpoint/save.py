@@ -32,7 +32,7 @@ from shardwise.checkpoint.coverage import Extent, FileSums, cut_at_blocks, store
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.layout import FileLayout, FileSlot, Sizes, arrange, index_text
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.peers import Conversation
+from shardwise.checkpoint.peers import Coordinator
 from shardwise.checkpoint.piece import (
     MODEL_KINDS,
     Item,
@@ -98,12 +98,12 @@ class Saving:
         files: Files,
         sizes: Sizes,
         writer: Saver,
-        talk: Conversation,
+        coordinator: Coordinator,
         contents: Contents,
     ) -> None:
         self._folder, self._files, self._sizes, self._writer = folder, files, sizes, writer
-        self._talk, self._contents = talk, contents
-        self._leads = talk.rank == 0
+        self._coordinator, self._contents = coordinator, contents
+        self._leads = coordinator.rank == 0
         self._unlock: Callable[[], None] | None = None
         self._temporary: Path | None = None
         self._committed: Path | None = None
@@ -114,17 +114,19 @@ class Saving:
         items = with_aliases(self._contents)
         try:
             layouts = self._agree(items)
-            name = json.loads(self._talk.gather("directory", lambda: self._prepare(layouts))[0])
+            name = json.loads(self._coordinator.gather("directory", lambda: self._prepare(layouts))[0])
             temporary = self._folder.root / str(name)
-            told = self._talk.gather(
+            answers = self._coordinator.gather(
                 "write", lambda: self._write(temporary_of(self._folder.root, name), layouts, items)
             )
             sums: list[FileSums] = []
-            crcs = self._talk.gather("read back", lambda: self._read_back(temporary, layouts, told, sums))
-            self._talk.gather("commit", lambda: self._commit(temporary, layouts, sums, crcs))
+            crcs = self._coordinator.gather(
+                "read back", lambda: self._read_back(temporary, layouts, answers, sums)
+            )
+            self._coordinator.gather("commit", lambda: self._commit(temporary, layouts, sums, crcs))
             if self._leads:
                 self._tidy()
-            self._talk.end()
+            self._coordinator.end()
         except Exception:
             # Other ranks may still be writing if one died; their files vanish under them, which harms nobody.
             if self._leads and self._temporary is not None:
@@ -147,8 +149,10 @@ class Saving:
             return hashlib.sha256(self._describe(own).encode()).hexdigest()
 
         aliases: dict[str, list[str]] = {k: list(v) for k, v in self._contents.aliases.items()}
-        if len(set(self._talk.gather("specs", digest))) > 1:  # ranks of a pipeline know their own stage alone
-            answers = self._talk.gather("all specs", lambda: json.loads(self._describe(own)))
+        if (
+            len(set(self._coordinator.gather("specs", digest))) > 1
+        ):  # ranks of a pipeline know their own stage alone
+            answers = self._coordinator.gather("all specs", lambda: json.loads(self._describe(own)))
             own, aliases = _merge(answers)
         self._aliases = aliases
         return arrange(own, self._sizes, {} if self._contents.write_aliases else aliases)
@@ -239,7 +243,7 @@ class Saving:
             descriptor = self._files.open_for_writing(path)
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path} was made by rank 0 and cannot be seen by rank {self._talk.rank}: "
+                f"{path} was made by rank 0 and cannot be seen by rank {self._coordinator.rank}: "
                 "the checkpoint folder must lie on a file system that all ranks share"
             ) from None
         try:
@@ -260,7 +264,7 @@ class Saving:
     # -- read back
 
     def _read_back(
-        self, temporary: Path, layouts: Sequence[FileLayout], told: Sequence[str], sums: list[FileSums]
+        self, temporary: Path, layouts: Sequence[FileLayout], answers: Sequence[str], sums: list[FileSums]
     ) -> list[int]:
         """Rank 0: coverage and sums. Every rank: the CRC-32 of its share of blocks, as the file system returns them.
 
@@ -268,13 +272,15 @@ class Saving:
         older ones are not yet removed. It reads what the system would give any reader, cached pages included.
         """
         if self._leads:
-            extents = [[Extent(*row) for row in json.loads(text)] for text in told]
+            extents = [[Extent(*row) for row in json.loads(text)] for text in answers]
             sums += sum_up(layouts, extents, self._sizes.block_bytes)
         if not self._writer.read_back:
             return []
         return [
             self._block_crc(temporary / layouts[file].path, layouts[file].bytes, block)
-            for file, block in _share(layouts, self._sizes.block_bytes, self._talk.rank, self._talk.size)
+            for file, block in _share(
+                layouts, self._sizes.block_bytes, self._coordinator.rank, self._coordinator.size
+            )
         ]
 
     def _block_crc(self, path: Path, size: int, block: int) -> int:
@@ -290,12 +296,12 @@ class Saving:
     # -- commit
 
     def _commit(
-        self, temporary: Path, layouts: Sequence[FileLayout], sums: Sequence[FileSums], told: Sequence[str]
+        self, temporary: Path, layouts: Sequence[FileLayout], sums: Sequence[FileSums], answers: Sequence[str]
     ) -> None:
         if not self._leads:
             return
         if self._writer.read_back:
-            self._compare(layouts, sums, told)
+            self._compare(layouts, sums, answers)
         files = {layout.path: file.stored() for layout, file in zip(layouts, sums, strict=True)}
         for path, text in self._texts.items():
             blocks = cut_at_blocks(0, len(text), self._sizes.block_bytes)
@@ -321,9 +327,11 @@ class Saving:
         self._committed = self._folder.commit(temporary, self._contents.step)
         self._temporary = None
 
-    def _compare(self, layouts: Sequence[FileLayout], sums: Sequence[FileSums], told: Sequence[str]) -> None:
-        for rank, text in enumerate(told):
-            share = _share(layouts, self._sizes.block_bytes, rank, self._talk.size)
+    def _compare(
+        self, layouts: Sequence[FileLayout], sums: Sequence[FileSums], answers: Sequence[str]
+    ) -> None:
+        for rank, text in enumerate(answers):
+            share = _share(layouts, self._sizes.block_bytes, rank, self._coordinator.size)
             for (file, block), crc in zip(share, json.loads(text), strict=True):
                 if sums[file].blocks[block] != crc:
                     raise CheckpointError(
@@ -357,7 +365,7 @@ class Saving:
 
 
 def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
-    """The union of what the ranks know of; each tensor must be the same to all who know it."""
+    """The tensors of all ranks together; one that several ranks hold must be the same on all of them."""
     specs: dict[tuple[str, str], Spec] = {}
     aliases: dict[str, list[str]] = {}
     first: tuple[Any, Any] | None = None

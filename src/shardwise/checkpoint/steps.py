@@ -68,22 +68,22 @@ def steps_at(path: Path) -> Path | None:
 
 
 def temporary_of(root: Path, name: object) -> Path:
-    """The directory in which a step is written, by the name that another rank told. Errors: CheckpointError."""
-    return _told(root, name, _TEMPORARY)
+    """The directory in which a step is written, by the name that another rank posted. Errors: CheckpointError."""
+    return _named(root, name, _TEMPORARY)
 
 
 def step_of(root: Path, name: object) -> Path:
-    """The directory of a step, by the name that another rank told. Errors: CheckpointError."""
-    return _told(root, name, _STEP)
+    """The directory of a step, by the name that another rank posted. Errors: CheckpointError."""
+    return _named(root, name, _STEP)
 
 
-def _told(root: Path, name: object, form: re.Pattern[str]) -> Path:
+def _named(root: Path, name: object, form: re.Pattern[str]) -> Path:
     """What comes over a wire may be an absolute path, or lead out of the folder: names of our own form alone."""
     if isinstance(name, str) and form.fullmatch(name):
         return root / name
     raise CheckpointError(
-        f"{root}: rank 0 is said to have named the directory {str(name)[:100]!r}, which no rank makes; nothing was "
-        "read or written there. Another program writes into the store of this job"
+        f"{root}: rank 0 is recorded as having named the directory {str(name)[:100]!r}, which no rank makes; nothing "
+        "was read or written there. Another program writes into the store of this job"
     )
 
 

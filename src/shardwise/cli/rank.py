@@ -91,7 +91,7 @@ def _train(trainer: Trainer, console: Console, request: Request) -> int:
     _show_schedule(trainer, console)
     _show_lanes(trainer, console)
     if not is_done:
-        console.print(f"stopped after step {engine.step_count}, which is saved. Go on with:", style="bold")
+        console.print(f"stopped after step {engine.step_count}, which is saved. Resume with:", style="bold")
         console.print(f"    {request.command()}", markup=False, highlight=False, soft_wrap=True)
         # A scheduler must not take a run that it interrupted for one that finished.
         for number in (signal.SIGTERM, signal.SIGHUP):

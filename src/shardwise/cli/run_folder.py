@@ -175,8 +175,8 @@ class RunFolder:
                     held = printable(os.pread(descriptor, 500, 0).decode(errors="replace").strip())
                     os.close(descriptor)
                     raise UsageError(
-                        f"{self.root}: a run is on in this folder ({held or 'it does not say which'}); wait for its "
-                        "end, stop it, or choose another folder with --set output_dir=..."
+                        f"{self.root}: another run is using this folder ({held or 'it does not say which'}); wait for "
+                        "its end, stop it, or choose another folder with --set output_dir=..."
                     ) from None
             if lies_at(descriptor, path):
                 return descriptor
@@ -226,9 +226,7 @@ class RunFolder:
             try:
                 before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
             except yaml.YAMLError as error:
-                raise ConfigError(
-                    f"{self.config} of the earlier start is not YAML any more: {error}"
-                ) from None
+                raise ConfigError(f"{self.config} of the earlier start is no longer YAML: {error}") from None
             changes = differences(before, yaml.safe_load(text))
         self.root.mkdir(parents=True, exist_ok=True)
         fresh = self.config.with_name("config.yaml.new")

@@ -223,7 +223,7 @@ def context_of(config: RunConfig, data: DataPolicy) -> int:
     if data.target is not None:
         return 0
     raise ConfigError(
-        "model: text is cut into samples of model.context tokens, and this model does not say it; "
+        "model: text is cut into samples of model.context tokens, and this model does not give that number; "
         "set model.context, which is handed to the target too, or bring a dataset with data.target"
     )
 

@@ -70,6 +70,6 @@ def command(
     folder = RunFolder(Path(wanted.output_dir))
     folder.start_from(resume)
     with folder.claimed():
-        pass  # rank 0 takes it for the life of the run; a second run is told before its ranks have started
+        pass  # rank 0 takes it for the life of the run; a second run is refused before its ranks start
     program = Program("module", "shardwise.cli.rank", (request.to_json(),))
     raise typer.Exit(run(program, ranks, folder.logs))

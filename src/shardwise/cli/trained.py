@@ -46,7 +46,7 @@ def gpt_of(step: StepSummary) -> tuple[GptPolicy, RunConfig]:
     config = RunConfig.parse(user["config"], str(step.path / "trainer.json"))
     if not isinstance(config.model, GptPolicy):
         raise UsageError(
-            f"{step.path} holds {_described(config.model)}, which writes no text that we know of; "
+            f"{step.path} holds {_described(config.model)}, which does not generate text; "
             f"its weights are plain safetensors in {step.path / 'model'}"
         )
     _check_shapes(config.model, step)

@@ -40,7 +40,7 @@ _READING_LINE_S = 5.0
 
 
 class Reading:
-    """Says how far data that is converted is, every few seconds; nothing where that is done before."""
+    """Shows the progress of a conversion of data every few seconds; nothing if it ends before that."""
 
     def __init__(self, what: str) -> None:
         self._what, self._said_at = what, time.monotonic()
@@ -321,7 +321,7 @@ class Trainer(ABC):
                 self._failed_saves += 1
                 if is_last or policy.asynchronous or self._failed_saves > policy.tolerate_failures:
                     raise  # behind training they are counted where they fail
-                _log.warning("%s; training goes on and the next save tries anew", error)
+                _log.warning("%s; training continues and the next save tries again", error)
                 return
             self._failed_saves = 0
             self.saved_step = self.engine.step_count
@@ -347,5 +347,5 @@ class Trainer(ABC):
         if others:
             raise DataError(
                 f"data: ranks {others} read other data than rank 0; every rank must see the same files, "
-                f"and data.cache, if given, must not hold what was made of others"
+                f"and data.cache, if given, must not hold conversions of other files"
             )

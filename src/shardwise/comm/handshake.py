@@ -133,7 +133,7 @@ def meet(
     store = SealedStore(base, seal(secret, b"key", word.encode()))
     store.set(f"{place}/ready/{rank}", b"ready")
     if missing_keys(base, [f"{place}/go"], timeout_s + _PATIENCE_S):
-        raise DeadlineError(f"rank {rank}: rank 0 welcomed this rank and was not heard of again; see its log")
+        raise DeadlineError(f"rank {rank}: rank 0 welcomed this rank and then stopped answering; see its log")
     refusal, who = json.loads(store.get(f"{place}/go"))
     if refusal:
         raise ConfigError(refusal)
@@ -174,7 +174,7 @@ def _host(
         late = missing_keys(base, [f"{place}/ready/{rank}" for rank in range(1, size)], timeout_s)
         if late:
             raise DeadlineError(
-                f"rank 0: {named_ranks([rank + 1 for rank in late])} came to the store and fell silent"
+                f"rank 0: {named_ranks([rank + 1 for rank in late])} connected to the store and then stopped answering"
             )
         for rank in range(1, size):
             store.get(f"{place}/ready/{rank}")

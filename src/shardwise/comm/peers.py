@@ -403,7 +403,7 @@ class SharedMemoryWire:
     def _guarded(self, spares: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         """A rank that fails within a message is out of step with the other for good."""
         if self._broken:
-            raise CommError(f"the exchange was given up before: {self._broken}")
+            raise CommError(f"the exchange was abandoned earlier: {self._broken}")
         try:
             yield
         except spares:

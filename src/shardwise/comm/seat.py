@@ -1,6 +1,6 @@
 """Seat: which rank this process is, read from the environment of whatever started it.
 
-The first of these that speaks wins; rank 0 prints which one it was:
+The first of these that is set wins; rank 0 prints which one it was:
     1  arguments of ``join``
     2  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT   torchrun, our own launcher, Kubernetes
     3  SLURM_PROCID inside an srun step             (a batch script outside srun is one process)

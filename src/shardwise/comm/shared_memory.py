@@ -286,14 +286,14 @@ class SharedMemoryTransport:
         return self._begin(call, nothing, 1, lambda turn, slot: None, 1, lambda turn: None)
 
     def close(self) -> None:
-        """Leave the group; peers that still wait for this rank are told."""
+        """Leave the group; peers that still wait for this rank are notified."""
         if not self._broken and self._process == os.getpid():
             self._let_go("it was closed", failed=False)
 
     def _call(self, operation: str, what: str, timeout_s: float, *tensors: Tensor) -> Call:
         call = Call(operation, what, timeout_s)
         if self._broken:
-            raise CommError(f"{self._where(call)}: the group was given up before: {self._broken}")
+            raise CommError(f"{self._where(call)}: the group was closed earlier: {self._broken}")
         if self._process != os.getpid():
             raise UsageError(f"{self._where(call)}: a forked process cannot use its parent's group")
         for tensor in tensors:
@@ -334,7 +334,7 @@ class SharedMemoryTransport:
         if exchange.ended:
             return
         if self._broken:
-            raise CommError(f"{self._where(exchange.call)}: the group was given up before: {self._broken}")
+            raise CommError(f"{self._where(exchange.call)}: the group was closed earlier: {self._broken}")
         try:
             while not exchange.ended:
                 self._complete(self._queue[0])

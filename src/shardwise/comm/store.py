@@ -50,8 +50,8 @@ class SealedStore(dist.Store):
         mark, data = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
         if not hmac.compare_digest(mark, seal(self._key, key.encode(), data)):
             raise CommError(
-                f"store: the value under {key!r} does not bear this job's seal: another program than its ranks wrote "
-                "it, or a rank was started with another SHARDWISE_SECRET"
+                f"store: the value under {key!r} is not signed with this job's secret: another program than its ranks "
+                "wrote it, or a rank was started with another SHARDWISE_SECRET"
             )
         return data
 

@@ -37,7 +37,7 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     has_epochs = isinstance(config.data, ClickPolicy) and config.data.epochs is not None
     if schedule.total_steps is None and schedule.type != "constant" and not has_epochs:
         raise ConfigError(
-            f"schedule: {schedule.type} ends somewhere; give schedule.total_steps, train.steps or data.epochs"
+            f"schedule: {schedule.type} needs a last step; give schedule.total_steps, train.steps or data.epochs"
         )
     # The only microbatch of a step adds to nothing: its gradient is cut at once, and the rest of it takes no memory.
     once = batch.accumulation == 1 and config.zero.stage >= 1

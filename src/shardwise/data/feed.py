@@ -156,7 +156,7 @@ class StreamFeed:
             )
         if count < skip:
             raise DataError(
-                f"the stream ended after {count} items, but {skip} had been read of it when the state was saved; "
+                f"the stream ended after {count} items, but {skip} had been read from it when the state was saved; "
                 "bring the same data, or start without the saved state"
             )
         if whole < needed:

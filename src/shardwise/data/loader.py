@@ -202,7 +202,7 @@ class Loader:
                 f"{key} {given.get(key)} then, {here[key]} now" for key in here if given.get(key) != here[key]
             )
             raise DataError(
-                f"the data is not what the position was saved with ({differing}), so the run cannot go on exactly; "
+                f"the data is not what the position was saved with ({differing}), so the run cannot resume exactly; "
                 "bring the same data, or start without the saved position"
             )
         self.close()

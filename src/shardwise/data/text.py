@@ -210,7 +210,7 @@ def convert(
             f"{out} is a folder; expected the path of the token file to write, such as {out / 'text'}{SUFFIX}"
         )
     if out.exists() and not is_token_file(out):
-        raise DataError(f"{out} exists and is no token file; it is not overwritten, give another path")
+        raise DataError(f"{out} exists and is not a token file; it is not overwritten, give another path")
     parts = [find_files(each, pattern) for each in ([source] if isinstance(source, str) else source)]
     paths = [path for part in parts for path in part.paths]
     for path in paths:

@@ -242,8 +242,8 @@ class TokenFile:
             highest = int(self._tokens[first_token : first_token + _BLOCK_BYTES // self.dtype.itemsize].max())
             if highest >= self.vocab_size:
                 raise DataError(
-                    f"token file {self.path} holds token {highest}, which its vocabulary of {self.vocab_size} has not; "
-                    f"{_REPAIR}"
+                    f"token file {self.path} holds token {highest}, which is not in its vocabulary of "
+                    f"{self.vocab_size}; {_REPAIR}"
                 )
             self._is_checked[block] = True
 

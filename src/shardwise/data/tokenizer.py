@@ -83,7 +83,7 @@ class JsonTokenizer:
         if not vocabulary or self.vocab_size > 4 * len(vocabulary) + _GAP_LIMIT:
             raise SourceError(
                 f"tokenizer {path} has {len(vocabulary)} tokens and ids up to {self.vocab_size - 1}: an embedding "
-                "would have a row for each id; number them without such gaps"
+                "would need a row for every id; renumber them without gaps"
             )
         self.end_of_document = next(
             (vocabulary[word] for word in _END_OF_DOCUMENT if word in vocabulary), None

@@ -163,7 +163,7 @@ def _tensors(file: Path, header: dict[str, Any], data: int, size: int) -> list[S
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.elements))
     for first, second in itertools.pairwise(tensor for tensor in tensors if tensor.elements):
         if first.offset + first.elements * first.dtype.itemsize > second.offset:
-            raise DamagedError(f"{file}: {first.name[:200]} and {second.name[:200]} lie over one another")
+            raise DamagedError(f"{file}: {first.name[:200]} and {second.name[:200]} overlap")
     return tensors
 
 
@@ -202,7 +202,7 @@ class SafetensorsWriter:
         """Put one whole tensor in its place."""
         expected = self._shapes.get(name)
         if expected is None or (self._missing[name] == 0 and 0 not in expected):
-            raise MismatchError(f"{self._file}: {name} came twice, or is not among the announced tensors")
+            raise MismatchError(f"{self._file}: {name} was written twice, or was not announced")
         if tuple(tensor.shape) != expected:
             raise MismatchError(f"{self._file}: {name} has shape {list(tensor.shape)}, not {list(expected)}")
         self.write_part(name, 0, tensor)
@@ -222,7 +222,7 @@ class SafetensorsWriter:
             missing = [name for name, elements in self._missing.items() if elements]
             if kind is None and missing:
                 raise MismatchError(
-                    f"{self._file}: {len(missing)} tensors never came: {', '.join(missing[:3])}"
+                    f"{self._file}: {len(missing)} tensors were never written: {', '.join(missing[:3])}"
                 )
             if kind is None:
                 self._stream.flush()

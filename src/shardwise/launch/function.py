@@ -34,7 +34,7 @@ from shardwise.launch.local import GRACE_S, check_ranks
 from shardwise.plan.errors import RankError, UsageError
 
 _SETTLE_S = 0.5
-"""After the first failure: time for the others to say theirs, so that the cause can be told from the effect."""
+"""After the first failure: so long other ranks may report theirs, to find the cause and not its effects."""
 
 
 class _FunctionCall(NamedTuple):
@@ -103,7 +103,7 @@ def _check_forkable() -> None:
     if is_joined():
         raise UsageError(
             "launch: this process belongs to a process group already; call launch before torch's init_process_group, "
-            "or use the ranks that there are"
+            "or use the ranks that are already there"
         )
 
 
@@ -140,7 +140,7 @@ def _send(pipe: Connection, rank: int, value: Any) -> None:
         pipe.send((True, value))
     except Exception as error:
         raise UsageError(
-            f"launch: the result of rank {rank}, a {type(value).__name__}, cannot be handed over ({error}); return "
+            f"launch: the result of rank {rank}, a {type(value).__name__}, cannot be returned ({error}); return "
             "numbers, tensors and plain containers of them"
         ) from None
 

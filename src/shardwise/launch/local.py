@@ -40,7 +40,7 @@ from shardwise.launch.terminal import lasting_console
 from shardwise.plan.errors import UsageError
 
 _SETTLE_S = 0.5
-"""After the first sign of failure: time for the others to say theirs, so that the cause can be told from the effect."""
+"""After the first sign of failure: so long other ranks may report theirs, to find the cause and not its effects."""
 _CAUSE_S = 1.5
 """The same where only effects have been seen."""
 GRACE_S = 2.5
@@ -192,7 +192,7 @@ class RankProcesses:
 def check_ranks(ranks: int) -> None:
     """Refuse a number of ranks that cannot be started here. Errors: UsageError."""
     if ranks < 1:
-        raise UsageError(f"launch: {ranks} ranks were asked for; at least 1 is needed")
+        raise UsageError(f"launch: {ranks} ranks were requested; at least 1 is needed")
     if is_in_job():
         raise UsageError(
             "launch: this process is itself a rank that the launcher started; start the inner job from outside, "

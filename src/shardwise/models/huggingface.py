@@ -110,7 +110,7 @@ def policy_of(config: Mapping[str, Any], where: str) -> GptPolicy:
     if not isinstance(family, str) or family not in readers:
         raise ConfigError(f"{where}: model_type is {family!r:.200}; a Gpt can be a {', a '.join(readers)}")
     if config.get("quantization_config"):
-        raise ConfigError(f"{where}: the weights are quantised; take the model's 16-bit or 32-bit weights")
+        raise ConfigError(f"{where}: the weights are quantised; use the model's 16-bit or 32-bit weights")
     try:
         return readers[family](config, where)
     except KeyError as error:

@@ -81,7 +81,7 @@ def torch_rules(model: nn.Module) -> dict[str, Initializer]:
         raise PlanError(
             f"start weights: {len(unknown)} parameters belong to modules whose start is not known "
             f"({', '.join(unknown[:3])}); give the model an initial_rules() method that returns "
-            "{parameter name: Normal | Uniform | Constant}, or bring it initialised"
+            "{parameter name: Normal | Uniform | Constant}, or pass it initialised"
         )
     return rules
 

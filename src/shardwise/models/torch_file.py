@@ -54,7 +54,9 @@ def read_torch_file(path: Path) -> TorchFile:
     left_out: list[str] = []
     for number, (name, value) in enumerate(_leaves(path, content, (), ())):
         if number >= _ENTRY_LIMIT:
-            raise CheckpointError(f"{path} holds more than {_ENTRY_LIMIT} entries; that is no model's state")
+            raise CheckpointError(
+                f"{path} holds more than {_ENTRY_LIMIT} entries; that is not the state of a model"
+            )
         if not isinstance(value, Tensor):
             left_out.append(name or type(value).__name__)
             continue
@@ -103,7 +105,7 @@ def _check_file(path: Path) -> tuple[int, dict[int, int]]:
         struct.error,
     ) as error:
         raise CheckpointError(
-            f"{path} is cut short, damaged, or in a form of before torch 1.6 ({error}); load it where it is trusted "
+            f"{path} is cut short, damaged, or from before torch 1.6 ({error}); load it where it is trusted "
             "and torch.save its tensors again"
         ) from None
     if packed:
@@ -153,7 +155,7 @@ def _leaves(
         return
     if id(value) in above or len(keys) >= _DEPTH_LIMIT:
         raise CheckpointError(
-            f"{path}: {'.'.join(keys)[:200]!r} holds itself, or is nested more than {_DEPTH_LIMIT} deep"
+            f"{path}: {'.'.join(keys)[:200]!r} contains itself, or is nested more than {_DEPTH_LIMIT} deep"
         )
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in pairs:
@@ -167,7 +169,7 @@ def _leaves(
 def _check_name(path: Path, name: str) -> None:
     if name == METADATA:
         raise CheckpointError(
-            f"{path}: a tensor is called {METADATA!r}, which safetensors keeps for itself; rename it"
+            f"{path}: a tensor is called {METADATA!r}, which safetensors reserves; rename it"
         )
     if not name:
         raise CheckpointError(f"{path} holds one tensor without a name; save it in a dictionary")

@@ -22,7 +22,7 @@ def part_named(output: Any, name: str) -> Any:
 
 
 class Laden(ABC):
-    """Of a mapping that carries more than its items show."""
+    """A mapping with state beside its items, which its class rebuilds by itself."""
 
     @abstractmethod
     def carried(self) -> Iterable[Any]:

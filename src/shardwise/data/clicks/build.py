@@ -142,7 +142,9 @@ def convert_clicks(
             f"{out} is a folder; expected the path of the file to write, such as {out / 'day'}{SUFFIX}"
         )
     if out.exists() and not is_packed(out):
-        raise DataError(f"{out} exists and holds no packed clicks; it is not overwritten, give another path")
+        raise DataError(
+            f"{out} exists and is not a file of packed clicks; it is not overwritten, give another path"
+        )
     files = _files([sources] if isinstance(sources, str) else list(sources), pattern)
     return _convert(files, out, schema, label, separator, Malformed(malformed_limit), progress)
 

@@ -93,7 +93,7 @@ def infer(path: Path, batch: Any, label: str) -> Schema:
             )
     if doubts:
         raise DataError(
-            f"{path}: column {'; column '.join(doubts)}. Say what is learnt from: name numbers in data.dense and "
+            f"{path}: column {'; column '.join(doubts)}. Choose the columns: list numbers in data.dense and "
             "keys in data.sparse; columns that neither names are left out"
         )
     return Schema(tuple(dense), tuple(features))
