@@ -31,7 +31,7 @@ Lifetime = Literal["engine", "step"]
 """``step``: from the first gradient of a step to its end."""
 
 
-class Holding(NamedTuple):
+class LedgerEntry(NamedTuple):
     """What one holder took."""
 
     row: Row
@@ -45,13 +45,13 @@ class Ledger:
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self.holdings: list[Holding] = []
+        self.holdings: list[LedgerEntry] = []
 
     def take(
         self, row: Row, owner: str, held: int | Callable[[], int], lifetime: Lifetime = "engine"
     ) -> None:
         """``owner`` holds so many bytes, or as many as it says when it is asked: of memory that grows."""
-        self.holdings.append(Holding(row, owner, lifetime, held if callable(held) else lambda: held))
+        self.holdings.append(LedgerEntry(row, owner, lifetime, held if callable(held) else lambda: held))
 
     def bytes_by_row(self) -> dict[Row, int]:
         """Bytes of every row that somebody took, in the order of the table above."""

@@ -196,7 +196,7 @@ class Cut(NamedTuple):
         return self.where.dim if isinstance(self.where, Shard) and is_slice else None
 
 
-class Span(NamedTuple):
+class LocalSpan(NamedTuple):
     """Places of one dimension that lie together both in a rank's piece and in the whole tensor."""
 
     local: int
@@ -216,10 +216,10 @@ class Run(NamedTuple):
     """Neighbouring ranks that hold them, by cut; the first of these stands for all."""
 
 
-def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[Span], int]:
+def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[LocalSpan], int]:
     """What a rank holds of dimension ``dim`` of ``size``, in the order in which it holds it, and the size of its piece,
     padding included. Where several axes cut the dimension, each cuts what those before it left."""
-    held, length = [Span(0, 0, size, {})], size
+    held, length = [LocalSpan(0, 0, size, {})], size
     for number, cut in enumerate(cuts):
         if cut.dim != dim:
             continue
@@ -232,7 +232,7 @@ def spans(size: int, dim: int, cuts: Sequence[Cut]) -> tuple[list[Span], int]:
                 if start < stop:
                     full = span.full + start - span.local
                     found.append(
-                        Span(local + start - piece.start, full, stop - start, span.replicas | replicas)
+                        LocalSpan(local + start - piece.start, full, stop - start, span.replicas | replicas)
                     )
             local += piece.stop - piece.start
         first = pieces(cut.where, length, 0, cut.ranks)

@@ -44,7 +44,7 @@ class Feature(NamedTuple):
     pooling: Pooling
 
 
-class Run(NamedTuple):
+class FeatureRun(NamedTuple):
     """Features [start, stop) of a group, pooled by one call."""
 
     kind: RunKind
@@ -90,15 +90,15 @@ class TableGroup:
         )
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[FeatureRun, ...]:
         """Neighbouring features that are added or averaged are one run; every other feature is one."""
-        found: list[Run] = []
+        found: list[FeatureRun] = []
         for place, feature in enumerate(self.features):
             kind = _KIND[feature.pooling]
             if found and kind == found[-1].kind == "summed":
                 found[-1] = found[-1]._replace(stop=place + 1)
             else:
-                found.append(Run(kind, place, place + 1))
+                found.append(FeatureRun(kind, place, place + 1))
         return tuple(found)
 
     @cached_property

@@ -47,7 +47,7 @@ _START_ROWS = 1 << 16
 """Start rows drawn at once."""
 
 
-class Stretch(NamedTuple):
+class TableRange(NamedTuple):
     """Places [start, stop) of some keys: those of one dynamic table."""
 
     table: int
@@ -137,7 +137,7 @@ class Store:
 
     # Reading -----------------------------------------------------------------------------------------------------
 
-    def rows(self, keys: Tensor, stretches: Sequence[Stretch], learns: bool) -> Tensor:
+    def rows(self, keys: Tensor, stretches: Sequence[TableRange], learns: bool) -> Tensor:
         """Slab row of each key, -1 where it has none: int64 [U] -> [U]. Where ``learns``, new keys get rows."""
         if self._dynamic:
             rows = torch.empty_like(keys)

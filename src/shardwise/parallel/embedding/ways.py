@@ -36,7 +36,7 @@ from shardwise.kernels.tables.unique import Distinct, Scratch, dealt, grouped, u
 from shardwise.parallel.embedding.fuse import Fused, by_sample
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_owner
-from shardwise.parallel.embedding.store import Store, Stretch
+from shardwise.parallel.embedding.store import Store, TableRange
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Asked:
     """Keys from rank to rank; of ``Everywhere``, one column."""
     arrived: Tensor | None = None
     """Keys that this rank must serve: int64 [A]."""
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[TableRange] = field(default_factory=list)
     """Of dynamic tables: which of them belong to which table."""
     bags: "Bags | None" = None
     rows: Tensor | None = None
@@ -419,13 +419,13 @@ def _or_zeros(asked: Asked, rows: int, width: int, store: Store) -> Tensor:
     return asked.gradient.to(store.dtype)
 
 
-def _stretches(sizes: Tensor) -> list[Stretch]:
+def _stretches(sizes: Tensor) -> list[TableRange]:
     """Which arrived keys belong to which dynamic table: sizes by source and table, int64 [N, K]."""
     found, start = [], 0
     for row in sizes.tolist():
         for table, size in enumerate(row):
             if size:
-                found.append(Stretch(table, start, start + size))
+                found.append(TableRange(table, start, start + size))
                 start += size
     return found
 
