@@ -113,7 +113,7 @@ def test_a_check_starts_nothing_and_answers_in_json(
     assert call(monkeypatch, *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ranks"] == 4 and found["samples"] > 100 and found["start"] == "afresh"
-    assert found["config"]["batch"]["accumulation"] == 1 and found["bytes_per_rank"]["weight"] > 0
+    assert found["config"]["batch"]["accumulation"] == 1 and found["bytes_per_rank"]["weights"] > 0
     assert call(monkeypatch, *words) == 0
     said = capsys.readouterr().out
     assert "Plan over pp=2 × dp=2" in said and "pp 1: stages 1" in said and "on a rank" in said

@@ -73,7 +73,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
     if parts.tables:
         of_tables, notes = saved_tables.items_to_save(parts.tables)
         # Rank 0 writes them, and may have none itself.
-        state["tables"] = notes if parts.groups["pp"].size == 1 else _of_all_stages(parts, notes)
+        state["tables"] = notes if parts.stage_group.size == 1 else _of_all_stages(parts, notes)
     aliases = {e.name: list(e.aliases) for e in parts.spec.parameters.values() if e.aliases}
     parts.folders.at(folder).save(
         progress.step_count,

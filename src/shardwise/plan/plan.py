@@ -28,6 +28,11 @@ class Buffers:
     itemsize: int
     placement: Mapping[str, Placement]
 
+    @property
+    def row(self) -> str:
+        """Row of the ledger (memory/ledger.py) that it stands under."""
+        return {"weight": "weights", "grad": "gradients", "master": "master"}.get(self.kind, "moments")
+
     def elements(self, bucket: Bucket, mesh: Mesh) -> int:
         """Elements on one rank."""
         cut = any(isinstance(where, Shard) for where in self.placement.values())
@@ -59,12 +64,12 @@ class RankClass:
         return tuple(any(bucket.key.trained for bucket in unit.buckets) for unit in self.units)
 
     def bytes_of_units(self, mesh: Mesh) -> dict[str, int]:
-        """Model-state bytes of the Units by kind, padding included."""
+        """Model-state bytes of the Units by row of the ledger, padding included."""
         total: dict[str, int] = {}
         for (unit, bucket), buffers in self.buffers.items():
             for buffer in buffers:
                 size = buffer.elements(self.units[unit].buckets[bucket], mesh) * buffer.itemsize
-                total[buffer.kind] = total.get(buffer.kind, 0) + size
+                total[buffer.row] = total.get(buffer.row, 0) + size
         return total
 
 
@@ -101,7 +106,7 @@ class Plan:
         return {name: each.actions for name, each in self.classes.items()}
 
     def bytes_per_rank(self, rank: int | None = None) -> dict[str, int]:
-        """Model-state bytes on ``rank`` (default: this one) by kind, padding included.
+        """Model-state bytes on ``rank`` (default: this one) by row of the ledger, padding included.
 
         Embedding tables take theirs from the registry. What dynamic ones take depends on the keys that come: they count
         as full, evenly spread and without their index, those without a limit as nothing.
@@ -109,8 +114,8 @@ class Plan:
         rank = self.rank if rank is None else rank
         total = self.classes[class_of(self.mesh, rank)].bytes_of_units(self.mesh)
         for info in self.registry.of_kind("table"):
-            kind = "dynamic tables" if info.grows else "tables"
-            total[kind] = total.get(kind, 0) + round(info.bytes_on(self.mesh, rank))
+            row = "dynamic tables" if info.grows else "tables"
+            total[row] = total.get(row, 0) + round(info.bytes_on(self.mesh, rank))
         return total
 
     def __str__(self) -> str:
@@ -123,9 +128,9 @@ class Plan:
             if len(self.classes) > 1:
                 lines.append(f" {name}: stages {', '.join(map(str, each.stages))}")
             lines += [f"  {title:<28} {size:>13,}  {where}" for title, size, where in _rows(each)]
-            bytes_by_kind = self.bytes_per_rank(first)
-            held = ", ".join(f"{kind} {_human(size)}" for kind, size in bytes_by_kind.items())
-            lines.append(f"  bytes per rank: {held}; together {_human(sum(bytes_by_kind.values()))}")
+            by_row = self.bytes_per_rank(first)
+            held = ", ".join(f"{row} {_human(size)}" for row, size in by_row.items())
+            lines.append(f"  bytes per rank: {held}; together {_human(sum(by_row.values()))}")
             lines.append(f"  step ({name} ranks): {_summary(each.actions)}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
