@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.collectives import DONE
-from shardwise.engine import engine as engine_module
+from shardwise.engine import step as step_module
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import Totals
 from shardwise.parallel.zero.gradient import Gradient
@@ -227,12 +227,12 @@ def scaled_again_by_odd_ranks(parts: Parts, local: Any) -> Totals:
     )
 
 
-_reduce, _gather_updated, _exchange = Gradient.reduce, Weight.gather_updated, engine_module.exchange
+_reduce, _gather_updated, _exchange = Gradient.reduce, Weight.gather_updated, step_module.exchange
 BUGS: dict[str, tuple[Any, str, Any, int, int]] = {
     "an addend is lost": (Gradient, "reduce", loses_an_addend, 1, 2),
     "updated weights are not gathered": (Weight, "gather_updated", gathers_what_is_stale, 2, 2),
-    "divided by the local weight": (engine_module, "exchange", counts_this_rank_alone, 3, 2),
-    "scaled by an odd number of ranks": (engine_module, "exchange", scaled_again_by_odd_ranks, 0, 3),
+    "divided by the local weight": (step_module, "exchange", counts_this_rank_alone, 3, 2),
+    "scaled by an odd number of ranks": (step_module, "exchange", scaled_again_by_odd_ranks, 0, 3),
 }
 
 

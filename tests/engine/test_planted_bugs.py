@@ -26,8 +26,8 @@ from shardwise.engine.step import Totals
 from shardwise.kernels.dropout import EqualPart
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.tensor.layers import RowLinear
-from shardwise.parallel.zero.executor import Executor
 from shardwise.parallel.zero.weight import Weight
+from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.errors import CommError, UsageError
 from shardwise.plan.placement import Replicate
 from tests.engine.nets import seeded
@@ -58,9 +58,8 @@ def averaged_over_tp() -> Patch:
     right = SharedGradients.sum
 
     def wrong(self: SharedGradients) -> None:
-        ended = self._is_summed
         right(self)
-        for ranks, held in () if ended else self._held.items():
+        for ranks, held in self._held.items():
             for bucket in held:
                 for start, stop in held[bucket]:
                     bucket.gradient.owned[start:stop] /= len(ranks)
@@ -243,7 +242,7 @@ def gradient_of_another_microbatch() -> Patch:
 
 def activation_of_another_stage() -> Patch:
     """Stage 3 computes on what its rank received for stage 1."""
-    right = ScheduleExecutor._receive
+    right = ScheduleExecutor.receive
     first: dict[int, Any] = {}
 
     def wrong(self: ScheduleExecutor, action: Any) -> None:
@@ -257,7 +256,7 @@ def activation_of_another_stage() -> Patch:
             swapped = first[action.microbatch].requires_grad_()
             self._received[key], self._inputs[key] = swapped, [swapped]
 
-    return patch.object(ScheduleExecutor, "_receive", wrong)
+    return patch.object(ScheduleExecutor, "receive", wrong)
 
 
 def activation_to_the_stage_before() -> Patch:
@@ -275,15 +274,15 @@ def activation_to_the_stage_before() -> Patch:
 
 def last_reduction_skipped() -> Patch:
     """At stage 2 every microbatch is reduced by itself; the last one's gradients are forgotten."""
-    right = Executor._reduce
+    right = UnitWindows.reduce
 
-    def wrong(self: Executor, state: Any) -> None:
-        for bucket in state.buckets:
+    def wrong(self: UnitWindows, action: Any) -> None:
+        for bucket in self.of(action).buckets:
             if self._is_last and bucket.gradient.staging is not None:
                 bucket.gradient.staging.zero_()
-        right(self, state)
+        right(self, action)
 
-    return patch.object(Executor, "_reduce", wrong)
+    return patch.object(UnitWindows, "reduce", wrong)
 
 
 @contextmanager

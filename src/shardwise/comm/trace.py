@@ -37,6 +37,8 @@ class Traffic:
     """Running totals by (operation, purpose)."""
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
+    bytes: int = 0
+    """All that was sent so far."""
     sequence: int = 0
     """32-bit hash of the collectives over the data-parallel axes, in their order: equal on ranks that called the same
     ones. On the other axes sizes differ from one data-parallel rank to another: with its batch, and with its shard."""
@@ -63,6 +65,7 @@ class Traffic:
             if operation in ("send", "all_to_all")
             else _SENT[operation] * elements * (ranks - 1) // ranks
         )
+        self.bytes += sent * itemsize
         old = self.counts.get((operation, purpose), Count())
         self.counts[operation, purpose] = Count(
             old.calls + 1, old.elements + sent, old.bytes + sent * itemsize

@@ -42,7 +42,8 @@ from shardwise.parallel.pipeline.uses import order_of_use
 from shardwise.parallel.tensor.apply import make_parallel
 from shardwise.parallel.tensor.layout import dropout_cuts
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
-from shardwise.parallel.zero.executor import Executor, UnitState
+from shardwise.parallel.zero.hooks import UnitHooks
+from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.plan.errors import PlanError
 
 RunStage = Callable[[Callable[[nn.Module], Any], Any, Hashable], Any]
@@ -96,9 +97,9 @@ def apply_to_stage(
     weights: Callable[[nn.Module], list[UnitState]],
     compile_backend: str | None,
     recompute: Callable[[nn.Module], None],
-    hooks: Callable[[list[UnitState]], Executor],
+    hooks: Callable[[list[UnitState]], UnitHooks],
     casts: Callable[[nn.Module], list[Any]],
-) -> tuple[Executor, list[Any]]:
+) -> tuple[UnitHooks, list[Any]]:
     """Lines 6 to 11; returns what runs the Units, and the handles of the casts.
 
     ``compile_backend``: None where nothing is compiled.
@@ -110,8 +111,8 @@ def apply_to_stage(
             own: Any = state.module
             own.forward = torch.compile(own.forward, backend=compile_backend)
     recompute(module)
-    executor = hooks(states)
-    return executor, casts(module)
+    made = hooks(states)
+    return made, casts(module)
 
 
 def _refuse_unkeyed(model: nn.Module) -> None:

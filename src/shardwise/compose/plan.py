@@ -82,6 +82,16 @@ class Planned(NamedTuple):
         """The Plan with stages in other orders than that of registration."""
         return with_orders(self.plan, self.policies, orders)
 
+    def forward_list(self, orders: Orders, batches: int) -> list[Action]:
+        """What this rank does for ``batches`` forward passes without a backward pass."""
+        plan, (zero, pipeline, *_) = self.plan, self.policies
+        row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
+        strategy, ahead = layout.strategy_of(zero, plan.mesh), _prefetch(zero)
+        brackets = {stage: orders.get(stage) or [*_registered(plan.own, stage)] for stage in plan.own.stages}
+        return add_sharding(
+            {0: row}, lambda stage, _: forward_actions(brackets[stage], strategy, ahead), _none
+        )[0]
+
 
 def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) -> Plan:
     """The Plan of all ranks of ``mesh``; ``rank`` is the one that asks.
@@ -144,8 +154,7 @@ def _actions(
     policies: Policies,
     orders: Orders,
 ) -> tuple[Action, ...]:
-    ahead = policies.zero.prefetch_units
-    prefetch = 0 if ahead == "auto" else int(ahead)
+    prefetch = _prefetch(policies.zero)
     trained = ranks.trained
     brackets = {stage: tuple(orders.get(stage) or _registered(ranks, stage)) for stage in ranks.stages}
 
@@ -162,6 +171,14 @@ def _actions(
     if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
         actions.append(SUM)
     return (*actions, NORM, *update_actions(trained, strategy))
+
+
+def _prefetch(zero: ZeroPolicy) -> int:
+    return 0 if zero.prefetch_units == "auto" else int(zero.prefetch_units)
+
+
+def _none(stage: int, last: bool) -> list[Action]:
+    return []
 
 
 def _registered(ranks: RankClass, stage: int) -> Iterator[Bracket]:

@@ -4,7 +4,7 @@
     2  recipe      how optimizers are made
     3  Plan        of all ranks, from the model's description; nothing is changed until it stands
     4  model       cut to the Plan: everything that is done to a module, in the order of compose/apply.py
-    5  stages      of this rank: the parameters of its Units, as the Plan says, in flat buffers with their start values
+    5  stages      of this rank: parameters of its Units, as the Plan says, in flat buffers; hooks that walk the list
     6  parts       what the engine runs
 
 A model on ``meta`` gets its weights shard by shard: from ``initial`` rules (or its own ``initial_rules()``), or from
@@ -40,6 +40,7 @@ from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.check import Check, Uncut, keep_uncut
 from shardwise.engine.engine import Engine, OnStep
 from shardwise.engine.folders import Folders
+from shardwise.engine.handlers import handlers_of
 from shardwise.engine.held import take_back
 from shardwise.engine.inputs import Loss, call_model, cast_inputs
 from shardwise.engine.named import check_named, methods_of
@@ -47,8 +48,10 @@ from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts, Site, Stage, Trained
 from shardwise.engine.pass_context import PassContext
 from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.program import ActionLists
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
+from shardwise.engine.step import StepEnd
 from shardwise.engine.tables import Tables, check_mesh, register_tables, take_over
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.kernels.initializers import Initializer
@@ -63,17 +66,22 @@ from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
-from shardwise.parallel.zero.executor import Executor, UnitState
+from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.modules import Holding, check_renormalized, held, repeated_blocks
+from shardwise.parallel.zero.order import Order
 from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.parallel.zero.views import absent
+from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, UsageError
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.slices import Slices
 from shardwise.plan.target import load_target
+from shardwise.plan.trace import Trace
+from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
 from shardwise.precision.norms import with_wide_norms
 
@@ -142,24 +150,28 @@ def initialize(
     cut = _cut(model, site, share, start)
     tables = _tables(model, cut, site, share)
     start = start.of_pieces(Slices(share.plan.registry, mesh, site.world.rank))
+    walker = Walker({}, Trace(lambda: site.traffic.bytes))
     stages = [
-        _stage(index, module, run, site, share, start, casts_output=loss is not None)
+        _stage(index, module, run, site, share, start, loss is not None, walker)
         for index, (module, run) in cut.items()
     ]
     _forget_foreign(model, stages)
     original.compare()
-    parts = _parts(model, site, recipe, share, tables, stages, vocabulary, original)
+    parts = _parts(model, site, recipe, share, tables, stages, vocabulary, original, walker)
     pipeline = None
     if mesh.pp > 1:
         peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
-        pipeline = Pipeline(parts, settings.pipeline, loss, peers, not settings.zero.reshard_after_forward)
+        pipeline = Pipeline(parts, settings.pipeline, loss, peers)
+    end = StepEnd(parts)
+    walker.handlers.update(handlers_of(parts.hooks, end, None if pipeline is None else pipeline.schedule))
+    walker.begin(parts.program.step())
     site.traffic.clear()
     if site.world.rank == 0 and site.world.size > 1:
         _log.info("the ranks exchange through %s", site.world.transports())
     check = None
     if settings.check_first_step == "auto" and site.groups["model"].size > 1:
         check = Check(parts, settings, loss, uncut, share.to_recompute)
-    engine = Engine(parts, loss, on_step, pipeline, check)
+    engine = Engine(parts, loss, on_step, end, pipeline, check)
     _start_from_step(engine)
     return engine
 
@@ -351,18 +363,22 @@ def _stage(
     share: _Share,
     start: StartWeights,
     casts_output: bool,
+    walker: Walker,
 ) -> Stage:
     """The stage with its buckets filled and its hooks in place."""
     settings, device, mesh = site.settings, site.world.device, site.mesh
     is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
     strategy = strategy_of(settings.zero, mesh)
 
-    def hooks(states: list[UnitState]) -> Executor:
-        executor = Executor(states, strategy, int(settings.zero.prefetch_units))
-        _gather_around_methods(executor, settings.zero, mesh)
-        return executor
+    def hooks(states: list[UnitState]) -> UnitHooks:
+        first = share.plan.own.units_of(index)[0].index
+        windows = UnitWindows(states, strategy, walker, first, _gathers_once(site))
+        order = Order([state.unit for state in states], strategy, int(settings.zero.prefetch_units), first)
+        made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1)
+        _gather_around_methods(made, settings.zero, mesh)
+        return made
 
-    executor, handles = apply_to_stage(
+    made, handles = apply_to_stage(
         module,
         buffers=lambda module: _move_buffers(module, device),
         weights=lambda module: _unit_states(module, index, share, _bucket_context(strategy, site), start),
@@ -373,22 +389,26 @@ def _stage(
         hooks=hooks,
         casts=lambda module: _cast_at_the_root(module, settings, device, casts_output and is_last),
     )
-    return Stage(index, module, executor, run, handles)
+    return Stage(index, module, made, run, handles)
 
 
-def _gather_around_methods(executor: Executor, zero: ZeroPolicy, mesh: Mesh) -> None:
+def _gathers_once(site: Site) -> bool:
+    """Whether weights stay gathered through a step."""
+    return not site.settings.zero.reshard_after_forward and site.mesh.pp > 1
+
+
+def _gather_around_methods(hooks: UnitHooks, zero: ZeroPolicy, mesh: Mesh) -> None:
     """Errors: ConfigError where a pattern names no method of a Unit."""
-    units = {state.unit.name: index for index, state in enumerate(executor.states)}
-    modules = {name: executor.states[index].module for name, index in units.items()}
+    units = {state.unit.name: index for index, state in enumerate(hooks.states)}
+    modules = {name: hooks.states[index].module for name, index in units.items()}
     for name, method in methods_of(modules, zero, mesh):
-        if executor.strategy.cuts_weight:
-            executor.gather_around(units[name], method)
+        if hooks.cuts_weight:
+            hooks.gather_around(units[name], method)
 
 
 def _bucket_context(strategy: Strategy, site: Site) -> BucketContext:
     zero, groups, device = site.settings.zero, site.groups, site.world.device
-    holds = not zero.reshard_after_forward and groups["pp"].size > 1
-    shares = zero.reuse_buffers and not holds
+    shares = zero.reuse_buffers and not _gathers_once(site)
     spare = int(zero.prefetch_units) if shares else _NEVER_SHARES
     weights, gradients = SlotPool(device, spare, zero.debug), SlotPool(device, 0, zero.debug)
     site.ledger.take("gathered", "slots of weights", lambda: weights.bytes)
@@ -424,7 +444,7 @@ def _unit_states(
             made.append(bucket)
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)
-        own = replace(unit, index=len(states))  # the executor numbers the Units of its stage
+        own = replace(unit, index=len(states))  # hooks number the Units of its stage
         states.append(UnitState(own, modules[unit.name], made, trained, frozen))
     return states
 
@@ -489,7 +509,7 @@ def _own_use(owners: Mapping[str, str], stages: Sequence[Stage], compiled: bool)
     names: dict[nn.Module, str] = {}
     for stage in stages if owners else ():
         modules = dict(stage.module.named_modules(remove_duplicate=False))
-        blocks = [state.unit.name for state in stage.executor.states[1:]] if compiled else []
+        blocks = [state.unit.name for state in stage.hooks.states[1:]] if compiled else []
         for name, parameter in stage.module.named_parameters(remove_duplicate=False):
             if name not in owners:
                 continue
@@ -509,12 +529,13 @@ def _parts(
     stages: list[Stage],
     vocabulary: Vocabulary,
     original: Original,
+    walker: Walker,
 ) -> Parts:
     settings, world, mesh, groups = site.settings, site.world, site.mesh, site.groups
     owned = [
         (stage.index, bucket)
         for stage in stages
-        for state in stage.executor.states
+        for state in stage.hooks.states
         for bucket in state.buckets
         if bucket.layout.key.trained
     ]
@@ -537,12 +558,14 @@ def _parts(
         for entry in share.described.spec.parameters.values()
     )
     loss_scale = LossScale(settings.precision.loss_scale) if half else None
+    noted = replace(share.plan, notes=(*share.plan.notes, *site.notes, *tables.choices))
+    planned = share.planned._replace(plan=noted)
     return Parts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,
-        planned=share.planned._replace(
-            plan=replace(share.plan, notes=(*share.plan.notes, *site.notes, *tables.choices))
-        ),
+        planned=planned,
+        program=ActionLists(planned, {stage.index: stage.hooks.order for stage in stages}),
+        walker=walker,
         slices=slices,
         stages=stages,
         trained=trained,

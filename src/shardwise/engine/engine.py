@@ -40,21 +40,28 @@ from shardwise.engine.nonfinite import Look, origin
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.saves import Saves
-from shardwise.engine.step import Local, StepResult, Totals, exchange, gradient_norm, update
+from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
 from shardwise.engine.weighing import Weighing
 from shardwise.observe.lanes_picture import Lanes
+from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.tensor.log_probs import log_probs_of
+from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.timeline import Timeline
+from shardwise.plan.trace import Trace
 
 _log = logging.getLogger(__name__)
 
 OnStep = Callable[["Engine", StepResult], None]
+
+
+def _is_update(action: Action) -> bool:
+    return action.kind is Kind.STEP
 
 
 class Engine:
@@ -65,6 +72,7 @@ class Engine:
         parts: Parts,
         loss: Loss | None,
         on_step: Sequence[OnStep],
+        end: StepEnd,
         pipeline: Pipeline | None = None,
         check: Check | None = None,
     ):
@@ -77,6 +85,7 @@ class Engine:
         self.on_step: list[OnStep] = list(on_step)
         """Called with (engine, result) after every optimizer step."""
         self._parts = parts
+        self._end = end
         self._loss = loss
         self._pipeline = pipeline
         self._accumulation = parts.accumulation
@@ -183,14 +192,12 @@ class Engine:
         weight = self.weighing.of_loss(loss, self._batch()) if weight is None else float(weight)
         self._parts.passes.own_use.end()
         scale = self._accumulation.scale_of(weight)
-        executor = self._parts.executors[0]
-        executor.begin_backward(last=self._accumulation.done == self._accumulation.microbatches - 1)
+        hooks = self._parts.hooks[0]
+        hooks.begin_backward(last=self._accumulation.done == self._accumulation.microbatches - 1)
         # After an error half of the gradients may have landed; the next step may not start from them.
         with self._discard_on_error():
-            executor.run_backward(
-                lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
-            )
-        executor.mark_gradients()
+            hooks.run_backward(lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph))
+        hooks.marks.set()
         self._note(self._passes, weight)
         if self.check is not None:
             self.check.counts(loss, weight)
@@ -215,15 +222,19 @@ class Engine:
                     "step: there was no backward since the last step; call engine.backward(loss) first"
                 )
             return None
-        parts = self._parts
+        parts, end = self._parts, self._end
         step = self._accumulation
         batches = None if self._first_batches is None else self._first_batches.value
         with self._discard_on_error():
-            for executor in parts.executors:
-                executor.unmark_gradients(at_step=True)
+            for hooks in parts.hooks:
+                hooks.marks.clear(at_step=True)
             rates = parts.optimizer_groups.rates(self.applied_steps)
-            local = Local(step.weight, float(step.loss), float(self._stop_wanted), mark_of(rates), batches)
-            totals = exchange(parts, local)
+            end.local = Local(
+                step.weight, float(step.loss), float(self._stop_wanted), mark_of(rates), batches
+            )
+            parts.walker.run(until=_is_update)  # SUM and NORM
+            totals = end.totals
+            assert totals is not None, "NORM has run"
             divisor = step.divisor_of(totals.weight)
             norm = gradient_norm(totals, divisor)
             finite = math.isfinite(norm)
@@ -236,9 +247,13 @@ class Engine:
             self._explain_overflow(finite)
         lr = float(rates[0]["lr"])
         if finite and totals.weight:
-            factor = parts.optimizer_groups.tables_factor(self.applied_steps)
-            update(parts, totals, divisor, norm, self.config.max_grad_norm, rates, factor)
+            end.update = Update(divisor / clip_factor(norm, self.config.max_grad_norm), rates)
+            parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
+            parts.tables.step(parts.optimizer_groups.tables_factor(self.applied_steps), end.update.divisor)
+            for hooks in parts.hooks:
+                hooks.windows.finish_updates()
         else:
+            parts.walker.skip_rest("gradients are not finite" if totals.weight else "no sample counts")
             parts.tables.drop()
         if finite:
             parts.progress.applied_steps += 1
@@ -246,8 +261,7 @@ class Engine:
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
         if totals.orders_agree:
-            for executor in parts.executors:
-                executor.adopt_order()
+            parts.program.adopt_order()
         self._stop_seen = totals.flags > 0
         return self._close_step(totals, norm, lr, skipped=not finite)
 
@@ -298,11 +312,15 @@ class Engine:
     def _close_step(self, totals: Totals, norm: float, lr: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:
             bucket.gradient.drop_gradients()
-        self._parts.shared.reset()
         self._parts.progress.step_count += 1
         loss = totals.loss / totals.weight if totals.weight else 0.0
         self._pending.clear()
-        result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped)
+        walker = self._parts.walker
+        divergences = tuple(walker.trace.divergences)
+        result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped, divergences)
+        walker.close()
+        walker.begin(self._parts.program.step())
+        self._end.forget()
         self._accumulation.clear()
         if self.check is not None:  # a skipped step
             self.check.forget()
@@ -411,7 +429,7 @@ class Engine:
         device, dtype = self._parts.device, self.config.precision.compute_dtype
         args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
         with self._at((args, kwargs), self._accumulation.done), self._parts.passes.replay.whole():
-            output = self._parts.executors[0].run_as_forward(function, args, kwargs)
+            output = self._parts.hooks[0].run_as_forward(function, args, kwargs)
         cuts = self._parts.groups["tp"].size > 1 and self.config.tensor.sequence_parallel
         if cuts and any(each.requires_grad for each in tensors_in(output)):
             raise UsageError(
@@ -478,9 +496,9 @@ class Engine:
         return views.timeline(self._pipeline)
 
     @property
-    def departures(self) -> list[str]:
-        """What the model did otherwise than the Plan had it, newest last."""
-        return [text for executor in self._parts.executors for text in executor.departures]
+    def trace(self) -> Trace:
+        """What this rank did in its last step, Action by Action, and where that differed from the Plan."""
+        return self._parts.walker.last
 
     @property
     def graph_breaks(self) -> dict[str, int]:
@@ -750,9 +768,10 @@ class Engine:
         if self._first_batches is not None:
             self._first_batches, self._passes = Fingerprint(), []
         self._parts.passes.own_use.end()
-        for executor in self._parts.executors:
-            executor.abandon()
-        self._parts.shared.reset()
+        for hooks in self._parts.hooks:
+            hooks.abandon()
+        self._parts.walker.begin(self._parts.program.step())
+        self._end.forget()
         self._parts.tables.drop()
         self._pending.clear()
         self._accumulation.clear()

@@ -48,7 +48,7 @@ class Held:
         parts.passes.own_use.end()
         parts.optimizer_groups.release()
         for stage in parts.stages:
-            stage.executor.remove_hooks()
+            stage.hooks.remove()
             for handle in stage.handles:
                 handle.remove()
         if parts.groups["model"].size == 1:  # what was cut stays cut, and its owner says so

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.engine import state
 from shardwise.engine.parts import Parts
-from shardwise.parallel.zero.executor import unhooked
+from shardwise.parallel.zero.hooks import unhooked
 from shardwise.plan.errors import UsageError
 
 _ON_ALL = "on all ranks"

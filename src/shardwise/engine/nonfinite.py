@@ -64,7 +64,7 @@ class Look:
             if not _is_finite(output):
                 inputs = "" if _is_finite((args, kwargs)) else "; its inputs are not finite either"
                 text = f"the first module with a non-finite output is {name!r}{inputs}"
-                microbatch = self.microbatch if stage.run is None else stage.executor.microbatch
+                microbatch = self.microbatch if stage.run is None else stage.hooks.microbatch
                 self.found.append(_Found(stage.index, microbatch, self._calls, text))
 
         return look
@@ -99,7 +99,7 @@ def _computed_here(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
     handed values that another stage has."""
     owners = {
         slot.name.rpartition(".")[0]
-        for state in stage.executor.states
+        for state in stage.hooks.states
         for bucket in state.buckets
         for slot in bucket.layout.slots
     }

@@ -18,19 +18,20 @@ from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.folders import Folders
 from shardwise.engine.original import Original
 from shardwise.engine.pass_context import PassContext
+from shardwise.engine.program import ActionLists
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.tables import Tables
 from shardwise.memory.ledger import Ledger
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.parallel.zero.executor import Executor
+from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.layout import strategy_of
-from shardwise.plan.lists import Bracket, Strategy
+from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.plan import Plan
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.slices import Slices
+from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
 
 
@@ -56,10 +57,10 @@ class Stage:
 
     index: int
     module: nn.Module
-    executor: Executor
+    hooks: UnitHooks
     run: RunStage | None = None
     handles: list[Any] = field(default_factory=list)
-    """Of hooks beside the executor's."""
+    """Of hooks beside those on Units."""
 
 
 class Trained(NamedTuple):
@@ -89,6 +90,10 @@ class Parts:
     site: Site
     planned: Planned
     """The model's description and the Plan, its lists in the order of registration."""
+    program: ActionLists
+    """The Plan in the order that is followed now."""
+    walker: Walker
+    """Walks it."""
     slices: Slices
     """What this rank holds of the tensors in the registry."""
     stages: list[Stage]
@@ -176,18 +181,10 @@ class Parts:
         """The whole model as data."""
         return self.planned.spec
 
-    def plan_now(self) -> Plan:
-        """The Plan with the lists of this rank in the order that its stages follow now; others' are as registered."""
-        orders = {}
-        for stage in self.stages:
-            units = self.planned.plan.own.units_of(stage.index)
-            orders[stage.index] = [Bracket(opens, units[own].index) for opens, own in stage.executor.brackets]
-        return self.planned.in_order(orders)
-
     @property
-    def executors(self) -> list[Executor]:
+    def hooks(self) -> list[UnitHooks]:
         """By stage."""
-        return [stage.executor for stage in self.stages]
+        return [stage.hooks for stage in self.stages]
 
     @property
     def has_last_stage(self) -> bool:

@@ -1,15 +1,13 @@
 """The engine's side of a pipeline: a step's microbatches, walked through the stages by the schedule's list.
 
-    schedule -> SEND and RECV -> validated -> walked by parallel/pipeline/executor.py
+    schedule -> SEND and RECV -> validated -> what Units do in each pass -> walked (plan/walker.py)
 
 Every rank that shares a model is given the same batches: the first stage reads tokens, the last one targets, and those
-between make masks and positions of their own. What a stage's Units do inside a pass is the business of the hooks on its
-modules; the Plan shows both.
+between make masks and positions of their own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import islice
 from textwrap import indent
 from typing import Any
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.peers import Peers
-from shardwise.compose.plan import forward_lists, schedule_lists
 from shardwise.engine.check import Check
 from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import Look
@@ -42,20 +39,18 @@ _CHUNK = 8
 
 
 class Pipeline:
-    """Runs the stages of one engine's rank. ``holds``: weights stay gathered through a step."""
+    """Runs the stages of one engine's rank."""
 
-    def __init__(self, parts: Parts, policy: PipelinePolicy, loss: Loss | None, peers: Peers, holds: bool):
+    def __init__(self, parts: Parts, policy: PipelinePolicy, loss: Loss | None, peers: Peers):
         self._parts = parts
         self._policy = policy
         self._loss = loss
         self._peers = peers
-        self._microbatches = parts.accumulation.microbatches
-        self._holds = holds and parts.strategy.cuts_weight
         self._group = parts.groups["pp"]
         self.stages = self._group.size * policy.virtual_stages
-        self._executor = ScheduleExecutor(peers, self.stages)
+        self.schedule = ScheduleExecutor(peers, self.stages)
+        """What F, B, SEND and RECV do."""
         self._stages = {stage.index: stage for stage in parts.stages}
-        self._step_lists = cache(lambda microbatches: schedule_lists(self._group.size, microbatches, policy))
 
     # A step ----------------------------------------------------------------------------------------------------
 
@@ -71,7 +66,7 @@ class Pipeline:
             if weights is None
             else [*map(float, weights)]
         )
-        actions = self._step_lists(len(batches))[self._group.index]
+        actions = self._parts.program.passes[self._group.index]
         accumulation.agree(each[0])
 
         def weigh(microbatch: int, loss: Tensor) -> float:
@@ -83,13 +78,7 @@ class Pipeline:
             for batch in batches:
                 check.sees((batch,), {})
         runner = _Training(self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1)
-        if self._holds:
-            for executor in self._parts.executors:
-                executor.hold()
-        results = self._executor.run(actions, runner)
-        if self._holds:
-            for executor in self._parts.executors:
-                executor.let_go()
+        results = self.schedule.run(self._parts.walker, runner)
         for i, weight in enumerate(each):
             accumulation.count(results.get(i), weight)
         if check is not None:
@@ -151,25 +140,26 @@ class Pipeline:
     def _forward_only(
         self, batches: Sequence[Any], call: Callable[[nn.Module, Any], Any], wants: str = "loss"
     ) -> dict[int, Any]:
-        lists = forward_lists(self._group.size, len(batches), self._policy)
+        actions, walker = self._parts.program.forward(len(batches)), self._parts.walker
         runner = _Forward(self._parts, self._parts.progress.step_count + 1, batches, call, wants)
-        with torch.no_grad():
-            return self._executor.run(lists[self._group.index], runner, trains=False)
+        with torch.no_grad(), walker.aside(actions):
+            return self.schedule.run(walker, runner, trains=False)
 
     # Looking at it ---------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """The Plan, with the schedule drawn."""
-        plan = self._parts.plan_now()
-        table = draw_text(timeline_of(self._step_lists(self._microbatches), nominal_s))
+        plan = self._parts.program.plan
+        table = draw_text(timeline_of(self._parts.program.passes, nominal_s))
         drawn = f"{self._policy.schedule}, a backward drawn as two forwards:\n" + indent(table, "    ")
         return replace(plan, notes=(*plan.notes, drawn))
 
     def timeline(self) -> Timeline:
-        """When each Action of the last walk ran, by index on "pp". Collective."""
+        """When each pass and message of the last step ran, by index on "pp". Collective."""
         rows = [
             [_KINDS.index(span.action.kind), *span.action[1:], span.start_s, span.stop_s]
-            for span in self._executor.spans
+            for span in self._parts.walker.last.spans(self._group.index)
+            if span.action.unit < 0 and not span.action.kind.ends_step
         ]
         sizes = torch.zeros(self._group.size, dtype=torch.float64)
         sizes[self._group.index] = len(rows)
@@ -195,8 +185,9 @@ class Pipeline:
                         span.stop_s - span.start_s
                     )
         typical = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
-        lists = self._step_lists(self._microbatches)
-        return timeline_of(lists, lambda action: typical.get((action.kind, action.stage), 0.0))
+        return timeline_of(
+            self._parts.program.passes, lambda action: typical.get((action.kind, action.stage), 0.0)
+        )
 
 
 class _Forward:
@@ -220,7 +211,7 @@ class _Forward:
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
         """See ``Runner``."""
         here, batch = self._stages[stage], self._batches[microbatch]
-        here.executor.microbatch = microbatch
+        here.hooks.microbatch = microbatch
         assert here.run is not None, "a stage of a pipeline knows how to run"
         with self._parts.passes.at(self._step, microbatch, batch):
             return here.run(lambda root: self._call(root, batch), received, (self._wants, kind_of(batch)))
@@ -267,12 +258,12 @@ class _Training(_Forward):
 
     def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
         """See ``Runner``."""
-        executor = self._stages[stage].executor
-        executor.microbatch = microbatch
+        hooks = self._stages[stage].hooks
+        hooks.microbatch = microbatch
         loss = self._losses.pop(microbatch) if stage == self._last_stage else None
         first = None if loss is None else torch.full_like(loss, self._scales.pop(microbatch))
-        executor.begin_backward(last=microbatch == self._last_microbatch[stage])
-        executor.run_backward(lambda: run(first))
+        hooks.begin_backward(last=microbatch == self._last_microbatch[stage])
+        hooks.run_backward(lambda: run(first))
 
 
 def _plain(output: Any) -> Any:

@@ -189,7 +189,7 @@ def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str
     held: Pieces = {}
     optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
     for stage in parts.stages:
-        for bucket in (bucket for state in stage.executor.states for bucket in state.buckets):
+        for bucket in (bucket for state in stage.hooks.states for bucket in state.buckets):
             window = bucket.written_range
             slots = [
                 slot

@@ -37,7 +37,6 @@ class SharedGradients:
         self._ties: dict[str, list[BucketState]] = {}
         self._tied_ranks: dict[str, tuple[int, ...]] = {}
         self._counted: dict[BucketState, list[Range]] = {}
-        self._is_summed = False
         for stage, bucket in buckets:
             counted: list[Range] = []
             counts_all = True
@@ -73,10 +72,7 @@ class SharedGradients:
         return dict(sorted(self._ties.items()))
 
     def sum(self) -> None:
-        """Add up what other ranks hold, once: a second call before ``reset`` does nothing."""
-        if self._is_summed:
-            return
-        self._is_summed = True
+        """SUM: add up what other ranks hold."""
         for ranks, held in sorted(self._held.items(), key=lambda item: item[0]):
             addends = [bucket.gradient.owned[start:stop] for bucket in held for start, stop in held[bucket]]
             flat = torch.cat(addends)
@@ -98,10 +94,6 @@ class SharedGradients:
                 bucket.gradient.used = [bool(used.item())] * len(bucket.gradient.used)
             for other in buckets[1:]:
                 other.gradient.owned.copy_(total)
-
-    def reset(self) -> None:
-        """After the step."""
-        self._is_summed = False
 
 
 def _extend(ranges: list[Range], found: Range) -> None:

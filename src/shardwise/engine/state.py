@@ -24,12 +24,12 @@ from shardwise.plan.unit import Slot
 
 def buckets(parts: Parts) -> list[BucketState]:
     """All buckets, frozen ones too, in order of Units."""
-    return [bucket for executor in parts.executors for state in executor.states for bucket in state.buckets]
+    return [bucket for hooks in parts.hooks for state in hooks.states for bucket in state.buckets]
 
 
 def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
     """What was summed over ranks and microbatches, by ``divisor``, by name."""
-    finish_reductions(parts.trained, parts.shared)
+    finish_reductions(parts.trained)
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.gradient.used]
     vector = torch.tensor(votes, dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(vector, "which parameters were used", purpose="control").wait()

@@ -1,14 +1,14 @@
-"""The optimizer step: the end of the Plan's list.
+"""The optimizer step: the end of a rank's list.
 
-    1  every gradient has arrived where its master lies                       (REDUCE, started in the backward pass),
-       and what model-parallel ranks hold in common is summed                 (engine/shared.py)
-    2  one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units, a
-       hash of the collectives so far                                         (ranks that differ in it stop here),
-       one of learning rates and their like, of the batches in the first step;
-       a second one over the ranks that share a model, who also compare the losses that they report
-    3  all ranks decide alike: scale, clip, or skip
-    4  STEP, Unit by Unit: update masters and moments, round into the weights; then the rows of tables
-    5  UNSHARD what is kept whole but updated in pieces                       (stages 1 and 2)
+    SUM      every gradient has arrived where its master lies (REDUCE, started in the backward pass), and what
+             model-parallel ranks hold in common is summed                    (engine/shared.py)
+    NORM     one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units,
+             a hash of the collectives so far                                 (ranks that differ in it stop here),
+             one of learning rates and their like, of the batches in the first step;
+             a second one over the ranks that share a model, who also compare the losses that they report;
+             then all ranks decide alike: scale, clip, or skip
+    STEP     of each Unit: update masters and moments, round into the weights
+    UNSHARD  what is kept whole but updated in pieces                         (stages 1 and 2)
 
 Gradients are sums over ranks and microbatches; they are scaled once, by the global weight of the batch:
 
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.engine.parts import Parts, Trained
-from shardwise.engine.shared import SharedGradients
-from shardwise.optim.clip import clip_factor, share, square_sum
+from shardwise.optim.clip import share, square_sum
 from shardwise.parallel.zero.bucket import BucketState
+from shardwise.plan.action import Action
 from shardwise.plan.errors import CommError
 
 
@@ -45,6 +45,8 @@ class StepResult(NamedTuple):
     """Summed weights of the microbatches: tokens, samples, or their number."""
     skipped: bool
     """True where a non-finite gradient (fp16 overflow) left the weights as they were."""
+    divergences: tuple[str, ...] = ()
+    """What this rank did otherwise than the Plan had it: a Unit that its data skipped, another order, a second use."""
 
 
 class Local(NamedTuple):
@@ -79,18 +81,17 @@ class Totals(NamedTuple):
     """Standard deviation of the mean loss over the ranks of one model that report it."""
 
 
-def finish_reductions(trained: Sequence[Trained], shared: SharedGradients) -> None:
-    """Every gradient is whole where its master lies; a second call does nothing."""
+def finish_reductions(trained: Sequence[Trained]) -> None:
+    """What REDUCE began in the backward pass is over; a second call does nothing."""
     for bucket, _ in trained:
         bucket.gradient.finish_reduce()
-    shared.sum()
 
 
 def exchange(parts: Parts, local: Local) -> Totals:
     """Sum over the data-parallel ranks, then over those that share a model."""
-    trained, shared, executors, dp = parts.trained, parts.shared, parts.executors, parts.dp
+    trained, shared, dp = parts.trained, parts.shared, parts.dp
+    finish_reductions(trained)
     parts.tables.deliver()
-    finish_reductions(trained, shared)
     squares = parts.tables.square_sum()
     used: list[float] = []
     for bucket, _ in trained:
@@ -98,7 +99,7 @@ def exchange(parts: Parts, local: Local) -> Totals:
             mine = share(bucket.gradient.owned[start:stop], *bucket.copy)  # each of its ranks sums a part
             squares = squares + square_sum(mine).cpu()
         used += map(float, bucket.gradient.used)
-    order = float(sum(executor.order_hash for executor in executors) % (1 << 20))
+    order = float(sum(hooks.order.hash for hooks in parts.hooks) % (1 << 20))
     sequence = float(dp.traffic.sequence >> 12)
     rates = float(local.rates)
     pairs = (order, order * order, sequence, sequence * sequence, rates, rates * rates)
@@ -110,12 +111,12 @@ def exchange(parts: Parts, local: Local) -> Totals:
     dp.all_reduce(on_device, "the gradient norm", purpose="control").wait()
     total = on_device.tolist()
     if not _agree(dp.size, total[6], total[7]):
-        departures = [text for executor in executors for text in executor.departures[-3:]]
+        divergences = parts.walker.trace.divergences[-3:]
         raise CommError(
             f"rank {dp.ranks[dp.index]}, step {dp.clock.step}: the ranks did not run the same collectives in the "
             "same order, so weights and gradients were mixed up; the weights of the step before are intact. At stage 3 "
             "data may make a rank skip Units, but not run them in another order than other ranks. Departures from the "
-            f"Plan here: {departures or 'none'}"
+            f"Plan here: {divergences or 'none'}"
         )
     totals = Totals(
         weight=total[1],
@@ -179,28 +180,57 @@ def gradient_norm(totals: Totals, divisor: float) -> float:
     return math.sqrt(totals.squares) / divisor
 
 
-def update(
-    parts: Parts,
-    totals: Totals,
-    divisor: float,
-    norm: float,
-    max_norm: float | None,
-    rates: Sequence[Mapping[str, Any]],
-    tables_factor: float,
-) -> None:
-    """STEP for every bucket and every table, then the gathers of updated weights. ``rates``: by optimizer group."""
-    divisor = divisor / clip_factor(norm, max_norm)
-    place = 0
-    gathers = []
-    for bucket, optimizer in parts.trained:
-        used = totals.used[place : place + len(bucket.parameters)]
-        place += len(bucket.parameters)
-        optimizer.step(bucket.gradient.owned, divisor, rates, unused_ranges(bucket, used))
-        bucket.weight.copy_from_master()
-        gathers.append(bucket.weight.gather_updated())
-    parts.tables.step(tables_factor, divisor)
-    for gather in gathers:
-        gather.wait()
+class Update(NamedTuple):
+    """What all ranks decided: how STEP changes the masters."""
+
+    divisor: float
+    """Of the summed gradients: the global weight, over the clip factor."""
+    rates: Sequence[Mapping[str, Any]]
+    """By optimizer group."""
+
+
+class StepEnd:
+    """What SUM, NORM and STEP do."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        states = [state for hooks in parts.hooks for state in hooks.states]
+        unit_of = {bucket: unit for unit, state in enumerate(states) for bucket in state.buckets}
+        self._units: dict[int, list[tuple[Trained, int]]] = {}
+        """Trained buckets by Unit of the rank's list, each with the place of its first parameter among all."""
+        place = 0
+        for trained in parts.trained:
+            self._units.setdefault(unit_of[trained.bucket], []).append((trained, place))
+            place += len(trained.bucket.parameters)
+        self.local: Local | None = None
+        """What this rank brings to NORM."""
+        self.totals: Totals | None = None
+        """What NORM found."""
+        self.update: Update | None = None
+        """What STEP does with it."""
+
+    def sum(self, action: Action) -> None:
+        """SUM: what model-parallel ranks hold in common."""
+        finish_reductions(self._parts.trained)
+        self._parts.shared.sum()
+
+    def norm(self, action: Action) -> None:
+        """NORM: what all ranks must know of each other to decide alike."""
+        assert self.local is not None, "the engine says what its rank brings"
+        self.totals = exchange(self._parts, self.local)
+
+    def step(self, action: Action) -> None:
+        """STEP: update one Unit where its masters lie."""
+        assert self.totals is not None and self.update is not None, "NORM comes before STEP"
+        for (bucket, optimizer), place in self._units[action.unit]:
+            used = self.totals.used[place : place + len(bucket.parameters)]
+            divisor, rates = self.update
+            optimizer.step(bucket.gradient.owned, divisor, rates, unused_ranges(bucket, used))
+            bucket.weight.copy_from_master()
+
+    def forget(self) -> None:
+        """Between two steps."""
+        self.local = self.totals = self.update = None
 
 
 def unused_ranges(bucket: BucketState, used: Sequence[bool]) -> list[tuple[int, int]]:

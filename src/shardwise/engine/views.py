@@ -13,6 +13,7 @@ from shardwise.engine.metrics import agree
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
 from shardwise.memory.ledger import PREDICTED
+from shardwise.plan.action import Kind
 from shardwise.plan.errors import UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
@@ -20,7 +21,7 @@ from shardwise.plan.timeline import Timeline
 
 def plan(parts: Parts, pipeline: Pipeline | None) -> Plan:
     """See ``Engine.plan``."""
-    return parts.plan_now() if pipeline is None else pipeline.plan()
+    return parts.program.plan if pipeline is None else pipeline.plan()
 
 
 def timeline(pipeline: Pipeline | None) -> tuple[Timeline, Timeline] | None:
@@ -48,6 +49,7 @@ def gradients(parts: Parts) -> dict[str, Tensor]:
             f"gradients: {step.done} of {step.microbatches} microbatches have run; call it after the last backward "
             "and before step()"
         )
+    parts.walker.run(until=lambda action: action.kind is Kind.NORM)  # SUM comes before it
     weight = torch.tensor([step.weight], dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()
     return state.gradients(parts, step.divisor_of(float(weight)))

@@ -46,12 +46,18 @@ class Kind(Enum):
     STEP = "STEP"
 
     @property
+    def ends_step(self) -> bool:
+        """True for what comes after all passes of a step."""
+        return self in _ENDS_STEP
+
+    @property
     def computes(self) -> bool:
         """True for the passes through a model, false for what serves them."""
         return self in _COMPUTES
 
 
 _COMPUTES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+_ENDS_STEP = frozenset({Kind.DELIVER, Kind.SUM, Kind.NORM, Kind.STEP})
 
 
 class Action(NamedTuple):

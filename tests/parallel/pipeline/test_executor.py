@@ -15,8 +15,11 @@ from shardwise.parallel.pipeline.cost import messages
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.passes import add_communication
 from shardwise.parallel.pipeline.schedules import schedule
+from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import UsageError
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.trace import Trace
+from shardwise.plan.walker import Walker
 
 MICROBATCHES, ELEMENTS = 5, 3
 
@@ -37,12 +40,27 @@ class Product:
         run(torch.ones(()) if stage == self.stages - 1 else None)
 
 
+def walker_of(stages: ScheduleExecutor, actions: list[Action]) -> Walker:
+    handlers = {
+        Kind.F: stages.forward,
+        Kind.B: stages.backward,
+        Kind.SEND: stages.send,
+        Kind.RECV: stages.receive,
+    }
+    walker = Walker(handlers, Trace())
+    walker.begin(actions)
+    return walker
+
+
 def walked(world: World) -> tuple[dict[int, float], dict[int, float], dict[Any, Count]]:
     traffic, policy = Traffic(), CommPolicy(timeout_s=30)
     group = world.group(Mesh(pp=world.size), "pp", policy, Clock(30.0), traffic)
     lists = add_communication(schedule("interleaved_1f1b", world.size, MICROBATCHES, 2), world.size)
     runner = Product(2 * world.size)
-    losses = ScheduleExecutor(world.peers(group, policy), 2 * world.size).run(lists[world.rank], runner)
+    stages = ScheduleExecutor(world.peers(group, policy), 2 * world.size)
+    walker = walker_of(stages, lists[world.rank])
+    losses = stages.run(walker, runner)
+    assert walker.trace.actions == lists[world.rank]
     gradients = {s: float(w.grad) for s, w in runner.weights.items() if w.grad is not None}
     return {i: float(loss) for i, loss in losses.items()}, gradients, dict(traffic.counts)
 
@@ -81,8 +99,8 @@ def failed_at_the_end(world: World, culprit: int) -> str:
     lists = add_communication(schedule("1f1b", world.size, MICROBATCHES, 1), world.size)
     executor = ScheduleExecutor(world.peers(group, policy), world.size)
     with pytest.raises(UsageError) as caught:
-        executor.run(lists[world.rank], Fails(world.size, culprit))
-    executor.run(lists[world.rank], Product(world.size))  # with nothing left in between
+        executor.run(walker_of(executor, lists[world.rank]), Fails(world.size, culprit))
+    executor.run(walker_of(executor, lists[world.rank]), Product(world.size))  # with nothing left in between
     return str(caught.value)
 
 

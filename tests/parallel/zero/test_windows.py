@@ -418,7 +418,7 @@ def few_slots(world: Any) -> None:
     """Eight blocks take turns in one piece of memory, with ``prefetch_units`` more of them."""
     for ahead, share, wanted in ((0, True, 1), (1, True, 2), (2, True, 3), (0, False, 8)):
         engine = start(world, 3, seeded(Net, 8), zero={"prefetch_units": ahead, "reuse_buffers": share})
-        blocks, (_, first) = engine.plan.units[1].elements, engine._parts.executors[0].states[:2]
+        blocks, (_, first) = engine.plan.units[1].elements, engine._parts.hooks[0].states[:2]
         for step in range(2):
             engine.train_step([piece(step, world.rank)])
         pool = first.buckets[0].weight._around.weights

@@ -1,4 +1,4 @@
-"""The executor of a schedule: a loop over one rank's list of Actions.
+"""The executor of a schedule: what F, B, SEND and RECV of a stage do, and the words that end a walk on all ranks.
 
     F(s, i)        received activation -> forward of stage s -> activation to send, or the loss
     B(s, i)        received gradient   -> backward            -> gradient to send
@@ -6,8 +6,8 @@
 
 A stage's input is detached from what was received and asks for gradients where its sender's tensor did. Of its output
 only the edge of the graph is kept for the backward pass: the numbers themselves are dropped once they are sent, unless
-autograd saved them. What runs inside a stage (a Unit's gathers and reductions) is the business of the hooks on its
-modules; this loop knows stages alone.
+autograd saved them. What runs inside a stage (a Unit's gathers and reductions) stands in the same list, and the hooks
+on its modules walk it; what is here knows stages alone.
 
 An error of one rank ends the walk of all with the same words (messages.py): whoever meets or hears of it tells every
 neighbour that it has business with, and reads what those who wait for it have sent until they have told it too. The
@@ -19,7 +19,6 @@ Cost: one message per edge between stages, microbatch and direction, and one emp
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -34,7 +33,7 @@ from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, pack
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import CommError
-from shardwise.plan.timeline import Span
+from shardwise.plan.walker import Walker
 
 
 class Runner(Protocol):
@@ -54,12 +53,10 @@ class ScheduleExecutor:
     def __init__(self, peers: Peers, stages: int):
         self._peers = peers
         self._stages = stages
-        self.spans: list[Span] = []
-        """When each Action of the last list ran, in seconds of the host's monotonic clock."""
 
-    def run(self, actions: Sequence[Action], runner: Runner, trains: bool = True) -> dict[int, Any]:
-        """Walk ``actions``; returns the last stage's outputs by microbatch, detached. ``trains``: with B."""
-        self.spans = []
+    def run(self, walker: Walker, runner: Runner, trains: bool = True) -> dict[int, Any]:
+        """Walk the passes of the walker's list; returns the last stage's outputs by microbatch, detached. ``trains``:
+        with B."""
         self._runner, self._trains = runner, trains
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Any] = {}
@@ -68,18 +65,13 @@ class ScheduleExecutor:
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._results: dict[int, Any] = {}
         self._told_by: int | None = None
-        do = {Kind.F: self._forward, Kind.B: self._backward, Kind.SEND: self._send, Kind.RECV: self._receive}
-        rank = self._peers.group.index
         try:
-            for action in actions:
-                start_s = time.perf_counter()
-                do[action.kind](action)
-                self.spans.append(Span(rank, action, start_s, time.perf_counter()))
+            walker.run(until=_ends_step)
             self._confirm()
         except CommError:
             raise
         except Exception as error:
-            self._tell(actions[len(self.spans) :], error)
+            self._tell(walker.left, error)
             raise
         self._peers.flush()
         return self._results
@@ -134,7 +126,8 @@ class ScheduleExecutor:
                     pass
             self._peers.flush()
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
+        """F of a stage."""
         key = (action.stage, action.microbatch)
         output = self._runner.forward(*key, self._received.pop(key, None))
         if action.stage < self._stages - 1:
@@ -146,7 +139,8 @@ class ScheduleExecutor:
         if self._trains:
             self._outputs[key] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
+        """B of a stage."""
         key = (action.stage, action.microbatch)
         edges = self._outputs.pop(key)
         inputs = self._inputs.pop(key, [])
@@ -163,7 +157,8 @@ class ScheduleExecutor:
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
             ]
 
-    def _send(self, action: Action) -> None:
+    def send(self, action: Action) -> None:
+        """SEND."""
         value = self._to_send.pop((action.stage, action.microbatch))
         what = _name(action)
         to = action.other % self._peers.group.size
@@ -172,7 +167,8 @@ class ScheduleExecutor:
             return
         self._peers.send(value.text, value.tensors, to, what, "activations")
 
-    def _receive(self, action: Action) -> None:
+    def receive(self, action: Action) -> None:
+        """RECV."""
         key = (action.stage, action.microbatch)
         message = self._take(action.other % self._peers.group.size, _name(action))
         if action.carries_gradient:
@@ -181,6 +177,10 @@ class ScheduleExecutor:
             return
         self._received[key] = unpack(message.text, message.tensors)
         self._inputs[key] = [tensor for tensor in message.tensors if tensor.requires_grad]
+
+
+def _ends_step(action: Action) -> bool:
+    return action.kind.ends_step
 
 
 _END = "the end of a walk"

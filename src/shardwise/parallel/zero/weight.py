@@ -101,7 +101,7 @@ class Weight:
         assert self.state in _BEFORE[state], f"{self.what}: {self.state.value} does not become {state.value}"
         self.state = state
 
-    # Windows ---------------------------------------------------------------------------------------------------
+    # UnitWindows ---------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """The parameters show the engine's memory from now on; a weight with a window starts sharded."""

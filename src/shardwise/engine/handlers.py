@@ -1,0 +1,52 @@
+"""The one table from Kind to handler: what a rank does for each Action of its list.
+
+    F, B           of a stage: its module computes, by the schedule's executor or by the user's own Python
+                   of a Unit: nobody announced it, so the cursor went by it
+    SEND, RECV     parallel/pipeline/executor.py
+    UNSHARD, RESHARD, REDUCE                     parallel/zero/windows.py
+    SUM, NORM, STEP                              engine/step.py
+
+A new Kind needs a line here and whoever does it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shardwise.engine.step import StepEnd
+from shardwise.parallel.pipeline.executor import ScheduleExecutor
+from shardwise.parallel.zero.hooks import UnitHooks
+from shardwise.parallel.zero.windows import UnitWindows
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.walker import Handler
+
+
+def handlers_of(
+    stages: Sequence[UnitHooks], end: StepEnd, schedule: ScheduleExecutor | None
+) -> Mapping[Kind, Handler]:
+    """Handlers for the Units of ``stages``, numbered through, and for what serves them. ``schedule``: of a pipeline."""
+    hooks_of = [hooks for hooks in stages for _ in hooks.states]
+
+    def of_unit(do: Callable[[UnitWindows, Action], None]) -> Handler:
+        return lambda action: do(hooks_of[action.unit].windows, action)
+
+    def computes(stage: Handler | None) -> Handler:
+        def handle(action: Action) -> None:
+            if action.unit >= 0:
+                hooks_of[action.unit].passed_by(action)
+            elif stage is not None:
+                stage(action)
+
+        return handle
+
+    handlers: dict[Kind, Handler] = {
+        Kind.F: computes(None if schedule is None else schedule.forward),
+        Kind.B: computes(None if schedule is None else schedule.backward),
+        Kind.UNSHARD: of_unit(UnitWindows.unshard),
+        Kind.RESHARD: of_unit(UnitWindows.reshard),
+        Kind.REDUCE: of_unit(UnitWindows.reduce),
+        Kind.SUM: end.sum,
+        Kind.NORM: end.norm,
+        Kind.STEP: end.step,
+    }
+    if schedule is not None:
+        handlers |= {Kind.SEND: schedule.send, Kind.RECV: schedule.receive}
+    return handlers

@@ -1,0 +1,61 @@
+"""The lists of Actions that this rank walks.
+
+    a step         the Plan's list, in the order of Units that all ranks follow now
+    an evaluation  forward passes alone, in the same order
+
+The Plan is made anew, and validated, when the ranks agree on another order of Units.
+"""
+
+from collections.abc import Mapping
+
+from shardwise.compose.plan import Orders, Planned
+from shardwise.parallel.zero.order import Order
+from shardwise.plan.action import Action
+from shardwise.plan.dataflow import Lists
+from shardwise.plan.lists import Bracket
+from shardwise.plan.plan import Plan
+
+
+class ActionLists:
+    """See the module's docstring. ``orders``: by stage of this rank."""
+
+    def __init__(self, planned: Planned, orders: Mapping[int, Order]):
+        self._planned = planned
+        self._orders = orders
+        self._plan: Plan | None = planned.plan
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan as it is walked now; lists of other ranks' Units are in the order of registration."""
+        if self._plan is None:
+            self._plan = self._planned.in_order(self._brackets())
+        return self._plan
+
+    def step(self) -> tuple[Action, ...]:
+        """One optimizer step."""
+        return self.plan.own.actions
+
+    def forward(self, batches: int) -> list[Action]:
+        """As many forward passes of a pipeline."""
+        return self._planned.forward_list(self._brackets(), batches)
+
+    @property
+    def passes(self) -> Lists:
+        """Passes of stages and messages of a step, by place on "pp"."""
+        rows = enumerate(self.plan.actions.values())
+        return {
+            place: [each for each in row if each.unit < 0 and not each.kind.ends_step] for place, row in rows
+        }
+
+    def adopt_order(self) -> None:
+        """All ranks have seen one order of Units: the next list follows it."""
+        if any([order.adopt() for order in self._orders.values()]):
+            self._plan = None
+
+    def _brackets(self) -> Orders:
+        """By their numbers on the rank."""
+        own = self._planned.plan.own
+        return {
+            stage: [Bracket(opens, own.units_of(stage)[unit].index) for opens, unit in order.agreed]
+            for stage, order in self._orders.items()
+        }

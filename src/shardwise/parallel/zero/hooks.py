@@ -1,0 +1,455 @@
+"""The hooks of a stage's Units: the user's Python says what runs next, the walker does what the list has before it.
+
+In a user's own loop the order of Units belongs to the user's Python. So the hooks find the Unit's place in the list:
+
+    forward hook before Unit u      run the list up to F(u)          hook on the outputs of u    ... up to B(u)
+    forward hook after Unit u       run what closes u                last gradient of u landed   run what closes u
+    end of the forward pass         run the rest                     end of the backward pass    run the rest
+
+A Unit that this rank skips is gathered and reduced when the cursor passes it, so the ranks issue the same collectives
+in the same order whatever their data made them do. What the list cannot serve (a Unit used a second time, or out of
+order) is gathered on the spot, and stands in the trace as a divergence; the backward pass then mirrors what the forward
+pass did. All ranks must depart alike: the names of their collectives are compared in each step.
+
+[Note: forced closing]
+A Unit's backward window is over when all its gradients have landed. Where some never will (unused, frozen), the window
+ends when the next Unit of the list opens: autograd runs later calls first, so everything that needs the Unit has run.
+In a graph where that is not so, the version check of [Note: stale memory] or the late gradient below stops the step.
+
+[Note: recomputing]
+Activation checkpointing runs forward passes inside the backward pass. Such a Unit is gathered for its forward alone and
+opens its backward window like any other. Where one checkpoint spans several Units, the last of them has opened already
+and stands where an earlier one must: it makes way, and comes back when its own turn to recompute comes. autograd's
+version check does not see what a checkpoint saved, so a gradient that lands in between is an error of our own.
+
+[Note: side losses]
+A block may keep a tensor for the loss beside what it returns, in an attribute of its own or of a module inside (a
+router's loss). Its gradient may come before that of any output, so it opens the backward window as one of those does.
+Where the tensor went another way (a list that blocks share) nobody opens it: a released weight is used then.
+
+[Note: foreign backward]
+A loss of another engine may pass through this model (a generator's loss through the discriminator). Its Units are then
+gathered and released as ever, by a list aside, but nothing may land: its parameters must not require gradients
+meanwhile.
+
+Cost: two hooks per Unit and pass, one per parameter.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from enum import Enum, auto
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.marks import Marks
+from shardwise.parallel.zero.order import Order
+from shardwise.parallel.zero.unit_state import UnitState, Window
+from shardwise.parallel.zero.windows import UnitWindows
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.errors import UsageError
+from shardwise.plan.lists import is_inside
+from shardwise.plan.pytree import tensors_in
+from shardwise.plan.walker import Walker
+
+_MODULE_STATE = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+class Pass(Enum):
+    """What the stage's module is in the middle of."""
+
+    NONE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    FOREIGN = auto()
+    """A backward pass that is not the engine's. [Note: foreign backward]"""
+
+
+_NEXT = {
+    Pass.NONE: {Pass.FORWARD, Pass.BACKWARD, Pass.FOREIGN},
+    Pass.FORWARD: {Pass.NONE, Pass.FORWARD, Pass.FOREIGN, Pass.BACKWARD},
+    Pass.BACKWARD: {Pass.NONE},
+    Pass.FOREIGN: {Pass.NONE, Pass.FORWARD, Pass.BACKWARD},
+}
+
+
+class _ForwardUnderWay(NamedTuple):
+    """A pass in whose middle a foreign backward pass runs."""
+
+    running: Pass
+    calls: list[int]
+    """Of each Unit's forward that are under way."""
+
+
+class _Hook(partial[Any]):
+    """A method of the hooks on a module. A copy of the module has nothing to do with them."""
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return unhooked
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "torch.save(model), pickle: the engine's hooks hang on the model, and a pickle would be code. Save "
+            "engine.state_dict(), or call engine.close() first"
+        )
+
+
+class _Method(NamedTuple):
+    """A method that was wrapped on its module."""
+
+    module: nn.Module
+    name: str
+
+    def remove(self) -> None:
+        """What the class defines counts again."""
+        vars(self.module).pop(self.name, None)
+
+
+def unhooked(*args: Any, **kwargs: Any) -> None:
+    """What stands in a copied module where the engine's hooks were."""
+
+
+class UnitHooks:
+    """See the module's docstring. ``is_driven``: a schedule's loop enters the passes of ``stage``; else hooks do."""
+
+    def __init__(self, windows: UnitWindows, order: Order, walker: Walker, stage: int, is_driven: bool):
+        self.windows = windows
+        self.states = windows.states
+        self.order = order
+        self.marks = Marks([bucket for state in self.states for bucket in state.buckets])
+        self.microbatch = -1
+        """The microbatch that runs; in a pipeline others are under way beside it."""
+        self._walker = walker
+        self._stage = stage
+        self._is_driven = is_driven
+        self._pass = Pass.NONE
+        self._is_aside = False
+        """Whether the forward pass walks a list of its own."""
+        self._interrupted: _ForwardUnderWay | None = None
+        self._is_differentiated_twice = False
+        """[Note: second derivatives]"""
+        self._root_is_held = False
+        units = {id(state.module) for state in self.states}
+        self._inside = [list(_own_modules(state.module, units)) for state in self.states]
+        """Modules of each Unit, those of Units inside it left out."""
+        self._handles: list[Any] = []
+        self._install()
+
+    @property
+    def cuts_weight(self) -> bool:
+        """Whether weights must be gathered before use."""
+        return self.windows.strategy.cuts_weight
+
+    def _turn(self, to: Pass) -> None:
+        assert to in _NEXT[self._pass], (
+            f"stage {self._stage}: a pass {self._pass.name} is under way, not {to.name}"
+        )
+        self._pass = to
+
+    @property
+    def _is_backward(self) -> bool:
+        return self._pass is Pass.BACKWARD or self._pass is Pass.FOREIGN
+
+    # Forward ---------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, index: int, module: nn.Module, inputs: Any) -> None:
+        state = self.states[index]
+        if self._root_is_held and index == 0:
+            return
+        if self._is_backward:
+            if self.cuts_weight and state.window is not Window.BACKWARD:
+                self.windows.recompute(state)
+            return
+        if index == 0:
+            self._begin_forward()
+        if self._pass is Pass.FORWARD:
+            self.order.saw(True, index)
+        is_next = self._walker.run_to(Kind.F, self.windows.first + index)
+        if not is_next:
+            self._walker.diverge(f"forward of {state.unit.title} is not next in the list")
+        if self.cuts_weight:
+            self.order.has_departed |= not is_next
+            self.windows.need(state)
+            state.turn(Window.FORWARD)
+            state.calls += 1
+
+    def _begin_forward(self) -> None:
+        self.marks.clear()
+        if self._is_aside:  # an exception ended the last one
+            self._walker.turn_back()
+        self._is_aside = False
+        if not self._is_driven and not (torch.is_grad_enabled() and self._walker.enter(Kind.F, self._stage)):
+            if torch.is_grad_enabled():
+                self._walker.diverge("a further forward pass, before the backward pass that is next")
+            self._walker.turn_aside(self.order.forward())
+            self._is_aside = True
+        self.windows.close_all()  # what an exception in the last pass left behind
+        self.windows.begin_pass()
+        self.order.begin()
+        self._turn(Pass.FORWARD)
+
+    def _after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        state = self.states[index]
+        if self._root_is_held and index == 0:
+            return
+        if self._is_backward:
+            if state.window is Window.RECOMPUTING:
+                self.windows.close(state)
+                self._watch(index, output)
+            return
+        if self._pass is Pass.FORWARD:
+            self.order.saw(False, index)
+        if self.cuts_weight:
+            state.calls -= 1
+            if state.calls <= 0:
+                self._close_forward(state)
+            self._watch(index, output)
+        if index == 0:
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        self._walker.finish_pass()
+        self._turn(Pass.NONE)
+        if self._is_aside:
+            self._walker.turn_back()
+            self._is_aside = False
+        if torch.is_grad_enabled():
+            self.order.end(self.microbatch)
+
+    def _watch(self, index: int, output: Any) -> None:
+        """Whichever output's gradient comes first opens the Unit's backward window."""
+        if torch.is_grad_enabled():
+            for tensor in (*tensors_in(output), *self._kept(index)):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._before_backward, index))
+
+    def _kept(self, index: int) -> Iterator[Tensor]:
+        """What the Unit's modules hold in attributes and has a graph. [Note: side losses]"""
+        for module in self._inside[index]:
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor | tuple | list | dict) and name not in _MODULE_STATE:
+                    yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
+
+    def _close_forward(self, state: UnitState) -> None:
+        state.turn(Window.CLOSED)
+        state.calls = 0
+        unit, following = self.windows.first + state.unit.index, self._walker.next_in_pass()
+        if following is not None and following[:2] == (Kind.RESHARD, unit):
+            self._walker.run_next()
+        elif not any(action[:2] == (Kind.RESHARD, unit) for action in self._walker.rest_of_pass()):
+            self.windows.close(state)
+
+    def run_as_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``function`` inside the root's window, as if it were the model's forward (which it may call)."""
+        root = self.states[0].module
+        self._before_forward(0, root, args)
+        self._root_is_held = True
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            self._root_is_held = False
+        self._after_forward(0, root, args, output)
+        return output
+
+    # Backward --------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, last: bool) -> None:
+        """Before autograd runs. ``last``: the last microbatch of the step."""
+        self.marks.clear()
+        self.marks.check_frozen()
+        if not self._is_driven:
+            if self._is_aside:  # an exception ended a forward pass
+                self._walker.turn_back()
+                self._is_aside = False
+            is_entered = self._walker.enter(Kind.B, self._stage)
+            assert is_entered, "a step has as many backward passes as microbatches"
+        order = self.order.of_passes(self.microbatch)
+        if order != self.order.agreed:
+            self._walker.replan(self.order.backward(order, last), "the forward pass took another way")
+        self.windows.begin_backward(last, self._is_differentiated_twice)
+        self._turn(Pass.BACKWARD)
+
+    def run_backward(self, run: Callable[[], None]) -> None:
+        """``run``, which is autograd's part, and what is left to do after it."""
+        try:
+            run()
+            self.end_backward()
+        except Exception as error:
+            if "modified by an inplace operation" in str(error) and self.cuts_weight:
+                raise UsageError(
+                    "backward: a weight was needed after its Unit had been released, or was changed in place between "
+                    "forward and backward. Call the module's forward (not its inner functions) so that its hooks run, "
+                    "or name one Unit around what belongs together in zero.units; a block returns tensors in tuples, "
+                    "lists, dictionaries or dataclasses, where hooks find them, and not in objects of another kind; "
+                    "for a loss on gradients (autograd.grad with create_graph=True) set zero.reuse_buffers: false. "
+                    f"({error})"
+                ) from error
+            if " is released now, is used by" in str(error):
+                raise UsageError(
+                    "backward: a block was to recompute before the gradient of any of its outputs had come, as for a "
+                    "side loss that it put into a list or an object. Return it from the block, keep it in an attribute "
+                    "of its module (self.side_loss = ...), leave the block out of recompute.blocks, or take zero.stage "
+                    f"2. ({error})"
+                ) from error
+            raise
+
+    def _begin_foreign(self) -> None:
+        """[Note: foreign backward]"""
+        self._interrupted = _ForwardUnderWay(self._pass, [state.calls for state in self.states])
+        self._walker.turn_aside(self.order.foreign(self.order.of_passes(self.microbatch)))
+        self._turn(Pass.FOREIGN)
+        if torch.is_grad_enabled() and self.cuts_weight:
+            self._is_differentiated_twice = True
+        self.windows.begin_pass()
+        for state in self.states:
+            state.missing = state.trained_parameters
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        """After autograd has run: whatever did not close by itself closes now."""
+        self._walker.finish_pass()
+        is_foreign = self._pass is Pass.FOREIGN
+        if not is_foreign:
+            self.windows.end_backward()
+            self._is_differentiated_twice = False
+        self.windows.close_all()
+        if not is_foreign:
+            self._turn(Pass.NONE)
+            self.order.done(self.microbatch)
+            return
+        assert self._interrupted is not None, "a foreign backward pass interrupts something"
+        running, calls = self._interrupted
+        self._interrupted = None
+        self._walker.turn_back()
+        self._turn(running)
+        if running is not Pass.FORWARD:
+            if not self._is_differentiated_twice:
+                self.order.done(self.microbatch)
+            return
+        for state, under_way in zip(self.states, calls, strict=True):
+            if under_way:
+                state.calls = under_way
+                state.turn(Window.FORWARD)
+                state.gather()
+
+    def abandon(self) -> None:
+        """After an exception in the middle of a pass: back to the state between two steps."""
+        self.marks.drop()
+        self._pass, self._is_aside, self._interrupted = Pass.NONE, False, None
+        self._is_differentiated_twice = False
+        self.order.forget()
+        self.windows.drop()
+
+    def _before_backward(self, index: int, grad: Tensor) -> None:
+        state = self.states[index]
+        if state.is_in_backward:
+            return
+        if not self._is_backward:
+            self._begin_foreign()
+        if not self._walker.run_to(Kind.B, self.windows.first + index):
+            self._walker.diverge(f"backward of {state.unit.title} is not next in the list")
+        if not state.is_in_backward:
+            self._open_backward(state)
+
+    def _open_backward(self, state: UnitState) -> None:
+        state.turn(Window.BACKWARD)
+        self.windows.need(state)
+
+    def passed_by(self, action: Action) -> None:
+        """The cursor goes by a Unit's pass that no hook has announced."""
+        state, target = self.windows.of(action), self._walker.target
+        self.windows.need_if_deferred(state)
+        if action.kind is Kind.B:
+            # Hooks on weights that are always there are not needed; nor is there a gradient of a frozen Unit. A Unit
+            # that ran twice in one window opens it once.
+            is_silent = not self.cuts_weight or not state.trained_parameters or state.is_in_backward
+            # A tensor that is the output of two nested Units calls the inner one's hook first.
+            is_around = target is not None and is_inside(self.windows.of(target).unit.name, state.unit.name)
+            if is_around and self.cuts_weight and not state.is_in_backward:
+                self._open_backward(state)
+            if is_silent or is_around:
+                self._walker.passed(action)
+                return
+        self._walker.diverge(f"{action} did not run: {state.unit.title} was skipped")
+
+    def _accumulate(self, index: int, bucket: BucketState, place: int, parameter: nn.Parameter) -> None:
+        state = self.states[index]
+        name = bucket.layout.slots[place].name
+        if self._pass is not Pass.BACKWARD:
+            parameter.grad = None
+            raise UsageError(
+                f"backward: the gradient of {name} arrived outside engine.backward(loss), which alone knows when to "
+                "reduce. Call it instead of loss.backward(). Where another engine's loss passes through this model (a "
+                "generator's through its discriminator) torch would let the gradients land for zero_grad() to drop; "
+                "here set model.requires_grad_(False) before that loss is computed and True again after its backward"
+            )
+        if state.is_reduced:
+            raise UsageError(
+                f"backward: {name} got another gradient after those of its Unit {state.unit.title!r} were reduced. "
+                "Reentrant activation checkpointing does that (set use_reentrant=False), and a graph that returns to a "
+                "block after later ones (name one Unit around them in zero.units)"
+            )
+        if state.window is Window.DISPLACED:
+            raise UsageError(
+                f"backward: {name} got a gradient while another Unit, which recomputes, "
+                "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.reuse_buffers: false"
+            )
+        if bucket.gradient.accumulate(place, parameter):
+            state.missing -= 1
+            if state.missing == 0:
+                self._walker.run_while(self._may_close)
+
+    def _may_close(self, action: Action) -> bool:
+        """What closes Units whose gradients have all landed, as far as the list's order allows."""
+        return action.kind is not Kind.UNSHARD and self.windows.of(action).is_complete
+
+    # Hooks -----------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        for state in self.states:
+            index = state.unit.index
+            # The lists need a window for the root even where it holds no parameter itself.
+            self._handles += [
+                # First of all: a hook of the user's (weight_norm, say) reads the weights.
+                state.module.register_forward_pre_hook(_Hook(self._before_forward, index), prepend=True),
+                state.module.register_forward_hook(_Hook(self._after_forward, index)),
+            ]
+            for bucket in state.buckets:
+                for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
+                    hook = partial(self._accumulate, index, bucket, place)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def gather_around(self, index: int, method: str) -> None:
+        """Let ``method`` of a Unit's module be called as its forward is: its weights are there while it runs."""
+        state, module = self.states[index], self.states[index].module
+        function = getattr(module, method)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if state.window is Window.FORWARD or (index == 0 and self._pass is Pass.FORWARD):
+                return function(*args, **kwargs)  # from its own forward
+            if index == 0:
+                return self.run_as_forward(function, args, kwargs)
+            self._before_forward(index, module, args)
+            output = function(*args, **kwargs)
+            self._after_forward(index, module, args, output)
+            return output
+
+        setattr(module, method, call)
+        self._handles.append(_Method(module, method))
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _own_modules(module: nn.Module, units: Collection[int]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if id(child) not in units:
+            yield from _own_modules(child, units)

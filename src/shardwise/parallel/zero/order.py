@@ -1,0 +1,114 @@
+"""The order in which the Units of a stage run: the agreed one, and what each forward pass shows.
+
+The order starts as the order of registration. Every forward pass writes down its own; when all ranks have seen the same
+one (their hashes travel with the gradient norm) the step's list is made anew from it. The backward pass of a microbatch
+mirrors what its forward passes did, departures included.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+from shardwise.plan.action import Action
+from shardwise.plan.lists import (
+    Bracket,
+    Strategy,
+    backward_actions,
+    forward_actions,
+    registration_brackets,
+    with_absent,
+)
+from shardwise.plan.unit import Unit
+
+
+class Order:
+    """See the module's docstring. ``first``: number of the first Unit in the rank's list."""
+
+    def __init__(self, units: Sequence[Unit], strategy: Strategy, prefetch_units: int, first: int):
+        self.agreed: tuple[Bracket, ...] = tuple(registration_brackets([unit.name for unit in units]))
+        """What the list follows."""
+        self.has_departed = False
+        """Whether the running forward pass took another way."""
+        self.prefetch_units = prefetch_units
+        self._strategy = strategy
+        self._first = first
+        self._trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
+        self._seen: list[Bracket] = []
+        self._passes: dict[int, list[tuple[Bracket, ...]]] = {}
+        """By microbatch the order of each forward pass whose backward pass has not been."""
+        self._lists: dict[tuple[tuple[Bracket, ...], str], list[Action]] = {}
+
+    # A forward pass --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._seen, self.has_departed = [], False
+
+    def saw(self, opens: bool, unit: int) -> None:
+        """A Unit's window opened or closed."""
+        self._seen.append(Bracket(opens, unit))
+
+    def end(self, microbatch: int) -> None:
+        """The pass is over, and its backward pass will come."""
+        order = with_absent(self._seen, self.agreed) if self.has_departed else self.agreed
+        self._passes.setdefault(microbatch, []).append(order)
+
+    # Its backward pass -----------------------------------------------------------------------------------------
+
+    def of_passes(self, microbatch: int) -> tuple[Bracket, ...]:
+        """That of the forward passes whose backward pass comes now."""
+        passes = self._passes.get(microbatch, [])
+        return tuple(bracket for brackets in passes for bracket in brackets) or self.agreed
+
+    def done(self, microbatch: int) -> None:
+        """The backward pass is over."""
+        self._passes.pop(microbatch, None)
+
+    def forget(self) -> None:
+        """No backward pass will come."""
+        self._passes.clear()
+
+    # All ranks -------------------------------------------------------------------------------------------------
+
+    @property
+    def hash(self) -> int:
+        """A 20-bit number of the order that the last forward pass followed."""
+        text = repr([tuple(bracket) for bracket in self._seen]).encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:3]) >> 4
+
+    def adopt(self) -> bool:
+        """All ranks have seen the same order: follow it from now on. True where it is a new one."""
+        if not self._seen:
+            return False
+        # With the Units that did not run: a later step may use them on some ranks, and all are reduced.
+        order = with_absent(self._seen, self.agreed)
+        if order == self.agreed:
+            return False
+        self.agreed = order
+        self._lists.clear()
+        return True
+
+    # Lists -----------------------------------------------------------------------------------------------------
+
+    def forward(self) -> list[Action]:
+        """One forward pass."""
+        return self._list(self.agreed, "forward")
+
+    def backward(self, order: tuple[Bracket, ...], last: bool) -> list[Action]:
+        """The backward pass of ``order``; ``last``: of the step's last microbatch."""
+        return self._list(order, "last" if last else "one of several")
+
+    def foreign(self, order: tuple[Bracket, ...]) -> list[Action]:
+        """A backward pass in which nothing lands."""
+        return self._list(order, "foreign")
+
+    def _list(self, order: tuple[Bracket, ...], what: str) -> list[Action]:
+        if (order, what) not in self._lists:
+            if len(self._lists) > 8:
+                self._lists.clear()
+            if what == "forward":
+                made = forward_actions(order, self._strategy, self.prefetch_units)
+            else:
+                trained = [False] * len(self._trained) if what == "foreign" else self._trained
+                made = backward_actions(order, self._strategy, trained, what == "last", self.prefetch_units)
+            self._lists[order, what] = [action._replace(unit=action.unit + self._first) for action in made]
+        return self._lists[order, what]

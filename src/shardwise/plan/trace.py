@@ -1,0 +1,73 @@
+"""Trace: what a rank did in a step, Action by Action, and where that differs from the Plan.
+
+    Plan.actions   F(0,0)  UNSHARD(0,0)  F(0,0) ...      what is to be done
+    trace.actions  F(0,0)  UNSHARD(0,0)  F(0,0) ...      what was done: equal where the model keeps to the Plan
+
+Whoever acts writes into it, through the walker. A departure from the list (a Unit that the data skipped, another
+order, a second use) stands in ``divergences`` in words: 100 of a step at most, and their number.
+
+Cost: two looks at a clock and four appends per Action; a step's trace lives until the next one is over.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shardwise.plan.action import Action
+from shardwise.plan.timeline import Span
+
+_MOST = 100
+"""Divergences of one step that are kept."""
+
+
+@dataclass
+class Trace:
+    """The running step; ``sent_bytes`` counts what this rank has sent so far, for all time."""
+
+    sent_bytes: Callable[[], int] = field(default=lambda: 0)
+    actions: list[Action] = field(default_factory=list)
+    """In the order in which they began."""
+    starts_s: list[float] = field(default_factory=list)
+    stops_s: list[float] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    """What each Action sent, those inside it included: a pass contains what its Units do."""
+    divergences: list[str] = field(default_factory=list)
+    diverged: int = 0
+    """Divergences of the step, also those that are not kept."""
+
+    def begin(self) -> "Trace":
+        """A new trace for the next step; this one stays as it is."""
+        return Trace(self.sent_bytes)
+
+    def start(self, action: Action) -> int:
+        """``action`` begins; returns its place, for ``stop``."""
+        self.actions.append(action)
+        now = time.perf_counter()
+        self.starts_s.append(now)
+        self.stops_s.append(now)
+        self.bytes.append(-self.sent_bytes())
+        return len(self.actions) - 1
+
+    def stop(self, place: int) -> None:
+        """The Action at ``place`` is over."""
+        self.stops_s[place] = time.perf_counter()
+        self.bytes[place] += self.sent_bytes()
+
+    def passed(self, action: Action) -> None:
+        """A Unit's pass, which the user's model computes: its time is that until the next Action begins."""
+        self.actions.append(action)
+        now = time.perf_counter()
+        self.starts_s.append(now)
+        self.stops_s.append(now)
+        self.bytes.append(0)
+
+    def diverge(self, text: str) -> None:
+        """Something was done otherwise than the list had it."""
+        self.diverged += 1
+        if len(self.divergences) < _MOST:
+            self.divergences.append(text)
+
+    def spans(self, rank: int) -> list[Span]:
+        """The Actions as spans of ``rank``, in seconds of the host's monotonic clock."""
+        rows = zip(self.actions, self.starts_s, self.stops_s, strict=True)
+        return [Span(rank, action, start_s, stop_s) for action, start_s, stop_s in rows]
