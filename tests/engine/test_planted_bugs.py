@@ -371,7 +371,7 @@ def errors_planted(world: Any) -> str:
     train_step = Engine.train_step
 
     def impatient(self: Engine, *args: Any) -> Any:
-        self.clock._deadline_s = 0.3  # ten times as much in the first step
+        self.clock._timeout_s = 0.3  # ten times as much in the first step
         return train_step(self, *args)
 
     with (
