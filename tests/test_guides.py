@@ -28,7 +28,7 @@ from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import SCHEDULES
 from shardwise.parallel.pipeline.schedules import schedule
-from shardwise.simulate.timeline import timeline_of
+from shardwise.plan.dataflow import timeline_of
 from tests import forked
 
 ROOT = Path(__file__).parent.parent

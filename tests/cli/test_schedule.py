@@ -12,7 +12,7 @@ from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
-from shardwise.simulate.timeline import timeline_of
+from shardwise.plan.dataflow import timeline_of
 
 
 def said(folder: Path, rank: int, has_pipeline: bool = True) -> str:

@@ -28,10 +28,10 @@ from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, pack
 from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.action import Action, Kind
+from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.errors import PlanError, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Span, Timeline
-from shardwise.simulate.timeline import timeline_of
 
 _KINDS = tuple(Kind)
 _CHUNK = 8

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import PlanError
-from shardwise.plan.timeline import Span
+from shardwise.plan.timeline import Span, Timeline
 
 Lists = dict[int, list[Action]]
 """Actions by the rank's index on "pp"."""
@@ -89,3 +89,8 @@ def walk(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], floa
             "takes: F of a stage that of the stage before, B that of the next stage, RECV its SEND, W its I"
         )
     return spans
+
+
+def timeline_of(lists: Mapping[int, Sequence[Action]], seconds: Callable[[Action], float]) -> Timeline:
+    """The walk as a timeline, by rank. Errors: as ``walk``'s."""
+    return Timeline.of(walk(lists, seconds))

@@ -6,7 +6,7 @@ from shardwise.parallel.pipeline import cost
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind
-from shardwise.simulate.timeline import timeline_of
+from shardwise.plan.dataflow import timeline_of
 from tests.parallel.pipeline.shapes import SHAPES, WIDE
 
 

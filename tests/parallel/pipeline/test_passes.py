@@ -8,9 +8,9 @@ import pytest
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding, nominal_s
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import Action, B, F, Kind
+from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.errors import PlanError
 from shardwise.plan.validate import validate
-from shardwise.simulate.timeline import timeline_of
 from tests.parallel.pipeline.shapes import SHAPES, WIDE
 
 

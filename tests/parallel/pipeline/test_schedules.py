@@ -7,9 +7,9 @@ from shardwise.parallel.pipeline import schedules
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
 from shardwise.parallel.pipeline.schedules import forward_only, microbatch_groups, schedule
 from shardwise.plan.action import Kind
+from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.errors import PlanError
 from shardwise.plan.validate import validate
-from shardwise.simulate.timeline import timeline_of
 from tests.parallel.pipeline.shapes import SHAPES, WIDE, Shape
 
 

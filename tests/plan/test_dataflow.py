@@ -3,8 +3,8 @@ import pytest
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
+from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.errors import PlanError
-from shardwise.simulate.timeline import timeline_of
 
 SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.SEND: 0.25, Kind.RECV: 0.5}
 

@@ -1,1 +1,0 @@
-"""Row 5: what a Plan will cost before it runs."""
