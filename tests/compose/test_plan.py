@@ -124,3 +124,12 @@ def test_nobody_said_how_the_model_lies_on_tp() -> None:
         PlanError, match=r"mesh\.tp is 2, but the model's description does not say how to cut it"
     ):
         planned(Net(), 2, Mesh(dp_shard=2, tp=2))
+
+
+def test_a_whole_step() -> None:
+    plan = planned(Net(), 2, Mesh(dp_shard=2), microbatches=2, units=["blocks.0"])
+    assert " ".join(map(str, plan.actions["all"])) == (
+        "F(0,0) F(0,0) F(1,0) B(0,0) B(0,0) B(1,0) REDUCE(1,0) REDUCE(0,0) "
+        "F(0,1) F(0,1) F(1,1) B(0,1) B(0,1) B(1,1) REDUCE(1,1) REDUCE(0,1) "
+        "NORM STEP(0) UNSHARD(0) STEP(1) UNSHARD(1)"
+    )

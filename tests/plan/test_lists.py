@@ -1,6 +1,5 @@
 """Lists of Units, as pure data."""
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,11 +12,10 @@ from shardwise.plan.lists import (
     forward_actions,
     is_inside,
     registration_brackets,
-    step_actions,
+    update_actions,
     with_absent,
 )
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.unit import BucketKey, Unit, lay_out
 
 ZERO3 = strategy_of(ZeroPolicy(stage=3), Mesh(dp_shard=2))
 ZERO2 = strategy_of(ZeroPolicy(stage=2), Mesh(dp_shard=2))
@@ -127,16 +125,9 @@ def test_every_list_can_be_run(brackets: list[Bracket], ahead: int, passes: int)
         assert reduced == (used if reduces else set())
 
 
-def test_a_whole_step() -> None:
-    key = BucketKey(torch.float32, True, 0)
-    units = [Unit(i, name, (lay_out(key, [("w", (3,), ())], 2),)) for i, name in enumerate(["", "a"])]
-    actions = step_actions(units, opens(1), ZERO2, accumulation=2)
-    assert text(actions) == (
-        "F(0,0) F(1,0) B(0,0) B(1,0) REDUCE(1,0) REDUCE(0,0) "
-        "F(0,1) F(1,1) B(0,1) B(1,1) REDUCE(1,1) REDUCE(0,1) "
-        "STEP(0) UNSHARD(0) STEP(1) UNSHARD(1)"
-    )
-    assert "UNSHARD" not in text(step_actions(units, opens(1), ZERO3, 1)[-2:])
+def test_the_end_of_a_step() -> None:
+    assert text(update_actions([True, False, True], ZERO2)) == "STEP(0) UNSHARD(0) STEP(2) UNSHARD(2)"
+    assert text(update_actions([True], ZERO3)) == "STEP(0)"
 
 
 def test_units_that_did_not_run_keep_their_places() -> None:

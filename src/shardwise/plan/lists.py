@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.placement import Placement, Shard
-from shardwise.plan.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -139,24 +138,6 @@ def _gather_ahead(actions: list[Action], units: int) -> list[Action]:
                     start = len(moved)
         actions = moved
     return actions
-
-
-def step_actions(
-    units: Sequence[Unit],
-    brackets: Sequence[Bracket],
-    strategy: Strategy,
-    accumulation: int,
-    prefetch_units: int = 0,
-) -> list[Action]:
-    """A whole optimizer step: ``accumulation`` microbatches, then STEP, then the weights that changed elsewhere."""
-    trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
-    actions: list[Action] = []
-    for microbatch in range(accumulation):
-        last = microbatch == accumulation - 1
-        passes = forward_actions(brackets, strategy, prefetch_units)
-        passes += backward_actions(brackets, strategy, trained, last, prefetch_units)
-        actions += [action._replace(microbatch=microbatch) for action in passes]
-    return actions + update_actions(trained, strategy)
 
 
 def update_actions(trained: Sequence[bool], strategy: Strategy) -> list[Action]:

@@ -247,6 +247,10 @@ class _RankList:
             stage: ranks.units_of(stage)[0].index for stage in ranks.stages if ranks.units_of(stage)
         }
         self._pass: Action | None = None
+        self._is_sent = False
+        """Whether the result of the running pass has been sent."""
+        self._is_opened = False
+        """Whether the root of its stage has begun, which is around all other Units."""
         self._gathered: set[int] = set()
         self._counts: Counter[Action] = Counter()
         """F, B and REDUCE of Units so far."""
@@ -265,7 +269,9 @@ class _RankList:
             elif self._ended:
                 self._refuse(action, f"after {self._ended[-1].value}")
             elif action.kind.computes:
-                self._pass = action
+                self._pass, self._is_sent, self._is_opened = action, False, False
+            elif self._pass is not None and action.kind is Kind.SEND:
+                self._is_sent |= action[2:4] == self._pass[2:4]
         self._complete()
 
     def _refuse(self, action: Action | str, why: str) -> None:
@@ -303,6 +309,11 @@ class _RankList:
         self._in_its_pass(action)
         if kind in (Kind.F, Kind.B):
             root = self._roots[self._ranks.unit_stages[unit]]
+            if self._is_sent:
+                self._refuse(action, f"after the result of {self._pass} was sent")
+            if unit != root and not self._is_opened:
+                self._refuse(action, f"before {Action(kind, root, microbatch)}, inside of which it runs")
+            self._is_opened = True
             for needed in (unit, root):
                 if self._rules[needed].moves and needed not in self._gathered:
                     whose = (
