@@ -22,7 +22,7 @@ from shardwise.config.run import RunConfig
 from shardwise.models.gpt import Gpt
 
 PACKAGE = f"{Path(shardwise.__file__).parent}{os.sep}"
-CONFIG = {"zero": {"stage": 3}, "clip": 1.0}
+CONFIG = {"zero": {"stage": 3}, "max_grad_norm": 1.0}
 MODEL = {"model": {"layers": 4, "width": 16, "heads": 4, "vocab": 32, "context": 16}}
 OUTSIDE = ("models/", "kernels/")
 

@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardwise"
 FILES = sorted(SOURCE.rglob("*.py"))
-DOUBLES = {"Vectors", "_Hook"}
+DOUBLES = {"_Hook"}
 """Class names that still stand twice."""
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 

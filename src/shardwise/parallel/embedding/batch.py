@@ -53,7 +53,7 @@ class Part(NamedTuple):
     store: Store
 
 
-class Vectors(torch.autograd.Function):
+class BatchVectors(torch.autograd.Function):
     """Vectors pass; their gradients are kept. One node for all groups, so that ranks cannot differ in their order.
 
     Of keys with weights a pooled vector is Σ wᵢ·rowᵢ, so that dwᵢ = <gradient of the bag, rowᵢ>. What a mean divides by

@@ -21,7 +21,7 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import share
 from shardwise.kernels.tables.unique import Scratch
 from shardwise.optim.clip import clip_factor
-from shardwise.parallel.embedding.batch import Part, Prepared, Vectors, on_device
+from shardwise.parallel.embedding.batch import BatchVectors, Part, Prepared, on_device
 from shardwise.parallel.embedding.dynamic import is_unlimited
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
@@ -198,7 +198,7 @@ class PlacedTables:
             self._check_steps()
         flat = [output for of_part in fetched for output in of_part]
         anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=learns)
-        outputs = iter(Vectors.apply(anchor, self.parts, prepared, learns, *prepared.weights, *flat))
+        outputs = iter(BatchVectors.apply(anchor, self.parts, prepared, learns, *prepared.weights, *flat))
         return [[next(outputs).to(self._compute_dtype) for _ in of_part] for of_part in fetched]
 
     def _check_steps(self) -> None:
