@@ -24,21 +24,24 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Clock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
+from shardwise.config.run import RunConfig
 from shardwise.data.adopt import Collate
 from shardwise.data.evaluation import Weighted
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
 from shardwise.engine import metrics, state, views
+from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.ahead import Ahead, AheadMaker
 from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.check import Check
-from shardwise.engine.fingerprint import Fingerprint
+from shardwise.engine.forward import Forward
 from shardwise.engine.held import Held
-from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
+from shardwise.engine.inputs import Loss, find_loss
 from shardwise.engine.loaders import Loaders
-from shardwise.engine.nonfinite import Look, origin
+from shardwise.engine.nonfinite import origin
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.record import StepRecord
 from shardwise.engine.saves import Saves
 from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
 from shardwise.engine.weighing import Weighing
@@ -47,11 +50,9 @@ from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
-from shardwise.parallel.tensor.log_probs import log_probs_of
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
-from shardwise.plan.pytree import tensors_in
 from shardwise.plan.timeline import Timeline
 from shardwise.plan.trace import Trace
 
@@ -76,34 +77,46 @@ class Engine:
         pipeline: Pipeline | None = None,
         check: Check | None = None,
     ):
-        self.module = parts.model
-        """The user's model; its parameters are views that the engine moves."""
-        self.world: World = parts.world
-        """The ranks: ``rank``, ``size``, ``device``."""
-        self.config = parts.config
-        """Resolved configuration."""
         self.on_step: list[OnStep] = list(on_step)
         """Called with (engine, result) after every optimizer step."""
         self._parts = parts
         self._end = end
-        self._loss = loss
         self._pipeline = pipeline
-        self._accumulation = parts.accumulation
         self.weighing = Weighing(parts.config.batch.weigh_by, parts.model)
         """What microbatches count where nothing is said."""
-        self._pending: dict[int, tuple[Any, Any]] = {}
-        """Arguments of the running step's passes, by microbatch."""
-        self._first_batches: Fingerprint | None = Fingerprint()
-        self._passes: list[Any] = []
+        self._record = StepRecord(check, parts.world.size > 1)
+        self._forward = Forward(parts, loss, pipeline, self._record, self.weighing, self._discard_on_error)
         self._loss_tolerance = loss_tolerance(parts, parts.config)
         self._ahead = AheadMaker(parts, self.on_step)
-        self.check = check
-        """Of the first step of a cut model; None after it."""
-        self._held = Held(parts, self.close, self._before_pass)
+        self._held = Held(parts, self.close, self._record.before_pass)
         self._loaders = Loaders(parts.config, parts.dp, parts.accumulation.microbatches)
         self._saves = Saves(parts, self._loaders)
         self._stop_wanted = False
         self._stop_seen = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model; its parameters are views that the engine moves."""
+        return self._parts.model
+
+    @property
+    def world(self) -> World:
+        """The ranks: ``rank``, ``size``, ``device``."""
+        return self._parts.world
+
+    @property
+    def config(self) -> RunConfig:
+        """Resolved configuration."""
+        return self._parts.config
+
+    @property
+    def check(self) -> Check | None:
+        """Of the first step of a cut model; None after it."""
+        return self._record.check
+
+    @property
+    def _accumulation(self) -> Accumulation:
+        return self._parts.accumulation
 
     @property
     def step_count(self) -> int:
@@ -137,35 +150,7 @@ class Engine:
 
         Any other arguments go to the model as they are. Floating inputs are cast to the compute dtype.
         """
-        if self._pipeline is not None:
-            raise UsageError(
-                "engine(batch): with mesh.pp above 1 the stages work on different microbatches at a time; call "
-                "engine.train_step(batches), engine.evaluate(...) or engine.predict(batches)"
-            )
-        if self._accumulation.is_complete and torch.is_grad_enabled():
-            raise UsageError(
-                f"engine(batch): {self._accumulation.microbatches} microbatches have run; call engine.step() after "
-                "each backward"
-            )
-        if torch.is_grad_enabled():
-            self._pending[self._accumulation.done] = (args, kwargs)
-            if self._first_batches is not None:
-                self._passes.append((args, kwargs))
-            if self.check is not None:
-                self.check.sees(args, kwargs)
-        with self._at((args, kwargs), self._accumulation.done):
-            if len(args) == 1 and not kwargs:
-                output = call_model(self.module, self._loss, args[0], self._parts.device)
-            else:
-                output = self.module(*args, **kwargs)
-        if self.check is not None and torch.is_grad_enabled():
-            self.check.returned(output)
-        if torch.is_grad_enabled():
-            self._parts.passes.own_use.begin()  # until backward: the user may go on with the loss
-        return output
-
-    def _at(self, batch: Any, microbatch: int) -> AbstractContextManager[None]:
-        return self._parts.passes.at(self.step_count + 1, microbatch, batch)
+        return self._forward.loss(args, kwargs)
 
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
         """Accumulate the gradients of one microbatch.
@@ -189,7 +174,11 @@ class Engine:
             raise UsageError("backward: the step's microbatches are complete; call engine.step() first")
         if self._accumulation.done == 0:
             self._parts.clock.step = self.step_count + 1
-        weight = self.weighing.of_loss(loss, self._batch()) if weight is None else float(weight)
+        weight = (
+            self.weighing.of_loss(loss, self._record.batch(self._accumulation.done))
+            if weight is None
+            else float(weight)
+        )
         self._parts.passes.own_use.end()
         scale = self._accumulation.scale_of(weight)
         hooks = self._parts.hooks[0]
@@ -198,21 +187,10 @@ class Engine:
         with self._discard_on_error():
             hooks.run_backward(lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph))
         hooks.marks.set()
-        self._note(self._passes, weight)
+        self._record.counts(weight)
         if self.check is not None:
             self.check.counts(loss, weight)
         self._accumulation.count(loss, weight)
-
-    def _batch(self) -> Any:
-        """What the microbatch's forward pass was given, as the user has it: arguments by name, or one, or several."""
-        args, kwargs = self._pending.get(self._accumulation.done, ((), {}))
-        return kwargs or (args[0] if len(args) == 1 else args)
-
-    def _note(self, batches: Sequence[Any], weight: float | None) -> None:
-        """What went into a microbatch of the first step: several forward passes may make a loss."""
-        if self._first_batches is not None and weight != 0 and self._parts.world.size > 1:
-            self._first_batches.add(batches)
-        self._passes = []
 
     def step(self) -> StepResult | None:
         """At the accumulation boundary: update the weights; before it, do nothing and return None."""
@@ -224,13 +202,16 @@ class Engine:
             return None
         parts, end = self._parts, self._end
         step = self._accumulation
-        batches = None if self._first_batches is None else self._first_batches.value
         with self._discard_on_error():
             for hooks in parts.hooks:
                 hooks.marks.clear(at_step=True)
             rates = parts.optimizer_groups.rates(self.applied_steps)
             end.local = Local(
-                step.weight, float(step.loss), float(self._stop_wanted), mark_of(rates), batches
+                step.weight,
+                float(step.loss),
+                float(self._stop_wanted),
+                mark_of(rates),
+                self._record.fingerprint,
             )
             parts.walker.run(until=_is_update)  # SUM and NORM
             totals = end.totals
@@ -241,8 +222,8 @@ class Engine:
             check_alike(totals, self.config.batch.duplicates, finite, self._loss_tolerance)
             if self.check is not None and finite and totals.weight and not math.isnan(totals.loss):
                 self.check.compare(self.step_count + 1, totals, divisor)
-                self.check = None
-        self._first_batches = None
+                self._record.check = None
+        self._record.compared()
         if not finite or math.isnan(totals.loss):
             self._explain_overflow(finite)
         lr = float(rates[0]["lr"])
@@ -280,10 +261,10 @@ class Engine:
             raise UsageError(f"train_step: given {len(batches)} microbatches but {len(weights)} weights")
         if self._pipeline is not None:
             for i, batch in enumerate(batches):
-                self._note([batch], None if weights is None else weights[i])
+                self._record.counts(None if weights is None else weights[i], [batch])
             with self._discard_on_error():
                 self._pipeline.accumulate(batches, weights, self.weighing, self.check)
-            self._pending = {i: ((batch,), {}) for i, batch in enumerate(batches)}
+            self._record.passes = {i: ((batch,), {}) for i, batch in enumerate(batches)}
             result = self.step()
             assert result is not None, "the last microbatch ends the step"
             return result
@@ -314,7 +295,7 @@ class Engine:
             bucket.gradient.drop_gradients()
         self._parts.progress.step_count += 1
         loss = totals.loss / totals.weight if totals.weight else 0.0
-        self._pending.clear()
+        self._record.end_step()
         walker = self._parts.walker
         divergences = tuple(walker.trace.divergences)
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped, divergences)
@@ -322,27 +303,11 @@ class Engine:
         walker.begin(self._parts.program.step())
         self._end.forget()
         self._accumulation.clear()
-        if self.check is not None:  # a skipped step
-            self.check.forget()
         self._parts.clock.step_ended()
         self._parts.passes.own_use.step_ended()
         for callback in self.on_step:
             callback(self, result)
         return result
-
-    def _look_again(self, look: Look) -> None:
-        """The passes of this step once more, without gradients."""
-        if self._pipeline is not None:
-            self._pipeline.look_again([args[0] for args, _ in self._pending.values()], look)
-            return
-        for i, (args, kwargs) in self._pending.items():
-            look.batch(i, (args, kwargs))
-            with self._at((args, kwargs), i):
-                if len(args) == 1 and not kwargs:
-                    output = call_model(self.module, self._loss, args[0], self._parts.device)
-                else:
-                    output = self.module(*args, **kwargs)
-            look.loss(i, output)
 
     def _explain_overflow(self, is_loss_alone: bool) -> None:
         """A non-finite gradient: fine while the loss scale can fall, else the end. A NaN loss of finite gradients
@@ -350,7 +315,7 @@ class Engine:
         scale = self._parts.loss_scale
         if not is_loss_alone and scale is not None and not scale.at_floor:
             return
-        where = origin(self._parts, self._look_again)
+        where = origin(self._parts, self._forward.again)
         self.discard()
         what = (
             f"the loss scale is at its minimum, {scale.policy.min_scale}"
@@ -375,43 +340,16 @@ class Engine:
         """
         was_training = self.module.training
         self.eval()
-        total = torch.zeros(2, dtype=torch.float64)
         try:
-            for loss, weight in self._losses(batches):
-                if weight and loss is not None:
-                    total += torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
+            return self._forward.mean_loss(batches)
         finally:
             self.train(was_training)
-        total = total.to(self._parts.device) * self._parts.speaks
-        self._parts.groups["world"].all_reduce(total, "the validation loss", purpose="control").wait()
-        return float(total[0] / total[1]) if total[1] else math.nan
-
-    def _losses(self, batches: Iterable[tuple[Any, float | None]]) -> Iterator[tuple[Tensor | None, float]]:
-        pairs = ((batch, self._weight_of(batch) if weight is None else weight) for batch, weight in batches)
-        if self._pipeline is not None:
-            with self._discard_on_error():
-                yield from self._pipeline.losses(pairs)
-            return
-        for batch, weight in pairs:
-            yield find_loss(self(batch)), weight
-
-    def _weight_of(self, batch: Any) -> float:
-        counted = self.weighing.of_batch(batch)
-        return 1.0 if counted is None else counted
 
     @torch.no_grad()
     def predict(self, batches: Sequence[Any]) -> list[Any]:
         """What the model returns for each batch, on any mesh and on every rank that shares the model; without gradients
         and in the mode that the model is in. With a pipeline the batches follow one another through the stages."""
-        batches = list(batches)
-        if self._pipeline is not None:
-            with self._discard_on_error():
-                return self._pipeline.predict(batches)
-        outputs = []
-        for i, batch in enumerate(batches):
-            with self._at(batch, i):
-                outputs.append(apply(self.module, cast_inputs(batch, self._parts.device, None)))
-        return outputs
+        return self._forward.predict(batches)
 
     def run(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the model than ``forward`` (by name), or a function of it, as one forward pass.
@@ -421,23 +359,7 @@ class Engine:
         without a pipeline. Under sequence parallelism its result may not ask for gradients: where the cut of the
         sequence begins and ends is known of the model's own forward alone.
         """
-        if self._pipeline is not None:
-            raise UsageError(
-                "run: with mesh.pp above 1 only forward is cut into stages; use engine.predict(batches)"
-            )
-        function = getattr(self.module, method) if isinstance(method, str) else method
-        device, dtype = self._parts.device, self.config.precision.compute_dtype
-        args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
-        with self._at((args, kwargs), self._accumulation.done), self._parts.passes.replay.whole():
-            output = self._parts.hooks[0].run_as_forward(function, args, kwargs)
-        cuts = self._parts.groups["tp"].size > 1 and self.config.tensor.sequence_parallel
-        if cuts and any(each.requires_grad for each in tensors_in(output)):
-            raise UsageError(
-                "run: under sequence parallelism gradients begin and end with the model's own forward, which decides "
-                "where the sequence is cut; set tensor.sequence_parallel: false, call engine(batch) or "
-                "engine.log_probs(batch, targets), or run it under torch.no_grad()"
-            )
-        return output
+        return self._forward.run(method, args, kwargs)
 
     def log_probs(self, batch: Any, targets: Tensor) -> Tensor:
         """Log-probability of ``targets`` [B, T] under the model, each from the logits at its place: [B, T], with
@@ -453,23 +375,7 @@ class Engine:
 
         Errors: UsageError with mesh.pp above 1, and where the model gives no logits of that shape.
         """
-        if self._pipeline is not None:
-            raise UsageError(
-                "log_probs: with mesh.pp above 1 the last stage alone knows the logits; compute them in the function "
-                "given as initialize(loss=...), or from the logits of engine.predict(batches)"
-            )
-        if self._accumulation.is_complete and torch.is_grad_enabled():
-            raise UsageError(
-                f"log_probs: {self._accumulation.microbatches} microbatches have run; call engine.step() after each "
-                "backward"
-            )
-        if torch.is_grad_enabled():
-            self._pending[self._accumulation.done] = ((batch,), {})
-        device = self._parts.device
-        with self._at(batch, self._accumulation.done):
-            return log_probs_of(
-                self.module, lambda: apply(self.module, cast_inputs(batch, device, None)), targets
-            )
+        return self._forward.log_probs(batch, targets)
 
     # Looking at the state --------------------------------------------------------------------------------------
 
@@ -741,15 +647,10 @@ class Engine:
         self.wait_for_save()
         if self._accumulation.done:  # its gradients would stay on the model
             self.discard()
-        self.check = None
-        self._pending.clear()
+        self._record.close()
         self._held.give_back(whole and sys.exc_info()[0] is None)
         if self.world.ends_with_engine:
             self.world.release()
-
-    def _before_pass(self) -> None:
-        if self.check is not None:
-            self.check.meets_the_cut_model()
 
     @contextmanager
     def _discard_on_error(self) -> Iterator[None]:
@@ -765,15 +666,11 @@ class Engine:
     def discard(self) -> None:
         """Drop the microbatches of this step and their gradients, as ``zero_grad()`` does in a plain loop; all ranks
         alike."""
-        if self._first_batches is not None:
-            self._first_batches, self._passes = Fingerprint(), []
         self._parts.passes.own_use.end()
         for hooks in self._parts.hooks:
             hooks.abandon()
         self._parts.walker.begin(self._parts.program.step())
         self._end.forget()
         self._parts.tables.drop()
-        self._pending.clear()
         self._accumulation.clear()
-        if self.check is not None:
-            self.check.forget()
+        self._record.discard()

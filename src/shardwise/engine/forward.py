@@ -1,0 +1,155 @@
+"""Forward passes that a user asks for: a loss to train on, a mean loss, outputs, another method, log-probabilities."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
+from shardwise.engine.nonfinite import Look
+from shardwise.engine.parts import Parts
+from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.record import StepRecord
+from shardwise.engine.weighing import Weighing
+from shardwise.parallel.tensor.log_probs import log_probs_of
+from shardwise.plan.errors import UsageError
+from shardwise.plan.pytree import tensors_in
+
+
+class Forward:
+    """Of one engine. ``discards``: a context that leaves the engine between two steps after an exception."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        loss: Loss | None,
+        pipeline: Pipeline | None,
+        record: StepRecord,
+        weighing: Weighing,
+        discards: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._parts = parts
+        self._loss = loss
+        self._pipeline = pipeline
+        self._record = record
+        self._weighing = weighing
+        self._discards = discards
+
+    def loss(self, args: Any, kwargs: Any) -> Any:
+        """See ``Engine.__call__``."""
+        step, record = self._parts.accumulation, self._record
+        if self._pipeline is not None:
+            raise UsageError(
+                "engine(batch): with mesh.pp above 1 the stages work on different microbatches at a time; call "
+                "engine.train_step(batches), engine.evaluate(...) or engine.predict(batches)"
+            )
+        trains = torch.is_grad_enabled()
+        if trains and step.is_complete:
+            raise UsageError(
+                f"engine(batch): {step.microbatches} microbatches have run; call engine.step() after each backward"
+            )
+        if trains:
+            record.sees(step.done, args, kwargs)
+        output = self._called(args, kwargs, step.done)
+        if trains:
+            if record.check is not None:
+                record.check.returned(output)
+            self._parts.passes.own_use.begin()  # until backward: the user may go on with the loss
+        return output
+
+    def _at(self, batch: Any, microbatch: int) -> AbstractContextManager[None]:
+        return self._parts.passes.at(self._parts.progress.step_count + 1, microbatch, batch)
+
+    def _called(self, args: Any, kwargs: Any, microbatch: int) -> Any:
+        with self._at((args, kwargs), microbatch):
+            if len(args) == 1 and not kwargs:
+                return call_model(self._parts.model, self._loss, args[0], self._parts.device)
+            return self._parts.model(*args, **kwargs)
+
+    def again(self, look: Look) -> None:
+        """The passes of the running step once more, without gradients, for ``look``."""
+        if self._pipeline is not None:
+            self._pipeline.look_again([args[0] for args, _ in self._record.passes.values()], look)
+            return
+        for i, (args, kwargs) in self._record.passes.items():
+            look.batch(i, (args, kwargs))
+            look.loss(i, self._called(args, kwargs, i))
+
+    def mean_loss(self, batches: Iterable[tuple[Any, float | None]]) -> float:
+        """See ``Engine.evaluate``; in the mode that the model is in."""
+        total = torch.zeros(2, dtype=torch.float64)
+        for loss, weight in self._losses(batches):
+            if weight and loss is not None:
+                total += torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
+        total = total.to(self._parts.device) * self._parts.speaks
+        self._parts.groups["world"].all_reduce(total, "the validation loss", purpose="control").wait()
+        return float(total[0] / total[1]) if total[1] else math.nan
+
+    def _losses(self, batches: Iterable[tuple[Any, float | None]]) -> Iterator[tuple[Tensor | None, float]]:
+        pairs = ((batch, self._weight_of(batch) if weight is None else weight) for batch, weight in batches)
+        if self._pipeline is not None:
+            with self._discards():
+                yield from self._pipeline.losses(pairs)
+            return
+        for batch, weight in pairs:
+            yield find_loss(self.loss((batch,), {})), weight
+
+    def _weight_of(self, batch: Any) -> float:
+        counted = self._weighing.of_batch(batch)
+        return 1.0 if counted is None else counted
+
+    def predict(self, batches: Sequence[Any]) -> list[Any]:
+        """See ``Engine.predict``."""
+        batches = list(batches)
+        if self._pipeline is not None:
+            with self._discards():
+                return self._pipeline.predict(batches)
+        outputs = []
+        for i, batch in enumerate(batches):
+            with self._at(batch, i):
+                outputs.append(apply(self._parts.model, cast_inputs(batch, self._parts.device, None)))
+        return outputs
+
+    def run(self, method: str | Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """See ``Engine.run``."""
+        if self._pipeline is not None:
+            raise UsageError(
+                "run: with mesh.pp above 1 only forward is cut into stages; use engine.predict(batches)"
+            )
+        parts = self._parts
+        function = getattr(parts.model, method) if isinstance(method, str) else method
+        device, dtype = parts.device, parts.config.precision.compute_dtype
+        args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
+        with self._at((args, kwargs), parts.accumulation.done), parts.passes.replay.whole():
+            output = parts.hooks[0].run_as_forward(function, args, kwargs)
+        cuts = parts.groups["tp"].size > 1 and parts.config.tensor.sequence_parallel
+        if cuts and any(each.requires_grad for each in tensors_in(output)):
+            raise UsageError(
+                "run: under sequence parallelism gradients begin and end with the model's own forward, which decides "
+                "where the sequence is cut; set tensor.sequence_parallel: false, call engine(batch) or "
+                "engine.log_probs(batch, targets), or run it under torch.no_grad()"
+            )
+        return output
+
+    def log_probs(self, batch: Any, targets: Tensor) -> Tensor:
+        """See ``Engine.log_probs``."""
+        parts = self._parts
+        step = parts.accumulation
+        if self._pipeline is not None:
+            raise UsageError(
+                "log_probs: with mesh.pp above 1 the last stage alone knows the logits; compute them in the function "
+                "given as initialize(loss=...), or from the logits of engine.predict(batches)"
+            )
+        if torch.is_grad_enabled():
+            if step.is_complete:
+                raise UsageError(
+                    f"log_probs: {step.microbatches} microbatches have run; call engine.step() after each backward"
+                )
+            self._record.passes[step.done] = ((batch,), {})
+        with self._at(batch, step.done):
+            return log_probs_of(
+                parts.model, lambda: apply(parts.model, cast_inputs(batch, parts.device, None)), targets
+            )

@@ -1,0 +1,77 @@
+"""The record of the running step: what went into it, for errors, for a second look, and for comparing ranks.
+
+passes        arguments of each microbatch's pass: what a loss counts, where a NaN came from
+fingerprint   of the first step's batches: ranks along dp must differ, those of one model must not   (alike.py)
+check         of a cut model's first step, beside the uncut model                                    (check.py)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.engine.check import Check
+from shardwise.engine.fingerprint import Fingerprint
+
+
+class StepRecord:
+    """Of one engine. ``compares``: whether there are other ranks to compare batches with."""
+
+    def __init__(self, check: Check | None, compares: bool) -> None:
+        self.passes: dict[int, tuple[Any, Any]] = {}
+        """(args, kwargs) of the running step's passes, by microbatch."""
+        self.check = check
+        """None after the first step."""
+        self._compares = compares
+        self._fingerprint: Fingerprint | None = Fingerprint()
+        """None after the first step."""
+        self._since: list[Any] = []
+        """Passes since the last backward: several may make a loss."""
+
+    def sees(self, microbatch: int, args: Any, kwargs: Any) -> None:
+        """A forward pass with gradients begins."""
+        self.passes[microbatch] = (args, kwargs)
+        if self._fingerprint is not None:
+            self._since.append((args, kwargs))
+        if self.check is not None:
+            self.check.sees(args, kwargs)
+
+    def before_pass(self) -> None:
+        """The engine's own model is called."""
+        if self.check is not None:
+            self.check.meets_the_cut_model()
+
+    def batch(self, microbatch: int) -> Any:
+        """What the microbatch's forward pass was given, as the user has it: arguments by name, or one, or several."""
+        args, kwargs = self.passes.get(microbatch, ((), {}))
+        return kwargs or (args[0] if len(args) == 1 else args)
+
+    def counts(self, weight: float | None, batches: Sequence[Any] | None = None) -> None:
+        """A microbatch has gone into the step: of ``batches`` (default: the passes since the last one)."""
+        if self._fingerprint is not None and weight != 0 and self._compares:
+            self._fingerprint.add(self._since if batches is None else batches)
+        self._since = []
+
+    @property
+    def fingerprint(self) -> int | None:
+        """Of the first step's batches; None later."""
+        return None if self._fingerprint is None else self._fingerprint.value
+
+    def compared(self) -> None:
+        """The ranks have compared their first batches."""
+        self._fingerprint = None
+
+    def end_step(self) -> None:
+        """The step is over; the check of one that was skipped begins anew."""
+        self.passes.clear()
+        if self.check is not None:
+            self.check.forget()
+
+    def close(self) -> None:
+        """No step comes any more."""
+        self.passes.clear()
+        self.check = None
+
+    def discard(self) -> None:
+        """The step begins anew."""
+        self.end_step()
+        if self._fingerprint is not None:
+            self._fingerprint, self._since = Fingerprint(), []
