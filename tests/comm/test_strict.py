@@ -46,7 +46,7 @@ def tokens(seed: int) -> Tensor:
 def trained(world: World, config: dict[str, Any]) -> list[float]:
     torch.manual_seed(0)
     engine = shardwise.initialize(Tied().double(), {"precision": "fp64", **config}, loss=loss_of, world=world)
-    seeds = [2 * engine._parts.groups["dp"].index + i for i in range(2)]
+    seeds = [2 * engine.dp_index + i for i in range(2)]
     count = engine.config.batch.accumulation or 1
     losses = [engine.train_step([tokens(seed) for seed in seeds[:count]]).grad_norm for _ in range(3)]
     engine.close()

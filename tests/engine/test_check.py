@@ -69,7 +69,7 @@ def first_step(world: World, layout: Layout, **changes: Any) -> str:
     """What is refused of it."""
     engine = shardwise.initialize(model_of(layout), config_of(layout) | changes, world=world)
     try:
-        engine.train_step(*pieces(layout, engine._parts.groups["dp"].index, 0))
+        engine.train_step(*pieces(layout, engine.dp_index, 0))
     except PlanError as error:
         return str(error)
     finally:

@@ -46,7 +46,7 @@ def curve(world: Any, layout: Layout) -> tuple[dict[str, list[float]], list[floa
         model = Gpt(policy_of(layout))
     engine = shardwise.initialize(model, config_of(layout) | {"train": {"seed": 3}}, world=world)
     start = {name: tensor.flatten().tolist() for name, tensor in engine.state_dict().items()}
-    index, losses = engine._parts.groups["dp"].index, []
+    index, losses = engine.dp_index, []
     for step in range(STEPS):
         parts = [each.chunk(layout.dp * layout.microbatches) for each in batch_of(step)]
         mine = list(zip(*(each[index :: layout.dp] for each in parts), strict=True))

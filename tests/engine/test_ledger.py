@@ -61,7 +61,7 @@ def three_times(world: World, given: dict[str, Any]) -> tuple[Any, Any, Any, dic
         gradients[self.what] = 0 if self._buffer is None else self._buffer.nbytes
         right(self)
 
-    rows = torch.arange(9).expand(int(engine.config.batch.micro_size or 0), 9) + engine._parts.dp.index
+    rows = torch.arange(9).expand(int(engine.config.batch.micro_size or 0), 9) + engine.dp_index
     with patch.object(Gradient, "drop_gradients", drop):
         engine.train_step([(rows[:, :-1], rows[:, 1:])] * engine.config.batch.accumulation)
     planned = engine.plan.bytes_per_rank()

@@ -43,12 +43,11 @@ def curve(world: Any, layout: Layout, compute: str) -> list[tuple[bool, float, f
         model = Gpt(policy_of(layout))
     config = config_of(layout) | {"precision": precision_of(compute), "train": {"seed": 3}}
     engine = shardwise.initialize(model, config, world=world)
-    index, found = engine._parts.groups["dp"].index, []
+    index, found = engine.dp_index, []
     for step in range(STEPS + 12 if compute == "overflow" else STEPS):
         parts = [each.chunk(layout.dp * layout.microbatches) for each in batch_of(step % 3)]
         result = engine.train_step(list(zip(*(each[index :: layout.dp] for each in parts), strict=True)))
-        scale = engine._parts.loss_scale
-        found.append((result.skipped, result.loss, 0.0 if scale is None else scale.scale))
+        found.append((result.skipped, result.loss, engine.loss_scale or 0.0))
     engine.close()
     return found
 
@@ -113,18 +112,18 @@ def overflow_on_one_rank(world: Any, layout: Layout, where: int) -> tuple[bool, 
         return engine_step()
 
     parts = [each.chunk(layout.dp * layout.microbatches) for each in batch_of(0)]
-    index = engine._parts.groups["dp"].index
+    index = engine.dp_index
     batches = list(zip(*(each[index :: layout.dp] for each in parts), strict=True))
     before = engine.state_dict()
     with patch.object(engine, "step", with_overflow):
         result = engine.train_step(batches)
     after = engine.state_dict()
     same = all(torch.equal(before[name], after[name]) for name in before)
-    scale = engine._parts.loss_scale
+    scale = engine.loss_scale
     assert scale is not None
     assert isinstance(engine, Engine)
     engine.close()
-    return result.skipped, same, scale.scale
+    return result.skipped, same, scale
 
 
 @pytest.mark.parametrize("where", range(4))

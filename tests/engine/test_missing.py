@@ -144,8 +144,8 @@ def gpt_engine(world: World, vocab: int, layout: dict[str, Any]) -> Any:
 
 def steps(engine: Any, count: int) -> None:
     """The same global batches on any layout."""
-    dp, size = (0, 1) if "pp 2" in str(engine._parts.mesh) else (engine.world.rank, engine.world.size)
-    if engine._parts.groups["dp"].size == 1:
+    dp, size = (0, 1) if "pp 2" in str(engine.plan.mesh) else (engine.world.rank, engine.world.size)
+    if engine.dp_size == 1:
         dp, size = 0, 1
     for _ in range(count):
         tokens = (torch.arange(28).view(4, 7) * 5 + engine.step_count) % 11

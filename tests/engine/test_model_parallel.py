@@ -151,7 +151,7 @@ def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
 
     engine.step = with_gradients  # type: ignore[method-assign]
     figures = Figures(0.0, 0.0, 0.0, 0.0)
-    dp_index = engine._parts.groups["dp"].index
+    dp_index = engine.dp_index
     for step, wanted in enumerate(truth(layout.family, layout.kv_heads, layout.layers, layout.heads)):
         batches, weights = pieces(layout, dp_index, step)
         result = engine.train_step(batches, weights)

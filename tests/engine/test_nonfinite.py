@@ -43,7 +43,7 @@ def told(world: World, config: dict[str, Any], culprit: int, where: str) -> str:
     engine = shardwise.initialize(net, {"precision": "fp64", **config}, loss=squared, world=world)
     accumulation = engine.config.batch.accumulation or 1
     for step in range(2):
-        dp = engine._parts.groups["dp"].index
+        dp = engine.dp_index
         batches = [torch.full((2, 4), 0.1 * i + dp, dtype=torch.float64) for i in range(accumulation)]
         if step == 1 and dp == culprit and where == "batch":
             batches[0][1, 2] = torch.nan

@@ -61,7 +61,7 @@ def go_on(engine: Any, layout: Layout, steps: int) -> list[tuple[float, float]]:
         generator = torch.Generator().manual_seed(engine.step_count)
         tokens = (torch.randint(0, 19, (SEQUENCES, 1), generator=generator) + torch.arange(9)) % 19
         parts = tokens.chunk(layout.dp * layout.microbatches)
-        mine = parts[engine._parts.groups["dp"].index :: layout.dp]
+        mine = parts[engine.dp_index :: layout.dp]
         result = engine.train_step([(part[:, :-1], part[:, 1:]) for part in mine])
         found.append((result.loss, result.grad_norm))
     return found

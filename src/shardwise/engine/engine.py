@@ -422,6 +422,12 @@ class Engine:
         batch."""
         return self._accumulation.reference
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses are multiplied by under fp16; None otherwise."""
+        scale = self._parts.loss_scale
+        return None if scale is None else scale.scale
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank by row of the ledger (memory/ledger.py): ``weights``, ``gradients``,
         ``master``, ``moments``, ``tables``, ``dynamic tables``. Gradients as they are at the end of a step's backward
@@ -552,6 +558,17 @@ class Engine:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self._parts.device
+
+    @property
+    def dp_index(self) -> int:
+        """Which share of the data this rank computes: its place among the ``dp_size`` data-parallel ranks; the ranks of
+        one model share it."""
+        return self._parts.dp.index
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks: models that train side by side."""
+        return self._parts.dp.size
 
     @property
     def is_main(self) -> bool:
