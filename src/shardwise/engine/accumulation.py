@@ -30,7 +30,8 @@ class Accumulation:
         self.reference = 0.0
         """r, by which all weights are divided; found from the first global batch, 0 before."""
         self._dp = dp
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
+        """What losses are multiplied by; only under fp16."""
         self._device = device
         self.clear()
 
@@ -50,7 +51,7 @@ class Accumulation:
 
     def divisor_of(self, weight: float) -> float:
         """What sums of gradients are divided by where their microbatches weigh ``weight`` together."""
-        return weight / (self.reference or 1.0) * (self._loss_scale.scale if self._loss_scale else 1.0)
+        return weight / (self.reference or 1.0) * (self.loss_scale.scale if self.loss_scale else 1.0)
 
     def scale_of(self, weight: float) -> float:
         """What the loss of a microbatch is multiplied by. Collective the first time (``agree``)."""

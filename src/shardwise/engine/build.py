@@ -157,7 +157,7 @@ def initialize(
     ]
     _forget_foreign(model, stages)
     original.compare()
-    parts = _parts(model, site, recipe, share, tables, stages, vocabulary, original, walker)
+    parts = _parts(model, site, recipe, share, tables, stages, vocabulary, walker)
     pipeline = None
     if mesh.pp > 1:
         peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
@@ -171,7 +171,7 @@ def initialize(
     check = None
     if settings.check_first_step == "auto" and site.groups["model"].size > 1:
         check = Check(parts, settings, loss, uncut, share.to_recompute)
-    engine = Engine(parts, loss, on_step, end, pipeline, check)
+    engine = Engine(parts, original, loss, on_step, end, pipeline, check)
     _start_from_step(engine)
     return engine
 
@@ -528,7 +528,6 @@ def _parts(
     tables: Tables,
     stages: list[Stage],
     vocabulary: Vocabulary,
-    original: Original,
     walker: Walker,
 ) -> Parts:
     settings, world, mesh, groups = site.settings, site.world, site.mesh, site.groups
@@ -571,7 +570,6 @@ def _parts(
         trained=trained,
         shared=shared,
         tables=tables,
-        loss_scale=loss_scale,
         accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
         optimizer_groups=recipe.groups,
         passes=PassContext(
@@ -582,6 +580,5 @@ def _parts(
             vocabulary=vocabulary,
             own_use=_own_use(share.described.owners, stages, settings.compile.scope == "blocks"),
         ),
-        original=original,
         folders=Folders(world, settings.checkpoint, world.next_engine()),
     )

@@ -39,9 +39,10 @@ from shardwise.engine.held import Held
 from shardwise.engine.inputs import Loss, find_loss
 from shardwise.engine.loaders import Loaders
 from shardwise.engine.nonfinite import origin
+from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
-from shardwise.engine.record import StepRecord
+from shardwise.engine.record import StepInputs
 from shardwise.engine.saves import Saves
 from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
 from shardwise.engine.weighing import Weighing
@@ -71,6 +72,7 @@ class Engine:
     def __init__(
         self,
         parts: Parts,
+        original: Original,
         loss: Loss | None,
         on_step: Sequence[OnStep],
         end: StepEnd,
@@ -84,11 +86,11 @@ class Engine:
         self._pipeline = pipeline
         self.weighing = Weighing(parts.config.batch.weigh_by, parts.model)
         """What microbatches count where nothing is said."""
-        self._record = StepRecord(check, parts.world.size > 1)
+        self._record = StepInputs(check, parts.world.size > 1)
         self._forward = Forward(parts, loss, pipeline, self._record, self.weighing, self._discard_on_error)
         self._loss_tolerance = loss_tolerance(parts, parts.config)
         self._ahead = AheadMaker(parts, self.on_step)
-        self._held = Held(parts, self.close, self._record.before_pass)
+        self._held = Held(parts, original, self.close, self._record.before_pass)
         self._loaders = Loaders(parts.config, parts.dp, parts.accumulation.microbatches)
         self._saves = Saves(parts, self._loaders)
         self._stop_wanted = False

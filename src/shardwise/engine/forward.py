@@ -12,7 +12,7 @@ from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_l
 from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
-from shardwise.engine.record import StepRecord
+from shardwise.engine.record import StepInputs
 from shardwise.engine.weighing import Weighing
 from shardwise.parallel.tensor.log_probs import log_probs_of
 from shardwise.plan.errors import UsageError
@@ -27,7 +27,7 @@ class Forward:
         parts: Parts,
         loss: Loss | None,
         pipeline: Pipeline | None,
-        record: StepRecord,
+        record: StepInputs,
         weighing: Weighing,
         discards: Callable[[], AbstractContextManager[None]],
     ) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.engine import state
 from shardwise.engine.model_calls import ModelCalls
+from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts, Progress
 from shardwise.plan.errors import UsageError
 from shardwise.plan.mesh import Mesh
@@ -24,8 +25,15 @@ _log = logging.getLogger(__name__)
 class Held:
     """Of one engine. ``close`` ends that engine; ``before_pass`` is called whenever the model is."""
 
-    def __init__(self, parts: Parts, close: Callable[[], None], before_pass: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        original: Original,
+        close: Callable[[], None],
+        before_pass: Callable[[], None],
+    ) -> None:
         self._parts = parts
+        self._original = original
         self._calls = ModelCalls(parts)
         owner = _Owner(parts.mesh, parts.progress, close, before_pass)
         self._owner = parts.model.register_forward_pre_hook(owner, prepend=True)
@@ -52,7 +60,7 @@ class Held:
             for handle in stage.handles:
                 handle.remove()
         if parts.groups["model"].size == 1:  # what was cut stays cut, and its owner says so
-            parts.original.put_back()
+            self._original.put_back()
             self._owner.remove()
         if whole:
             state.give_back(parts)

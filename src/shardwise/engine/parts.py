@@ -16,7 +16,6 @@ from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.folders import Folders
-from shardwise.engine.original import Original
 from shardwise.engine.pass_context import PassContext
 from shardwise.engine.program import ActionLists
 from shardwise.engine.shared import SharedGradients
@@ -103,16 +102,12 @@ class Parts:
     shared: SharedGradients
     tables: Tables
     """Embedding tables, beside the parameters."""
-    loss_scale: LossScale | None
-    """Only under fp16."""
     accumulation: Accumulation
     """The microbatches of the running step."""
     optimizer_groups: OptimizerGroups
     """Where lr, betas, momentum and their like come from, step by step."""
     passes: PassContext
     """What stands around every pass."""
-    original: Original
-    """What the model's modules held before."""
     folders: Folders
     """Of saved steps."""
     progress: Progress = field(default_factory=Progress)
@@ -156,6 +151,11 @@ class Parts:
     def registry(self) -> Registry:
         """Every persistent tensor with its place on every axis."""
         return self.slices.registry
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Only under fp16."""
+        return self.accumulation.loss_scale
 
     @property
     def strategy(self) -> Strategy:

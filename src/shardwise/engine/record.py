@@ -12,7 +12,7 @@ from shardwise.engine.check import Check
 from shardwise.engine.fingerprint import Fingerprint
 
 
-class StepRecord:
+class StepInputs:
     """Of one engine. ``compares``: whether there are other ranks to compare batches with."""
 
     def __init__(self, check: Check | None, compares: bool) -> None:
