@@ -20,15 +20,21 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from torch import nn
 
 from shardwise.cli.main import app, main
+from shardwise.compose.describe import describe
+from shardwise.compose.plan import Policies, make_plan
 from shardwise.config import keys
 from shardwise.config.run import RunConfig, _UniqueKeys
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.passes import nominal_s
-from shardwise.parallel.pipeline.policy import SCHEDULES
+from shardwise.parallel.pipeline.policy import SCHEDULES, PipelinePolicy
 from shardwise.parallel.pipeline.schedules import schedule
+from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.dataflow import timeline_of
+from shardwise.plan.mesh import Mesh
+from shardwise.precision.policy import PrecisionPolicy
 from tests import forked
 
 ROOT = Path(__file__).parent.parent
@@ -158,6 +164,25 @@ def test_keys_that_a_page_names_are_there(page: Path) -> None:
     )
     missing = {name for name in named if name not in known and not name.endswith((".py", ".png"))}
     assert not missing, f"{page.name}: {missing}"
+
+
+def test_the_step_in_the_design_is_what_a_plan_says() -> None:
+    """The list in the drawing, and that the code cites all its numbers and no other."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    blocks_of_two = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2)]
+    spec = describe(nn.Sequential(*blocks_of_two, nn.Linear(4, 1)), ZeroPolicy(stage=3))
+    policies = Policies(ZeroPolicy(stage=3), PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
+    plan = make_plan(spec, Mesh(dp_shard=2), policies)
+    assert " ".join(map(str, plan.actions["all"])) in " ".join(page.split())
+    drawn = set(re.findall(r"^\| \[(\d+)\] \|", page, re.M))
+    cited = {
+        number
+        for file in ("parallel/zero/hooks.py", "engine/step.py")
+        for number in re.findall(
+            r"\[step (\d+)\]", (ROOT / "src/shardwise" / file).read_text(encoding="utf-8")
+        )
+    }
+    assert drawn == cited == {str(number) for number in range(1, 12)}
 
 
 TECHNIQUES = sorted({*ROOT.glob("docs/techniques/*.md")} - {ROOT / "docs/techniques/README.md"})

@@ -215,12 +215,12 @@ class StepEnd:
         self._parts.shared.sum()
 
     def norm(self, action: Action) -> None:
-        """NORM: what all ranks must know of each other to decide alike."""
+        """[step 10] NORM: what all ranks must know of each other to decide alike."""
         assert self.local is not None, "the engine says what its rank brings"
         self.totals = exchange(self._parts, self.local)
 
     def step(self, action: Action) -> None:
-        """STEP: update one Unit where its masters lie."""
+        """[step 11] STEP: update one Unit where its masters lie."""
         assert self.totals is not None and self.update is not None, "NORM comes before STEP"
         for (bucket, optimizer), place in self._units[action.unit]:
             used = self.totals.used[place : place + len(bucket.parameters)]

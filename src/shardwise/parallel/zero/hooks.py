@@ -6,6 +6,8 @@ In a user's own loop the order of Units belongs to the user's Python. So the hoo
     forward hook after Unit u       run what closes u                last gradient of u landed   run what closes u
     end of the forward pass         run the rest                     end of the backward pass    run the rest
 
+[step 1] to [step 9] are numbers of the drawing in docs/design.md; the rest of them is in engine/step.py.
+
 A Unit that this rank skips is gathered and reduced when the cursor passes it, so the ranks issue the same collectives
 in the same order whatever their data made them do. What the list cannot serve (a Unit used a second time, or out of
 order) is gathered on the spot, and stands in the trace as a divergence; the backward pass then mirrors what the forward
@@ -163,11 +165,11 @@ class UnitHooks:
             if self.cuts_weight and state.window is not Window.BACKWARD:
                 self.windows.recompute(state)
             return
-        if index == 0:
+        if index == 0:  # [step 1]
             self._begin_forward()
         if self._pass is Pass.FORWARD:
             self.order.saw(True, index)
-        is_next = self._walker.run_to(Kind.F, self.windows.first + index)
+        is_next = self._walker.run_to(Kind.F, self.windows.first + index)  # [step 2]
         if not is_next:
             self._walker.diverge(f"forward of {state.unit.title} is not next in the list")
         if self.cuts_weight:
@@ -205,10 +207,10 @@ class UnitHooks:
         if self.cuts_weight:
             state.calls -= 1
             if state.calls <= 0:
-                self._close_forward(state)
+                self._close_forward(state)  # [step 3]
             self._watch(index, output)
         if index == 0:
-            self._end_forward()
+            self._end_forward()  # [step 4]
 
     def _end_forward(self) -> None:
         self._walker.finish_pass()
@@ -257,7 +259,7 @@ class UnitHooks:
     # Backward --------------------------------------------------------------------------------------------------
 
     def begin_backward(self, last: bool) -> None:
-        """Before autograd runs. ``last``: the last microbatch of the step."""
+        """[step 5] Before autograd runs. ``last``: the last microbatch of the step."""
         self.marks.clear()
         self.marks.check_frozen()
         if not self._is_driven:
@@ -309,7 +311,7 @@ class UnitHooks:
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """After autograd has run: whatever did not close by itself closes now."""
+        """[step 9] After autograd has run: whatever did not close by itself closes now."""
         self._walker.finish_pass()
         is_foreign = self._pass is Pass.FOREIGN
         if not is_foreign:
@@ -349,7 +351,7 @@ class UnitHooks:
             return
         if not self._is_backward:
             self._begin_foreign()
-        if not self._walker.run_to(Kind.B, self.windows.first + index):
+        if not self._walker.run_to(Kind.B, self.windows.first + index):  # [step 6]
             self._walker.diverge(f"backward of {state.unit.title} is not next in the list")
         if not state.is_in_backward:
             self._open_backward(state)
@@ -397,9 +399,9 @@ class UnitHooks:
                 f"backward: {name} got a gradient while another Unit, which recomputes, "
                 "stood in the memory of its weights. Checkpoint one Unit at a time, or set zero.reuse_buffers: false"
             )
-        if bucket.gradient.accumulate(place, parameter):
+        if bucket.gradient.accumulate(place, parameter):  # [step 7]
             state.missing -= 1
-            if state.missing == 0:
+            if state.missing == 0:  # [step 8]
                 self._walker.run_while(self._may_close)
 
     def _may_close(self, action: Action) -> bool:
