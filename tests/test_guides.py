@@ -245,6 +245,12 @@ def test_pictures_are_what_the_code_draws() -> None:
     assert not stale, f"run `python docs/draw.py` and commit: {stale}"
 
 
+def test_the_count_of_files_has_keys_that_are_there() -> None:
+    counted = runpy.run_path(str(ROOT / "docs" / "count_files.py"))
+    for given in (counted["CONFIG"], counted["MODEL"]):
+        RunConfig.parse(given, "count_files.py")
+
+
 def call(words: list[str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run one line of a page."""
     if words[0] == "shardwise":
