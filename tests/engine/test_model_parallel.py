@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise.models import Gpt, GptPolicy
+from tests.engine.conformance import Conformance
 from tests.engine.plain import Truth, train, worst
 
 SEQUENCES, CONTEXT, VOCABULARY = 10, 12, 19
@@ -61,6 +62,8 @@ class Figures(NamedTuple):
     norm: float
     weights: float
     loss: float
+    departures: float
+    """Steps in which a rank did not do what the Plan has."""
 
 
 def policy_of(layout: Layout) -> GptPolicy:
@@ -150,7 +153,7 @@ def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
         return engine_step()
 
     engine.step = with_gradients  # type: ignore[method-assign]
-    figures = Figures(0.0, 0.0, 0.0, 0.0)
+    figures, conformance = Figures(0.0, 0.0, 0.0, 0.0, 0.0), Conformance(engine)
     dp_index = engine.dp_index
     for step, wanted in enumerate(truth(layout.family, layout.kv_heads, layout.layers, layout.heads)):
         batches, weights = pieces(layout, dp_index, step)
@@ -162,9 +165,10 @@ def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
             max(figures.norm, abs(result.grad_norm / wanted.norm - 1)),
             max(figures.weights, worst({name: state[name] for name in wanted.weights}, wanted.weights)),
             max(figures.loss, abs(result.loss / wanted.loss - 1)),
+            0.0,
         )
     engine.close()
-    return figures
+    return figures._replace(departures=float(len(conformance.departures)))
 
 
 def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:

@@ -20,6 +20,7 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.step import Totals
 from shardwise.parallel.zero.gradient import Gradient
 from shardwise.parallel.zero.weight import Weight
+from tests.engine.conformance import Conformance
 from tests.engine.nets import VOCABULARY, Language, seeded
 from tests.engine.plain import Truth, train, worst
 
@@ -60,6 +61,8 @@ class Figures(NamedTuple):
     norm: float
     weights: float
     loss: float
+    departures: float
+    """Steps in which a rank did not do what the Plan has."""
 
 
 def cases(size: int) -> list[Case]:
@@ -140,7 +143,7 @@ def measure(world: Any, case: Case) -> Figures:
         },
         world=world,
     )
-    figures = Figures(0.0, 0.0, 0.0, 0.0)
+    figures, conformance = Figures(0.0, 0.0, 0.0, 0.0, 0.0), Conformance(engine)
     share = SEQUENCES // (world.size * case.accumulation)
     for step, wanted in enumerate(truth(case.optimizer, case.precision)):
         tokens, targets = data(step)
@@ -162,9 +165,10 @@ def measure(world: Any, case: Case) -> Figures:
             max(figures.norm, abs(result.grad_norm - wanted.norm) / wanted.norm),
             max(figures.weights, worst(weights, wanted.weights)),
             max(figures.loss, abs(result.loss - wanted.loss) / wanted.loss),
+            0.0,
         )
     engine.close()
-    return figures
+    return figures._replace(departures=float(len(conformance.departures)))
 
 
 def measure_all(world: Any, table: list[Case]) -> list[Figures]:
