@@ -188,6 +188,7 @@ def run(world: World, layout: Layout, steps: int = STEPS) -> Found:
         result = engine.train_step(batches, [float(stop - start) for start, stop in spans])
         losses.append(result.loss)
         norms.append(result.grad_norm)
+    assert tuple(engine.trace.actions) == engine.plan.actions["all"] and not engine.trace.divergences
     rows = {name: whole_rows(model.tables, name) for name in names}
     evicted = sum(tally.evicted for tally in engine.table_tallies().values())
     engine.close()
@@ -246,12 +247,12 @@ def _norm_without_tables(patch: pytest.MonkeyPatch) -> None:
 
 def _clip_ignored(patch: pytest.MonkeyPatch) -> None:
     step = Tables.step
-    patch.setattr(Tables, "step", lambda self, lr_factor, divisor: step(self, lr_factor, 1.0))
+    patch.setattr(Tables, "step", lambda self, name, lr_factor, divisor: step(self, name, lr_factor, 1.0))
 
 
 def _schedule_ignored(patch: pytest.MonkeyPatch) -> None:
     step = Tables.step
-    patch.setattr(Tables, "step", lambda self, lr_factor, divisor: step(self, 1.0, divisor))
+    patch.setattr(Tables, "step", lambda self, name, lr_factor, divisor: step(self, name, 1.0, divisor))
 
 
 def _copies_counted_by_all(patch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,8 @@ def look(engine: Any) -> tuple[dict[str, Tensor], dict[str, dict[int, list[float
 def run(world: World, layout: Layout) -> Found:
     engine = build(world, layout)
     losses, norms = train(engine)
+    here = f"pp {engine._parts.groups['pp'].index}" if "pp" in layout.mesh else "all"
+    assert tuple(engine.trace.actions) == engine.plan.actions[here] and not engine.trace.divergences
     weights, rows, tallies = look(engine)
     engine.close()
     return Found(losses, norms, weights, rows, tallies)

@@ -52,6 +52,7 @@ from shardwise.engine.program import ActionLists
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.step import StepEnd
+from shardwise.engine.table_units import TableUnits
 from shardwise.engine.tables import Tables, check_mesh, register_tables, take_over
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.kernels.initializers import Initializer
@@ -163,7 +164,8 @@ def initialize(
         peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
         pipeline = Pipeline(parts, settings.pipeline, loss, peers)
     end = StepEnd(parts)
-    walker.handlers.update(handlers_of(parts.hooks, end, None if pipeline is None else pipeline.schedule))
+    schedule = None if pipeline is None else pipeline.schedule
+    walker.handlers.update(handlers_of(parts.hooks, end, parts.table_units, schedule))
     walker.begin(parts.program.step())
     site.traffic.clear()
     if site.world.rank == 0 and site.world.size > 1:
@@ -559,17 +561,20 @@ def _parts(
     loss_scale = LossScale(settings.precision.loss_scale) if half else None
     noted = replace(share.plan, notes=(*share.plan.notes, *site.notes, *tables.choices))
     planned = share.planned._replace(plan=noted)
+    orders = {stage.index: stage.hooks.order for stage in stages}
+    table_units = TableUnits(tables, noted, orders, walker)
     return Parts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,
         planned=planned,
-        program=ActionLists(planned, {stage.index: stage.hooks.order for stage in stages}),
+        program=ActionLists(planned, orders, table_units),
         walker=walker,
         slices=slices,
         stages=stages,
         trained=trained,
         shared=shared,
         tables=tables,
+        table_units=table_units,
         accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
         optimizer_groups=recipe.groups,
         passes=PassContext(

@@ -215,7 +215,7 @@ class Engine:
                 mark_of(rates),
                 self._record.fingerprint,
             )
-            parts.walker.run(until=_is_update)  # SUM and NORM
+            parts.walker.run(until=_is_update)  # DELIVER, SUM and NORM
             totals = end.totals
             assert totals is not None, "NORM has run"
             divisor = step.divisor_of(totals.weight)
@@ -230,9 +230,9 @@ class Engine:
             self._explain_overflow(finite)
         lr = float(rates[0]["lr"])
         if finite and totals.weight:
-            end.update = Update(divisor / clip_factor(norm, self.config.max_grad_norm), rates)
+            factor = parts.optimizer_groups.tables_factor(self.applied_steps)
+            end.update = Update(divisor / clip_factor(norm, self.config.max_grad_norm), rates, factor)
             parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
-            parts.tables.step(parts.optimizer_groups.tables_factor(self.applied_steps), end.update.divisor)
             for hooks in parts.hooks:
                 hooks.windows.finish_updates()
         else:

@@ -4,6 +4,7 @@
                    of a Unit: nobody announced it, so the cursor went by it
     SEND, RECV     parallel/pipeline/executor.py
     UNSHARD, RESHARD, REDUCE                     parallel/zero/windows.py
+    FETCH, DELIVER (and STEP of tables)          engine/table_units.py
     SUM, NORM, STEP                              engine/step.py
 
 A new Kind needs a line here and whoever does it.
@@ -12,6 +13,7 @@ A new Kind needs a line here and whoever does it.
 from collections.abc import Callable, Mapping, Sequence
 
 from shardwise.engine.step import StepEnd
+from shardwise.engine.table_units import TableUnits
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.windows import UnitWindows
@@ -20,7 +22,7 @@ from shardwise.plan.walker import Handler
 
 
 def handlers_of(
-    stages: Sequence[UnitHooks], end: StepEnd, schedule: ScheduleExecutor | None
+    stages: Sequence[UnitHooks], end: StepEnd, tables: TableUnits, schedule: ScheduleExecutor | None
 ) -> Mapping[Kind, Handler]:
     """Handlers for the Units of ``stages``, numbered through, and for what serves them. ``schedule``: of a pipeline."""
     hooks_of = [hooks for hooks in stages for _ in hooks.states]
@@ -43,6 +45,8 @@ def handlers_of(
         Kind.UNSHARD: of_unit(UnitWindows.unshard),
         Kind.RESHARD: of_unit(UnitWindows.reshard),
         Kind.REDUCE: of_unit(UnitWindows.reduce),
+        Kind.FETCH: tables.passed_by,
+        Kind.DELIVER: tables.deliver,
         Kind.SUM: end.sum,
         Kind.NORM: end.norm,
         Kind.STEP: end.step,

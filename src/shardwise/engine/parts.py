@@ -19,6 +19,7 @@ from shardwise.engine.folders import Folders
 from shardwise.engine.pass_context import PassContext
 from shardwise.engine.program import ActionLists
 from shardwise.engine.shared import SharedGradients
+from shardwise.engine.table_units import TableUnits
 from shardwise.engine.tables import Tables
 from shardwise.memory.ledger import Ledger
 from shardwise.optim.flat import FlatOptimizer
@@ -97,6 +98,8 @@ class Parts:
     """What this rank holds of the tensors in the registry."""
     stages: list[Stage]
     """In order of their index."""
+    table_units: TableUnits
+    """Collections of embedding tables in the list."""
     trained: list[Trained]
     """Trained buckets in order of Units."""
     shared: SharedGradients

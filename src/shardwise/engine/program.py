@@ -9,6 +9,7 @@ The Plan is made anew, and validated, when the ranks agree on another order of U
 from collections.abc import Mapping
 
 from shardwise.compose.plan import Orders, Planned
+from shardwise.engine.table_units import TableUnits
 from shardwise.parallel.zero.order import Order
 from shardwise.plan.action import Action
 from shardwise.plan.dataflow import Lists
@@ -19,16 +20,17 @@ from shardwise.plan.plan import Plan
 class ActionLists:
     """See the module's docstring. ``orders``: by stage of this rank."""
 
-    def __init__(self, planned: Planned, orders: Mapping[int, Order]):
+    def __init__(self, planned: Planned, orders: Mapping[int, Order], tables: TableUnits):
         self._planned = planned
         self._orders = orders
-        self._plan: Plan | None = planned.plan
+        self._tables = tables
+        self._plan: Plan | None = tables.added_to(planned.plan)
 
     @property
     def plan(self) -> Plan:
         """The Plan as it is walked now; lists of other ranks' Units are in the order of registration."""
         if self._plan is None:
-            self._plan = self._planned.in_order(self._brackets())
+            self._plan = self._tables.added_to(self._planned.in_order(self._brackets()))
         return self._plan
 
     def step(self) -> tuple[Action, ...]:
@@ -49,7 +51,7 @@ class ActionLists:
 
     def adopt_order(self) -> None:
         """All ranks have seen one order of Units: the next list follows it."""
-        if any([order.adopt() for order in self._orders.values()]):
+        if any([*(order.adopt() for order in self._orders.values()), self._tables.adopt()]):
             self._plan = None
 
     def _brackets(self) -> Orders:

@@ -91,7 +91,7 @@ def exchange(parts: Parts, local: Local) -> Totals:
     """Sum over the data-parallel ranks, then over those that share a model."""
     trained, shared, dp = parts.trained, parts.shared, parts.dp
     finish_reductions(trained)
-    parts.tables.deliver()
+    parts.tables.agree()
     squares = parts.tables.square_sum()
     used: list[float] = []
     for bucket, _ in trained:
@@ -187,6 +187,8 @@ class Update(NamedTuple):
     """Of the summed gradients: the global weight, over the clip factor."""
     rates: Sequence[Mapping[str, Any]]
     """By optimizer group."""
+    tables_factor: float = 1.0
+    """The schedule's, of embedding tables."""
 
 
 class StepEnd:
@@ -222,9 +224,12 @@ class StepEnd:
     def step(self, action: Action) -> None:
         """[step 11] STEP: update one Unit where its masters lie."""
         assert self.totals is not None and self.update is not None, "NORM comes before STEP"
+        divisor, rates, tables_factor = self.update
+        if action.unit not in self._units:
+            self._parts.table_units.step(action, tables_factor, divisor)
+            return
         for (bucket, optimizer), place in self._units[action.unit]:
             used = self.totals.used[place : place + len(bucket.parameters)]
-            divisor, rates = self.update
             optimizer.step(bucket.gradient.owned, divisor, rates, unused_ranges(bucket, used))
             bucket.weight.copy_from_master()
 

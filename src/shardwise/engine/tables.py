@@ -61,6 +61,8 @@ class Tables:
         self.collections = dict(collections)
         self.stages = dict(stages)
         self._groups = groups
+        self._full: TableFullError | None = None
+        """What a table of the running step is too full for."""
 
     def __bool__(self) -> bool:
         return bool(self.everywhere)
@@ -95,18 +97,22 @@ class Tables:
         """Whether this rank is the first of those along "tp" that hold the same rows: it counts, and writes."""
         return self._groups["tp"].index == 0
 
-    def deliver(self) -> None:
-        """Row gradients to the owners of the rows. Collective, on ranks without a table too.
+    def deliver(self, name: str) -> None:
+        """Row gradients of a collection to the owners of the rows. Collective over "dp".
+
+        A full table is an error in ``agree``, on all ranks that share the model.
+        """
+        try:
+            self.collections[name].placed.deliver()
+        except TableFullError as error:
+            self._full = self._full or error
+
+    def agree(self) -> None:
+        """When all has been delivered. Collective, on ranks without a table too.
 
         Errors, on all ranks alike: TableFullError; PlanError where ranks along "tp" come to other gradients.
         """
-        full: TableFullError | None = None
-        for collection in self.collections.values():
-            try:
-                collection.placed.deliver()
-            except TableFullError as error:
-                full = error
-                break
+        full, self._full = self._full, None
         if self and self._groups["model"].size > 1:
             self._compare(full is not None)
         if full is not None:
@@ -151,13 +157,13 @@ class Tables:
             total = total + collection.placed.square_sum()
         return total
 
-    def step(self, lr_factor: float, divisor: float) -> None:
-        """Update the rows that got gradients; placements row and column evict, or average, together."""
-        for collection in self.collections.values():
-            collection.placed.step(lr_factor, divisor)
+    def step(self, name: str, lr_factor: float, divisor: float) -> None:
+        """Update the rows of a collection that got gradients; placements row and column evict, or average, together."""
+        self.collections[name].placed.step(lr_factor, divisor)
 
     def drop(self) -> None:
         """Forget the gradients of this step."""
+        self._full = None
         for collection in self.collections.values():
             collection.placed.drop()
 

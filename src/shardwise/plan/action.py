@@ -51,6 +51,11 @@ class Kind(Enum):
         return self in _ENDS_STEP
 
     @property
+    def is_announced(self) -> bool:
+        """True for what the user's model comes to by itself, inside a pass: the cursor is told of it."""
+        return self.computes or self is Kind.FETCH
+
+    @property
     def computes(self) -> bool:
         """True for the passes through a model, false for what serves them."""
         return self in _COMPUTES

@@ -187,7 +187,7 @@ class Walker:
         while self._cursor < place:
             action = self._actions[self._cursor]
             self._cursor += 1
-            if action[0].computes:
+            if action[0].is_announced:
                 self.handlers[action[0]](action)
             else:
                 self._do(action)

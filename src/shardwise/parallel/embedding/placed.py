@@ -12,7 +12,7 @@ Cost: cost.py.
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +101,8 @@ class PlacedTables:
         self._here, self._ahead = Lane(group, Scratch()), Lane(keys_group, Scratch())
         self._open: list[Prepared] = []
         """Forward passes whose gradients have not been delivered."""
+        self.on_fetch: Callable[[bool], None] | None = None
+        """Told before vectors are fetched, and whether they learn."""
 
     @property
     def keys_group(self) -> Group:
@@ -179,6 +181,8 @@ class PlacedTables:
     def fetch(self, prepared: Prepared, learns: bool) -> list[list[Tensor]]:
         """Vectors of each run of each part. Where it ``learns``, new keys get rows, and gradients are kept for
         ``deliver``."""
+        if self.on_fetch is not None:
+            self.on_fetch(learns)
         weighs = torch.is_grad_enabled() and any(weights is not None for weights in prepared.weights)
         with torch.no_grad():
             fetched = [
@@ -264,7 +268,9 @@ class PlacedTables:
     @torch.no_grad()
     def step(self, lr_factor: float = 1.0, divisor: float = 1.0, max_norm: float | None = None) -> None:
         """Update the rows that got gradients since the last step; see ``EmbeddingCollection.step``."""
-        self.deliver()
+        if not self._is_led:
+            self.deliver()
+        assert not self._open, "gradients are delivered before the step"
         if max_norm is not None:
             squares = self.square_sum().reshape(1).to(self.device)
             self.group.all_reduce(squares, "the gradient norm of the tables", "control").wait()

@@ -47,6 +47,11 @@ class Order:
         """A Unit's window opened or closed."""
         self._seen.append(Bracket(opens, unit))
 
+    @property
+    def last_opened(self) -> int:
+        """The Unit whose forward began last in the running pass; the root where none has."""
+        return next((bracket.unit for bracket in reversed(self._seen) if bracket.opens), 0)
+
     def end(self, microbatch: int) -> None:
         """The pass is over, and its backward pass will come."""
         order = with_absent(self._seen, self.agreed) if self.has_departed else self.agreed

@@ -1,0 +1,92 @@
+"""Tables in the list of Actions: where they stand, that they are walked, and that a list without them trains no row."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.policy import TablePolicy
+from shardwise.plan.action import Kind
+from shardwise.plan.ragged import Ragged
+
+
+class Late(nn.Module):
+    """The collection that is registered first is used behind a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = EmbeddingCollection([TablePolicy(name="b", rows=9, width=4, init_bound=0.3)])
+        self.early = EmbeddingCollection([TablePolicy(name="a", rows=9, width=4, init_bound=0.3)])
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, sparse: Mapping[str, Ragged]) -> Tensor:
+        x = self.blocks[0](self.early(sparse)["a"])
+        return self.blocks[1](x + self.late(sparse)["b"]).square().mean()
+
+
+BATCH = {"sparse": {name: Ragged.of_lists([[1, 2], [3]]) for name in "ab"}}
+
+
+def engine_of(model: nn.Module | None = None) -> Any:
+    torch.manual_seed(0)
+    return shardwise.initialize(model or Late(), {"zero": {"units": ["blocks.*"]}, "max_grad_norm": 1.0})
+
+
+def test_the_list_has_fetch_deliver_and_step_of_each_collection() -> None:
+    engine = engine_of()
+    late, early = (unit.index for unit in engine.plan.units if unit.name in ("late", "early"))
+    text = [str(action) for action in engine.plan.actions["all"]]
+    end = text[text.index(f"DELIVER({late})") :]
+    assert end[:3] == [f"DELIVER({late})", f"DELIVER({early})", "NORM"]
+    assert end[-2:] == [f"STEP({late})", f"STEP({early})"]
+    assert text.index(f"FETCH({late},0)") < text.index("F(1,0)"), (
+        "by registration, until a step has shown the order"
+    )
+    assert any("FETCH" in each for each in engine.train_step([BATCH]).divergences)
+    assert not engine.train_step([BATCH]).divergences
+    assert tuple(engine.trace.actions) == engine.plan.actions["all"]
+    text = [str(action) for action in engine.trace.actions]
+    places = [
+        text.index(each) for each in ("F(0,0)", f"FETCH({early},0)", "F(1,0)", f"FETCH({late},0)", "F(2,0)")
+    ]
+    assert places == sorted(places)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.DELIVER, Kind.STEP])
+def test_a_list_without_them_moves_no_row(kind: Kind) -> None:
+    engine = engine_of()
+    before = engine.tables["early"].rows_here("a").weights
+    tables = {unit.index for unit in engine.plan.units if unit.name in ("late", "early")}
+    engine._parts.walker.begin(
+        [
+            action
+            for action in engine.plan.actions["all"]
+            if action.kind is not kind or action.unit not in tables
+        ]
+    )
+    if kind is Kind.DELIVER:
+        with pytest.raises(AssertionError, match="delivered before the step"):
+            engine.train_step([BATCH])
+    else:
+        engine.train_step([BATCH])
+    assert torch.equal(engine.tables["early"].rows_here("a").weights, before)
+
+
+def test_an_evaluation_and_a_collection_left_out() -> None:
+    model = Late()
+    engine = engine_of(model)
+    for _ in range(2):
+        engine.train_step([BATCH])
+    plan = engine.plan.actions
+    engine.evaluate([(BATCH, 1.0)])
+    engine.predict([BATCH])
+    assert not engine.train_step([BATCH]).divergences and engine.plan.actions == plan
+    model.late.forward = lambda sparse: {"b": torch.zeros(2, 4)}  # type: ignore[method-assign]
+    (told,) = engine.train_step([BATCH]).divergences
+    assert told.endswith("late was not asked for vectors there")
+    engine.close()
