@@ -17,17 +17,21 @@ Gradients are sums over ranks and microbatches; they are scaled once, by the glo
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from shardwise.comm.collectives import Group
+from shardwise.comm.equality import are_equal, terms
 from shardwise.engine.parts import Parts, Trained
 from shardwise.optim.clip import share, square_sum
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
 from shardwise.plan.errors import CommError
+
+_BITS = 32
+"""Of the hashes that ranks compare."""
 
 
 class StepResult(NamedTuple):
@@ -58,7 +62,7 @@ class Local(NamedTuple):
     """Σ w_i loss_i."""
     flags: float
     rates: int
-    """20 bits of the numbers that its optimizer groups work with (``optim.groups.mark_of``)."""
+    """A 32-bit mark of the numbers that its optimizer groups work with (``optim.groups.mark_of``)."""
     batches: int | None
     """In a process's first step the fingerprint of its batches (0: none); later None."""
 
@@ -99,18 +103,19 @@ def exchange(parts: Parts, local: Local) -> Totals:
             mine = share(bucket.gradient.owned[start:stop], *bucket.copy)  # each of its ranks sums a part
             squares = squares + square_sum(mine).cpu()
         used += map(float, bucket.gradient.used)
-    order = float(sum(hooks.order.hash for hooks in parts.hooks) % (1 << 20))
-    sequence = float(dp.traffic.sequence >> 12)
-    rates = float(local.rates)
-    pairs = (order, order * order, sequence, sequence * sequence, rates, rates * rates)
     seats = [0.0] * (0 if local.batches is None else dp.size)
     if seats:
         seats[dp.index] = float(local.batches or 0)
-    own = torch.tensor([local.weight, local.loss, local.flags, *pairs, *seats, *used], dtype=torch.float64)
-    on_device: Tensor = torch.cat([squares.reshape(1), own]).to(parts.device)
-    dp.all_reduce(on_device, "the gradient norm", purpose="control").wait()
-    total = on_device.tolist()
-    if not _agree(dp.size, total[6], total[7]):
+    own: dict[str, Sequence[float]] = {
+        "sums": (float(squares), local.weight, local.loss, local.flags),
+        "order": terms(sum(hooks.order.hash for hooks in parts.hooks), _BITS),
+        "sequence": terms(dp.traffic.sequence, _BITS),
+        "rates": terms(local.rates, _BITS),
+        "batches": seats,
+        "used": used,
+    }
+    total = _summed(dp, own, "the gradient norm", parts.device)
+    if not are_equal(dp.size, total["sequence"]):
         divergences = parts.walker.trace.divergences[-3:]
         raise CommError(
             f"rank {dp.ranks[dp.index]}, step {dp.clock.step}: the ranks did not run the same collectives in the "
@@ -119,14 +124,14 @@ def exchange(parts: Parts, local: Local) -> Totals:
             f"Plan here: {divergences or 'none'}"
         )
     totals = Totals(
-        weight=total[1],
-        loss=total[2],
-        squares=total[0],
-        used=[count > 0 for count in total[10 + len(seats) :]],
-        orders_agree=_agree(dp.size, total[4], total[5]),
-        flags=int(total[3]),
-        rates_agree=_agree(dp.size, total[8], total[9]),
-        batches=tuple(map(int, total[10 : 10 + len(seats)])),
+        squares=total["sums"][0],
+        weight=total["sums"][1],
+        loss=total["sums"][2],
+        flags=int(total["sums"][3]),
+        used=[count > 0 for count in total["used"]],
+        orders_agree=are_equal(dp.size, total["order"]),
+        rates_agree=are_equal(dp.size, total["rates"]),
+        batches=tuple(map(int, total["batches"])),
     )
     if parts.groups["model"].size == 1:
         return totals
@@ -140,37 +145,41 @@ def _over_model(
 ) -> Totals:
     """What differs between the ranks that share a model: each holds some of the gradients, the last stage's the loss.
 
-    ``says``: whether this rank brings the loss, and whether it knows it. What must be equal travels as (x, x²).
+    ``says``: whether this rank brings the loss, and whether it knows it.
     """
     speaks, knows = says
     mean = totals.loss / totals.weight if knows and totals.weight else 0.0
-    batches, rates = float((local.batches or 0) % (1 << 20)), float(local.rates)
-    vector = torch.tensor(
-        [
-            *(totals.squares, totals.weight * speaks, totals.loss * speaks, totals.flags),
-            *(not totals.orders_agree, not totals.rates_agree),
-            *(knows, mean, mean * mean, rates, rates * rates, batches, batches * batches),
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
-    model.all_reduce(vector, "the gradient norm over the model", purpose="control").wait()
-    squares, weight, loss, flags, disorders, departures, reports, *sums = vector.tolist()
+    own: dict[str, Sequence[float]] = {
+        "sums": (totals.squares, totals.weight * speaks, totals.loss * speaks, totals.flags),
+        "faults": (not totals.orders_agree, not totals.rates_agree),
+        "losses": (knows, mean, mean * mean),
+        "rates": terms(local.rates, _BITS),
+        "batches": terms(local.batches or 0),
+    }
+    total = _summed(model, own, "the gradient norm over the model", device)
+    squares, weight, loss, flags = total["sums"]
+    disorders, departures = total["faults"]
+    reports, mean_sum, mean_squares = total["losses"]
     return totals._replace(
         squares=squares,
         weight=weight,
         loss=loss,
         flags=int(flags),
         orders_agree=disorders == 0,
-        rates_agree=departures == 0 and _agree(model.size, sums[2], sums[3]),
-        batches_agree=_agree(model.size, sums[4], sums[5]),
-        loss_spread=math.sqrt(max(sums[1] / reports - (sums[0] / reports) ** 2, 0.0)),
+        rates_agree=departures == 0 and are_equal(model.size, total["rates"]),
+        batches_agree=are_equal(model.size, total["batches"]),
+        loss_spread=math.sqrt(max(mean_squares / reports - (mean_sum / reports) ** 2, 0.0)),
     )
 
 
-def _agree(ranks: int, total: float, squares: float) -> bool:
-    """True where all ranks brought the same 20-bit number: n Σ h² = (Σ h)², exact up to thousands of ranks."""
-    return abs(ranks * squares - total * total) <= ranks * 2.0**-50 * total * total
+def _summed(
+    group: Group, own: Mapping[str, Sequence[float]], what: str, device: torch.device
+) -> dict[str, list[float]]:
+    """The sums over the ranks of every number of ``own``, by name, in one all-reduce."""
+    flat = torch.tensor([x for numbers in own.values() for x in numbers], dtype=torch.float64, device=device)
+    group.all_reduce(flat, what, purpose="control").wait()
+    sums = iter(flat.tolist())
+    return {name: list(islice(sums, len(numbers))) for name, numbers in own.items()}
 
 
 def gradient_norm(totals: Totals, divisor: float) -> float:

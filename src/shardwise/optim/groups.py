@@ -20,7 +20,6 @@ from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
 from shardwise.optim.schedule import factor, rates
 from shardwise.plan.errors import MismatchError, UsageError
 
-_MARK_BITS = 20
 _HOOKS = (
     "step_pre_hook",
     "step_post_hook",
@@ -161,12 +160,12 @@ class OptimizerGroups:
 
 
 def mark_of(rates_of_groups: Sequence[Mapping[str, Any]]) -> int:
-    """20 bits that tell whether ranks work with the same numbers: a scheduler fed with a rank's own loss parts them."""
+    """32 bits that tell whether ranks work with the same numbers: a scheduler fed with a rank's own loss parts them."""
     numbers = [
         sorted((key, _plain(value)) for key, value in group.items() if _is_number(value))
         for group in rates_of_groups
     ]
-    return zlib.crc32(repr(numbers).encode()) % (1 << _MARK_BITS)
+    return zlib.crc32(repr(numbers).encode())
 
 
 def _refuse_state_dict(optimizer: optim.Optimizer) -> NoReturn:

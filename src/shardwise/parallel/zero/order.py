@@ -76,9 +76,9 @@ class Order:
 
     @property
     def hash(self) -> int:
-        """A 20-bit number of the order that the last forward pass followed."""
+        """A 32-bit number of the order that the last forward pass followed."""
         text = repr([tuple(bracket) for bracket in self._seen]).encode()
-        return int.from_bytes(hashlib.sha256(text).digest()[:3]) >> 4
+        return int.from_bytes(hashlib.sha256(text).digest()[:4])
 
     def adopt(self) -> bool:
         """All ranks have seen the same order: follow it from now on. True where it is a new one."""
