@@ -42,7 +42,7 @@ def counted(engine: Any, gradients: dict[str, int]) -> dict[str, int]:
         seen.update(t.untyped_storage().data_ptr() for t in fresh)
         return sum(tensor.nbytes for tensor in fresh)
 
-    held = [b for e in engine._parts.executors for state in e.states for b in state.buckets]
+    held = [b for h in engine._parts.hooks for state in h.states for b in state.buckets]
     return {
         "weights": size([bucket.weight.shard for bucket in held]),
         "gradients": sum(gradients.values()),

@@ -166,7 +166,7 @@ def _actions(
     def backward(stage: int, last: bool) -> list[Action]:
         return backward_actions(brackets[stage], strategy, trained, last, prefetch)
 
-    once = not policies.zero.reshard_after_forward and strategy.cuts_weight
+    once = not policies.zero.reshard_after_forward and strategy.has_windows
     actions = add_sharding({0: row}, forward, backward, "step" if once else "microbatch")[0]
     if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
         actions.append(SUM)
@@ -262,7 +262,7 @@ def _class(
                 buckets.append(lay_out(key, slots, mesh.dp_shard))
             units.append(Unit(len(units), name, tuple(buckets)))
             unit_stages.append(stage)
-    return RankClass(stages, tuple(units), tuple(unit_stages), buffers)
+    return RankClass(stages, tuple(units), tuple(unit_stages), buffers, strategy.windows)
 
 
 def _units_on(

@@ -404,7 +404,7 @@ def _gather_around_methods(hooks: UnitHooks, zero: ZeroPolicy, mesh: Mesh) -> No
     units = {state.unit.name: index for index, state in enumerate(hooks.states)}
     modules = {name: hooks.states[index].module for name, index in units.items()}
     for name, method in methods_of(modules, zero, mesh):
-        if hooks.cuts_weight:
+        if hooks.has_windows:
             hooks.gather_around(units[name], method)
 
 

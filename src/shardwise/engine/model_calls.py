@@ -59,7 +59,7 @@ class ModelCalls:
         parts = self._parts
         if parts.groups["model"].size > 1:
             return f"with mesh.tp {parts.mesh.tp} and mesh.pp {parts.mesh.pp} this rank holds a part of the model alone"
-        if parts.strategy.cuts_weight and not all(
+        if parts.strategy.has_windows and not all(
             bucket.weight.is_summoned for bucket in state.buckets(parts)
         ):
             return "at zero stage 3 the weights lie in pieces on all ranks"

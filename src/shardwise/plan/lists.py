@@ -29,8 +29,20 @@ class Strategy:
     weight: tuple[Placement, Placement]
     grad: tuple[Placement, Placement]
     master: tuple[Placement, Placement]
+    windows: bool = False
+    """Whether weights that are not cut have windows too."""
     axes: tuple[str, str] = ("dp_replicate", "dp_shard")
     """The axes, whose ranks together sum the gradient: other ones for other Units (experts, say)."""
+
+    def __post_init__(self) -> None:
+        # The UNSHARD behind STEP, which gathers what was updated in pieces, would be taken for that of a window.
+        assert not self.windows or self.cuts_weight or not self.cuts_master, "windows on updates in pieces"
+
+    @property
+    def has_windows(self) -> bool:
+        """True where a weight is whole inside its Unit's windows alone: a cut one, and any where the caller wants so
+        (its memory is to be used for something else in between)."""
+        return self.windows or self.cuts_weight
 
     @property
     def cuts_weight(self) -> bool:
@@ -59,7 +71,7 @@ def forward_actions(brackets: Sequence[Bracket], strategy: Strategy, prefetch_un
     """The forward pass of one microbatch."""
     actions: list[Action] = []
     for (opens, unit), is_outermost in zip(brackets, _outermost(brackets), strict=True):
-        moves = strategy.cuts_weight and is_outermost
+        moves = strategy.has_windows and is_outermost
         if opens:
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.F, unit)]
         elif moves:
@@ -84,7 +96,7 @@ def backward_actions(
     last_close = {bracket.unit: i for i, bracket in enumerate(mirror) if not bracket.opens}
     actions: list[Action] = []
     for i, ((opens, unit), is_outermost) in enumerate(zip(mirror, _outermost(mirror), strict=True)):
-        moves = strategy.cuts_weight and is_outermost
+        moves = strategy.has_windows and is_outermost
         if opens:
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.B, unit)]
             continue

@@ -51,6 +51,8 @@ class RankClass:
     """The stage of each Unit."""
     buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
     """Persistent buffers by (Unit, bucket)."""
+    windows: bool = False
+    """Whether weights that no rank cuts are gathered before use and released after, too."""
     actions: tuple[Action, ...] = ()
     """One optimizer step."""
 

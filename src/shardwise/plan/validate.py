@@ -205,7 +205,7 @@ class _Rules(NamedTuple):
 
     trains: bool
     moves: bool
-    """Its weights are cut: gathered before use, released after."""
+    """Its weights are cut or have windows all the same: gathered before use, released after."""
     reduces_each: bool
     """Its gradients are cut between microbatches."""
     returns: bool
@@ -222,6 +222,7 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
     for held in names:
         trained = [name for name, trains in held if trains]
         moves = any(_is_cut(registry, "parameter", name) for name, _ in held) if held else any_moves
+        moves |= ranks.windows
         cuts_gradient = any(_is_cut(registry, "gradient", name) for name in trained)
         returns = not moves and any(_is_cut(registry, "master", name) for name in trained)
         found.append(_Rules(bool(trained), moves, cuts_gradient, returns))

@@ -27,6 +27,7 @@ from shardwise.precision.policy import Dtypes
 R, S, P = Replicate(), Shard(), Partial()
 F32 = torch.float32
 WHOLE, CUT = Strategy((R, R), (P, P), (R, R)), Strategy((R, S), (P, S), (R, S))
+WINDOWS = replace(WHOLE, windows=True)
 
 
 def bucket(
@@ -43,8 +44,10 @@ def bucket(
     return made
 
 
-def test_a_cut_weight_is_there_in_its_window_alone() -> None:
-    here = bucket(CUT)
+@pytest.mark.parametrize("strategy", [CUT, WINDOWS], ids=["cut", "windows"])
+def test_a_weight_with_windows_is_there_in_them_alone(strategy: Strategy) -> None:
+    """Cut, or whole on one rank."""
+    here = bucket(strategy)
     weight, seen = here.weight, []
     assert weight.state is WeightState.SUMMONED
     weight.attach()

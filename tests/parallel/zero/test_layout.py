@@ -31,6 +31,13 @@ def test_table_of_stages(policy: ZeroPolicy, mesh: Mesh, cuts: tuple[bool, bool,
     assert (strategy.cuts_weight, strategy.cuts_grad, strategy.cuts_master) == cuts
 
 
+def test_a_caller_may_want_windows_where_nothing_is_cut() -> None:
+    assert not strategy_of(ZeroPolicy(stage=3), Mesh()).has_windows
+    wanted = strategy_of(ZeroPolicy(stage=3), Mesh(), windows=True)
+    assert wanted.has_windows and not wanted.cuts_weight
+    assert strategy_of(ZeroPolicy(stage=3), Mesh(dp_shard=2)).has_windows
+
+
 def test_bytes_of_one_parameter() -> None:
     mixed = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
     plain = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)

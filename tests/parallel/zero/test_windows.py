@@ -3,13 +3,18 @@
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.engine import build, parts
+from shardwise.parallel.zero import layout
 from shardwise.plan.errors import CommError, ConfigError, NonFiniteError, UsageError
 from tests.engine.nets import seeded
 from tests.engine.plain import against_plain, train, worst
@@ -559,3 +564,29 @@ WORKS = [
 @pytest.mark.parametrize("story", WORKS, ids=lambda story: story.__name__)
 def test_works(ranks: Any, story: Callable[[Any], None]) -> None:
     ranks(2).run(story)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_may_have_windows(precision: str) -> None:
+    """Cut or not is one question, and whether a weight has memory of its own between windows another."""
+    found = []
+    for windows in (False, True):
+        wants = partial(layout.strategy_of, windows=windows)
+        with ExitStack() as stack:
+            for user in (layout, build, parts):
+                stack.enter_context(patch.object(user, "strategy_of", wants))
+            engine = start(None, 3, seeded(Net, dtype=torch.float32), precision=precision)
+            losses = []
+            for step in range(3):
+                x, flag = piece(step, 0)
+                losses.append(engine.train_step([(x.float(), flag)]).loss)
+            state = {name: tensor.tolist() for name, tensor in engine.state_dict().items()}
+            assert (engine.held_bytes()["gathered"] > 0) == windows
+            if windows:
+                assert "'first.bias' of Unit (root), which is released" in raised(
+                    UsageError, engine.module.first.bias.isnan
+                )
+            engine.close()
+            assert torch.isfinite(engine.module.first.bias).all()
+        found.append((losses, state))
+    assert found[0] == found[1]

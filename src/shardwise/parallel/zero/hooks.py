@@ -141,9 +141,9 @@ class UnitHooks:
         self._install()
 
     @property
-    def cuts_weight(self) -> bool:
+    def has_windows(self) -> bool:
         """Whether weights must be gathered before use."""
-        return self.windows.strategy.cuts_weight
+        return self.windows.strategy.has_windows
 
     def _turn(self, to: Pass) -> None:
         assert to in _NEXT[self._pass], (
@@ -162,7 +162,7 @@ class UnitHooks:
         if self._root_is_held and index == 0:
             return
         if self._is_backward:
-            if self.cuts_weight and state.window is not Window.BACKWARD:
+            if self.has_windows and state.window is not Window.BACKWARD:
                 self.windows.recompute(state)
             return
         if index == 0:  # [step 1]
@@ -172,7 +172,7 @@ class UnitHooks:
         is_next = self._walker.run_to(Kind.F, self.windows.first + index)  # [step 2]
         if not is_next:
             self._walker.diverge(f"forward of {state.unit.title} is not next in the list")
-        if self.cuts_weight:
+        if self.has_windows:
             self.order.has_departed |= not is_next
             self.windows.need(state)
             state.turn(Window.FORWARD)
@@ -204,7 +204,7 @@ class UnitHooks:
             return
         if self._pass is Pass.FORWARD:
             self.order.saw(False, index)
-        if self.cuts_weight:
+        if self.has_windows:
             state.calls -= 1
             if state.calls <= 0:
                 self._close_forward(state)  # [step 3]
@@ -280,7 +280,7 @@ class UnitHooks:
             run()
             self.end_backward()
         except Exception as error:
-            if "modified by an inplace operation" in str(error) and self.cuts_weight:
+            if "modified by an inplace operation" in str(error) and self.has_windows:
                 raise UsageError(
                     "backward: a weight was needed after its Unit had been released, or was changed in place between "
                     "forward and backward. Call the module's forward (not its inner functions) so that its hooks run, "
@@ -303,7 +303,7 @@ class UnitHooks:
         self._interrupted = _ForwardUnderWay(self._pass, [state.calls for state in self.states])
         self._walker.turn_aside(self.order.foreign(self.order.of_passes(self.microbatch)))
         self._turn(Pass.FOREIGN)
-        if torch.is_grad_enabled() and self.cuts_weight:
+        if torch.is_grad_enabled() and self.has_windows:
             self._is_differentiated_twice = True
         self.windows.begin_pass()
         for state in self.states:
@@ -367,10 +367,10 @@ class UnitHooks:
         if action.kind is Kind.B:
             # Hooks on weights that are always there are not needed; nor is there a gradient of a frozen Unit. A Unit
             # that ran twice in one window opens it once.
-            is_silent = not self.cuts_weight or not state.trained_parameters or state.is_in_backward
+            is_silent = not self.has_windows or not state.trained_parameters or state.is_in_backward
             # A tensor that is the output of two nested Units calls the inner one's hook first.
             is_around = target is not None and is_inside(self.windows.of(target).unit.name, state.unit.name)
-            if is_around and self.cuts_weight and not state.is_in_backward:
+            if is_around and self.has_windows and not state.is_in_backward:
                 self._open_backward(state)
             if is_silent or is_around:
                 self._walker.passed(action)

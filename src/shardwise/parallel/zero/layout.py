@@ -27,10 +27,13 @@ AXES = ("dp_replicate", "dp_shard")
 _WHOLE, _CUT, _ADDEND = Replicate(), Shard(), Partial()
 
 
-def strategy_of(policy: ZeroPolicy, mesh: Mesh) -> Strategy:
-    """The row of the table. On one shard rank every stage is stage 0: there is nothing to cut."""
+def strategy_of(policy: ZeroPolicy, mesh: Mesh, windows: bool = False) -> Strategy:
+    """The row of the table. On one shard rank every stage is stage 0: there is nothing to cut.
+
+    ``windows``: whether weights are to have windows there too, as cut ones have: memory of their own in between.
+    """
     if mesh.size("dp_shard") == 1 or policy.stage == 0:
-        return Strategy((_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE))
+        return Strategy((_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE), windows)
     reduces_each = policy.reduce == "microbatch" or (policy.reduce == "auto" and policy.stage >= 2)
     return Strategy(
         weight=(_WHOLE, _CUT if policy.stage == 3 else _WHOLE),

@@ -67,7 +67,7 @@ class Weight:
         self.views = views
         self.what = what
         self.state = _SUMMONED
-        self.has_window = around.strategy.cuts_weight
+        self.has_window = around.strategy.has_windows
         """Whether the parameters show the weight inside its Unit's windows alone."""
         self._around = around
         strategy = around.strategy

@@ -54,7 +54,7 @@ class UnitWindows:
     def unshard(self, action: Action) -> None:
         """UNSHARD: begin to gather what is cut; in the end of the step what was updated in pieces."""
         state = self.of(action)
-        if not self.strategy.cuts_weight:
+        if not self.strategy.has_windows:
             self._updates += [b.weight.gather_updated() for b in state.buckets if b.layout.key.trained]
             return
         if any(bucket.weight.in_the_way is not None for bucket in state.buckets):
@@ -125,7 +125,7 @@ class UnitWindows:
 
     def close_all(self) -> None:
         """What passes have left open, by an exception or by a departure from the list."""
-        if self.strategy.cuts_weight:
+        if self.strategy.has_windows:
             for state in self.states:
                 self.close(state)
 
