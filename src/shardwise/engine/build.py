@@ -151,7 +151,7 @@ def initialize(
     cut = _cut(model, site, share, start)
     tables = _tables(model, cut, site, share)
     start = start.of_pieces(Slices(share.plan.registry, mesh, site.world.rank))
-    walker = Walker({}, Trace(lambda: site.traffic.bytes))
+    walker = Walker({}, Trace(site.traffic))
     stages = [
         _stage(index, module, run, site, share, start, loss is not None, walker)
         for index, (module, run) in cut.items()

@@ -10,8 +10,8 @@ Cost: two looks at a clock and four appends per Action; a step's trace lives unt
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shardwise.plan.action import Action
 from shardwise.plan.timeline import Span
@@ -20,11 +20,18 @@ _MOST = 100
 """Divergences of one step that are kept."""
 
 
+class SentBytes(Protocol):
+    """Counts what this rank sends."""
+
+    bytes: int
+    """All so far."""
+
+
 @dataclass
 class Trace:
-    """The running step; ``sent_bytes`` counts what this rank has sent so far, for all time."""
+    """The running step. ``sent``: None where nothing is sent."""
 
-    sent_bytes: Callable[[], int] = field(default=lambda: 0)
+    sent: SentBytes | None = None
     actions: list[Action] = field(default_factory=list)
     """In the order in which they began."""
     starts_s: list[float] = field(default_factory=list)
@@ -37,7 +44,7 @@ class Trace:
 
     def begin(self) -> "Trace":
         """A new trace for the next step; this one stays as it is."""
-        return Trace(self.sent_bytes)
+        return Trace(self.sent)
 
     def start(self, action: Action) -> int:
         """``action`` begins; returns its place, for ``stop``."""
@@ -45,13 +52,14 @@ class Trace:
         now = time.perf_counter()
         self.starts_s.append(now)
         self.stops_s.append(now)
-        self.bytes.append(-self.sent_bytes())
+        self.bytes.append(0 if self.sent is None else -self.sent.bytes)
         return len(self.actions) - 1
 
     def stop(self, place: int) -> None:
         """The Action at ``place`` is over."""
         self.stops_s[place] = time.perf_counter()
-        self.bytes[place] += self.sent_bytes()
+        if self.sent is not None:
+            self.bytes[place] += self.sent.bytes
 
     def passed(self, action: Action) -> None:
         """A Unit's pass, which the user's model computes: its time is that until the next Action begins."""
