@@ -422,7 +422,7 @@ def test_a_users_data_is_read_by_the_callers_thread() -> None:
 def test_nothing_goes_ahead_over_nccl(caplog: pytest.LogCaptureFixture) -> None:
     engine = build(World(0, 1))
     assert engine.ahead([], 2).depth == 2
-    engine.world = World(0, 2, backend="nccl")
+    engine._parts.site = engine._parts.site._replace(world=World(0, 2, backend="nccl"))
     with caplog.at_level("INFO"):
         assert [engine.ahead([], depth).depth for depth in (2, 1, 0)] == [0, 0, 0]
     (line,) = [record.getMessage() for record in caplog.records]

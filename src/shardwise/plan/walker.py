@@ -90,7 +90,9 @@ class Walker:
         self._is_aside = True
 
     def turn_back(self) -> None:
-        """Go on with the list that waits."""
+        """Go on with the list that waits; a step that has begun meanwhile has forgotten it."""
+        if not self._outer:
+            return
         self._actions, self._cursor, self._stop, self._point, self._is_aside = self._outer.pop()
 
     @property

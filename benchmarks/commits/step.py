@@ -1,0 +1,99 @@
+"""One turn of one commit: seconds of a training step on two ranks. Started by run.py; rank 0 prints one line of JSON.
+
+    zero0 ... zero3   a GPT of 6 blocks, width 384, context 256, 2 sequences a rank, fp32, at that stage
+    pp2               the same on two stages, 1f1b, four microbatches of one sequence
+    tables            a DLRM with 26 tables of 100,000 rows and width 16, 2,048 samples a rank
+
+Only what both commits know may be used here.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import shardwise
+from shardwise.comm.world import join
+from shardwise.models.ctr.dlrm import Dlrm
+from shardwise.models.ctr.policy import DlrmPolicy
+from shardwise.models.gpt import Gpt, GptPolicy
+from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.plan.ragged import Ragged
+
+CONTEXT, VOCABULARY = 256, 256
+FEATURES, DENSE, SAMPLES, ROWS = 26, 13, 2048, 100_000
+OPTIMIZER = {"type": "adamw", "lr": 1e-3}
+
+
+def gpt() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Gpt(GptPolicy(layers=6, width=384, heads=6, context=CONTEXT, vocab=VOCABULARY))
+
+
+def text(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (rows, CONTEXT + 1), generator=generator)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def step_of(name: str, world: Any) -> Callable[[], Any]:
+    """A step, ready to be called."""
+    if name == "tables":
+        return dlrm_step(world)
+    if name == "pp2":
+        config = {"mesh": {"pp": 2}, "batch": {"accumulation": 4}, "optimizer": OPTIMIZER}
+        batches = [text(i, 1) for i in range(4)]
+    else:
+        config = {"zero": {"stage": int(name[-1])}, "optimizer": OPTIMIZER}
+        batches = [text(world.rank, 2)]
+    engine = shardwise.initialize(gpt(), config, world=world)
+    return lambda: engine.train_step(batches)
+
+
+def dlrm_step(world: Any) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    tables = [TablePolicy(name=f"f{i}", rows=ROWS, width=16) for i in range(FEATURES)]
+    rows = RowOptimizerPolicy(type="rowwise_adagrad", lr=0.02)
+    model = Dlrm(DlrmPolicy(width=16, bottom=(64,), top=(128, 64)), DENSE, tables, rows)
+    engine = shardwise.initialize(model, {"optimizer": OPTIMIZER}, world=world)
+    generator = torch.Generator().manual_seed(world.rank)
+    keys = torch.randint(0, ROWS, (FEATURES, SAMPLES), generator=generator)
+    batch = {
+        "dense": torch.randn(SAMPLES, DENSE, generator=generator),
+        "sparse": {f"f{i}": Ragged.of_ones(keys[i]) for i in range(FEATURES)},
+        "labels": torch.randint(0, 2, (SAMPLES,), generator=generator).float(),
+    }
+    return lambda: engine.train_step([batch])
+
+
+def main() -> None:
+    """``step.py SECONDS NAME...``: each for about as long."""
+    world, wanted_s = join(quiet=True), float(sys.argv[1])
+    found = {}
+    for name in sys.argv[2:]:
+        step = step_of(name, world)
+        seconds: list[float] = []
+        step()
+        begin = time.perf_counter()
+        step()
+        steps = max(int(wanted_s / (time.perf_counter() - begin)), 3)
+        both = torch.tensor([float(steps)])  # alike on both ranks
+        if world.size > 1:
+            torch.distributed.broadcast(both, 0)
+        for _ in range(int(both)):
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+        found[name] = statistics.median(seconds)
+    if world.rank == 0:
+        print("RESULT " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
