@@ -206,6 +206,7 @@ class Engine:
         step = self._accumulation
         with self._discard_on_error():
             for hooks in parts.hooks:
+                hooks.recover()
                 hooks.marks.clear(at_step=True)
             rates = parts.optimizer_groups.rates(self.applied_steps)
             end.local = Local(

@@ -49,6 +49,8 @@ def gradients(parts: Parts) -> dict[str, Tensor]:
             f"gradients: {step.done} of {step.microbatches} microbatches have run; call it after the last backward "
             "and before step()"
         )
+    for hooks in parts.hooks:
+        hooks.recover()
     parts.walker.run(until=lambda action: action.kind is Kind.NORM)  # SUM comes before it
     weight = torch.tensor([step.weight], dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()

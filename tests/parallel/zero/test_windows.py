@@ -287,10 +287,78 @@ def failures_leave_nothing(world: Any) -> None:
             raised(ValueError, lambda engine=engine, x=x, flag=flag: engine((x[:0], flag)))  # type: ignore[misc]
             loss = FailsBackward.apply(model.blocks[0](x)).sum() + engine((x, flag))
             raised(ValueError, lambda engine=engine, loss=loss: engine.backward(loss))  # type: ignore[misc]
+            raised(UsageError, engine((x, flag)).backward)
+            at = x.clone().requires_grad_()
+            value = model(FailsBackward.apply(at), flag)
+            raised(ValueError, partial(torch.autograd.grad, value, at))
             engine.backward(engine((x, flag)))
+            raised(ValueError, partial(engine.evaluate, [((x[:0], flag), 1.0)]))
             assert worst(engine.gradients(), wanted.gradients, wanted.addends) <= 1e-10, stage
+            raised(ValueError, partial(engine.evaluate, [((x[:0], flag), 1.0)]))
             engine.step()
             assert worst(engine.state_dict(), wanted.weights) <= 1e-10, stage
+        engine.close()
+
+
+class Interrupted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+class Interrupts(Net):
+    def middle(self, x: Tensor, flag: Tensor) -> Tensor:
+        x = super().middle(x, flag)
+        return Interrupted.apply(x) if flag.item() else x  # type: ignore[no-any-return]
+
+
+def interrupted_backward(world: Any) -> None:
+    """Ctrl-C in a backward pass: half of its gradients have landed, and the next one says so."""
+    for stage in STAGES:
+        engine = start(world, stage, seeded(Interrupts))
+        x, _ = piece(0, world.rank)
+        loss, good = engine((x, torch.tensor(True))), (x, torch.tensor(False))
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        assert "engine.discard()" in raised(UsageError, partial(engine, good))
+        engine.discard()
+        assert engine.train_step([good]).divergences == ()
+        engine.close()
+
+
+class CallsItself(Net):
+    """A first guess without gradients (self-conditioning)."""
+
+    is_guessing = False
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        if self.is_guessing:
+            return super().forward(x, flag)
+        self.is_guessing = True
+        with torch.no_grad():
+            x = x + self(x, flag)
+        self.is_guessing = False
+        return super().forward(x, flag)
+
+
+def calls_itself(world: Any) -> None:
+    for stage in (0, 1, 2):
+        error = against_plain(world, lambda: seeded(CallsItself), piece, {"zero": {"stage": stage}})
+        assert error <= 1e-10, (stage, error)
+
+
+def block_by_itself(world: Any) -> None:
+    """A block that is looked at between steps, without gradients, is no part of a step."""
+    for stage in STAGES:
+        engine = start(world, stage)
+        for step in range(2):
+            with torch.no_grad():
+                engine.module.blocks[1](piece(step, 0)[0])
+            assert engine.train_step([piece(step, world.rank)]).divergences == ()
         engine.close()
 
 
@@ -550,6 +618,9 @@ WORKS = [
     evaluation_in_between,
     forgotten_pass,
     failures_leave_nothing,
+    interrupted_backward,
+    calls_itself,
+    block_by_itself,
     orders_that_differ,
     order_that_changes,
     layer_drop,

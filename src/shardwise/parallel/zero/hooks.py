@@ -146,10 +146,33 @@ class UnitHooks:
         return self.windows.strategy.has_windows
 
     def _turn(self, to: Pass) -> None:
-        assert to in _NEXT[self._pass], (
-            f"stage {self._stage}: a pass {self._pass.name} is under way, not {to.name}"
-        )
-        self._pass = to
+        if to is not self._pass:
+            assert to in _NEXT[self._pass], (
+                f"stage {self._stage}: a pass {self._pass.name} is under way, not {to.name}"
+            )
+            self._pass = to
+
+    def recover(self) -> None:
+        """Between passes: an exception that the user caught may have ended one in its middle. The step stays as it was
+        before that pass.
+
+        Errors: UsageError where that was ``engine.backward``'s own, by Ctrl-C: some of its gradients may have landed.
+        """
+        if self._pass is Pass.BACKWARD:
+            raise UsageError(
+                "the last engine.backward(loss) was interrupted before its end, so some of its gradients count and "
+                "some do not; call engine.discard() on all ranks and begin the step again"
+            )
+        if self._pass is Pass.FOREIGN:
+            assert self._interrupted is not None, "a foreign backward pass interrupts something"
+            self._walker.turn_back()
+            self._interrupted = None
+        if self._is_aside:
+            self._walker.turn_back()
+            self._is_aside = False
+        if self._pass is not Pass.NONE:
+            self.windows.close_all()
+            self._turn(Pass.NONE)
 
     @property
     def _is_backward(self) -> bool:
@@ -161,6 +184,8 @@ class UnitHooks:
         state = self.states[index]
         if self._root_is_held and index == 0:
             return
+        if self._is_backward and index == 0 and torch._C._current_graph_task_id() < 0:
+            self.recover()
         if self._is_backward:
             if self.has_windows and state.window is not Window.BACKWARD:
                 self.windows.recompute(state)
@@ -170,7 +195,7 @@ class UnitHooks:
         if self._pass is Pass.FORWARD:
             self.order.saw(True, index)
         is_next = self._walker.run_to(Kind.F, self.windows.first + index)  # [step 2]
-        if not is_next:
+        if not is_next and (self._pass is Pass.FORWARD or torch.is_grad_enabled()):
             self._walker.diverge(f"forward of {state.unit.title} is not next in the list")
         if self.has_windows:
             self.order.has_departed |= not is_next
@@ -180,9 +205,7 @@ class UnitHooks:
 
     def _begin_forward(self) -> None:
         self.marks.clear()
-        if self._is_aside:  # an exception ended the last one
-            self._walker.turn_back()
-        self._is_aside = False
+        self.recover()
         if not self._is_driven and not (torch.is_grad_enabled() and self._walker.enter(Kind.F, self._stage)):
             if torch.is_grad_enabled():
                 self._walker.diverge("a further forward pass, before the backward pass that is next")
@@ -218,8 +241,7 @@ class UnitHooks:
         if self._is_aside:
             self._walker.turn_back()
             self._is_aside = False
-        if torch.is_grad_enabled():
-            self.order.end(self.microbatch)
+        self.order.end(self.microbatch if torch.is_grad_enabled() else None)
 
     def _watch(self, index: int, output: Any) -> None:
         """Whichever output's gradient comes first opens the Unit's backward window."""
@@ -262,10 +284,8 @@ class UnitHooks:
         """[step 5] Before autograd runs. ``last``: the last microbatch of the step."""
         self.marks.clear()
         self.marks.check_frozen()
+        self.recover()
         if not self._is_driven:
-            if self._is_aside:  # an exception ended a forward pass
-                self._walker.turn_back()
-                self._is_aside = False
             is_entered = self._walker.enter(Kind.B, self._stage)
             assert is_entered, "a step has as many backward passes as microbatches"
         order = self.order.of_passes(self.microbatch)

@@ -32,7 +32,10 @@ class Order:
         self._strategy = strategy
         self._first = first
         self._trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
+        self._running: list[Bracket] = []
+        """The forward pass that is under way."""
         self._seen: list[Bracket] = []
+        """The last one that came to its end."""
         self._passes: dict[int, list[tuple[Bracket, ...]]] = {}
         """By microbatch the order of each forward pass whose backward pass has not been."""
         self._lists: dict[tuple[tuple[Bracket, ...], str], list[Action]] = {}
@@ -41,19 +44,22 @@ class Order:
 
     def begin(self) -> None:
         """A forward pass begins."""
-        self._seen, self.has_departed = [], False
+        self._running, self.has_departed = [], False
 
     def saw(self, opens: bool, unit: int) -> None:
         """A Unit's window opened or closed."""
-        self._seen.append(Bracket(opens, unit))
+        self._running.append(Bracket(opens, unit))
 
     @property
     def last_opened(self) -> int:
         """The Unit whose forward began last in the running pass; the root where none has."""
-        return next((bracket.unit for bracket in reversed(self._seen) if bracket.opens), 0)
+        return next((bracket.unit for bracket in reversed(self._running) if bracket.opens), 0)
 
-    def end(self, microbatch: int) -> None:
-        """The pass is over, and its backward pass will come."""
+    def end(self, microbatch: int | None) -> None:
+        """The pass is over. ``microbatch``: whose backward pass will come; None where none will."""
+        self._seen = self._running
+        if microbatch is None:
+            return
         order = with_absent(self._seen, self.agreed) if self.has_departed else self.agreed
         self._passes.setdefault(microbatch, []).append(order)
 
