@@ -75,6 +75,13 @@ class Trace:
         if len(self.divergences) < _MOST:
             self.divergences.append(text)
 
+    def cut(self, actions: int, diverged: int) -> None:
+        """Keep the first Actions and divergences alone."""
+        for column in (self.actions, self.starts_s, self.stops_s, self.bytes):
+            del column[actions:]
+        del self.divergences[diverged:]
+        self.diverged = diverged
+
     def spans(self, rank: int) -> list[Span]:
         """The Actions as spans of ``rank``, in seconds of the host's monotonic clock."""
         rows = zip(self.actions, self.starts_s, self.stops_s, strict=True)

@@ -57,6 +57,9 @@ class Walker:
         self._point = 0
         """The Action without a Unit that is under way."""
         self._is_aside = False
+        self._before_pass: tuple[int, int] | None = None
+        """Actions and divergences of the trace when the user's Python began the pass under way; None where another list
+        came in between."""
         self._outer: list[_Interrupted] = []
         self.target: Action | None = None
         """The Unit's pass that the cursor is on its way to."""
@@ -66,6 +69,7 @@ class Walker:
     def begin(self, actions: Sequence[Action]) -> None:
         """A step's list, from its start."""
         self._outer.clear()
+        self._before_pass = None
         self._actions, self._cursor, self._stop, self._point, self._is_aside = actions, 0, 0, 0, False
         self.trace = self.trace.begin()
 
@@ -86,6 +90,7 @@ class Walker:
         """Begin another list; the one under way waits. It is one pass until ``enter`` or ``run`` find more in it."""
         place = _Interrupted(self._actions, self._cursor, self._stop, self._point, self._is_aside)
         self._outer.append(place)
+        self._before_pass = None
         self._actions, self._cursor, self._stop, self._point = actions, 0, len(actions), 0
         self._is_aside = True
 
@@ -149,8 +154,15 @@ class Walker:
         self._point, self._cursor = place, place + 1
         self._stop = self._end_of_pass()
         if not self._is_aside:
+            self._before_pass = (len(self.trace.actions), self.trace.diverged)
             self.trace.passed(self._actions[place])
         return True
+
+    def withdraw(self) -> None:
+        """The pass that ``enter`` began was no part of the step after all: it is next again, and leaves no trace."""
+        if self._before_pass is not None:
+            self._cursor = self._stop = self._point
+            self.trace.cut(*self._before_pass)
 
     def _is_next(self, place: int, kind: Kind, stage: int) -> bool:
         return place < len(self._actions) and self._actions[place][:2] == (kind, -1)

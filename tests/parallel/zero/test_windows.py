@@ -349,6 +349,12 @@ def calls_itself(world: Any) -> None:
     for stage in (0, 1, 2):
         error = against_plain(world, lambda: seeded(CallsItself), piece, {"zero": {"stage": stage}})
         assert error <= 1e-10, (stage, error)
+        engine = start(world, stage, seeded(CallsItself))
+        engine.backward(engine(piece(0, world.rank)))
+        engine.evaluate([(piece(0, 0), 1.0)])
+        assert engine.step().divergences == ()
+        assert tuple(engine.trace.actions) == engine.plan.actions["all"]
+        engine.close()
 
 
 def block_by_itself(world: Any) -> None:
@@ -460,6 +466,28 @@ def other_methods(world: Any) -> None:
             assert worst(engine.gradients(), wanted.gradients, wanted.addends) <= 1e-10, stage
             engine.step()
             assert worst(engine.state_dict(), wanted.weights) <= 1e-10, stage
+        engine.close()
+
+
+class Generates(Net):
+    """Runs its blocks again and again, without gradients of its own accord."""
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.middle(x, x)
+        return x
+
+
+def generates_in_between(world: Any) -> None:
+    """A method without gradients is no pass of the step, and none of its backward pass."""
+    for stage in STAGES:
+        engine = start(world, stage, seeded(Generates))
+        for step in range(2):
+            x, flag = piece(step, world.rank)
+            engine.run("generate", x)
+            assert engine.train_step([(x, flag)]).divergences == ()
+            assert tuple(engine.trace.actions) == engine.plan.actions["all"]
         engine.close()
 
 
@@ -626,6 +654,7 @@ WORKS = [
     layer_drop,
     evaluation_first,
     other_methods,
+    generates_in_between,
     same_bits,
     few_slots,
     nothing_is_left,

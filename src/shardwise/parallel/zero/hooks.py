@@ -233,15 +233,17 @@ class UnitHooks:
                 self._close_forward(state)  # [step 3]
             self._watch(index, output)
         if index == 0:
-            self._end_forward()  # [step 4]
+            self._end_forward(_asks_for_gradients(output))  # [step 4]
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, has_backward: bool) -> None:
         self._walker.finish_pass()
         self._turn(Pass.NONE)
         if self._is_aside:
             self._walker.turn_back()
             self._is_aside = False
-        self.order.end(self.microbatch if torch.is_grad_enabled() else None)
+        elif not has_backward:  # a method without gradients of its own, such as generate
+            self._walker.withdraw()
+        self.order.end(self.microbatch if has_backward else None)
 
     def _watch(self, index: int, output: Any) -> None:
         """Whichever output's gradient comes first opens the Unit's backward window."""
@@ -468,6 +470,12 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _asks_for_gradients(output: Any) -> bool:
+    """Whether a pass that returned ``output`` can have a backward pass; in doubt it can."""
+    tensors = [*tensors_in(output)] if torch.is_grad_enabled() else []
+    return torch.is_grad_enabled() and (not tensors or any(tensor.requires_grad for tensor in tensors))
 
 
 def _own_modules(module: nn.Module, units: Collection[int]) -> Iterator[nn.Module]:
