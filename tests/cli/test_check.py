@@ -17,6 +17,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.foresee import foresee
 from shardwise.models import GptPolicy
 from shardwise.models import build as build_model
+from shardwise.plan.action import Kind
 
 MODEL = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocab": 50}
 MESHES: list[dict[str, Any]] = [
@@ -55,6 +56,9 @@ def test_tables_are_counted_on_the_rank_that_holds_most(ranks: Any) -> None:
     config = RunConfig.parse({"batch": {"global_size": 8}})
     outlook = foresee(table_model, config, 2, torch.device("cpu"))
     assert outlook.bytes_per_rank()["tables"] == max(ranks(2).run(held_by_tables))
+    (table,) = outlook.plan.own.tables
+    did = [action.kind for action in outlook.plan.own.actions if action.unit == table.index]
+    assert did == [Kind.FETCH, Kind.DELIVER, Kind.STEP]
 
 
 def table_model() -> nn.Module:

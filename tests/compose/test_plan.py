@@ -6,10 +6,12 @@ import pytest
 import torch
 from tests.engine.nets import Language, seeded
 from tests.parallel.zero.nets import Adapters, Net
+from tests.plan.described import model as described
+from tests.plan.described import plan as described_plan
 from torch import nn
 
 from shardwise.compose.describe import describe
-from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.plan import Planned, Policies, StageOrder, make_plan, registered
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -133,3 +135,44 @@ def test_a_whole_step() -> None:
         "F(0,1) F(0,1) F(1,1) B(0,1) B(0,1) B(1,1) REDUCE(1,1) REDUCE(0,1) "
         "NORM STEP(0) UNSHARD(0) STEP(1) UNSHARD(1)"
     )
+
+
+# Embedding tables ----------------------------------------------------------------------------------------------------
+
+TABLES = {"users": ("users",), "blocks.2.items": ("blocks.2.items",)}
+
+
+def test_tables_are_units_of_the_class_whose_stage_uses_them() -> None:
+    plan = described_plan(Mesh(pp=2, dp_shard=2), 2, spec=described(tables=TABLES))
+    first, second = plan.classes.values()
+    assert [(unit.index, unit.name) for unit in first.units if unit.has_rows] == [(3, "users")]
+    assert [(unit.index, unit.name) for unit in second.tables_of(1)] == [(3, "blocks.2.items")]
+    assert {unit.name for unit in first.units_of(0)} == {"", "blocks.0", "blocks.1"}
+    rows = {name: " ".join(map(str, row)) for name, row in plan.actions.items()}
+    assert "F(0,0) FETCH(3,0) F(1,0)" in rows["pp 0"] and "F(1,0) FETCH(3,0) F(2,0)" in rows["pp 1"]
+    for row in rows.values():
+        assert row.endswith(
+            "DELIVER(3) NORM STEP(0) UNSHARD(0) STEP(1) UNSHARD(1) STEP(2) UNSHARD(2) STEP(3)"
+        )
+    assert str(plan).count("2 FETCH") == str(plan).count("1 DELIVER") == 2
+
+
+def test_tables_are_fetched_where_a_step_has_shown() -> None:
+    """Behind a gather ahead as without one, in the order in which the model asks."""
+    spec = described(2, tables={"a": ("a",), "b": ("b",)})
+    zero = ZeroPolicy(stage=3, prefetch_units=1)
+    policies = Policies(zero, PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
+    made = make_plan(spec, Mesh(dp_shard=2), policies)
+    ahead = "UNSHARD(0,0) UNSHARD(1,0) F(0,0) FETCH(3,0) FETCH(4,0)"
+    assert ahead in " ".join(map(str, made.own.actions))
+    brackets = registered(made.own, 0).brackets
+    asked = Planned(spec, policies, made).in_order({0: StageOrder(brackets, {4: 1, 3: 1})})
+    assert "F(1,0) FETCH(4,0) FETCH(3,0)" in " ".join(map(str, asked.own.actions))
+    with pytest.raises(PlanError, match="0 FETCH of Unit 3 in microbatch 0"):
+        Planned(spec, policies, made).in_order({0: StageOrder(brackets, {4: 1})})
+
+
+def test_a_collection_that_two_stages_use() -> None:
+    spec = described(tables={"blocks.0.items": ("blocks.0.items", "blocks.3.items")})
+    with pytest.raises(PlanError, match=r"'blocks\.0\.items' is used by blocks of several pipeline stages"):
+        described_plan(Mesh(pp=2), spec=spec)

@@ -1,5 +1,6 @@
 """A small language model, written down as data: no module is made."""
 
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -34,8 +35,11 @@ BLOCK = {
 """Shape and place on "tp" of a block's parameters."""
 
 
-def model(blocks: int = 4, tied: bool = False, frozen: str = "") -> ModelSpec:
-    """``tied``: the head is the embedding; ``frozen``: the parameter that does not train."""
+def model(
+    blocks: int = 4, tied: bool = False, frozen: str = "", tables: Mapping[str, tuple[str, ...]] | None = None
+) -> ModelSpec:
+    """``tied``: the head is the embedding; ``frozen``: the parameter that does not train; ``tables``: all names of each
+    collection of embedding tables, outside of blocks in front of them."""
     rows = {"embedding.weight": ((VOCABULARY, WIDTH), _cut(0))}
     rows |= {f"blocks.{i}.{name}": row for i in range(blocks) for name, row in BLOCK.items()}
     rows |= {"norm.weight": ((WIDTH,), _ADDEND)}
@@ -49,11 +53,14 @@ def model(blocks: int = 4, tied: bool = False, frozen: str = "") -> ModelSpec:
     }
     names = tuple(f"blocks.{i}" for i in range(blocks))
     buffers = {"mask": BufferSpec((8, 8), torch.bool, False)}
-    positions = positions_by_order(canonical, names) | {"mask": 0}
+    collections = list(chain(*(tables or {}).values()))
+    positions = positions_by_order(canonical, names) | positions_by_order(collections, names) | {"mask": 0}
     weight = sum(torch.Size(shape).numel() for shape, _ in BLOCK.values())
     dealt = Blocks(names, (weight,) * blocks, VOCABULARY * WIDTH, VOCABULARY * WIDTH, positions)
     places = {name: place for name, (_, place) in rows.items()}
-    return ModelSpec(parameters, buffers, canonical, tuple(chain(canonical)), names, dealt, places)
+    return ModelSpec(
+        parameters, buffers, canonical, tuple(chain(canonical)), names, dealt, places, tables or {}
+    )
 
 
 def plan(

@@ -14,6 +14,7 @@ from shardwise.plan.lists import (
     registration_brackets,
     update_actions,
     with_absent,
+    with_fetches,
 )
 from shardwise.plan.mesh import Mesh
 
@@ -30,6 +31,11 @@ def opens(*units: int) -> list[Bracket]:
     """Units of a row inside the root 0."""
     inner = [bracket for unit in units for bracket in (Bracket(True, unit), Bracket(False, unit))]
     return [Bracket(True, 0), *inner, Bracket(False, 0)]
+
+
+def test_rows_are_fetched_once_behind_a_unit_that_runs_twice() -> None:
+    made = with_fetches(forward_actions(opens(1, 2, 1), ZERO1), {5: 1, 4: 1, 3: 0})
+    assert text(made) == "F(0) FETCH(3) F(1) FETCH(5) FETCH(4) F(2) F(1)"
 
 
 def test_lists_of_a_row() -> None:

@@ -40,6 +40,9 @@ def good(name: str) -> Plan:
         "step": lambda: plan(
             Mesh(pp=2, dp_shard=2), 3, 2, "interleaved_1f1b", 2, reshard_after_forward=False
         ),
+        "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
+        "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),
+        "tables pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3, spec=with_tables()),
     }
     return made[name]()
 
@@ -51,6 +54,11 @@ def frozen_block() -> Any:
         for name, each in whole.parameters.items()
     }
     return replace(whole, parameters=frozen)
+
+
+def with_tables() -> Any:
+    """Collections in front of the blocks and in one: Units 5 and 6, with stages 3 of either."""
+    return model(tables={"users": ("users",), "blocks.2.items": ("blocks.2.items",)})
 
 
 def with_rows(whole: Plan, rows: Mapping[str, list[Action]]) -> Plan:
@@ -202,6 +210,47 @@ PLANTED = [
         swap("pp 0", unit(Kind.F, 1, 0), SEND(0, 0, 1)),
         r"F\(1,0\) after the result of F\(0,0\) was sent",
     ),
+    ("tables", drop("all", unit(Kind.FETCH, 5, 0)), "0 FETCH of Unit 5 in microbatch 0; expected one"),
+    ("tables", double("all", unit(Kind.FETCH, 6, 1)), "2 FETCH of Unit 6 in microbatch 1; expected one"),
+    (
+        "tables",
+        before("all", unit(Kind.FETCH, 5, 1), unit(Kind.F, 0, 1)),
+        r"FETCH\(5,1\) before F\(0,1\), inside of which",
+    ),
+    (
+        "tables",
+        before("all", unit(Kind.FETCH, 5, 1), unit(Kind.B, 0, 1)),
+        r"FETCH\(5,1\) inside B\(0,1\); expected inside F",
+    ),
+    ("tables", before("all", unit(Kind.FETCH, 5, 1), B(0, 0)), "outside a pass of stage 0 with microbatch 1"),
+    ("tables", drop("all", unit(Kind.DELIVER, 5)), r"no DELIVER\(5\) though the Unit's rows get gradients"),
+    ("tables", double("all", unit(Kind.DELIVER, 6)), r"DELIVER\(6\) twice"),
+    ("tables", before("all", unit(Kind.DELIVER, 5), B(0, 1)), r"B\(0,1\) after DELIVER\(5\)"),
+    (
+        "tables",
+        before("all", unit(Kind.DELIVER, 5), unit(Kind.REDUCE, 0, 1)),
+        r"REDUCE\(0,1\) after DELIVER\(5\)",
+    ),
+    ("tables", swap("all", unit(Kind.DELIVER, 6), NORM), r"DELIVER\(6\) after NORM, which would leave out"),
+    ("tables", drop("all", unit(Kind.STEP, 5)), r"no STEP\(5\) though the Unit trains"),
+    ("tables", double("all", unit(Kind.STEP, 6)), r"STEP\(6\) twice"),
+    ("tables", before("all", unit(Kind.STEP, 5), NORM), r"STEP\(5\) before NORM"),
+    ("tables", add("all", unit(Kind.FETCH, 1, 0)), r"FETCH\(1,0\) of a Unit of parameters"),
+    ("tables", add("all", unit(Kind.DELIVER, 1)), r"DELIVER\(1\) of a Unit of parameters"),
+    (
+        "tables",
+        lambda rows: rows["all"].insert(2, unit(Kind.F, 5, 0)),
+        r"F\(5,0\) of a Unit of embedding tables",
+    ),
+    ("tables tp", drop("all", SUM), "NORM without SUM before it"),
+    ("tables tp", swap("all", unit(Kind.DELIVER, 6), SUM), r"DELIVER\(6\) after SUM"),
+    ("tables pp", drop("pp 1", unit(Kind.FETCH, 3, 1)), "pp 1 ranks have 0 FETCH of Unit 3 in microbatch 1"),
+    (
+        "tables pp",
+        before("pp 0", unit(Kind.FETCH, 3, 0), F(0, 1)),
+        r"FETCH\(3,0\) after the result of F\(0,0\) was sent",
+    ),
+    ("tables pp", drop("pp 1", unit(Kind.DELIVER, 3)), r"pp 1 ranks have no DELIVER\(3\)"),
 ]
 
 
@@ -215,7 +264,7 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
         validate_plan(with_rows(good(name), rows), MICROBATCHES)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "frozen", "step"])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "frozen", "step", "tables"])
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
     """Of every list, all of its Actions."""
     whole = good(name)
@@ -235,6 +284,7 @@ UNSEEN = {
     "steps in another order": ("zero0", swap("all", STEP0, STEP1)),
     "a gather ahead": ("zero3", swap("all", unit(Kind.F, 0, 0), unit(Kind.UNSHARD, 1, 0))),
     "a gather before the release": ("zero3", swap("all", unit(Kind.RESHARD, 1, 0), unit(Kind.UNSHARD, 2, 0))),
+    "rows that wait for a block": ("tables", swap("all", unit(Kind.FETCH, 5, 0), unit(Kind.F, 1, 0))),
     "a message that waits for a reduction": ("pp", swap("pp 0", unit(Kind.REDUCE, 0, 0), RECV(0, 1, 1))),
 }
 """Other lists that make the same numbers: what ran differs from them, which the trace shows."""

@@ -3,6 +3,7 @@
     1  stages      blocks dealt to stages along "pp"            parallel/pipeline/partition.py
     2  registry    every tensor with its place on every axis    parallel/zero/layout.py, what spec.py says of "tp"
     3  Units       parameters that move together, per stage     names in the description
+                   behind them collections of embedding tables, without buckets
     4  buckets     those of one dtype, trained or frozen, and one optimizer group, laid out flat
     5  buffers     of each bucket on the mesh                   parallel/zero/layout.py
     6  Actions     one list for each class of ranks:
@@ -10,17 +11,18 @@
         F and B of the stages      parallel/pipeline/schedules.py, also where there is one stage
         + SEND and RECV            parallel/pipeline/passes.py
         + UNSHARD, RESHARD, REDUCE of the Units inside each pass, F and B of the Units between them    plan/lists.py
-        + SUM, NORM, STEP, UNSHARD at the end                                                          plan/lists.py
+        + FETCH of tables in each forward pass                                                         plan/lists.py
+        + DELIVER, SUM, NORM, STEP, UNSHARD at the end                                                 plan/lists.py
 
     7  validated                                                plan/validate.py
 
 Units are numbered through all stages of a rank. Their order inside a pass is that of registration until the first step
-has shown the model's own (``with_orders``).
+has shown the model's own (``with_orders``); tables are fetched behind the F of the innermost Unit around them.
 
 Cost: one look at each tensor of the model and at each Action of each class; nothing per rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -31,7 +33,7 @@ from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.action import NORM, SUM, Action
+from shardwise.plan.action import NORM, SUM, Action, Kind
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import (
@@ -42,6 +44,7 @@ from shardwise.plan.lists import (
     is_inside,
     registration_brackets,
     update_actions,
+    with_fetches,
 )
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.names import matching
@@ -53,8 +56,17 @@ from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from shardwise.plan.validate import validate_plan
 from shardwise.precision.policy import Dtypes, PrecisionPolicy
 
-Orders = Mapping[int, Sequence[Bracket]]
-"""By stage the order of its Units, by their numbers on the rank."""
+
+class StageOrder(NamedTuple):
+    """In which order the Units of a stage run, by their numbers on the rank."""
+
+    brackets: Sequence[Bracket]
+    fetches: Mapping[int, int]
+    """By collection of embedding tables the Unit behind whose F it is fetched, in the order of FETCHes."""
+
+
+Orders = Mapping[int, StageOrder]
+"""By stage."""
 
 
 class Policies(NamedTuple):
@@ -87,9 +99,9 @@ class Planned(NamedTuple):
         plan, (zero, pipeline, *_) = self.plan, self.policies
         row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
         strategy, ahead = layout.strategy_of(zero, plan.mesh), _prefetch(zero)
-        brackets = {stage: orders.get(stage) or [*_registered(plan.own, stage)] for stage in plan.own.stages}
+        known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
         return add_sharding(
-            {0: row}, lambda stage, _: forward_actions(brackets[stage], strategy, ahead), _none
+            {0: row}, lambda stage, _: forward_actions(known[stage].brackets, strategy, ahead), _none
         )[0]
 
 
@@ -156,21 +168,24 @@ def _actions(
 ) -> tuple[Action, ...]:
     prefetch = _prefetch(policies.zero)
     trained = ranks.trained
-    brackets = {stage: tuple(orders.get(stage) or _registered(ranks, stage)) for stage in ranks.stages}
+    known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
 
     @cache
     def forward(stage: int, last: bool) -> list[Action]:
-        return forward_actions(brackets[stage], strategy, prefetch)
+        brackets, fetches = known[stage]
+        return with_fetches(forward_actions(brackets, strategy, prefetch), fetches)
 
     @cache
     def backward(stage: int, last: bool) -> list[Action]:
-        return backward_actions(brackets[stage], strategy, trained, last, prefetch)
+        return backward_actions(known[stage].brackets, strategy, trained, last, prefetch)
 
     once = not policies.zero.reshard_after_forward and strategy.has_windows
     actions = add_sharding({0: row}, forward, backward, "step" if once else "microbatch")[0]
+    actions += [Action(Kind.DELIVER, unit.index) for unit in ranks.tables]
     if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
         actions.append(SUM)
-    return (*actions, NORM, *update_actions(trained, strategy))
+    rows = (Action(Kind.STEP, unit.index) for unit in ranks.tables)
+    return (*actions, NORM, *update_actions(trained, strategy), *rows)
 
 
 def _prefetch(zero: ZeroPolicy) -> int:
@@ -181,11 +196,18 @@ def _none(stage: int, last: bool) -> list[Action]:
     return []
 
 
-def _registered(ranks: RankClass, stage: int) -> Iterator[Bracket]:
+def registered(ranks: RankClass, stage: int) -> StageOrder:
     """The order of registration, by the Units' numbers on the rank."""
     units = ranks.units_of(stage)
-    for opens, place in registration_brackets([unit.name for unit in units]):
-        yield Bracket(opens, units[place].index)
+    brackets = [
+        Bracket(opens, units[place].index)
+        for opens, place in registration_brackets([unit.name for unit in units])
+    ]
+    fetches = {}
+    for table in ranks.tables_of(stage):
+        around = [unit for unit in units if is_inside(table.name, unit.name)]
+        fetches[table.index] = max(around, key=lambda unit: len(unit.name)).index
+    return StageOrder(brackets, fetches)
 
 
 # What ranks hold ---------------------------------------------------------------------------------------------------
@@ -262,6 +284,10 @@ def _class(
                 buckets.append(lay_out(key, slots, mesh.dp_shard))
             units.append(Unit(len(units), name, tuple(buckets)))
             unit_stages.append(stage)
+    for name in spec.tables:
+        if stage_of[name] in stages:
+            units.append(Unit(len(units), name, (), has_rows=True))
+            unit_stages.append(stage_of[name])
     return RankClass(stages, tuple(units), tuple(unit_stages), buffers, strategy.windows)
 
 

@@ -100,20 +100,28 @@ class ModelSpec:
         return partition(policy.partition, names, weights, ranks * policy.virtual_stages, front, back)
 
     def stages(self, starts: Sequence[str]) -> dict[str, int]:
-        """Stage of each parameter, buffer and collection of tables, by every name."""
+        """Stage of each parameter, buffer and collection of tables, by every name.
+
+        Errors: PlanError where several stages use a collection.
+        """
         if self.blocks is None or not starts:
             return dict.fromkeys((*self.canonical, *self.buffers, *chain(*self.tables.values())), 0)
         first = [self.blocks.names.index(name) for name in starts]
         of_place = [sum(begin <= i for begin in first) for i in range(len(self.blocks.names))]
         of_place.append(len(starts))
-        return {name: of_place[place] for name, place in self.blocks.positions.items()}
+        stage_of = {name: of_place[place] for name, place in self.blocks.positions.items()}
+        for collection, aliases in self.tables.items():
+            if len({stage_of[name] for name in aliases}) > 1:
+                raise PlanError(
+                    f"tables: the collection {collection!r} is used by blocks of several pipeline stages; each stage "
+                    "needs a collection of its own"
+                )
+        return stage_of
 
-    def stages_of_tables(self, starts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Stages that use each collection of embedding tables."""
+    def stage_of_tables(self, starts: Sequence[str]) -> dict[str, int]:
+        """Stage of each collection of embedding tables, by its first name. Errors: as ``stages``'."""
         stage_of = self.stages(starts)
-        return {
-            first: tuple(sorted({stage_of[name] for name in names})) for first, names in self.tables.items()
-        }
+        return {first: stage_of[first] for first in self.tables}
 
 
 def positions_by_order(names: Iterable[str], blocks: Sequence[str]) -> dict[str, int]:

@@ -328,7 +328,7 @@ def _tables(model: nn.Module, stages: Stages, site: Site, share: _Share) -> Tabl
     settings, mesh = site.settings, site.mesh
     modules = {index: module for index, (module, _) in stages.items()}
     spec = share.planned.spec
-    stage_of = spec.stages_of_tables(spec.stage_starts(settings.pipeline, mesh.pp))
+    stage_of = spec.stage_of_tables(spec.stage_starts(settings.pipeline, mesh.pp))
     tables = take_over(model, modules, stage_of, settings, site.world, mesh, site.groups, site.clock)
     register_tables(share.plan.registry, tables, mesh.size("dp"))
     return tables
@@ -562,7 +562,7 @@ def _parts(
     noted = replace(share.plan, notes=(*share.plan.notes, *site.notes, *tables.choices))
     planned = share.planned._replace(plan=noted)
     orders = {stage.index: stage.hooks.order for stage in stages}
-    table_units = TableUnits(tables, noted, orders, walker)
+    table_units = TableUnits(tables, noted.own, orders, walker)
     return Parts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,

@@ -8,7 +8,7 @@ The Plan is made anew, and validated, when the ranks agree on another order of U
 
 from collections.abc import Mapping
 
-from shardwise.compose.plan import Orders, Planned
+from shardwise.compose.plan import Orders, Planned, StageOrder
 from shardwise.engine.table_units import TableUnits
 from shardwise.parallel.zero.order import Order
 from shardwise.plan.action import Action
@@ -24,13 +24,13 @@ class ActionLists:
         self._planned = planned
         self._orders = orders
         self._tables = tables
-        self._plan: Plan | None = tables.added_to(planned.plan)
+        self._plan: Plan | None = planned.plan
 
     @property
     def plan(self) -> Plan:
         """The Plan as it is walked now; lists of other ranks' Units are in the order of registration."""
         if self._plan is None:
-            self._plan = self._tables.added_to(self._planned.in_order(self._brackets()))
+            self._plan = self._planned.in_order(self._in_force())
         return self._plan
 
     def step(self) -> tuple[Action, ...]:
@@ -39,7 +39,7 @@ class ActionLists:
 
     def forward(self, batches: int) -> list[Action]:
         """As many forward passes of a pipeline."""
-        return self._planned.forward_list(self._brackets(), batches)
+        return self._planned.forward_list(self._in_force(), batches)
 
     @property
     def passes(self) -> Lists:
@@ -54,10 +54,11 @@ class ActionLists:
         if any([*(order.adopt() for order in self._orders.values()), self._tables.adopt()]):
             self._plan = None
 
-    def _brackets(self) -> Orders:
+    def _in_force(self) -> Orders:
         """By their numbers on the rank."""
-        own = self._planned.plan.own
-        return {
-            stage: [Bracket(opens, own.units_of(stage)[unit].index) for opens, unit in order.agreed]
-            for stage, order in self._orders.items()
-        }
+        found = {}
+        for stage, order in self._orders.items():
+            units = self._planned.plan.own.units_of(stage)
+            brackets = [Bracket(opens, units[unit].index) for opens, unit in order.agreed]
+            found[stage] = StageOrder(brackets, self._tables.fetches(stage))
+        return found

@@ -204,7 +204,7 @@ def check_mesh(model: nn.Module, mesh: Mesh, settings: RunConfig) -> None:
 def take_over(
     model: nn.Module,
     stages: Mapping[int, nn.Module],
-    stage_of: Mapping[str, tuple[int, ...]],
+    stage_of: Mapping[str, int],
     settings: RunConfig,
     world: World,
     mesh: Mesh,
@@ -212,17 +212,17 @@ def take_over(
     clock: Clock,
 ) -> Tables:
     """Place the collections of this rank's ``stages`` over its data-parallel ranks, and choose places for all of
-    ``model``. ``stage_of``: by a collection's name, left out where there is one stage. Collective.
+    ``model``. ``stage_of``: by a collection's name. Collective.
 
     Errors: ConfigError where the configuration does not fit the model's tables, PlanError for a table that fits
-    nowhere, or that several stages use.
+    nowhere.
     """
     everywhere = collections_of(model)
     found = {name: each for module in stages.values() for name, each in collections_of(module).items()}
     tables = Tables(
         everywhere,
         {name: found[name] for name in everywhere if name in found},
-        {name: stage_of.get(name, (0,))[0] for name in everywhere},
+        stage_of,
         groups,
     )
     _check(tables, settings)
@@ -240,7 +240,7 @@ def take_over(
                 "tables: a collection of the model has been used or placed already; give the model to initialize() "
                 "before its first batch"
             )
-        _set_up(name, collection, stage_of, settings)
+        _set_up(collection, settings)
         if groups["model"].size > 1:
             collection.share_given(groups["world"], world.device)
         given = _given(collection, settings, settings.tables.memory_bytes or memory_bytes)
@@ -258,25 +258,23 @@ def take_over(
     return tables
 
 
-def chosen_for(
-    model: nn.Module, stage_of: Mapping[str, tuple[int, ...]], settings: RunConfig, ranks: int
-) -> Tables:
+def chosen_for(model: nn.Module, stage_of: Mapping[str, int], settings: RunConfig, ranks: int) -> Tables:
     """The tables of ``model`` with places chosen on ``ranks`` data-parallel ranks; nothing is placed.
 
     Errors: as ``take_over``'s; memory is asked of the configuration alone, not of hosts that may not be these.
     """
     tables = tables_of(model, stage_of)
     _check(tables, settings)
-    for name, collection in tables.everywhere.items():
-        _set_up(name, collection, stage_of, settings)
+    for collection in tables.everywhere.values():
+        _set_up(collection, settings)
         collection.choose(ranks, **_given(collection, settings, settings.tables.memory_bytes))
     return tables
 
 
-def tables_of(model: nn.Module, stage_of: Mapping[str, tuple[int, ...]] | None = None) -> Tables:
+def tables_of(model: nn.Module, stage_of: Mapping[str, int] | None = None) -> Tables:
     """What can be asked of a model's tables before any of them is placed."""
     everywhere = collections_of(model)
-    stages = {name: (stage_of or {}).get(name, (0,))[0] for name in everywhere}
+    stages = dict.fromkeys(everywhere, 0) if stage_of is None else stage_of
     return Tables(everywhere, {}, stages, dict.fromkeys(("dp", "tp", "model", "world"), Group.alone("dp")))
 
 
@@ -316,18 +314,8 @@ def _given(collection: EmbeddingCollection, settings: RunConfig, memory_bytes: i
     }
 
 
-def _set_up(
-    name: str,
-    collection: EmbeddingCollection,
-    stage_of: Mapping[str, tuple[int, ...]],
-    settings: RunConfig,
-) -> None:
+def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
     """What the configuration says of tables goes before what the model's code says."""
-    if len(stage_of.get(name, (0,))) > 1:
-        raise PlanError(
-            f"tables: the collection {name!r} is used by blocks of several pipeline stages; each stage needs a "
-            "collection of its own"
-        )
     policy = settings.tables
     if policy.optimizer is not None:
         collection.optimizer = policy.optimizer

@@ -9,12 +9,13 @@ A microbatch runs a list. In the forward pass Units open and close like brackets
     backward   UNSHARD(u) B(u) ... RESHARD(u) REDUCE(u)
 
 so gathers come in the reverse order of closing and reductions in the reverse order of opening, on every rank alike,
-whatever order the gradients arrive in.
+whatever order the gradients arrive in. Vectors of embedding tables come where the model asks for them: FETCH(t) behind
+some F(u).
 
 Cost: one look at each Action.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,6 +151,22 @@ def _gather_ahead(actions: list[Action], units: int) -> list[Action]:
                     start = len(moved)
         actions = moved
     return actions
+
+
+def with_fetches(actions: Sequence[Action], behind: Mapping[int, int]) -> list[Action]:
+    """The forward pass ``actions`` with a FETCH of each collection of embedding tables behind the first F of a Unit.
+
+    ``behind``: by a collection's number that of the Unit; those behind one Unit come in the order given here.
+    """
+    made: list[Action] = []
+    left = dict(behind)
+    for action in actions:
+        made.append(action)
+        if action.kind is Kind.F:
+            asked = [table for table, unit in left.items() if unit == action.unit]
+            made += [Action(Kind.FETCH, table) for table in asked]
+            left = {table: unit for table, unit in left.items() if table not in asked}
+    return made
 
 
 def update_actions(trained: Sequence[bool], strategy: Strategy) -> list[Action]:

@@ -8,7 +8,7 @@ there is one for each place on "pp": "pp 0", "pp 1" ... So a Plan for 131,072 ra
 The engine runs it, the simulator prices it, the verifier proves it, the checkpoint stores by it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.plan.action import Action, Kind
@@ -46,7 +46,7 @@ class RankClass:
     stages: tuple[int, ...]
     """The pipeline stages that live on it, ascending; (0,) without a pipeline."""
     units: tuple[Unit, ...]
-    """Of all its stages, numbered through."""
+    """Of all its stages, numbered through; collections of embedding tables behind all others."""
     unit_stages: tuple[int, ...]
     """The stage of each Unit."""
     buffers: Mapping[tuple[int, int], tuple[Buffers, ...]]
@@ -57,12 +57,24 @@ class RankClass:
     """One optimizer step."""
 
     def units_of(self, stage: int) -> tuple[Unit, ...]:
-        """The Units of one stage, its root first."""
-        return tuple(unit for unit, at in zip(self.units, self.unit_stages, strict=True) if at == stage)
+        """The Units of parameters of one stage, its root first."""
+        return tuple(unit for unit in self._at(stage) if not unit.has_rows)
+
+    def tables_of(self, stage: int) -> tuple[Unit, ...]:
+        """The collections of embedding tables of one stage."""
+        return tuple(unit for unit in self._at(stage) if unit.has_rows)
+
+    def _at(self, stage: int) -> Iterator[Unit]:
+        return (unit for unit, at in zip(self.units, self.unit_stages, strict=True) if at == stage)
+
+    @property
+    def tables(self) -> tuple[Unit, ...]:
+        """The collections of embedding tables of all its stages."""
+        return tuple(unit for unit in self.units if unit.has_rows)
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Of each Unit whether anything in it trains."""
+        """Of each Unit whether any parameter in it trains."""
         return tuple(any(bucket.key.trained for bucket in unit.buckets) for unit in self.units)
 
     def bytes_of_units(self, mesh: Mesh) -> dict[str, int]:
@@ -156,6 +168,8 @@ def _rows(ranks: RankClass) -> list[tuple[str, int, str]]:
             + ("" if bucket.key.trained else " (frozen)")
             for i, bucket in enumerate(unit.buckets)
         )
+        if unit.has_rows:
+            placements = "embedding tables"
         if rows and rows[-1][1:] == (unit.parameters, placements):
             rows[-1] = (f"{first} .. {unit.title}", *rows[-1][1:])
         else:

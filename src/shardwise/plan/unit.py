@@ -97,13 +97,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that move together."""
+    """Parameters that move together, or a collection of embedding tables, whose rows do."""
 
     index: int
     """Place in the order of registration."""
     name: str
     """Name of the module; "" is the root of the model."""
     buckets: tuple[Bucket, ...]
+    has_rows: bool = False
+    """Whether it is a collection of embedding tables: without buckets, for rows lie in the tables' own stores."""
 
     @property
     def elements(self) -> int:

@@ -6,8 +6,9 @@
     progress     no deadlock where a SEND blocks until it is received
     Units        F and B of a Unit only while its weights are gathered, and inside a pass of its own stage; what was
                  gathered is released; one REDUCE per step, or per microbatch where the gradient is kept cut
+    tables       one FETCH of each collection per microbatch, inside its forward pass; one DELIVER after all passes
     end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
-                 and the gather of weights that are whole but were updated in pieces
+                 tables among them, and the gather of weights that are whole but were updated in pieces
     registry     buffers lie as their tensors are registered, every tensor in one bucket of each stage that holds it,
                  and every gradient that ranks add to is summed
 
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
+from shardwise.plan.action import NORM, RECV, SEND, SUM, Action, B, F, Kind
 from shardwise.plan.dataflow import stages_of
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
@@ -219,7 +220,10 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
         for unit in ranks.units
     ]
     any_moves = any(_is_cut(registry, "parameter", name) for held in names for name, _ in held)
-    for held in names:
+    for unit, held in zip(ranks.units, names, strict=True):
+        if unit.has_rows:
+            found.append(_Rules(trains=True, moves=False, reduces_each=False, returns=False))
+            continue
         trained = [name for name, trains in held if trains]
         moves = any(_is_cut(registry, "parameter", name) for name, _ in held) if held else any_moves
         moves |= ranks.windows
@@ -233,6 +237,10 @@ def _is_cut(registry: Registry, kind: RegisteredKind, name: str) -> bool:
     """Whether a rank keeps a range of the tensor's elements alone."""
     placed = registry.get(kind, name).placement.values()
     return any(isinstance(where, Shard) and where.dim == FLAT for where in placed)
+
+
+_INSIDE = {Kind.F: (Kind.F,), Kind.FETCH: (Kind.F,), Kind.B: (Kind.B,), Kind.REDUCE: (Kind.B,)}
+"""In which passes of a stage an Action may stand, where not in both."""
 
 
 class _RankList:
@@ -254,11 +262,11 @@ class _RankList:
         """Whether the root of its stage has begun, which is around all other Units."""
         self._gathered: set[int] = set()
         self._counts: Counter[Action] = Counter()
-        """F, B and REDUCE of Units so far."""
+        """F, B, REDUCE and FETCH of Units so far."""
         self._stepped: set[int] = set()
         self._returned: set[int] = set()
-        self._ended: list[Kind] = []
-        """SUM and NORM so far."""
+        self._ended: list[Action] = []
+        """DELIVER, SUM and NORM so far."""
 
     def check(self) -> None:
         """Errors: PlanError."""
@@ -268,7 +276,7 @@ class _RankList:
             elif action.unit >= 0:
                 self._of_unit(action)
             elif self._ended:
-                self._refuse(action, f"after {self._ended[-1].value}")
+                self._refuse(action, f"after {self._ended[-1]}")
             elif action.kind.computes:
                 self._pass, self._is_sent, self._is_opened = action, False, False
             elif self._pass is not None and action.kind is Kind.SEND:
@@ -279,20 +287,26 @@ class _RankList:
         raise PlanError(f"plan: {self._name} ranks have {action} {why}")
 
     def _end(self, action: Action) -> None:
-        if action.kind in self._ended:
+        if any(done[:2] == action[:2] for done in self._ended):
             self._refuse(action, "twice; expected once per step")
+        if action.kind is Kind.DELIVER and self._ended and self._ended[-1].kind is not Kind.DELIVER:
+            self._refuse(action, f"after {self._ended[-1]}, which would leave out its gradients")
         if action.kind is Kind.SUM and not self._sums:
             self._refuse(action, "though they hold no gradient that other ranks of the model add to")
-        if action.kind is Kind.SUM and self._ended:
+        if action.kind is Kind.SUM and self._is_normed:
             self._refuse(action, "after NORM, which would leave out what is summed")
-        if action.kind is Kind.NORM and self._sums and not self._ended:
+        if action.kind is Kind.NORM and self._sums and SUM not in self._ended:
             self._refuse(
                 action,
                 "without SUM before it, but hold addends of gradients (registry: Partial, tied or copied)",
             )
         if self._stepped:
             self._refuse(action, f"after STEP({min(self._stepped)})")
-        self._ended.append(action.kind)
+        self._ended.append(action)
+
+    @property
+    def _is_normed(self) -> bool:
+        return NORM in self._ended
 
     def _of_unit(self, action: Action) -> None:
         kind, unit, microbatch, _, _ = action
@@ -305,15 +319,23 @@ class _RankList:
         if kind is Kind.UNSHARD and self._ended:
             self._return(action, rules)
             return
+        has_rows = self._ranks.units[unit].has_rows
+        if has_rows != (kind in (Kind.FETCH, Kind.DELIVER)):
+            self._refuse(action, f"of a Unit of {'embedding tables' if has_rows else 'parameters'}")
+        if kind is Kind.DELIVER:
+            self._end(action)
+            return
         if self._ended:
-            self._refuse(action, f"after {self._ended[-1].value}")
+            self._refuse(action, f"after {self._ended[-1]}")
         self._in_its_pass(action)
-        if kind in (Kind.F, Kind.B):
+        if kind in (Kind.F, Kind.B, Kind.FETCH):
             root = self._roots[self._ranks.unit_stages[unit]]
             if self._is_sent:
                 self._refuse(action, f"after the result of {self._pass} was sent")
             if unit != root and not self._is_opened:
-                self._refuse(action, f"before {Action(kind, root, microbatch)}, inside of which it runs")
+                around = Action(Kind.B if kind is Kind.B else Kind.F, root, microbatch)
+                self._refuse(action, f"before {around}, inside of which it runs")
+        if kind in (Kind.F, Kind.B):
             self._is_opened = True
             for needed in (unit, root):
                 if self._rules[needed].moves and needed not in self._gathered:
@@ -348,9 +370,7 @@ class _RankList:
         if action.microbatch < 0 and action.kind is Kind.UNSHARD:
             return
         around = self._pass
-        wanted = {Kind.F: (Kind.F,), Kind.B: (Kind.B,), Kind.REDUCE: (Kind.B,)}.get(
-            action.kind, (Kind.F, Kind.B)
-        )
+        wanted = _INSIDE.get(action.kind, (Kind.F, Kind.B))
         if around is None or (around.stage, around.microbatch) != (stage, action.microbatch):
             self._refuse(action, f"outside a pass of stage {stage} with microbatch {action.microbatch}")
         elif around.kind not in wanted:
@@ -359,7 +379,7 @@ class _RankList:
     def _step(self, action: Action, rules: _Rules) -> None:
         if not rules.trains:
             self._refuse(action, "of a Unit in which nothing trains")
-        if Kind.NORM not in self._ended:
+        if not self._is_normed:
             self._refuse(action, "before NORM, which decides by what the gradient is scaled")
         if action.unit in self._stepped:
             self._refuse(action, "twice; expected once per step")
@@ -375,12 +395,26 @@ class _RankList:
         self._returned.add(action.unit)
 
     def _complete(self) -> None:
-        if Kind.NORM not in self._ended:
+        if not self._is_normed:
             self._refuse("no NORM", "; expected one after the last REDUCE")
         for unit, rules in enumerate(self._rules):
             if unit in self._gathered:
                 self._refuse(f"Unit {unit}", "gathered to the end: its last RESHARD is missing")
-            self._complete_unit(unit, rules)
+            if self._ranks.units[unit].has_rows:
+                self._complete_table(unit)
+            else:
+                self._complete_unit(unit, rules)
+
+    def _complete_table(self, unit: int) -> None:
+        for i in range(self._microbatches):
+            fetched = self._counts[Action(Kind.FETCH, unit, i)]
+            if fetched != 1:
+                self._refuse(f"{fetched} FETCH", f"of Unit {unit} in microbatch {i}; expected one")
+        delivered = Action(Kind.DELIVER, unit)
+        if delivered not in self._ended:
+            self._refuse(f"no {delivered}", "though the Unit's rows get gradients")
+        if unit not in self._stepped:
+            self._refuse(f"no STEP({unit})", "though the Unit trains")
 
     def _complete_unit(self, unit: int, rules: _Rules) -> None:
         of = self._counts
