@@ -15,8 +15,9 @@ import pytest
 import shardwise
 from shardwise.engine.program import ActionLists
 from shardwise.plan.action import SUM, Action, Kind
+from shardwise.plan.errors import UsageError
 from tests.engine.nets import Language, seeded
-from tests.engine.test_model_parallel import Layout
+from tests.engine.test_model_parallel import Layout, config_of, model_of, pieces
 from tests.engine.test_model_parallel import measure as measure_layout
 from tests.engine.test_parity import Case, data
 from tests.engine.test_parity import measure as measure_case
@@ -133,3 +134,23 @@ def look_before_the_sum(world: Any) -> list[str]:
 def test_a_new_kind_needs_a_handler_alone(ranks: Any) -> None:
     assert ranks(2).run(look_before_the_sum) == [["LOOK", "True"]] * 2
     assert not SUM.kind.computes
+
+
+# Interrupted ---------------------------------------------------------------------------------------------------------
+
+
+def interrupted_step(world: Any) -> tuple[str, int]:
+    engine = shardwise.initialize(model_of(Layout(pp=2)), config_of(Layout(pp=2)), world=world)
+    batches, weights = pieces(Layout(pp=2), 0, 0)
+    engine._parts.walker._cursor = 1  # as Ctrl-C leaves it
+    with pytest.raises(UsageError) as caught:
+        engine.train_step(batches, weights)
+    result = engine.train_step(batches, weights)
+    engine.close()
+    return str(caught.value), len(result.divergences)
+
+
+def test_a_step_does_not_go_on_from_the_middle_of_another(ranks: Any) -> None:
+    for said, divergences in ranks(2).run(interrupted_step):
+        assert "interrupted in its middle" in said
+        assert divergences == 0

@@ -237,7 +237,7 @@ class Engine:
             for hooks in parts.hooks:
                 hooks.windows.finish_updates()
         else:
-            parts.walker.skip_rest("gradients are not finite" if totals.weight else "no sample counts")
+            parts.walker.skip_rest()
             parts.tables.drop()
         if finite:
             parts.progress.applied_steps += 1

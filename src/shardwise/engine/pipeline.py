@@ -58,6 +58,11 @@ class Pipeline:
         self, batches: Sequence[Any], weights: Sequence[float] | None, weighing: Weighing, check: Check | None
     ) -> None:
         """Forward and backward passes of all microbatches of a step."""
+        if self._parts.walker.has_begun:
+            raise UsageError(
+                "train_step: the step before was interrupted in its middle (by Ctrl-C?); its gradients are "
+                "dropped now: call train_step again, on all ranks"
+            )
         step = self._parts.clock.step = self._parts.progress.step_count + 1
         accumulation = self._parts.accumulation
         # Only the last stage has a loss that says what it is the mean of; r must be the same on all.

@@ -106,6 +106,11 @@ class Walker:
         return self._is_aside
 
     @property
+    def has_begun(self) -> bool:
+        """Whether anything of the step's list has been done."""
+        return self._cursor > 0 and not self._is_aside
+
+    @property
     def left(self) -> Sequence[Action]:
         """What is left of the list, from the Action without a Unit that is under way."""
         return self._actions[self._point :]
@@ -128,10 +133,8 @@ class Walker:
                 self._do(action)
         self._point = self._cursor
 
-    def skip_rest(self, why: str) -> None:
-        """What is left of the list is not done."""
-        if self._cursor < len(self._actions):
-            self.diverge(f"{self._actions[self._cursor]} and what follows it was left out: {why}")
+    def skip_rest(self) -> None:
+        """What is left of the list is not done: all ranks have decided so."""
         self._cursor = self._stop = len(self._actions)
 
     # A user's own loop -----------------------------------------------------------------------------------------
