@@ -135,7 +135,7 @@ class Watch:
         self._turn = 0
         """The next question."""
         self._contact_s = time.monotonic()
-        self._told_s = -_AGAIN_S
+        self._reported_s = -_AGAIN_S
         self._asked_s = 0.0
         self._answered_s = -_RECENT_S
         self._suspects: frozenset[int] = frozenset()
@@ -238,12 +238,12 @@ class Watch:
         """The store does not answer: what can be seen of the ranks of this host without it."""
         found = {rank: self._seen_from_outside(rank) for rank in self._here() if rank != self._rank}
         stopped = [rank for rank, (ends, _) in found.items() if ends]
-        told = [f"rank {rank} does not answer: {found[rank][1]}" for rank in stopped]
+        lines = [f"rank {rank} does not answer: {found[rank][1]}" for rank in stopped]
         if not stopped:
-            told = [
+            lines = [
                 f"the store has not answered for {silence_s:.0f} s: rank 0, which serves it, hangs or is cut off"
             ]
-        self._story = "; ".join(told)
+        self._story = "; ".join(lines)
         if wait.is_auto and (stopped or silence_s > wait.patience_s):
             self._verdict = self._sentence(wait, self._story)
         else:
@@ -319,7 +319,7 @@ class Watch:
         return bool(self._verdict)
 
     def _judge(self, store: SealedStore, wait: Wait, answers: Mapping[int, dict[str, Any]]) -> None:
-        told: list[str] = []
+        lines: list[str] = []
         ends = False
         silent = frozenset(range(len(self._who))) - frozenset(answers)
         here = self._here()
@@ -330,7 +330,7 @@ class Watch:
             else:
                 is_over, seen = rank in self._suspects, "nothing is heard from its host"
             ends = ends or is_over
-            told.append(f"rank {rank} does not answer: {seen}")
+            lines.append(f"rank {rank} does not answer: {seen}")
         self._suspects = silent
         free = [rank for rank, said in answers.items() if said["waits"] is None]
         for rank in free:
@@ -340,13 +340,13 @@ class Watch:
             else:
                 state = "is alive and at work"
             ends = ends or unmoved_s >= wait.standstill_s
-            told.append(f"rank {rank} {state}. Its main thread is at\n{answers[rank]['stack']}")
-        if not told:
+            lines.append(f"rank {rank} {state}. Its main thread is at\n{answers[rank]['stack']}")
+        if not lines:
             waits = {rank: said["waits"] for rank, said in answers.items()}
             ends = min(seconds for _, seconds in waits.values()) > wait.patience_s
-            told = ["all ranks wait for one another:"]
-            told += [f"    {what}, for {seconds:.0f} s" for what, seconds in waits.values()]
-        self._story = "\n".join(told)
+            lines = ["all ranks wait for one another:"]
+            lines += [f"    {what}, for {seconds:.0f} s" for what, seconds in waits.values()]
+        self._story = "\n".join(lines)
         speakers = [rank for rank, said in answers.items() if said["waits"] is not None]
         if self._rank == min(speakers, default=self._rank) and not (ends and wait.is_auto):
             self._tell(wait)
@@ -358,8 +358,8 @@ class Watch:
 
     def _tell(self, wait: Wait) -> None:
         """In the log, now and then."""
-        if time.monotonic() - self._told_s >= _AGAIN_S:
-            self._told_s = time.monotonic()
+        if time.monotonic() - self._reported_s >= _AGAIN_S:
+            self._reported_s = time.monotonic()
             _log.warning("%s", self._sentence(wait, self._story))
 
     def _sentence(self, wait: Wait, story: str) -> str:

@@ -84,7 +84,7 @@ class Forward:
         for loss, weight in self._losses(batches):
             if weight and loss is not None:
                 total += torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
-        total = total.to(self._parts.device) * self._parts.speaks
+        total = total.to(self._parts.device) * self._parts.brings_loss
         self._parts.groups["world"].all_reduce(total, "the validation loss", purpose="control").wait()
         return float(total[0] / total[1]) if total[1] else math.nan
 

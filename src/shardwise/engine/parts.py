@@ -196,6 +196,6 @@ class Parts:
         return pp.index == pp.size - 1
 
     @property
-    def speaks(self) -> bool:
+    def brings_loss(self) -> bool:
         """Whether this rank, of those that share a model, brings the loss."""
         return self.has_last_stage and self.groups["tp"].index == 0

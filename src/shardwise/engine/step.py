@@ -136,7 +136,7 @@ def exchange(parts: Parts, local: Local) -> Totals:
     if parts.groups["model"].size == 1:
         return totals
     return _over_model(
-        totals, local, parts.groups["model"], (parts.speaks, parts.has_last_stage), parts.device
+        totals, local, parts.groups["model"], (parts.brings_loss, parts.has_last_stage), parts.device
     )
 
 
@@ -147,10 +147,10 @@ def _over_model(
 
     ``says``: whether this rank brings the loss, and whether it knows it.
     """
-    speaks, knows = says
+    brings_loss, knows = says
     mean = totals.loss / totals.weight if knows and totals.weight else 0.0
     own: dict[str, Sequence[float]] = {
-        "sums": (totals.squares, totals.weight * speaks, totals.loss * speaks, totals.flags),
+        "sums": (totals.squares, totals.weight * brings_loss, totals.loss * brings_loss, totals.flags),
         "faults": (not totals.orders_agree, not totals.rates_agree),
         "losses": (knows, mean, mean * mean),
         "rates": terms(local.rates, _BITS),

@@ -40,7 +40,7 @@ class TensorInfo:
     aliases: tuple[str, ...] = ()
     """Further names of the same tensor (tied parameters)."""
     stages: tuple[int, ...] = (0,)
-    """Pipeline stages that hold it: more than one where it is tied across stages. The first one speaks for it."""
+    """Pipeline stages that hold it: more than one where it is tied across stages. The first one is its owner."""
     grows: bool = False
     """Rows come with their keys (a dynamic table): dim 0 of the shape is the most there may be, 0 without a limit."""
 
