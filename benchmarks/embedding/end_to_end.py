@@ -6,7 +6,7 @@ same batches and the same dense network, interaction included (``shardwise.model
 symmetric backward pass the peers get too).
 
     shardwise         initialize(model), train_step: the planner places the tables; row-wise Adagrad, or Adagrad
-    shardwise, ahead  the same steps through ``engine.ahead``: keys of the next step are exchanged in another thread
+    shardwise, ahead  the same steps through ``engine.prefetch``: keys of the next step are exchanged in another thread
     torchrec          DistributedModelParallel, every table on one rank, fused row-wise Adagrad; DDP for the rest;
                       "with its interaction": that of torchrec.models.dlrm in place of ours
     DDP               DistributedDataParallel over one nn.EmbeddingBag(sparse) for all features and the dense part;
@@ -110,7 +110,7 @@ class Ours(Training):
             "precision": "fp32",
         }
         self.engine = shardwise.initialize(self.model(), config)
-        self.ahead: Iterator[Any] | None = self.engine.ahead(self._endless(), 1) if ahead else None
+        self.ahead: Iterator[Any] | None = self.engine.prefetch(self._endless(), 1) if ahead else None
         self.next = 0
 
     def _endless(self) -> Iterator[list[dict[str, Any]]]:

@@ -81,7 +81,7 @@ def rank_main(rank: int, ranks: int, folder: str, options: argparse.Namespace) -
         )
         for depth in DEPTHS
     }
-    runs = {depth: engine.ahead(loaders[depth], depth, lanes[depth]) for depth in DEPTHS}
+    runs = {depth: engine.prefetch(loaders[depth], depth, lanes[depth]) for depth in DEPTHS}
     seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
     for number in range(-1, options.rounds):
         for depth in DEPTHS:

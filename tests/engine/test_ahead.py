@@ -14,7 +14,7 @@ import torch
 from shardwise.comm.world import World
 from shardwise.data import Loader
 from shardwise.data.batched import BatchedDataset
-from shardwise.engine.ahead import keep_for
+from shardwise.engine.prefetch import keep_for
 from shardwise.observe.lanes_picture import LANES, Lanes
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.errors import DataError, UsageError
@@ -85,7 +85,7 @@ def losses_and_rows(
     waits = random.Random(world.rank + 1)
     loader = loader_of(world, slow == "reader", micro)
     found: list[Any] = []
-    with engine.ahead(loader, depth) as steps:
+    with engine.prefetch(loader, depth) as steps:
         for batches in steps:
             if slow == "compute":
                 time.sleep(waits.uniform(0, 0.006))
@@ -95,7 +95,7 @@ def losses_and_rows(
             if result.step % 20 == 5:
                 before = engine.table_tallies()
                 held_out = ([(batch(1000 + k + world.rank), 1.0)] for k in range(3))
-                pairs = (pair for (pair,) in engine.ahead(held_out, depth))
+                pairs = (pair for (pair,) in engine.prefetch(held_out, depth))
                 found.append(engine.evaluate(pairs))
                 found.append(engine.evaluate([(batch(2000 + world.rank), 1.0)]))  # prepared by nobody
                 assert engine.table_tallies() == before, "an evaluation inserts no key"
@@ -153,14 +153,14 @@ def stop_and_go_on(world: World) -> Any:
     for stop in (12, 5):
         engine = build(world, MIXED, batch={"global_size": 12, "micro_size": 3})
         loader, losses = loader_of(world, False, 3, epochs=1), []
-        for batches in engine.ahead(loader, 3):
+        for batches in engine.prefetch(loader, 3):
             losses.append(engine.train_step(batches).loss)
             if len(losses) == stop:
                 break
         state = loader.state()
         loader = loader_of(world, False, 3, epochs=1)
         loader.load_state(state)
-        steps = engine.ahead(loader, 2)
+        steps = engine.prefetch(loader, 2)
         while len(losses) < 12:
             losses.append(engine.train_step(next(steps)).loss)
         steps.close()
@@ -188,7 +188,7 @@ def leave_and_go_on(world: World, how: str) -> Any:
     engine = build(world, MIXED, batch={"global_size": 12, "micro_size": 6})
     loader, seen, lanes = loader_of(world, False, 6, epochs=1), [], Lanes(12)
     for stop in (4, 9):
-        steps = engine.ahead(loader, 3, lanes)
+        steps = engine.prefetch(loader, 3, lanes)
         for batches in steps:
             engine.train_step(batches)
             seen.append(named(batches))
@@ -199,7 +199,7 @@ def leave_and_go_on(world: World, how: str) -> Any:
             seen.append(named(loader.step_batches()))
             with pytest.raises(UsageError, match="somebody else has asked the loader"):
                 next(steps)
-    for batches in engine.ahead(loader, 2, lanes):
+    for batches in engine.prefetch(loader, 2, lanes):
         engine.train_step(batches)
         seen.append(named(batches))
     left = wait_for_threads()
@@ -214,8 +214,8 @@ def test_an_epoch_ends_on_all_ranks_alike(ranks: Any) -> None:
 def one_epoch(world: World) -> Any:
     engine = build(world, MIXED, batch={"global_size": 12, "micro_size": 6})
     loader = loader_of(world, False, 6, epochs=1)
-    count = sum(1 for batches in engine.ahead(loader, 3) if engine.train_step(batches))
-    assert list(engine.ahead(loader, 3)) == []
+    count = sum(1 for batches in engine.prefetch(loader, 3) if engine.train_step(batches))
+    assert list(engine.prefetch(loader, 3)) == []
     left = wait_for_threads()
     engine.close()
     return [count, left]
@@ -225,7 +225,7 @@ def two_in_turns(world: World) -> Any:
     """Losses of two engines with their keys ahead at the same time, and of each alone."""
 
     def stepping(engine: Any, depth: int) -> Iterator[float]:
-        for batches in engine.ahead(loader_of(world, False, 6, epochs=1), depth):
+        for batches in engine.prefetch(loader_of(world, False, 6, epochs=1), depth):
             # Not the same time on both ranks: one has asked for the other engine's keys while this one's are under way.
             time.sleep(0.004 * ((engine.step_count + world.rank) % 2))
             yield engine.train_step(batches).loss
@@ -273,12 +273,12 @@ def failing(world: World, how: str) -> Any:
     done = 0
     heard = ""
     try:
-        for batches in engine.ahead(steps(), 2):
+        for batches in engine.prefetch(steps(), 2):
             engine.train_step(batches)
             done += 1
     except Exception as error:
         heard = f"{type(error).__name__}: {error}"
-    for batches in engine.ahead(([batch(step)] for step in range(10, 13)), 1):
+    for batches in engine.prefetch(([batch(step)] for step in range(10, 13)), 1):
         engine.train_step(batches)
     steps_done, left = engine.step_count, wait_for_threads()
     engine.close()
@@ -342,7 +342,7 @@ def test_a_batch_refused_in_the_forward_pass_ends_on_all(ranks: Any) -> None:
 
 def test_an_exception_in_the_loop_leaves_nothing_behind() -> None:
     engine = build(World(0, 1))
-    with pytest.raises(KeyboardInterrupt), engine.ahead(([batch(step)] for step in range(9)), 3) as steps:
+    with pytest.raises(KeyboardInterrupt), engine.prefetch(([batch(step)] for step in range(9)), 3) as steps:
         engine.train_step(next(steps))
         raise KeyboardInterrupt
     assert list(steps) == [] and wait_for_threads() == []
@@ -353,7 +353,7 @@ def test_an_exception_in_the_loop_leaves_nothing_behind() -> None:
 
 
 def prepared_batch(engine: Any) -> Any:
-    ((found,),) = list(engine.ahead([[batch(0)]], 1))
+    ((found,),) = list(engine.prefetch([[batch(0)]], 1))
     return found
 
 
@@ -387,7 +387,7 @@ def test_weights_of_another_dtype_are_prepared_again() -> None:
         name: each._replace(weights=torch.rand(len(each.values), dtype=torch.float64))
         for name, each in mine["sparse"].items()
     }
-    ((found,),) = list(engine.ahead([[mine]], 1))
+    ((found,),) = list(engine.prefetch([[mine]], 1))
     assert found["sparse"].of(tables) is not None
     rounded = found["sparse"].changed(lambda each: each._replace(weights=each.weights.half()))
     assert rounded.of(tables) is None and rounded["d"].weights.dtype == torch.float16
@@ -398,7 +398,7 @@ def test_mappings_that_no_collection_reads_stay_as_they_are() -> None:
     engine = build(World(0, 1))
     some = {"a": Ragged.of_ones(torch.arange(3))}
     given = [some, (some, torch.ones(2)), {"empty": {}}, "text"]
-    (found,) = list(engine.ahead([given], 1))
+    (found,) = list(engine.prefetch([given], 1))
     assert [type(each) for each in found] == [dict, tuple, dict, str] and found[0].keys() == some.keys()
     engine.close()
 
@@ -412,19 +412,19 @@ def test_a_users_data_is_read_by_the_callers_thread() -> None:
             read_by.append(threading.current_thread())
             yield [batch(step)]
 
-    assert len(list(engine.ahead(steps(), 2))) == 3
+    assert len(list(engine.prefetch(steps(), 2))) == 3
     assert set(read_by) == {threading.main_thread()}
     with pytest.raises(UsageError, match="depth is -1"):
-        engine.ahead([], -1)
+        engine.prefetch([], -1)
     engine.close()
 
 
 def test_nothing_goes_ahead_over_nccl(caplog: pytest.LogCaptureFixture) -> None:
     engine = build(World(0, 1))
-    assert engine.ahead([], 2).depth == 2
+    assert engine.prefetch([], 2).depth == 2
     engine._parts.site = engine._parts.site._replace(world=World(0, 2, backend="nccl"))
     with caplog.at_level("INFO"):
-        assert [engine.ahead([], depth).depth for depth in (2, 1, 0)] == [0, 0, 0]
+        assert [engine.prefetch([], depth).depth for depth in (2, 1, 0)] == [0, 0, 0]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("keys: 0 steps ahead instead of 2: NCCL")
     engine.close()
@@ -438,7 +438,7 @@ def test_lanes_of_a_real_run(depth: int) -> None:
     lanes = Lanes(global_batch=12)
     engine = build(World(0, 1), batch={"global_size": 12, "micro_size": 6})
     loader = loader_of(World(0, 1), False, 6, epochs=1, watch=lanes.watch)
-    for batches in engine.ahead(loader, depth, lanes):
+    for batches in engine.prefetch(loader, depth, lanes):
         engine.train_step(batches)
     spans = lanes.spans
     assert lanes.depth == depth

@@ -2,7 +2,7 @@
 
 A microbatch counts by its samples; in the last step of the last epoch it may have none. Evaluations give the exact AUC
 and log loss over the held-out rows of all ranks (observe/auc.py); ``train.early_stop`` looks at the AUC. Keys are
-exchanged ``tables.prefetch_steps`` steps ahead, in training and in evaluations (engine/ahead.py).
+exchanged ``tables.prefetch_steps`` steps ahead, in training and in evaluations (engine/prefetch.py).
 """
 
 import functools
@@ -82,7 +82,7 @@ class ClickTrainer(Trainer):
 
     def steps(self) -> Generator[list[Any]]:
         """With their keys exchanged ahead."""
-        with self.engine.ahead(self.loader, lanes=self.lanes) as steps:
+        with self.engine.prefetch(self.loader, lanes=self.lanes) as steps:
             yield from steps
 
     def make_model(self) -> nn.Module:
@@ -120,7 +120,7 @@ class ClickTrainer(Trainer):
         was_training = self.engine.module.training
         self.engine.eval()
         try:
-            for batch in self.engine.ahead(batch for batch, _ in self.validation_batches()):
+            for batch in self.engine.prefetch(batch for batch, _ in self.validation_batches()):
                 (output,) = self.engine.predict([batch])
                 metrics.add(logits_in(output), batch["labels"])
         finally:

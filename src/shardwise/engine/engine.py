@@ -31,7 +31,6 @@ from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
 from shardwise.engine import metrics, state, views
 from shardwise.engine.accumulation import Accumulation
-from shardwise.engine.ahead import Ahead, AheadMaker
 from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.check import Check
 from shardwise.engine.forward import Forward
@@ -42,6 +41,7 @@ from shardwise.engine.nonfinite import origin
 from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.prefetch import Prefetcher, PrefetcherMaker
 from shardwise.engine.record import StepInputs
 from shardwise.engine.saves import Saves
 from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
@@ -89,7 +89,7 @@ class Engine:
         self._record = StepInputs(check, parts.world.size > 1)
         self._forward = Forward(parts, loss, pipeline, self._record, self.weighing, self._discard_on_error)
         self._loss_tolerance = loss_tolerance(parts, parts.config)
-        self._ahead = AheadMaker(parts, self.on_step)
+        self._prefetcher = PrefetcherMaker(parts, self.on_step)
         self._held = Held(parts, original, self.close, self._record.before_pass)
         self._loaders = Loaders(parts.config, parts.dp, parts.accumulation.microbatches)
         self._saves = Saves(parts, self._loaders)
@@ -280,9 +280,9 @@ class Engine:
         assert result is not None, "the last microbatch ends the step"
         return result
 
-    def ahead(
+    def prefetch(
         self, steps: Iterable[Any] | Loader, depth: int | None = None, lanes: Lanes | None = None
-    ) -> Ahead:
+    ) -> Prefetcher:
         """The same steps, each a list of microbatches, with the keys of embedding tables found and exchanged
         ``depth`` steps (default: ``tables.prefetch_steps``) before they are computed, in a thread of its own.
 
@@ -291,7 +291,7 @@ class Engine:
         batches, so also those of an evaluation. ``lanes`` records what ran when. Between accelerators (NCCL) nothing
         goes ahead.
         """
-        return self._ahead.over(steps, depth, lanes)
+        return self._prefetcher.over(steps, depth, lanes)
 
     def _close_step(self, totals: Totals, norm: float, lr: float, skipped: bool) -> StepResult:
         for bucket, _ in self._parts.trained:

@@ -5,7 +5,7 @@
     STEP(t)       the rows that got gradients
 
 Where they stand in the list the Plan says (``compose/plan.py``): FETCH at first by the module's name, from the second
-step on where the last one had it. Keys that go ahead (``engine.ahead``) are the half of FETCH that reads no weights.
+step on where the last one had it. Keys that go ahead (``engine.prefetch``) are the half of FETCH that reads no weights.
 """
 
 from collections.abc import Mapping

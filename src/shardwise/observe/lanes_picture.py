@@ -5,7 +5,7 @@
                                     their exchange
     compute    the main thread      vectors, forward, backward, step
 
-    Loader(..., watch=lanes.watch)         engine.ahead(loader, lanes=lanes)
+    Loader(..., watch=lanes.watch)         engine.prefetch(loader, lanes=lanes)
     spans = lanes.window()
     draw_picture({"rank 0": spans}, "lanes.png")
     print(draw_text(lanes.figures(spans)))

@@ -246,7 +246,7 @@ class TablesPolicy(Policy):
     placement: Mapping[str, PlacementName] = {}
     """Placements by patterns of table names, before what the tables' own entries say."""
     prefetch_steps: NonNegativeInt = 1
-    """Steps whose keys ``engine.ahead`` prepares and exchanges in a thread, ahead of their computation; 0: none. Losses
-    and weights do not depend on it."""
+    """Steps whose keys ``engine.prefetch`` prepares and exchanges in a thread, ahead of their computation; 0: none.
+    Losses and weights do not depend on it."""
     memory_bytes: PositiveInt | None = None
     """Memory of a rank that tables may take; left out, what the host has, shared by its ranks."""

@@ -4,7 +4,7 @@
     keys       one thread                   step t+1: to the device, distinct keys, sent where they are needed
     compute    the caller's thread          step t
 
-    for batches in engine.ahead(loader):
+    for batches in engine.prefetch(loader):
         engine.train_step(batches)
 
 Only keys go ahead. Whatever depends on weights or changes a table (vectors, new keys' rows, evictions) waits for the
@@ -77,8 +77,8 @@ class _Word(NamedTuple):
     """The first feature that a mapping lacks: its place among those of all collections."""
 
 
-class Ahead(Iterator[Any]):
-    """Iterator over steps, each with its keys exchanged; see the module's docstring. Made by ``engine.ahead``.
+class Prefetcher(Iterator[Any]):
+    """Iterator over steps, each with its keys exchanged; see the module's docstring. Made by ``engine.prefetch``.
 
     ``close`` (or the end of a ``with`` block) ends it early, and so does whoever else asks the same ``Loader`` for
     steps: its position is that of the step handed out last, as it is all along, and the steps behind are read again.
@@ -94,7 +94,7 @@ class Ahead(Iterator[Any]):
     ):
         if depth < 0:
             raise UsageError(
-                f"ahead: depth is {depth}; give the number of steps to prepare ahead, 0 for none"
+                f"prefetch: depth is {depth}; give the number of steps to prepare ahead, 0 for none"
             )
         self.depth = depth
         self._parts = parts
@@ -130,8 +130,8 @@ class Ahead(Iterator[Any]):
     def __next__(self) -> Any:
         if self._is_taken_back:
             raise UsageError(
-                "ahead: somebody else has asked the loader for steps, or moved its position, since the last step here; "
-                "go on with the newer engine.ahead(loader), or make another"
+                "prefetch: somebody else has asked the loader for steps, or moved its position, since the last step "
+                "here; go on with the newer engine.prefetch(loader), or make another"
             )
         if self._is_closed:
             raise StopIteration
@@ -186,12 +186,12 @@ class Ahead(Iterator[Any]):
             self.close()
         if not self._reading.acquire(timeout=_PATIENCE_S):
             raise DataError(
-                f"ahead: a step is still being read {_PATIENCE_S:.0f} s after its end was asked for, so the loader "
+                f"prefetch: a step is still being read {_PATIENCE_S:.0f} s after its end was asked for, so the loader "
                 "cannot go on; look at what holds up the reader"
             )
         self._reading.release()
 
-    def __enter__(self) -> "Ahead":
+    def __enter__(self) -> "Prefetcher":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -327,16 +327,16 @@ class Ahead(Iterator[Any]):
         words = {rank: _Word(*each) for rank, each in zip(group.ranks, told, strict=True)}
         failed = [rank for rank, each in words.items() if each.state == _FAILED]
         if failed:
-            return f"ahead: {named_ranks(failed)} could not read a part of a step and said why; all ranks stop at it"
+            return f"prefetch: {named_ranks(failed)} could not read a part of a step and said why; all ranks stop at it"
         ended = [rank for rank, each in words.items() if each.state == _HAS_NONE]
         if ended and len(ended) < group.size:
             return (
-                f"ahead: no further step on {named_ranks(ended)}, while the others have one; every rank must bring the "
-                "same number of steps, where data runs out with empty batches"
+                f"prefetch: no further step on {named_ranks(ended)}, while the others have one; every rank must bring "
+                "the same number of steps, where data runs out with empty batches"
             )
         if len({(each.asked, each.order) for each in words.values()}) == 1:
             return ""
-        return "ahead: ranks differ in the features of a step: " + self._difference(words)
+        return "prefetch: ranks differ in the features of a step: " + self._difference(words)
 
     def _difference(self, words: Mapping[int, _Word]) -> str:
         most = max(each.asked for each in words.values())
@@ -353,18 +353,18 @@ class Ahead(Iterator[Any]):
         )
 
 
-class AheadMaker:
-    """Makes the ``Ahead`` of one engine."""
+class PrefetcherMaker:
+    """Makes the ``Prefetcher`` of one engine."""
 
     def __init__(self, parts: Parts, on_step: list[Callable[..., None]]) -> None:
         self._parts = parts
         self._on_step = on_step
         self._told_of_depth = False
 
-    def over(self, steps: Iterable[Any] | Loader, depth: int | None, lanes: Lanes | None) -> Ahead:
+    def over(self, steps: Iterable[Any] | Loader, depth: int | None, lanes: Lanes | None) -> Prefetcher:
         """See ``Engine.ahead``."""
         depth = self._parts.config.tables.prefetch_steps if depth is None else depth
-        return Ahead(self._parts, self._on_step, steps, self._depth_here(depth), lanes)
+        return Prefetcher(self._parts, self._on_step, steps, self._depth_here(depth), lanes)
 
     def _depth_here(self, depth: int) -> int:
         """0 where two threads would drive two NCCL communicators: NCCL wants their work in one order on all ranks."""
