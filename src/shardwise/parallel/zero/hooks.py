@@ -58,6 +58,7 @@ from shardwise.plan.walker import Walker
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
+_HOLDERS = (Tensor, tuple, list, dict)
 
 
 class Pass(Enum):
@@ -256,7 +257,7 @@ class UnitHooks:
         """What the Unit's modules hold in attributes and has a graph. [Note: side losses]"""
         for module in self._inside[index]:
             for name, value in vars(module).items():
-                if isinstance(value, Tensor | tuple | list | dict) and name not in _MODULE_STATE:
+                if name not in _MODULE_STATE and isinstance(value, _HOLDERS):
                     yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:
