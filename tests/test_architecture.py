@@ -8,8 +8,6 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardwise"
 FILES = sorted(SOURCE.rglob("*.py"))
-DOUBLES = {"_Hook"}
-"""Class names that still stand twice."""
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 
@@ -129,6 +127,5 @@ def test_no_class_name_stands_for_two_things() -> None:
         for node in nodes(file):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
-    doubles = {name: found for name, found in homes.items() if len(found) > 1 and name not in DOUBLES}
+    doubles = {name: found for name, found in homes.items() if len(found) > 1}
     assert not doubles
-    assert all(len(homes.get(name, ())) > 1 for name in DOUBLES), "strike from DOUBLES what is single again"

@@ -39,8 +39,8 @@ class ModelCalls:
             has_weights = any(parameter is not None for parameter in module._parameters.values())
             if not has_weights and "forward" not in vars(module):
                 continue
-            saves = _Hook(self, name, module, lambda: self._check_saving())
-            loads = _Hook(self, name, module, lambda: self._check_loading())
+            saves = _CallHook(self, name, module, lambda: self._check_saving())
+            loads = _CallHook(self, name, module, lambda: self._check_loading())
             self._handles += [
                 module.register_state_dict_pre_hook(saves),
                 module.register_load_state_dict_pre_hook(loads),
@@ -112,7 +112,7 @@ class ModelCalls:
             )
 
 
-class _Hook:
+class _CallHook:
     """A hook on state dicts; in a copy of the model it does nothing."""
 
     def __init__(self, calls: ModelCalls, name: str, module: nn.Module, check: Callable[[], None]):

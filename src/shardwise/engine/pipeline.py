@@ -242,7 +242,7 @@ class _Training(_Forward):
         super().__init__(parts, step, batches, call)
         self._weigh = weigh
         self._scales: dict[int, float] = {}
-        self._last_microbatch = {a.stage: a.microbatch for a in actions if a.kind is Kind.B}
+        self._last_microbatch = {a.stage: a.microbatch for a in actions if a.kind is Kind.B and a.unit < 0}
         self._last_stage = last_stage
         self._losses: dict[int, Tensor] = {}
 
