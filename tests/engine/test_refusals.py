@@ -164,3 +164,16 @@ def test_one_rank_needs_no_table_and_no_blocks() -> None:
         shardwise.initialize(
             Flat(), {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}}, world=solo
         )
+
+
+def given_another_model(world: Any) -> str:
+    width = 6 + 2 * world.rank
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
+    with pytest.raises(ShardwiseError) as caught:
+        shardwise.initialize(model, {"zero": {"stage": 2}}, world=world)
+    return str(caught.value)
+
+
+def test_ranks_with_different_models_are_told_before_any_work(ranks: Any) -> None:
+    for said in ranks(2).run(given_another_model):
+        assert "the ranks were given different models" in said

@@ -75,7 +75,7 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.parallel.zero.views import absent
 from shardwise.parallel.zero.windows import UnitWindows
-from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, UsageError
+from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, PlanError, UsageError
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
@@ -146,6 +146,12 @@ def initialize(
         )
     call = None if example is None else lambda root: call_model(root, loss, example, device)
     share = _share(model, site, recipe, call)
+    if not site.groups["world"].all_equal(share.plan.fingerprint, "the Plan", device):
+        raise PlanError(
+            "model: the ranks were given different models, or use their parts in different orders (example=), "
+            "so each would run a Plan of its own; build the same model on every rank, and give all the same kind of "
+            "example"
+        )
     uncut = _uncut(model, site)
     start = start_weights(model, settings, initial, share.described.spec)
     cut = _cut(model, site, share, start)
