@@ -13,21 +13,25 @@ from typing import Any
 
 import shardwise
 from shardwise.launch import child
+from shardwise.launch.hosts import HostRanks
 from shardwise.launch.local import Program
 
 
-def run(program: Program, ranks: int, logs: str | os.PathLike[str] | None = None, **_: Any) -> int:
+def run(
+    program: Program, ranks: int | HostRanks, logs: str | os.PathLike[str] | None = None, **_: Any
+) -> int:
     """As ``shardwise.launch.local.run``; a failure of a rank is raised with its traceback.
 
     ``logs``: the other ranks' lines go there, rank 0's to the terminal alone.
     """
+    count = ranks if isinstance(ranks, int) else ranks.local
     import torch._dynamo  # noqa: F401  what torch's optimizers import; once here, and not in every rank
 
     shardwise.initialize  # noqa: B018  the engine too
     folder = None if logs is None else Path(logs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread
-        return max(shardwise.launch(_be_rank, program, folder, ranks=ranks, every=True))
+        return max(shardwise.launch(_be_rank, program, folder, ranks=count, every=True))
 
 
 def python(words: list[str]) -> None:

@@ -1,9 +1,46 @@
-"""``shardwise launch --ranks N script.py ...``: any script, on several ranks of this host."""
+"""``shardwise launch --ranks N script.py ...``: any script, on several ranks of this host, or on this host's part of
+several.
 
+It takes the options of DeepSpeed's launcher by their own names too, with underscores. Those that start processes on
+other hosts by ssh are refused with what to do instead: every host runs the same command with its ``--node_rank``.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from shardwise.plan.errors import UsageError
+from shardwise.plan.words import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwise.launch.hosts import HostRanks
+
+_HOSTS = "Hosts and slots"
+_RANKS = "Ranks"
+_ELSEWHERE = "Refused, with what to do instead"
+_PORT = 29500
+
+
+def _refused(name: str, instead: str) -> Any:
+    """An option of DeepSpeed's launcher that has no meaning here."""
+
+    def check(value: Any) -> None:
+        if value not in (None, False, ""):
+            raise UsageError(f"launch: --{name}: {instead}")
+
+    return typer.Option(f"--{name}", callback=check, rich_help_panel=_ELSEWHERE, help=f"Refused: {instead}.")
+
+
+_SSH = "nothing is started on other hosts; run the command on each, with --node_rank N"
+_ELASTIC = (
+    "start the job with the hosts that are there; a checkpoint of any number of ranks goes on with them"
+)
 
 
 def command(
@@ -11,18 +48,239 @@ def command(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Handed to the script as they are.")
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to start.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", "-n", "--num_gpus", "--num_accelerators", help="Processes to start on each host."
+        ),
+    ] = None,
     is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
+    is_program: Annotated[
+        bool, typer.Option("--no_python", help="SCRIPT is any program; it is run without Python.")
+    ] = False,
     logs: Annotated[
         Path | None,
-        typer.Option("--logs", help="Folder for one log per rank; the terminal then shows rank 0 alone."),
+        typer.Option(
+            "--logs",
+            "--enable_each_rank_log",
+            help="Folder for one log per rank; the terminal then shows rank 0 alone.",
+        ),
+    ] = None,
+    as_deepspeed: Annotated[
+        bool,
+        typer.Option(
+            "--as-deepspeed",
+            "--as_deepspeed",
+            help="`import deepspeed` in the script is Shardwise, in this job alone.",
+        ),
+    ] = False,
+    no_local_rank: Annotated[
+        bool,
+        typer.Option(
+            "--no_local_rank", help="With --as-deepspeed: do not hand --local_rank=N to the script."
+        ),
+    ] = False,
+    binds_cores: Annotated[
+        bool,
+        typer.Option("--bind_cores_to_rank", rich_help_panel=_RANKS, help="Give each rank cores of its own."),
+    ] = False,
+    core_list: Annotated[
+        str | None,
+        typer.Option("--bind_core_list", rich_help_panel=_RANKS, help="The cores to share out: 0,2-7."),
+    ] = None,
+    saves_pids: Annotated[
+        bool,
+        typer.Option(
+            "--save_pid",
+            rich_help_panel=_RANKS,
+            help="Keep the ranks' process numbers in shardwise_PID.pids meanwhile.",
+        ),
+    ] = False,
+    is_quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Say nothing but errors and what the ranks say.")
+    ] = False,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            "-H", "--hostfile", rich_help_panel=_HOSTS, help="File with a line `HOST slots=N` per host."
+        ),
+    ] = None,
+    include: Annotated[
+        str,
+        typer.Option("-i", "--include", rich_help_panel=_HOSTS, help="Hosts or slots to use: HOST@HOST:0,2."),
+    ] = "",
+    exclude: Annotated[
+        str, typer.Option("-e", "--exclude", rich_help_panel=_HOSTS, help="Hosts or slots to leave out.")
+    ] = "",
+    num_nodes: Annotated[
+        int | None,
+        typer.Option("--num_nodes", rich_help_panel=_HOSTS, help="Hosts: the hostfile's first, or in all."),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node_rank", rich_help_panel=_HOSTS, help="Which host this one is, from 0."),
+    ] = None,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(
+            "--master_addr", rich_help_panel=_HOSTS, help="Address of the first host; default: its name."
+        ),
+    ] = None,
+    master_port: Annotated[
+        int, typer.Option("--master_port", rich_help_panel=_HOSTS, help="Port of the store there.")
+    ] = _PORT,
+    no_ssh: Annotated[
+        bool,
+        typer.Option(
+            "--no_ssh", rich_help_panel=_HOSTS, help="As it is here: each host is started by itself."
+        ),
+    ] = False,
+    no_ssh_check: Annotated[
+        bool, typer.Option("--no_ssh_check", hidden=True, help="As it is here: no other host is asked.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option("--log_level", hidden=True, help="Level of what the launcher says.")
+    ] = "info",
+    force_multi: Annotated[bool | None, _refused("force_multi", _SSH)] = None,
+    launcher: Annotated[str | None, _refused("launcher", _SSH)] = None,
+    launcher_args: Annotated[str | None, _refused("launcher_args", _SSH)] = None,
+    ssh_port: Annotated[int | None, _refused("ssh_port", _SSH)] = None,
+    venv_script: Annotated[
+        str | None, _refused("venv_script", "call shardwise from the environment that the ranks shall use")
+    ] = None,
+    min_elastic_nodes: Annotated[int | None, _refused("min_elastic_nodes", _ELASTIC)] = None,
+    max_elastic_nodes: Annotated[int | None, _refused("max_elastic_nodes", _ELASTIC)] = None,
+    elastic_training: Annotated[bool | None, _refused("elastic_training", _ELASTIC)] = None,
+    autotuning: Annotated[
+        str | None, _refused("autotuning", "`print(engine.plan)` tells a layout's memory before it runs")
     ] = None,
 ) -> None:
-    """Run a Python script on several ranks of this host.
+    """Run a Python script on several ranks: of this host, or this host's part of several.
 
     The script finds its rank as under torchrun. If one rank fails, all are stopped and its traceback is shown.
     """
+    from shardwise.launch.as_deepspeed import read_env_file
+    from shardwise.launch.hosts import parse_cores, shares
     from shardwise.launch.local import Program, run
+    from shardwise.launch.terminal import lasting_console
 
-    made = Program("module" if is_module else "script", program, tuple(arguments or ()))
-    raise typer.Exit(run(made, ranks, logs))
+    if is_module and is_program:
+        raise UsageError("launch: --module and --no_python exclude one another; give one of them")
+    _check_level(log_level)
+    is_quiet = is_quiet or log_level.lower() in ("warning", "error", "critical")
+    here = _ranks_here(
+        ranks, hostfile, include, exclude, num_nodes, node_rank, master_addr, master_port, as_deepspeed
+    )
+    cores_of: Sequence[Sequence[int]] = ()
+    if binds_cores or core_list:
+        if not hasattr(os, "sched_setaffinity"):
+            raise UsageError("launch: --bind_cores_to_rank: this system does not bind processes to cores")
+        mine = sorted(os.sched_getaffinity(0))
+        wanted = parse_cores(core_list) if core_list else mine
+        if set(wanted) - set(mine):
+            raise UsageError(f"launch: --bind_core_list {core_list}: this process may use the cores {mine}")
+        cores_of = shares(wanted, here.local)
+    console = lasting_console(stderr=True)
+    if not is_quiet and not here.is_one_host:
+        _say_where(console, here)
+    made = Program(
+        "program" if is_program else "module" if is_module else "script",
+        program,
+        tuple(arguments or ()),
+        wants_local_rank=as_deepspeed and not no_local_rank,
+    )
+    pids = Path(f"shardwise_{os.getpid()}.pids") if saves_pids else None
+    try:
+        code = run(
+            made,
+            here,
+            logs,
+            cores_of=cores_of,
+            exports=read_env_file() if as_deepspeed else {},
+            says=None if pids is None else lambda found: _write_pids(pids, found),
+            as_deepspeed=as_deepspeed,
+        )
+    finally:
+        if pids is not None:
+            pids.unlink(missing_ok=True)
+    raise typer.Exit(code)
+
+
+def _ranks_here(
+    ranks: int | None,
+    hostfile: Path | None,
+    include: str,
+    exclude: str,
+    num_nodes: int | None,
+    node_rank: int | None,
+    address: str | None,
+    port: int,
+    counts_devices: bool,
+) -> "HostRanks":
+    """Which ranks this host starts."""
+    from shardwise.launch.hosts import HERE, Host, HostRanks, choose, ranks_here, read_hostfile, slots_named
+
+    if (include or exclude) and (ranks is not None or num_nodes is not None):
+        raise UsageError(
+            "launch: --include and --exclude say which slots take ranks; leave out --ranks and --num_nodes beside them"
+        )
+    if num_nodes is not None and num_nodes < 1:
+        raise UsageError(f"launch: --num_nodes {num_nodes}; at least 1 is needed")
+    if hostfile is not None:
+        hosts = choose(read_hostfile(hostfile), include, exclude)
+        if num_nodes is not None and num_nodes > len(hosts):
+            raise UsageError(
+                f"launch: --num_nodes {num_nodes}, and {hostfile} has {counted(len(hosts), 'host')}"
+            )
+        hosts = hosts[:num_nodes]
+        for host in hosts:
+            if ranks is not None and not 1 <= ranks <= len(host.slots):
+                raise UsageError(
+                    f"launch: --ranks {ranks}, and {host.name} has {counted(len(host.slots), 'slot')}"
+                )
+        return ranks_here([Host(h.name, h.slots[:ranks]) for h in hosts], node_rank, address, port)
+    if include or exclude:
+        slots = slots_named(include) if include else []
+        count = max(slots) + 1 if slots else _devices()
+        return ranks_here(
+            choose([Host(HERE, tuple(range(count)))], include, exclude), node_rank, address, port
+        )
+    if ranks is None:
+        ranks = _devices() if counts_devices else 1
+    if num_nodes is None or num_nodes == 1:
+        if node_rank:
+            raise UsageError(f"launch: --node_rank {node_rank} of 1 host; give --num_nodes or a --hostfile")
+        return HostRanks(ranks, ranks)
+    if address is None:
+        raise UsageError(
+            "launch: several hosts need --master_addr, the first host's address in their network"
+        )
+    hosts = [Host(f"host {number}", tuple(range(ranks))) for number in range(num_nodes)]
+    return ranks_here(hosts, node_rank, address, port)._replace(slots=None)
+
+
+def _devices() -> int:
+    """Accelerators of this host; 1 where there is none."""
+    import torch
+
+    return max(torch.accelerator.device_count(), 1)
+
+
+def _check_level(name: str) -> None:
+    known = logging.getLevelNamesMapping()
+    if name.upper() not in known:
+        raise UsageError(f"launch: --log_level {name!r}; expected debug, info, warning, error or critical")
+
+
+def _say_where(console: "Console", here: "HostRanks") -> None:
+    last = here.first + here.local - 1
+    console.print(
+        f"ranks {here.first} to {last} of {here.world} on this host; they meet at {here.address}:{here.port}, reached "
+        f"by interface {here.interface or 'that the system chooses'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _write_pids(path: Path, pids: Sequence[int]) -> None:
+    path.write_text("".join(f"{pid}\n" for pid in pids), encoding="ascii")

@@ -1,6 +1,6 @@
 """One rank's side of the launcher: runs the script or module and says how it failed.
 
-    python -m shardwise.launch.child (script|module) NAME [ARGUMENT ...]
+    python -m shardwise.launch.child (script|module|program) NAME [ARGUMENT ...]
 
 It must stay light: it is imported before anything of the user's, in every rank.
 """
@@ -35,6 +35,8 @@ def _prepare(here: RankEnvironment) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()
+    if here.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, here.cores)
     if here.store_fd is not None:
         os.set_inheritable(here.store_fd, False)
     for stream in (sys.stdout, sys.stderr):
@@ -67,6 +69,15 @@ def main(arguments: list[str]) -> int:
     here = seat()
     _prepare(here)
     kind, name, *rest = arguments
+    if kind == "program":
+        if here.store_fd is not None:
+            os.set_inheritable(here.store_fd, True)
+        try:
+            os.execvp(name, [name, *rest])  # this process becomes it, and still dies with the launcher
+        except OSError as error:
+            return _leave(
+                here, failures.of_own_exit(here.rank, 127, f"cannot start {name!r}: {error.strerror}")
+            )
     try:
         _run(kind, name, rest)
     except SystemExit as end:

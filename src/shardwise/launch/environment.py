@@ -9,39 +9,53 @@
     SHARDWISE_JOB              one random word per job; every descendant of a rank inherits it
     SHARDWISE_LAUNCHER_PID     whom to die with
     SHARDWISE_FAILURE          file in which the rank leaves its failure
+    SHARDWISE_CORES            processor cores that the rank binds itself to
+    CUDA_VISIBLE_DEVICES       the host's chosen slots, where slots were chosen
 
 On one host everything stays on the loopback interface: gloo and NCCL otherwise pick the first interface that the
-host's name resolves to, and are then reachable from outside.
+host's name resolves to, and are then reachable from outside. On several it is the one on the way to the store, unless
+``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` says otherwise.
 """
 
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-LOOPBACK = "127.0.0.1"
+from shardwise.launch.hosts import HostRanks, visible_devices
+
 JOB = "SHARDWISE_JOB"
 STORE_FD = "SHARDWISE_STORE_FD"
 _LAUNCHER = "SHARDWISE_LAUNCHER"
 _LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"
 _FAILURE = "SHARDWISE_FAILURE"
-_SECRET = "SHARDWISE_SECRET"
-_OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, _SECRET})
+SECRET = "SHARDWISE_SECRET"
+_CORES = "SHARDWISE_CORES"
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, SECRET, _CORES})
 
 
 class Job(NamedTuple):
-    """What all ranks of one launch share."""
+    """What the ranks of one launch on this host share."""
 
     word: str
-    """Random; marks every process of this job."""
-    ranks: int
-    port: int
-    """Of the store, on the loopback interface."""
+    """Random; marks every process of this job on this host."""
+    here: HostRanks
     failures: Path
     """Folder in which ranks leave their failures."""
     secret: str
-    """Random; only the environment of the ranks has it, which this user alone can read."""
+    """Of the whole job; only the environment of the ranks has it, which this user alone can read. Several hosts have
+    the one that the user exports; empty without it."""
+    cores: Sequence[Sequence[int]] = ()
+    """By local rank, the cores that it binds itself to; empty: any."""
+    exports: Mapping[str, str] = {}
+    """More variables for every rank."""
+
+    @property
+    def ranks(self) -> range:
+        """Of this host."""
+        return range(self.here.first, self.here.first + self.here.local)
 
     def failure_path(self, rank: int) -> Path:
         """File in which one rank leaves its failure."""
@@ -55,6 +69,7 @@ class RankEnvironment(NamedTuple):
     launcher_pid: int | None
     store_fd: int | None
     failure_path: Path | None
+    cores: tuple[int, ...] = ()
 
 
 def cores() -> int:
@@ -67,27 +82,37 @@ def of_rank(
 ) -> dict[str, str]:
     """The whole environment of one rank."""
     # What an outer launcher left would contradict ours: torch obeys TORCHELASTIC_USE_AGENT_STORE above all.
-    kept = {k: v for k, v in base.items() if not k.startswith("TORCHELASTIC_") and k not in _OURS}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    kept = {k: v for k, v in base.items() if not k.startswith("TORCHELASTIC_") and k not in _OURS} | dict(
+        job.exports
+    )
+    here, place = job.here, rank - job.here.first
     ours = {
         "RANK": rank,
-        "WORLD_SIZE": job.ranks,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": job.ranks,
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": job.port,
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
+        "WORLD_SIZE": here.world,
+        "LOCAL_RANK": place,
+        "LOCAL_WORLD_SIZE": here.local,
+        "MASTER_ADDR": here.address,
+        "MASTER_PORT": here.port,
         _LAUNCHER: 1,
         _LAUNCHER_PID: os.getpid(),
         _FAILURE: job.failure_path(rank),
         JOB: job.word,
-        _SECRET: job.secret,
     }
+    interfaces = dict.fromkeys(_INTERFACES, here.interface) if here.interface else {}
+    if here.is_one_host:
+        ours |= interfaces
+    if job.secret:
+        ours[SECRET] = job.secret
     if store_fd is not None:
         ours[STORE_FD] = store_fd
+    if here.slots is not None:
+        ours[_DEVICES] = visible_devices(here.slots, kept.get(_DEVICES))
+    threads = max(1, cores() // here.local)
+    if job.cores:
+        threads = len(job.cores[place])
+        ours[_CORES] = ",".join(map(str, job.cores[place]))
     # Every rank would otherwise start a thread per core, and N ranks N times as many as there are cores.
-    defaults = {"OMP_NUM_THREADS": str(max(1, cores() // job.ranks)), "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    defaults = {"OMP_NUM_THREADS": str(threads), "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} | interfaces
     return defaults | kept | {name: str(value) for name, value in ours.items()}
 
 
@@ -103,6 +128,7 @@ def seat(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
         launcher_pid=number(_LAUNCHER_PID),
         store_fd=number(STORE_FD),
         failure_path=Path(failure) if failure else None,
+        cores=tuple(int(core) for core in environment.get(_CORES, "").split(",") if core),
     )
 
 

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 
 import shardwise.launch.failure as failures
 from shardwise.launch.child import die_with
-from shardwise.launch.environment import LOOPBACK, Job, of_rank
+from shardwise.launch.environment import Job, of_rank
 from shardwise.launch.failure import Failure
+from shardwise.launch.hosts import LOOPBACK, HostRanks
 from shardwise.launch.local import GRACE_S, check_ranks
 from shardwise.plan.errors import RankError, UsageError
 
@@ -66,7 +67,8 @@ def launch(
         store = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         store.bind((LOOPBACK, 0))
-        job = Job(secrets.token_hex(16), ranks, store.getsockname()[1], Path(folder), secrets.token_hex(32))
+        here = HostRanks(ranks, ranks, port=store.getsockname()[1])
+        job = Job(secrets.token_hex(16), here, Path(folder), secrets.token_hex(32))
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)

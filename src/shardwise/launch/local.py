@@ -5,9 +5,10 @@
        │──── Ctrl-C or SIGTERM ── the same signal to every rank, which saves and stops ─► 0, or 128 + signal
        └──── a second one ── SIGKILL ──────────────────────────────────► 128 + signal
 
-The ranks meet at a store on the loopback interface. Its address is bound here, so that no other program can take the
-port between choosing and using it; rank 0 inherits the socket and listens on it. It does not listen yet: a script
-that lets torch create the store by itself can then still bind the same address.
+The ranks meet at a store on the loopback interface, or, where other hosts take part, at the first host's address. It is
+bound here, so that no other program can take the port between choosing and using it; rank 0 inherits the socket and
+listens on it. It does not listen yet: a script that lets torch create the store by itself can then still bind the same
+address.
 
 Cost: one wait of 20 ms at a time for any number of ranks; from a failure to the end of all ranks at most
 ``_SETTLE_S + grace_s`` and the time to kill.
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -33,11 +34,13 @@ from rich.console import Console
 import shardwise.launch.failure as failures
 import shardwise.launch.processes as ending
 import shardwise.launch.report as report
-from shardwise.launch.environment import LOOPBACK, Job, cores, is_in_job, of_rank
+from shardwise.launch.as_deepspeed import names_of_deepspeed
+from shardwise.launch.environment import SECRET, Job, cores, is_in_job, of_rank
 from shardwise.launch.failure import Failure
+from shardwise.launch.hosts import HostRanks
 from shardwise.launch.output import Output
 from shardwise.launch.terminal import lasting_console
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import ConfigError, UsageError
 
 _SETTLE_S = 0.5
 """After the first sign of failure: so long other ranks may report theirs, to find the cause and not its effects."""
@@ -52,9 +55,16 @@ _STOP_S = 30.0
 class Program(NamedTuple):
     """What every rank runs."""
 
-    kind: Literal["script", "module"]
+    kind: Literal["script", "module", "program"]
+    """A Python script, a module, or any program."""
     name: str
     arguments: tuple[str, ...] = ()
+    wants_local_rank: bool = False
+    """Whether ``--local_rank=N`` stands before its arguments, as scripts for older launchers expect."""
+
+    def arguments_of(self, place: int) -> list[str]:
+        """Of the rank at ``place`` on its host."""
+        return [*([f"--local_rank={place}"] if self.wants_local_rank else []), *self.arguments]
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -99,11 +109,11 @@ class RankProcesses:
     def spawn(self, program: Program, store: socket.socket) -> None:
         """Start all ranks, each in a session of its own."""
         command = [sys.executable, "-m", "shardwise.launch.child", program.kind, program.name]
-        for rank in range(self.job.ranks):
+        for rank in self.job.ranks:
             store_fd = store.fileno() if rank == 0 else None
             with self.output.streams(rank) as streams:
                 process = subprocess.Popen(
-                    [*command, *program.arguments],
+                    [*command, *program.arguments_of(rank - self.job.here.first)],
                     env=of_rank(self.job, rank, store_fd),
                     stdin=None if rank == 0 else subprocess.DEVNULL,
                     stdout=streams.stdout,
@@ -117,7 +127,7 @@ class RankProcesses:
         """Note which ranks failed since the last look, and how."""
         wanted = {0} if asked is None else {0, -asked, 128 + asked}
         now = time.monotonic()
-        for rank, process in enumerate(self.processes):
+        for rank, process in zip(self.job.ranks, self.processes, strict=True):
             if rank in self.failures or rank in self.stopped:
                 continue
             ended = process.poll()  # before looking for the file: a rank writes it and then ends
@@ -202,40 +212,56 @@ def check_ranks(ranks: int) -> None:
 
 def run(
     program: Program,
-    ranks: int,
+    ranks: int | HostRanks,
     logs: str | os.PathLike[str] | None = None,
     grace_s: float = GRACE_S,
     console: Console | None = None,
+    cores_of: Sequence[Sequence[int]] = (),
+    exports: Mapping[str, str] | None = None,
+    says: Callable[[Sequence[int]], None] | None = None,
+    as_deepspeed: bool = False,
 ) -> int:
-    """Run ``program`` on ``ranks`` ranks of this host and wait for their end; returns the exit code.
+    """Run ``program`` on ``ranks`` ranks of this host, or on those that this host has of a larger job, and wait for
+    their end; returns the exit code. When this returns, no process of the job is left on this host.
 
-    ``logs`` is the folder for the ranks' logs. When this returns, no process of the job is left.
+    ``logs``: folder for the ranks' logs; ``cores_of``: cores by local rank that it binds itself to; ``exports``: more
+    variables for every rank; ``says`` is called with the ranks' process numbers; ``as_deepspeed``: what the ranks
+    import as ``deepspeed`` is Shardwise.
     """
-    check_ranks(ranks)
+    here = HostRanks(ranks, ranks) if isinstance(ranks, int) else ranks
+    check_ranks(here.local)
     if program.kind == "script" and not os.path.exists(program.name):
         raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
     console = console or lasting_console(stderr=True)
-    if ranks > cores():
-        text = f"warning: {ranks} ranks share {cores()} cores: expect them to wait for one another"
+    if here.local > cores():
+        text = f"warning: {here.local} ranks share {cores()} cores: expect them to wait for one another"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
     if sys.stdout is not None:
         with contextlib.suppress(OSError):  # nobody reads any more
             sys.stdout.flush()  # what was said before the ranks began stands above what they say
-    output = Output(None if logs is None else Path(logs))
+    output = Output(None if logs is None else Path(logs), here.first)
     requests = StopRequests()
     folder = tempfile.mkdtemp(prefix="shardwise_")  # readable by this user alone
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         store = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        store.bind((LOOPBACK, 0))
-        job = Job(secrets.token_hex(16), ranks, store.getsockname()[1], Path(folder), secrets.token_hex(32))
+        if here.first == 0:
+            here = here._replace(port=_bind(store, here))
+        secret = secrets.token_hex(32) if here.is_one_host else os.environ.get(SECRET, "")
+        given = dict(exports or {})
+        if as_deepspeed:
+            given |= names_of_deepspeed(
+                Path(folder), given.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+            )
+        job = Job(secrets.token_hex(16), here, Path(folder), secret, cores_of, given)
         watch = RankProcesses(job, output, console)
         stack.enter_context(requests.listening())
         stack.callback(output.close, 1.0)
         try:
             watch.spawn(program, store)
             store.close()
+            if says is not None:
+                says([process.pid for process in watch.processes])
             code = watch.run(requests)
         except BaseException:
             grace_s = 0
@@ -250,3 +276,16 @@ def run(
             if sys.stdout is not None and sys.stdout.isatty():
                 console.show_cursor()  # a rank that was killed while it drew left it hidden
         return code
+
+
+def _bind(store: socket.socket, here: HostRanks) -> int:
+    """Take the store's address, and nothing beside it; the port. Errors: ConfigError where this host has it not."""
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        store.bind((here.address, here.port))
+    except OSError as error:
+        raise ConfigError(
+            f"launch: cannot listen at {here.address}:{here.port}: {error.strerror or error}; the host with rank 0 "
+            "needs an address of its own as --master_addr, and a free --master_port"
+        ) from None
+    return int(store.getsockname()[1])

@@ -3,8 +3,9 @@
     with a log folder       every rank writes to ``rank_00000.log`` and so on; rank 0 also to the terminal
     without                 rank 0 writes to the terminal, the others too, each line tagged with its rank
 
-Rank 0 keeps the terminal itself as its standard output, so that it can draw there. What passes through the launcher
-is copied by one thread per pipe, which never stops reading: a full pipe would stop the rank.
+On a host that has not rank 0, the first rank that it has takes its part. It keeps the terminal itself as its standard
+output, so that it can draw there. What passes through the launcher is copied by one thread per pipe, which never stops
+reading: a full pipe would stop the rank.
 """
 
 import contextlib
@@ -57,8 +58,10 @@ class _Target:
 class Output:
     """The pipes, threads and files of one job's output."""
 
-    def __init__(self, logs: Path | None) -> None:
+    def __init__(self, logs: Path | None, first: int = 0) -> None:
         self._logs = logs
+        self._first = first
+        """The rank that has the terminal."""
         self._threads: list[threading.Thread] = []
         self._ours: list[int] = []
         if logs is not None:
@@ -74,7 +77,7 @@ class Output:
         log = self.log_of(rank)
         opened: list[int] = []
         try:
-            if log is None and rank == 0:
+            if log is None and rank == self._first:
                 yield Streams(None, None)
             elif log is None:
                 tag = f"[rank {rank}] ".encode()
@@ -82,7 +85,7 @@ class Output:
                 yield Streams(*opened)
             else:
                 file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                if rank > 0:
+                if rank > self._first:
                     opened.append(file)
                     yield Streams(file, file)
                 else:

@@ -1,0 +1,261 @@
+"""Which hosts and slots a job runs on, and where this host's ranks stand in it.
+
+    hostfile                   gpu1 slots=4                      a line per host; # begins a comment
+                               gpu2 slots=4
+    --include "gpu1@gpu2:0,2"  hosts, or slots of them           of the hostfile's, in its order
+    --exclude "gpu2:1,3"       the same without these            (one of the two)
+    ranks                      0 1 2 3 on gpu1, 4 5 on gpu2      host by host, slot by slot
+
+A slot is a place for one rank; on a host with accelerators it is the number of one of them, counted through
+``CUDA_VISIBLE_DEVICES`` where that is set. Nothing here starts a process on another host: every host runs the same
+command with its own ``--node_rank``, and the ranks meet at the first host's address.
+"""
+
+import re
+import socket
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.words import counted
+
+LOOPBACK = "127.0.0.1"
+HERE = "localhost"
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
+_SIOCGIFADDR = 0x8915
+
+
+class Host(NamedTuple):
+    """One host, and the slots of it that take ranks."""
+
+    name: str
+    slots: tuple[int, ...]
+
+
+class HostRanks(NamedTuple):
+    """Where this host's ranks stand in the job."""
+
+    local: int
+    """Ranks on this host."""
+    world: int
+    """Ranks of the job."""
+    first: int = 0
+    """The first rank of this host."""
+    address: str = LOOPBACK
+    """Where the ranks meet."""
+    port: int = 0
+    """Of the store at ``address``; 0: a free one."""
+    interface: str = "lo0" if sys.platform == "darwin" else "lo"
+    """Network interface that the ranks of this host are reached by."""
+    slots: tuple[int, ...] | None = None
+    """By local rank, the accelerator; None: as torch counts them."""
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether nobody beyond this host takes part."""
+        return self.local == self.world
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a hostfile, in its order. Errors: ConfigError with the line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"hostfile: cannot read {path} ({error}); give a text file with a line `HOST slots=N` per host"
+        ) from None
+    found: list[Host] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        bare = line.partition("#")[0].strip()
+        if not bare:
+            continue
+        match = _LINE.fullmatch(bare)
+        if match is None or int(match["slots"]) < 1:
+            raise ConfigError(
+                f"hostfile: {path}, line {number}: {bare!r}; expected `HOST slots=N`, N at least 1"
+            )
+        name = _checked(match["name"], f"hostfile: {path}, line {number}")
+        if any(host.name == name for host in found):
+            raise ConfigError(
+                f"hostfile: {path}, line {number}: {name} is there twice; give each host one line"
+            )
+        found.append(Host(name, tuple(range(int(match["slots"])))))
+    if not found:
+        raise ConfigError(f"hostfile: {path} names no host; expected a line `HOST slots=N` per host")
+    return found
+
+
+def _checked(name: str, where: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: {name!r} is not the name of a host; it has letters, digits, dots and dashes"
+        )
+    return name
+
+
+def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
+    """``hosts`` with the filter applied. Errors: UsageError, ConfigError."""
+    if include and exclude:
+        raise UsageError("launch: --include and --exclude exclude one another; give one of them")
+    option = "--include" if include else "--exclude"
+    named = _parsed(include or exclude, option)
+    known = {host.name: host for host in hosts}
+    for name, slots in named.items():
+        if name not in known:
+            raise UsageError(f"launch: {option} names the host {name!r}; there are {', '.join(known)}")
+        missing = sorted(set(slots) - set(known[name].slots))
+        if missing:
+            raise UsageError(
+                f"launch: {option} names slot {missing[0]} of {name}, which has {list(known[name].slots)}"
+            )
+    chosen = []
+    for host in hosts:
+        asked = named.get(host.name)
+        if asked is None:
+            taken = () if include else host.slots
+        elif include:
+            taken = tuple(asked) or host.slots
+        else:
+            taken = tuple(slot for slot in host.slots if asked and slot not in asked)
+        if taken:
+            chosen.append(Host(host.name, taken))
+    if not chosen:
+        raise UsageError(f"launch: {option} {include or exclude!r} leaves no slot at all")
+    return chosen
+
+
+def _parsed(text: str, option: str) -> dict[str, list[int]]:
+    """``gpu1@gpu2:0,2`` as slots by host; none named is all of the host."""
+    found: dict[str, list[int]] = {}
+    for part in filter(None, (part.strip() for part in text.split("@"))):
+        name, colon, rest = part.partition(":")
+        _checked(name, f"launch: {option}")
+        if name in found:
+            raise UsageError(f"launch: {option} names {name} twice; give it once, with all of its slots")
+        texts = rest.split(",") if colon else []
+        if not all(re.fullmatch(r"\d+", text.strip()) for text in texts):
+            raise UsageError(f"launch: {option} {part!r}: expected HOST or HOST:SLOT,SLOT")
+        slots = [int(text) for text in texts]
+        if len(set(slots)) != len(slots):
+            raise UsageError(f"launch: {option} {part!r} names a slot twice")
+        found[name] = slots
+    return found
+
+
+def slots_named(text: str) -> list[int]:
+    """Slots of this host that ``localhost:0,2`` names, where no hostfile says how many it has."""
+    found = _parsed(text, "--include")
+    if set(found) - {HERE}:
+        raise UsageError(
+            f"launch: --include names {', '.join(sorted(set(found) - {HERE}))} without a hostfile; give --hostfile, or "
+            f"name slots of this host as {HERE}:0,1"
+        )
+    return found.get(HERE, [])
+
+
+def ranks_here(hosts: Sequence[Host], node: int | None, address: str | None, port: int) -> HostRanks:
+    """Where the ranks of host number ``node`` of ``hosts`` stand. One host meets on the loopback interface.
+
+    Errors: UsageError where several hosts are named and it is not said which one this is.
+    """
+    counts = [len(host.slots) for host in hosts]
+    world = sum(counts)
+    if len(hosts) == 1:
+        return HostRanks(world, world, slots=hosts[0].slots)
+    address = address or hosts[0].name
+    if node is None:
+        commands = "\n".join(
+            f"  on {host.name}: shardwise launch --node_rank {number} --master_addr {address} --master_port {port} ..."
+            for number, host in enumerate(hosts)
+        )
+        raise UsageError(
+            f"launch: {counted(len(hosts), 'host')} are named, and ranks are started on this one alone; start the same "
+            f"command on each, with its number (and one SHARDWISE_SECRET in the environment of all):\n{commands}"
+        )
+    if not 0 <= node < len(hosts):
+        raise UsageError(
+            f"launch: --node_rank {node} of {counted(len(hosts), 'host')}; it counts from 0 to {len(hosts) - 1}"
+        )
+    if address in (HERE, "::1") or address.startswith("127."):
+        raise UsageError(
+            f"launch: --master_addr {address} cannot be reached from the other hosts; give the first host's address "
+            "in the network that they share"
+        )
+    own = own_address(address, port)
+    return HostRanks(
+        counts[node], world, sum(counts[:node]), address, port, interface_of(own), slots=hosts[node].slots
+    )
+
+
+def own_address(address: str, port: int) -> str:
+    """This host's IPv4 address on the way to ``address``. Errors: ConfigError where there is no way."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))  # a datagram socket sends nothing by that
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"launch: this host finds no way to --master_addr {address}: {error}; check the name and the network"
+        ) from None
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface that has this IPv4 address; empty where the system does not tell."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
+
+
+def visible_devices(slots: Sequence[int], visible: str | None) -> str:
+    """``CUDA_VISIBLE_DEVICES`` for these slots, which count through the one that stands.
+
+    Errors: UsageError where it shows fewer devices.
+    """
+    if not visible:
+        return ",".join(map(str, slots)) if visible is None else ""
+    shown = [name.strip() for name in visible.split(",") if name.strip()]
+    if slots and max(slots) >= len(shown):
+        raise UsageError(
+            f"launch: slot {max(slots)} is asked for, and CUDA_VISIBLE_DEVICES={visible} shows {len(shown)}; "
+            "its devices count from 0"
+        )
+    return ",".join(shown[slot] for slot in slots)
+
+
+def parse_cores(text: str) -> list[int]:
+    """``0,2-4`` as [0, 2, 3, 4]. Errors: UsageError."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise UsageError(f"launch: --bind_core_list {text!r}: expected cores as in 0,2-4")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(found)) != len(found):
+        raise UsageError(f"launch: --bind_core_list {text!r} names a core twice")
+    return found
+
+
+def shares(cores: Iterable[int], ranks: int) -> list[tuple[int, ...]]:
+    """Cores in equal parts, one a rank; what is left over stays free. Errors: UsageError where there are fewer."""
+    given = list(cores)
+    size = len(given) // ranks
+    if not size:
+        raise UsageError(
+            f"launch: {counted(ranks, 'rank')} cannot be bound to {counted(len(given), 'core')}; each needs its own"
+        )
+    return [tuple(given[rank * size : (rank + 1) * size]) for rank in range(ranks)]
