@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, optim
 
 from shardwise.optim.flat import FlatOptimizer, from_policy, from_torch, moment_names
-from shardwise.optim.policy import OptimizerPolicy
+from shardwise.optim.lion import Lion
+from shardwise.optim.policy import READS, OptimizerPolicy
 from shardwise.plan.errors import UsageError
 
 SIZES = (3, 1, 4, 2)
@@ -27,6 +28,11 @@ OPTIMIZERS: dict[str, Any] = {
     "rmsprop": lambda ps: optim.RMSprop(ps, lr=0.1, centered=True, momentum=0.5),
     "adagrad": lambda ps: optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.5),
     "asgd": lambda ps: optim.ASGD(ps, lr=0.1),
+    "adadelta": lambda ps: optim.Adadelta(ps, lr=0.1),
+    "adamax": lambda ps: optim.Adamax(ps, lr=0.1),
+    "radam": lambda ps: optim.RAdam(ps, lr=0.1),
+    "rprop": lambda ps: optim.Rprop(ps, lr=0.1),
+    "lion": lambda ps: Lion(ps, lr=0.1, weight_decay=0.3),
 }
 
 
@@ -178,10 +184,36 @@ def test_each_step_works_with_the_numbers_it_is_given() -> None:
     assert master.tolist() == [-0.75, -0.75]
 
 
+@pytest.mark.parametrize("kind", READS)
+def test_a_type_by_name_is_the_class_of_torch_with_its_defaults(kind: Any) -> None:
+    """But for AdamW's weight decay, 0.01 there, and the learning rate."""
+    cls = {"lion": Lion}.get(kind) or next(c for n, c in vars(optim).items() if n.lower() == kind)
+    made = from_policy(OptimizerPolicy(type=kind, lr=0.1))([torch.zeros(1)], 0)
+    own = {"lr": 0.1, **({"weight_decay": 0.0} if kind == "adamw" else {})}
+    fused = {"fused": True} if kind in ("adam", "adamw", "sgd") else {}
+    assert type(made) is cls
+    assert made.defaults == cls([torch.zeros(1)], **fused, **own).defaults
+
+
+def test_lion_by_its_formula() -> None:
+    weights, momentum = torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3)
+    single = weights.clone().requires_grad_()
+    optimizer = Lion([single], lr=0.1, betas=(0.9, 0.8), weight_decay=0.5)
+    for gradient in ([1.0, -0.1, 0.0], [-0.2, 3.0, 0.0], [-0.9, 1.0, -1.0]):
+        single.grad = torch.tensor(gradient)
+        optimizer.step()
+        signs = torch.sign(0.9 * momentum + 0.1 * single.grad)
+        weights = weights - 0.1 * (signs + 0.5 * weights)
+        momentum = 0.8 * momentum + 0.2 * single.grad
+        torch.testing.assert_close(single.detach(), weights)
+    with pytest.raises(ValueError, match="betas in"):
+        Lion([single], betas=(0.9, 1.0))
+
+
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_divisor_is_applied_once(kind: Any, dtype: torch.dtype) -> None:
-    policy = OptimizerPolicy(type=kind, lr=0.1, eps=1e-3)
+    policy = OptimizerPolicy(type=kind, lr=0.1, eps=None if kind == "sgd" else 1e-3)
     results = []
     for divisor in (1.0, 1536.0):
         master = torch.ones(64, dtype=dtype)

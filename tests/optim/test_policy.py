@@ -28,7 +28,7 @@ def test_the_first_match_wins() -> None:
 
 def test_groups_change_what_they_name_alone() -> None:
     own, plain, embed = policy().options()
-    assert own == {"lr": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.999), "eps": 1e-8}
+    assert own == {"lr": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
     assert plain == {**own, "weight_decay": 0.0}
     assert embed == {**own, "lr": 0.01}
 
@@ -36,8 +36,18 @@ def test_groups_change_what_they_name_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"type": "adamw", "momentum": 0.9}, "momentum and nesterov belong to sgd, not to adamw"),
+        ({"momentum": 0.9}, "adamw does not read momentum; it reads lr, betas.* belongs to sgd, rmsprop"),
+        (
+            {"type": "sgd", "betas": [0.9, 0.9], "eps": 1},
+            "sgd does not read betas, eps; it reads lr, momentum",
+        ),
+        ({"type": "lion", "eps": 1e-8}, "lion does not read eps"),
+        (
+            {"type": "rprop", "groups": [{"match": "*", "weight_decay": 0.1}]},
+            "rprop does not read groups.0.weight_decay; it reads lr, etas, step_sizes. Leave it out",
+        ),
         ({"type": "sgd", "nesterov": True}, "nesterov needs a momentum above 0"),
+        ({"betas": [0.9, 1.0]}, "optimizer.betas"),
         ({"type": "adafactor"}, "optimizer.type"),
         ({"lr": -1.0}, "optimizer.lr"),
         ({"betas": [0.9]}, "optimizer.betas"),

@@ -102,16 +102,6 @@ RULES = (
         lambda c: "optimizer: lr is 0 for every group, so no weight would ever move; give an lr above 0",
     ),
     Rule(
-        "momentum",
-        lambda c: c.optimizer.type == "sgd" or (c.optimizer.momentum == 0 and not c.optimizer.nesterov),
-        lambda c: f"optimizer: momentum and nesterov belong to sgd, not to {c.optimizer.type}; use betas",
-    ),
-    Rule(
-        "nesterov",
-        lambda c: not c.optimizer.nesterov or c.optimizer.momentum > 0,
-        lambda c: "optimizer: nesterov needs a momentum above 0",
-    ),
-    Rule(
         "reduce",
         lambda c: (
             c.zero.reduce != "microbatch"

@@ -24,26 +24,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, optim
 
+from shardwise.optim.lion import Lion
 from shardwise.optim.policy import OptimizerPolicy
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import ConfigError, UsageError
 
 Make = Callable[[list[Tensor], int], optim.Optimizer]
 """(flat tensors, optimizer group) -> an optimizer on them."""
 
-_ELEMENTWISE = (
-    optim.Adam,
-    optim.AdamW,
-    optim.SGD,
-    optim.RMSprop,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.ASGD,
-    optim.Rprop,
-)
-_CLASSES = {"adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD}
+_CLASSES: Mapping[str, type[optim.Optimizer]] = {
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "sgd": optim.SGD,
+    "rmsprop": optim.RMSprop,
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "adamax": optim.Adamax,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "asgd": optim.ASGD,
+    "rprop": optim.Rprop,
+    "lion": Lion,
+}
+"""By ``optimizer.type``."""
+_FUSED = ("adam", "adamw", "sgd")
+"""Those that torch has as one kernel on every device."""
+_ELEMENTWISE = tuple(_CLASSES.values())
 
 
 class Segment(NamedTuple):
@@ -66,9 +71,22 @@ class Scalars(NamedTuple):
 
 
 def from_policy(policy: OptimizerPolicy) -> Make:
-    """torch's fused Adam, AdamW or SGD with the policy's groups."""
-    options = policy.options()
-    return lambda tensors, group: _CLASSES[policy.type](tensors, fused=True, **options[group])
+    """The policy's class with its groups, fused where torch has it so.
+
+    Errors: ConfigError for numbers that the class refuses.
+    """
+    options, cls = policy.options(), _CLASSES[policy.type]
+    fused = {"fused": True} if policy.type in _FUSED else {}
+
+    def make(tensors: list[Tensor], group: int) -> optim.Optimizer:
+        return cls(tensors, **fused, **options[group])  # type: ignore[arg-type]
+
+    for group in range(len(options)):
+        try:
+            make([torch.zeros(1)], group)
+        except ValueError as error:
+            raise ConfigError(f"optimizer: {policy.type}: {error}") from None
+    return make
 
 
 def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
