@@ -359,7 +359,7 @@ def reaches_the_floor(world: World) -> None:
         assert engine.train_step([tokens(0, world.rank)]).skipped
         before = engine.state_dict()
         text = raised(NonFiniteError, lambda engine=engine: engine.train_step([tokens(0, world.rank)]))  # type: ignore[misc]
-        assert "step 2: the loss scale is at its minimum, 1.0" in text
+        assert "step 2: gradients are not finite, and the loss scale is at its minimum, 1.0" in text
         assert "output is 'blocks.1.down'" in text
         assert worst(engine.state_dict(), before) == 0.0
         engine.close()

@@ -131,6 +131,11 @@ class Engine:
         return self._parts.progress.applied_steps
 
     @property
+    def skipped_steps(self) -> int:
+        """Of them those that were skipped."""
+        return self.step_count - self.applied_steps
+
+    @property
     def best(self) -> tuple[int, float] | None:
         """(step, score) of the best step that was saved with a score."""
         return self._parts.progress.best
@@ -227,10 +232,11 @@ class Engine:
                 self.check.compare(self.step_count + 1, totals, divisor)
                 self._record.check = None
         self._record.compared()
-        if not finite or math.isnan(totals.loss):
-            self._explain_overflow(finite)
+        applies = finite and not math.isnan(totals.loss)
+        if not applies:
+            self._allow_skip(finite)
         lr = float(rates[0]["lr"])
-        if finite and totals.weight:
+        if applies and totals.weight:
             factor = parts.optimizer_groups.tables_factor(self.applied_steps)
             end.update = Update(divisor / clip_factor(norm, self.config.max_grad_norm), rates, factor)
             parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
@@ -239,15 +245,16 @@ class Engine:
         else:
             parts.walker.skip_rest()
             parts.tables.drop()
-        if finite:
+        if applies:
             parts.progress.applied_steps += 1
             parts.optimizer_groups.note_step()
+        parts.progress.skipped_in_a_row = 0 if applies else parts.progress.skipped_in_a_row + 1
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
         if totals.orders_agree:
             parts.program.adopt_order()
         self._stop_seen = totals.flags > 0
-        return self._close_step(totals, norm, lr, skipped=not finite)
+        return self._close_step(totals, norm, lr, skipped=not applies)
 
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
         """All microbatches of one optimizer step. ``weights``: as ``backward``'s, one per microbatch.
@@ -301,7 +308,9 @@ class Engine:
         self._record.end_step()
         walker = self._parts.walker
         divergences = tuple(walker.trace.divergences)
-        result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped, divergences)
+        result = StepResult(
+            self.step_count, loss, norm, lr, totals.weight, skipped, divergences, self.skipped_steps
+        )
         walker.close()
         walker.begin(self._parts.program.step())
         self._end.forget()
@@ -312,21 +321,29 @@ class Engine:
             callback(self, result)
         return result
 
-    def _explain_overflow(self, is_loss_alone: bool) -> None:
-        """A non-finite gradient: fine while the loss scale can fall, else the end. A NaN loss of finite gradients
-        (``is_loss_alone``) is the end always: it would not move the weights in whatever is NaN, step after step."""
-        scale = self._parts.loss_scale
-        if not is_loss_alone and scale is not None and not scale.at_floor:
+    def _allow_skip(self, is_loss_alone: bool) -> None:
+        """A step that is not finite is skipped while the loss scale can fall or the configuration says so; else it is
+        the end. No scale helps a NaN loss of finite gradients (``is_loss_alone``), which would not move the weights in
+        whatever is NaN, step after step."""
+        scale, policy = self._parts.loss_scale, self.config.precision
+        in_a_row = self._parts.progress.skipped_in_a_row
+        can_fall = scale is not None and not scale.is_spent and not is_loss_alone
+        if (can_fall or policy.nonfinite == "skip") and in_a_row < policy.max_skipped_steps:
+            if not can_fall and self.is_main:
+                what = "the loss is nan" if is_loss_alone else "gradients are not finite"
+                text = "step %d is skipped: %s (%d in a row; precision.max_skipped_steps: %d)"
+                _log.warning(text, self.step_count + 1, what, in_a_row + 1, policy.max_skipped_steps)
             return
         where = origin(self._parts, self._forward.again)
         self.discard()
-        what = (
-            f"the loss scale is at its minimum, {scale.policy.min_scale}"
-            if scale
-            else "gradients are not finite"
-        )
+        what = "gradients are not finite"
+        if scale is not None:
+            how = "at its minimum," if scale.is_spent and scale.policy.dynamic else "at"
+            what = f"gradients are not finite, and the loss scale is {how} {scale.scale}"
         if is_loss_alone:
             what = "the loss is nan while every gradient is finite, so what is nan in it trains no weight"
+        if in_a_row:
+            what += f", after {in_a_row} steps in a row that were skipped"
         raise NonFiniteError(
             f"step {self.step_count + 1}: {what}; {where}. The weights are those of step {self.step_count}. "
             "Look at the data of this step, lower the learning rate, clip gradients, or widen precision.compute"

@@ -78,6 +78,8 @@ class Progress:
     """Optimizer steps done."""
     applied_steps: int = 0
     """Of them those that were not skipped: what the schedule counts."""
+    skipped_in_a_row: int = 0
+    """Steps skipped since the last one that was not."""
     best: tuple[int, float] | None = None
     """(step, score) of the best step that was saved with a score."""
 

@@ -30,7 +30,7 @@ class LossScaleState(StrictModel):
     """Of fp16."""
 
     scale: Annotated[float, Field(gt=0)]
-    clean_steps: Count
+    clean_steps: int
     overflows_left: int
 
 

@@ -61,6 +61,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
     state = {
         "step": progress.step_count,
         "applied": progress.applied_steps,
+        "skipped_in_a_row": progress.skipped_in_a_row,
         "groups": parts.optimizer_groups.state(),
         "best": progress.best,
         "loaders": loaders.positions(),
@@ -373,6 +374,7 @@ def _restore(
     progress = parts.progress
     progress.step_count = int(state.get("step", manifest.step))
     progress.applied_steps = int(state.get("applied", progress.step_count))
+    progress.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     parts.optimizer_groups.load_state(state.get("groups"))
     best = state.get("best")
     progress.best = None if best is None else (int(best[0]), float(best[1]))

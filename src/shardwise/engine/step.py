@@ -48,9 +48,11 @@ class StepResult(NamedTuple):
     weight: float
     """Summed weights of the microbatches: tokens, samples, or their number."""
     skipped: bool
-    """True where a non-finite gradient (fp16 overflow) left the weights as they were."""
+    """True where NaN or infinity left the weights as they were: an overflow of fp16, ``precision.nonfinite: skip``."""
     divergences: tuple[str, ...] = ()
     """What this rank did otherwise than the Plan had it: a Unit that its data skipped, another order, a second use."""
+    skipped_steps: int = 0
+    """Steps skipped since the run began, this one included."""
 
 
 class Local(NamedTuple):

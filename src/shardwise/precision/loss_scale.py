@@ -1,8 +1,8 @@
-"""Dynamic loss scale: keeps small fp16 gradients from vanishing.
+"""Loss scale: keeps small fp16 gradients from vanishing.
 
     backward(loss · scale);   gradient / scale before the update
-    overflow:                 skip the step; after ``hysteresis`` overflows  scale ← scale / 2
-    ``growth_interval`` clean steps in a row:                                scale ← scale · 2
+    overflow:                 skip the step; at the ``hysteresis``-th  scale ← scale · backoff_factor
+    ``growth_interval`` clean steps in a row:                          scale ← scale · growth_factor
 
 Every rank feeds the same flag (the finite check travels with the norm), so all hold the same scale and skip together.
 
@@ -25,28 +25,34 @@ class LossScale:
 
     def __post_init__(self) -> None:
         self.scale = self.scale or self.policy.init_scale
+        self.clean_steps = self.clean_steps or -self.policy.growth_delay
         self.overflows_left = self.overflows_left or self.policy.hysteresis
 
     @property
-    def at_floor(self) -> bool:
-        """True where another halving would pass the floor."""
-        return self.scale <= self.policy.min_scale
+    def is_spent(self) -> bool:
+        """True where one more overflow would ask for a smaller scale than there is."""
+        return not self.policy.dynamic or (self.overflows_left <= 1 and self.scale <= self.policy.min_scale)
 
     def update(self, finite: bool) -> None:
         """Take note of one step's gradients."""
+        policy = self.policy
+        if not policy.dynamic:
+            return
         if finite:
             self.clean_steps += 1
-            if self.clean_steps >= self.policy.growth_interval:
+            if policy.consecutive_hysteresis:
+                self.overflows_left = policy.hysteresis
+            if self.clean_steps >= policy.growth_interval:
                 self.clean_steps = 0
-                self.scale *= 2
-                self.overflows_left = self.policy.hysteresis
+                self.scale *= policy.growth_factor
+                self.overflows_left = policy.hysteresis
             return
-        self.clean_steps = 0
+        self.clean_steps = -policy.growth_delay
         self.overflows_left -= 1
         if self.overflows_left <= 0:
-            self.scale = max(self.scale / 2, self.policy.min_scale)
+            self.scale = max(self.scale * policy.backoff_factor, policy.min_scale)
             self.overflows_left = (
-                1  # from here every further overflow halves, until the scale has grown again
+                1  # from here every further overflow counts, until the tolerance is restored
             )
 
     def state(self) -> dict[str, float]:

@@ -8,10 +8,10 @@ masters, moments and accumulated gradients are fp32 unless asked otherwise (arXi
 """
 
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from shardwise.plan.policy import Policy
 
@@ -24,19 +24,45 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+SixteenBits = Literal["bf16", "fp16"]
+Level = Literal["O0", "O1", "O2", "O3"]
+LEVELS: dict[Any, dict[str, Any]] = {
+    "O0": {"compute": "fp32"},
+    "O1": {"compute": "fp32", "operations": "fp16"},
+    "O2": {"compute": "fp16"},
+    "O3": {"compute": "fp16", "grad": "fp16", "master": "fp16", "buffers": "fp16", "loss_scale": 1.0},
+}
+"""The keys that a level of ``amp`` stands for."""
 
 
 class LossScalePolicy(Policy):
-    """Keys under ``precision.loss_scale``; they act with fp16 compute alone."""
+    """Keys under ``precision.loss_scale``; they act where fp16 computes alone. One number (``loss_scale: 128``) is a
+    scale that stays: ``{init_scale: 128, dynamic: false}``."""
 
-    init_scale: float = 2.0**16
+    init_scale: PositiveFloat = 2.0**16
     """Scale of the first step."""
+    dynamic: bool = True
+    """False: the scale stays as it is, and an overflow is what ``precision.nonfinite`` says."""
     growth_interval: PositiveInt = 1000
-    """Clean steps after which the scale doubles."""
+    """Clean steps in a row after which the scale grows."""
+    growth_delay: NonNegativeInt = 0
+    """Clean steps more that the first growth takes after the start and after an overflow (DeepSpeed: 1)."""
+    growth_factor: float = Field(2.0, gt=1)
+    """What the scale is multiplied by when it grows. A power of two changes no digit of a gradient."""
+    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    """What the scale is multiplied by at an overflow."""
     hysteresis: PositiveInt = 2
-    """Overflows that are tolerated before the scale halves."""
-    min_scale: float = 1.0
-    """Smallest scale; an overflow at it ends the run and names the first module with a non-finite output."""
+    """Overflows that make the scale fall, the ones before being tolerated; growth restores the tolerance."""
+    consecutive_hysteresis: bool = False
+    """True: they must come in a row, for a clean step restores the tolerance too."""
+    min_scale: PositiveFloat = 1.0
+    """Smallest scale; an overflow that would make it fall further is what ``precision.nonfinite`` says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number(cls, given: Any) -> Any:
+        is_number = isinstance(given, int | float) and not isinstance(given, bool)
+        return {"init_scale": given, "dynamic": False} if is_number else given
 
 
 class Dtypes(NamedTuple):
@@ -51,8 +77,16 @@ class Dtypes(NamedTuple):
 class PrecisionPolicy(Policy):
     """Keys under ``precision:``; one word (``precision: bf16``) sets ``compute`` and leaves the others to follow."""
 
+    amp: Level | None = None
+    """A level of mixed precision, by the names that apex gave them: short for the keys of ``LEVELS``. O0: all in fp32.
+    O1: fp32 weights, fp16 for products alone (``operations``). O2: fp16 weights, norms with statistics in fp32, fp32
+    masters. O3: all in fp16, the loss scale 1. ``compute: bf16`` beside it (O1: ``operations: bf16``) takes bf16 for
+    fp16; the other keys of a level may not be given otherwise."""
     compute: Name | None = None
     """Dtype of weights and activations; left out, the model's own dtypes stay."""
+    operations: SixteenBits | None = None
+    """Dtype of products and convolutions, operation by operation; softmax, norms, losses, sums and exponentials are
+    then computed in fp32 (``precision/operations.py`` lists them), and all others in the dtype of their inputs."""
     grad: Name | None = None
     """Dtype of the gradient buffer; left out, fp32 for 16-bit compute, else as ``compute``."""
     reduce: Name | None = None
@@ -60,16 +94,54 @@ class PrecisionPolicy(Policy):
     16-bit gradient to which nothing was added yet travels in its own 16 bits, which are the same numbers."""
     master: Name | None = None
     """Dtype of the weights that the optimizer updates; left out, fp32 for 16-bit compute, else as ``compute``."""
+    buffers: Name | None = None
+    """Dtype of floating buffers; left out, they stay as they are."""
     keep_fp32: list[str] = Field(default_factory=list)
-    """Patterns of parameter names that stay in fp32 under 16-bit compute. Norms with running statistics do so
-    without being named."""
+    """Patterns of names of parameters and buffers that stay in fp32 under 16 bits; ``class:LayerNorm`` means those of
+    modules of this class or one derived from it. Norms with wide running statistics do so without being named."""
+    narrow_reduce: list[str] = Field(default_factory=list)
+    """Patterns, as those of ``keep_fp32``, of parameters whose gradients travel between ranks in the dtype of
+    ``operations``."""
     loss_scale: LossScalePolicy = Field(default_factory=LossScalePolicy)
-    """Dynamic loss scale of fp16."""
+    """Loss scale of fp16."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What a step with NaN or infinity does that no smaller loss scale would help (bf16, fp32, a scale that stays or is
+    at its minimum, a loss of NaN): ``raise`` ends the run and names the first module with such an output, ``skip``
+    leaves the weights as they are and goes on."""
+    max_skipped_steps: PositiveInt = 100
+    """Steps in a row that may be skipped; one more ends the run as ``nonfinite: raise`` does."""
 
     @model_validator(mode="before")
     @classmethod
-    def _one_word(cls, given: Any) -> Any:
-        return {"compute": given} if isinstance(given, str) else given
+    def _short_forms(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return {"compute": given}
+        level = LEVELS.get(given.get("amp"), {}) if isinstance(given, dict) else {}
+        if not level:
+            return given
+        half = "operations" if "operations" in level else "compute"
+        narrow = given.get(half) if given.get(half) == "bf16" else "fp16"
+        filled = {key: narrow if value == "fp16" else value for key, value in level.items()}
+        for key, value in filled.items():
+            same = LossScalePolicy.model_validate if key == "loss_scale" else str
+            if key in given and same(given[key]) != same(value):
+                raise ValueError(
+                    f"amp: {given['amp']} sets {key}: {value}, beside which {key}: {given[key]} is given"
+                )
+        return {**given, **filled}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.operations and self.compute not in (None, "fp32", self.operations):
+            raise ValueError(
+                f"operations: {self.operations} narrows products of fp32 weights, and compute is {self.compute}; set "
+                f"compute: fp32 or {self.operations}, or leave operations out"
+            )
+        if self.narrow_reduce and not self.operations:
+            raise ValueError(
+                "narrow_reduce: gradients travel in the dtype of operations, which is not set; set reduce"
+            )
+        return self
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
