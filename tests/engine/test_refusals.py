@@ -11,7 +11,7 @@ import shardwise
 from shardwise.comm.world import join
 from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.pipeline.layers import Layers
-from shardwise.plan.errors import ConfigError, ShardwiseError
+from shardwise.plan.errors import ConfigError, PlanError, ShardwiseError
 from tests.engine.nets import Language, seeded
 
 SMALL = dict(layers=4, width=24, heads=4, context=12, vocab=19, hidden=24)
@@ -169,11 +169,45 @@ def test_one_rank_needs_no_table_and_no_blocks() -> None:
 def given_another_model(world: Any) -> str:
     width = 6 + 2 * world.rank
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
-    with pytest.raises(ShardwiseError) as caught:
-        shardwise.initialize(model, {"zero": {"stage": 2}}, world=world)
+    with pytest.raises(PlanError) as caught:
+        shardwise.initialize(model, {"zero": {"stage": 2}, "comm": {"timeout_s": 10}}, world=world)
     return str(caught.value)
 
 
 def test_ranks_with_different_models_are_told_before_any_work(ranks: Any) -> None:
     for said in ranks(2).run(given_another_model):
         assert "the ranks were given different models" in said
+
+
+class EitherEnd(nn.Module):
+    """A layer that the batch has in front of the blocks or behind them: on the first stage or the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, front: Tensor | None = None, behind: Tensor | None = None) -> Tensor:
+        x = behind if front is None else self.side(front)
+        for block in self.blocks:
+            x = block(x)
+        return (self.side(x) if front is None else x).square().mean()
+
+
+def given_another_example(world: Any, of_rank: tuple[str, str]) -> str:
+    config = {"mesh": {"pp": 2}, "comm": {"timeout_s": 10}, "check_first_step": "off"}
+    example = {of_rank[world.rank]: torch.zeros(2, 4)}
+    try:
+        engine = shardwise.initialize(EitherEnd(), config, world=world, example=example)
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    engine.close()
+    return ""
+
+
+def test_ranks_with_examples_of_different_kinds_are_told_before_any_work(ranks: Any) -> None:
+    for said in ranks(2).run(given_another_example, ("front", "behind")):
+        assert said.startswith(
+            "PlanError: model: the ranks were given different models, or use their parts in"
+        )
+    assert ranks(2).run(given_another_example, ("behind", "behind")) == ["", ""]

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from tests.plan.described import model, plan
 
 from shardwise.plan.action import NORM, RECV, SEND, SUM, Action, B, F, Kind
@@ -17,7 +18,7 @@ from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard
 from shardwise.plan.plan import Plan
-from shardwise.plan.registry import Registry
+from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.validate import validate_plan
 
 Rows = dict[str, list[Action]]
@@ -386,3 +387,46 @@ def test_a_tensor_that_no_bucket_holds() -> None:
     classes = {"all": replace(own, units=units)}
     with pytest.raises(PlanError, match=r"REDUCE\(3,1\) of a Unit in which nothing trains|in 0 buckets"):
         validate_plan(replace(whole, classes=classes), MICROBATCHES)
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def with_registered_tables(name: str, tables: Mapping[str, int]) -> Plan:
+    """``tables``: the stage of each."""
+    whole = good(name)
+    registry = registered(whole, "table", "").registry
+    for table, stage in tables.items():
+        for label in ("", "momentum"):
+            registry.add(TensorInfo(table, (9, 4), torch.float32, "table", label=label, stages=(stage,)))
+    return replace(whole, registry=registry)
+
+
+TABLES = {"tables": {"users.a": 0, "users.b": 0, "blocks.2.items.c": 0}}
+TABLES["tables pp"] = TABLES["tables"] | {"blocks.2.items.c": 1}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_no_unit_has(name: str) -> None:
+    """The Unit is gone with all its Actions, so that nothing is missing in the list; or it never was there."""
+    whole = with_registered_tables(name, TABLES[name])
+    validate_plan(whole, MICROBATCHES)
+    for key, each in whole.classes.items():
+        last = len(each.units) - 1
+        fewer = replace(
+            each,
+            units=each.units[:-1],
+            unit_stages=each.unit_stages[:-1],
+            actions=tuple(action for action in each.actions if action.unit != last),
+        )
+        with pytest.raises(PlanError, match="table '(users.a|blocks.2.items.c)' is in 0 Units on stage"):
+            validate_plan(replace(whole, classes={**whole.classes, key: fewer}), MICROBATCHES)
+    with pytest.raises(PlanError, match="table 'ads.a' is in 0 Units on stage 0"):
+        validate_plan(with_registered_tables(name, TABLES[name] | {"ads.a": 0}), MICROBATCHES)
+    with pytest.raises(PlanError, match="Unit blocks.2.items on stage . has rows of no table"):
+        validate_plan(with_registered_tables(name, {"users.a": 0}), MICROBATCHES)
+
+
+def test_a_table_on_another_stage_than_its_unit() -> None:
+    with pytest.raises(PlanError, match="table 'users.a' is in 0 Units on stage 1"):
+        validate_plan(with_registered_tables("tables pp", TABLES["tables pp"] | {"users.a": 1}), MICROBATCHES)

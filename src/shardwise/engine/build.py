@@ -336,7 +336,7 @@ def _tables(model: nn.Module, stages: Stages, site: Site, share: _Share) -> Tabl
     spec = share.planned.spec
     stage_of = spec.stage_of_tables(spec.stage_starts(settings.pipeline, mesh.pp))
     tables = take_over(model, modules, stage_of, settings, site.world, mesh, site.groups, site.clock)
-    register_tables(share.plan.registry, tables, mesh.size("dp"))
+    register_tables(share.plan, tables, share.planned.policies.microbatches)
     return tables
 
 

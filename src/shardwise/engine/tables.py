@@ -34,8 +34,9 @@ from shardwise.parallel.embedding.registered import infos
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.plan.errors import ConfigError, PlanError, TableFullError, UsageError
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.plan import Plan
 from shardwise.plan.policy import nearest
-from shardwise.plan.registry import Registry
+from shardwise.plan.validate import validate_plan
 
 _ALIKE = 1e-3
 """Relative difference of Σ g² between ranks that should have the same gradients."""
@@ -278,15 +279,18 @@ def tables_of(model: nn.Module, stage_of: Mapping[str, int] | None = None) -> Ta
     return Tables(everywhere, {}, stages, dict.fromkeys(("dp", "tp", "model", "world"), Group.alone("dp")))
 
 
-def register_tables(registry: Registry, tables: Tables, ranks: int) -> None:
-    """Every table, and the state of its rows, with its place on the data-parallel ``ranks``."""
+def register_tables(plan: Plan, tables: Tables, microbatches: int) -> None:
+    """Every table, and the state of its rows, with its place on the data-parallel ranks; the Plan is proved anew."""
+    ranks = plan.mesh.size("dp")
     for prefix, collection in tables.everywhere.items():
         places = {choice.table: choice.place for choice in collection.choices}
         stage = tables.stages[prefix]
         for table in collection.tables:
             name, place = full_name(prefix, table.name), places[table.name]
             for info in infos(name, table, collection.optimizer, place, collection.dtype, ranks, stage):
-                registry.add(info)
+                plan.registry.add(info)
+    if tables:
+        validate_plan(plan, microbatches)
 
 
 def _check(tables: Tables, settings: RunConfig) -> None:

@@ -10,7 +10,7 @@
     end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
                  tables among them, and the gather of weights that are whole but were updated in pieces
     registry     buffers lie as their tensors are registered, every tensor in one bucket of each stage that holds it,
-                 and every gradient that ranks add to is summed
+                 every table in one Unit of its stage, and every gradient that ranks add to is summed
 
 Cost: one look at each Action and at each tensor.
 """
@@ -23,6 +23,7 @@ from typing import NamedTuple
 from shardwise.plan.action import NORM, RECV, SEND, SUM, Action, B, F, Kind
 from shardwise.plan.dataflow import stages_of
 from shardwise.plan.errors import PlanError
+from shardwise.plan.lists import is_inside
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import FLAT, Partial, Shard
 from shardwise.plan.plan import Buffers, Plan, RankClass
@@ -517,7 +518,7 @@ def _check_gradient(
 
 
 def _everywhere(plan: Plan) -> None:
-    """Every parameter is in one bucket of each stage that holds it."""
+    """Every parameter is in one bucket of each stage that holds it, every table in one Unit of its stage."""
     found = Counter(
         (slot.name, stage)
         for each in plan.classes.values()
@@ -531,3 +532,32 @@ def _everywhere(plan: Plan) -> None:
                 raise PlanError(
                     f"plan: {info.name!r} is in {found[info.name, stage]} buckets on stage {stage}; expected one"
                 )
+    _tables(plan)
+
+
+def _tables(plan: Plan) -> None:
+    """A table that no Unit has would be fetched, delivered and updated by nobody; a Unit without a table moves no row.
+
+    Tables are registered when they have places, which a Plan is made before: one of no table says nothing of Units.
+    """
+    placed = [
+        (unit, stage)
+        for each in plan.classes.values()
+        for unit, stage in zip(each.units, each.unit_stages, strict=True)
+        if unit.has_rows
+    ]
+    found: Counter[tuple[str, int]] = Counter()
+    for name, stages in sorted({(info.name, info.stages) for info in plan.registry.of_kind("table")}):
+        for stage in stages:
+            units = [unit.name for unit, at in placed if at == stage and is_inside(name, unit.name)]
+            if len(units) != 1:
+                raise PlanError(
+                    f"plan: table {name!r} is in {len(units)} Units on stage {stage}; expected one, which fetches its "
+                    "rows, delivers their gradients and updates them"
+                )
+            found[units[0], stage] += 1
+    for unit, stage in placed if found else ():
+        if not found[unit.name, stage]:
+            raise PlanError(
+                f"plan: Unit {unit.title} on stage {stage} has rows of no table that is registered"
+            )
