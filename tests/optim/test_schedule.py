@@ -5,12 +5,12 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.optim.policy import SchedulePolicy
 from shardwise.optim.schedule import factor
+from shardwise.optim.schedule_policy import SchedulePolicy
 
 
 def curve(policy: SchedulePolicy, steps: int) -> list[float]:
-    return [factor(policy, step) for step in range(steps)]
+    return [factor(policy, {}, step) for step in range(steps)]
 
 
 def test_constant() -> None:
@@ -26,8 +26,8 @@ def test_linear() -> None:
 def test_cosine() -> None:
     policy = SchedulePolicy(type="cosine", warmup_steps=2, total_steps=10)
     assert curve(policy, 3) == [0.5, 1, 1]
-    assert math.isclose(factor(policy, 6), 0.5)
-    assert math.isclose(factor(policy, 10), 0, abs_tol=1e-15)
+    assert math.isclose(factor(policy, {}, 6), 0.5)
+    assert math.isclose(factor(policy, {}, 10), 0, abs_tol=1e-15)
 
 
 @given(

@@ -31,6 +31,7 @@ from shardwise.observe.lanes_picture import Lanes
 from shardwise.observe.memory import in_use_bytes
 from shardwise.observe.metrics import ClickRecord
 from shardwise.observe.progress import count_text
+from shardwise.optim.schedule_policy import ends_at, lacks_end
 from shardwise.parallel.embedding.planner import Choice
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.plan.errors import UsageError
@@ -191,8 +192,8 @@ def with_steps(config: RunConfig, samples: int, epochs: int | None) -> RunConfig
     steps = math.ceil(epochs * samples / config.batch.global_size)
     if "steps" in train.model_fields_set:
         steps = min(steps, train.steps)
-    if schedule.total_steps in (None, train.steps):
-        schedule = schedule.model_copy(update={"total_steps": steps})
+    if lacks_end(schedule) or getattr(schedule, "total_steps", None) == train.steps:
+        schedule = ends_at(schedule, steps)
     train = train.model_copy(update={"steps": steps})
     return config.model_copy(update={"train": train, "schedule": schedule})
 

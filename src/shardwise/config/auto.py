@@ -6,6 +6,7 @@ from shardwise.config.batch import BatchPolicy
 from shardwise.config.rules import check
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks.policy import ClickPolicy
+from shardwise.optim.schedule_policy import ends_at, lacks_end, needs_end
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import Mesh
 
@@ -32,10 +33,10 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
         # Two CPU ranks share their cores with the copy: a gather beside the computation gains nothing there.
         prefetch = 0 if device_type == "cpu" else 1
     schedule = config.schedule
-    if schedule.total_steps is None and "steps" in config.train.model_fields_set:
-        schedule = schedule.model_copy(update={"total_steps": config.train.steps})
+    if lacks_end(schedule) and "steps" in config.train.model_fields_set:
+        schedule = ends_at(schedule, config.train.steps)
     has_epochs = isinstance(config.data, ClickPolicy) and config.data.epochs is not None
-    if schedule.total_steps is None and schedule.type != "constant" and not has_epochs:
+    if lacks_end(schedule) and needs_end(schedule) and not has_epochs:
         raise ConfigError(
             f"schedule: {schedule.type} needs a last step; give schedule.total_steps, train.steps or data.epochs"
         )

@@ -207,7 +207,7 @@ def _forms(kind: Any, path: str, tag: str = "") -> Iterator[tuple[type[Policy], 
 
 def _when(form: type[Policy], tag: str) -> str:
     """What tells one form of a block from the others."""
-    for name in ("name", "kind"):
+    for name in _TELLS:
         if name in form.model_fields:
             return f"{name}: {tag}"
     return f"{tag}: ..."
@@ -284,7 +284,9 @@ START: dict[str, Any] = {
     "batch": {"global_size": 16},
 }
 """What a run cannot do without."""
-_FORM_AT_START = {"model": "gpt", "data": "text"}
+_FORM_AT_START = {"model": "gpt", "data": "text", "schedule": "constant"}
+_TELLS = ("name", "kind", "type")
+"""Keys by which the forms of a block are told apart."""
 
 
 def annotated_yaml() -> str:
@@ -327,9 +329,10 @@ def _sentence(field: FieldInfo) -> str:
 
 
 def _tag_of(form: type[Policy]) -> str:
-    for name in ("name", "kind"):
+    for name in _TELLS:
         if name in form.model_fields:
-            return str(form.model_fields[name].default)
+            field = form.model_fields[name]
+            return str(get_args(field.annotation)[0] if field.is_required() else field.default)
     return "target" if "target" in form.model_fields else ""
 
 

@@ -13,6 +13,7 @@ from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.data.policy import DataPolicy
 from shardwise.models.gpt import GptPolicy
 from shardwise.models.policy import reads_clicks
+from shardwise.optim.schedule_policy import SchedulePolicy
 from shardwise.parallel.embedding.policy import TableOptions
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import nearest
@@ -90,10 +91,25 @@ RULES = (
     ),
     Rule(
         "warm-up",
-        lambda c: c.schedule.total_steps is None or c.schedule.warmup_steps < c.schedule.total_steps,
         lambda c: (
-            f"schedule: warmup_steps {c.schedule.warmup_steps} must be less than total_steps "
-            f"{c.schedule.total_steps}"
+            not isinstance(c.schedule, SchedulePolicy)
+            or c.schedule.total_steps is None
+            or c.schedule.warmup_steps < c.schedule.total_steps
+        ),
+        lambda c: (
+            f"schedule: warmup_steps {getattr(c.schedule, 'warmup_steps', 0)} must be less than total_steps "
+            f"{getattr(c.schedule, 'total_steps', 0)}"
+        ),
+    ),
+    Rule(
+        "decay",
+        lambda c: (
+            not isinstance(c.schedule, SchedulePolicy)
+            or c.schedule.total_steps is None
+            or c.schedule.warmup_steps + (c.schedule.decay_steps or 0) <= c.schedule.total_steps
+        ),
+        lambda c: (
+            f"schedule: warmup_steps and decay_steps together must not be more than total_steps: {c.schedule!r}"
         ),
     ),
     Rule(

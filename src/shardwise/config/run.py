@@ -21,7 +21,8 @@ from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.recompute import RecomputePolicy
 from shardwise.models.policy import ModelPolicy, reads_clicks
 from shardwise.observe.sinks import MonitorPolicy
-from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
+from shardwise.optim.policy import OptimizerPolicy
+from shardwise.optim.schedule_policy import AnySchedulePolicy, SchedulePolicy
 from shardwise.parallel.embedding.policy import TablesPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.tensor.policy import TensorPolicy
@@ -116,8 +117,8 @@ class RunConfig(Policy):
     """Dtypes."""
     optimizer: OptimizerPolicy = Field(default_factory=OptimizerPolicy)
     """What updates the weights."""
-    schedule: SchedulePolicy = Field(default_factory=SchedulePolicy)
-    """Learning rate over the steps."""
+    schedule: AnySchedulePolicy = Field(default_factory=SchedulePolicy)
+    """Learning rates over the steps, and momenta."""
     max_grad_norm: PositiveFloat | None = None
     """Gradients whose global norm is larger are scaled down to it; left out, they are not clipped."""
     compile: CompilePolicy = Field(default_factory=CompilePolicy)
@@ -291,7 +292,7 @@ def _explained(error: ValidationError, where: str) -> str:
     listed = set()
     for detail in error.errors(include_url=False, include_context=False):
         steps = [str(part) for part in detail["loc"]]
-        if steps[:1] in (["model"], ["data"]) and len(steps) > 1:
+        if steps[:1] in (["model"], ["data"], ["schedule"]) and len(steps) > 1:
             del steps[1]  # the tag of the union, which is no key of the user's
         path = ".".join(steps) or "(top level)"
         message = detail["msg"].removeprefix("Value error, ")

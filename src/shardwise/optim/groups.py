@@ -16,9 +16,12 @@ from typing import Any, NoReturn
 from torch import Tensor, optim
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.optim.policy import OptimizerPolicy, SchedulePolicy
-from shardwise.optim.schedule import factor, rates
-from shardwise.plan.errors import MismatchError, UsageError
+from shardwise.optim.policy import OptimizerPolicy
+from shardwise.optim.schedule import check_groups, factor, is_constant, rates, sets_rates
+from shardwise.optim.schedule_policy import TorchSchedulePolicy
+from shardwise.optim.torch_schedule import TorchSchedule
+from shardwise.plan.errors import ConfigError, MismatchError, UsageError
+from shardwise.plan.policy import Policy
 
 _HOOKS = (
     "step_pre_hook",
@@ -34,12 +37,21 @@ class OptimizerGroups:
     """See the module's docstring."""
 
     def __init__(
-        self, policy: OptimizerPolicy, schedule: SchedulePolicy, given: optim.Optimizer | None = None
+        self, policy: OptimizerPolicy, schedule: Policy, given: optim.Optimizer | None = None
     ) -> None:
         self.given = given
         """The user's optimizer, if one was given."""
         self._options = policy.options()
         self._schedule = schedule
+        self._torch: TorchSchedule | None = None
+        if isinstance(schedule, TorchSchedulePolicy):
+            if given is not None:
+                raise ConfigError(
+                    f"schedule: type torch is for the optimizer of the configuration, and one was given; make "
+                    f"{schedule.scheduler} on that one, and it is read before each step"
+                )
+            self._torch = TorchSchedule(schedule, self._options)
+        check_groups(schedule, self._options if given is None else given.param_groups)
         self._first_lr = 0.0 if given is None else float(given.param_groups[0]["lr"])
         self._count = len(self._options if given is None else given.param_groups)
         self._ours: list[RemovableHandle] = []
@@ -88,6 +100,8 @@ class OptimizerGroups:
 
         Errors: UsageError where two schedules meet, where groups were added, and where nothing would ever move.
         """
+        if self._torch is not None:
+            return self._torch.rates(applied)
         if self.given is None:
             return rates(self._schedule, self._options, applied)
         self._check_hooks()
@@ -98,12 +112,13 @@ class OptimizerGroups:
                 "before initialize()"
             )
         is_scheduled = any("initial_lr" in group for group in groups)
-        if is_scheduled and (self._schedule.type != "constant" or self._schedule.warmup_steps):
+        if is_scheduled and not is_constant(self._schedule):
             raise UsageError(
                 "schedule: the configuration has one and the given optimizer has a scheduler of its own (its groups "
-                "carry initial_lr); both would multiply the learning rate, keep one"
+                "carry initial_lr); both would write the learning rate, keep one"
             )
-        if not is_scheduled and not any(float(group["lr"]) for group in groups):
+        is_set = is_scheduled or sets_rates(self._schedule)
+        if not is_set and not any(float(group["lr"]) for group in groups):
             raise UsageError(
                 "optimizer: the learning rate of every group is 0 and no scheduler is attached that could raise it, so "
                 "no weight would ever move; give the optimizer a learning rate above 0"
@@ -114,10 +129,14 @@ class OptimizerGroups:
         """What the learning rates of embedding tables are multiplied by: the schedule's factor; with a user's optimizer
         the lr of its first group as a part of its top (``max_lr``, else ``initial_lr``, else the lr that it came with).
         """
-        part = factor(self._schedule, applied)
+        if self._torch is not None:
+            return self._torch.factor(applied)
         if self.given is None:
-            return part
+            return factor(self._schedule, self._options[0], applied)
         first = self.given.param_groups[0]
+        part = factor(self._schedule, first, applied)
+        if sets_rates(self._schedule):
+            return part
         top = float(first.get("max_lr", first.get("initial_lr", self._first_lr)))
         return part * float(first["lr"]) / top if top else part
 

@@ -1,10 +1,10 @@
-"""OptimizerPolicy and SchedulePolicy: what updates the masters, and with which learning rate."""
+"""OptimizerPolicy: what updates the masters."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from shardwise.plan.policy import Policy
 
@@ -137,16 +137,3 @@ class OptimizerPolicy(Policy):
             own[key] = default if given is None else given
         exceptions = [group.model_dump(exclude={"match"}, exclude_none=True) for group in self.groups]
         return [own, *({**own, **exception} for exception in exceptions)]
-
-
-class SchedulePolicy(Policy):
-    """Keys under ``schedule:``; steps are optimizer steps, whatever the accumulation and the number of ranks."""
-
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps in which the learning rate rises linearly from near 0 to its top."""
-    total_steps: PositiveInt | None = None
-    """Steps at whose end ``linear`` and ``cosine`` reach the bottom; left out, ``train.steps``."""
-    min_ratio: NonNegativeFloat = 0.0
-    """Bottom of the learning rate, as a part of its top."""

@@ -1,38 +1,221 @@
-"""Learning-rate schedules, as a pure function of the optimizer steps that were applied.
+"""What each group of an optimizer works with, as a pure function of the optimizer steps that were applied.
 
-With t the number of steps already applied, w warm-up steps, T total steps, m the bottom ratio:
+With t the number of steps already applied (0 in the first step), w warm-up steps, T total steps, m the bottom ratio:
 
-    t < w:    (t + 1) / w
-    else      p = (t - w) / (T - w), at most 1
-              constant  1
-              linear    1 - (1 - m) p
-              cosine    m + (1 - m) (1 + cos πp) / 2         (arXiv:1608.03983, one cycle)
+    constant ... wsd        lr times
+        t < w:              (t + 1) / w
+        else                p = (t - w) / (T - w), at most 1
+            constant        1
+            linear          1 - (1 - m) p
+            cosine          m + (1 - m) (1 + cos πp) / 2         (arXiv:1608.03983, one cycle)
+            polynomial      m + (1 - m) (1 - p)^power
+            exponential     m^p
+            wsd             1 - (1 - m) q,  q = how much of the last ``decay_steps`` is done
 
-A step that is skipped (fp16 overflow) changed no weight, so it does not count.
+    warmup, warmup_linear   i = t - 1, w at least 2; lr = min + (max - min) g
+        i < 0               g = 0
+        i < w               ln(i + 1) / ln w, or i / w
+        else                1, or (T - i) / (T - w), at least 0
+    warmup_cosine           lr times 0; s + (1 - s) g; then m + (1 - m) (1 + cos πp) / 2 with p = (i - w + 1) / (T - w)
+
+    one_cycle               place x in the cycle of a + b steps: up x / a, then down (a + b - x) / b; up to t = a + b
+        lr                  min + (max - min) scale; after the cycle min / (1 + rate k), k = (t - a - b) / decay_steps
+        momentum            max - (max - min) scale; after it max (1 + rate k); in the first step min
+    range_test              min (1 + rate t / n), or min (1 + rate)^(t / n); whole intervals alone with ``staircase``
+
+A step that is skipped (fp16 overflow) changed no weight, so it does not count. The middle three and range_test are
+DeepSpeed's curves to the last step; benchmarks/deepspeed/schedules.py holds them to it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardwise.optim.policy import SchedulePolicy
+from shardwise.optim.schedule_policy import (
+    OneCyclePolicy,
+    RangeTestPolicy,
+    SchedulePolicy,
+    WarmupCosinePolicy,
+    WarmupPolicy,
+)
+from shardwise.plan.errors import ConfigError
+from shardwise.plan.policy import Policy
+
+Group = Mapping[str, Any]
+"""Numbers of one group of an optimizer."""
 
 
-def factor(policy: SchedulePolicy, step: int) -> float:
-    """What the learning rate is multiplied by when ``step`` steps are applied."""
-    if step < policy.warmup_steps:
-        return (step + 1) / policy.warmup_steps
+def rates(policy: Policy, groups: Sequence[Group], applied: int) -> list[dict[str, Any]]:
+    """What each group works with when ``applied`` steps are applied: its numbers, lr and momentum by the schedule."""
+    curve = _CURVES[type(policy)]
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            **curve(policy, group, place, applied),
+        }
+        for place, group in enumerate(groups)
+    ]
+
+
+def factor(policy: Policy, group: Group, applied: int) -> float:
+    """The first group's learning rate as a part of its top (of its start, in a range test): what rates of embedding
+    tables are multiplied by. ``group``: the first one, its lr before the schedule."""
+    if isinstance(policy, SchedulePolicy):
+        return _part(policy, applied)
+    if isinstance(policy, WarmupCosinePolicy):
+        return _cosine_part(policy, applied)
+    assert isinstance(policy, WarmupPolicy | OneCyclePolicy | RangeTestPolicy), "torch's are no closed form"
+    top = policy.min_lr if isinstance(policy, RangeTestPolicy) else policy.max_lr
+    top = float(group["lr"]) if top is None else _of_group(top, 0)
+    return float(_CURVES[type(policy)](policy, group, 0, applied)["lr"]) / top if top else 0.0
+
+
+def is_constant(policy: Policy) -> bool:
+    """True where every step works with the optimizer's own numbers."""
+    return isinstance(policy, SchedulePolicy) and policy.type == "constant" and not policy.warmup_steps
+
+
+def sets_rates(policy: Policy) -> bool:
+    """True where learning rates come from the schedule and not from the optimizer."""
+    has_top = isinstance(policy, WarmupPolicy) and policy.max_lr is not None
+    return has_top or isinstance(policy, OneCyclePolicy | RangeTestPolicy)
+
+
+def check_groups(policy: Policy, groups: Sequence[Group]) -> None:
+    """Errors: ConfigError where a list has another length than ``groups``, or a momentum is to be cycled that a group
+    has not."""
+    for name in policy.__class__.model_fields:
+        value = getattr(policy, name)
+        if isinstance(value, list) and len(value) != len(groups):
+            raise ConfigError(
+                f"schedule.{name}: {len(value)} numbers for the optimizer's {len(groups)} groups (its own, then those "
+                "of optimizer.groups); give one a group, or one for all"
+            )
+    if isinstance(policy, OneCyclePolicy) and policy.cycle_momentum:
+        still = [i for i, group in enumerate(groups) if "betas" not in group and not group.get("momentum")]
+        if still:
+            raise ConfigError(
+                f"schedule: one_cycle cycles the momentum, and group {still[0]} of the optimizer has neither betas nor "
+                "a momentum above 0; give it one, or set schedule.cycle_momentum: false"
+            )
+
+
+def _of_group(value: Any, place: int) -> float:
+    return float(value[place] if isinstance(value, list) else value)
+
+
+# Parts of each group's own rate ------------------------------------------------------------------------------------
+
+
+def _own(policy: SchedulePolicy, group: Group, place: int, applied: int) -> dict[str, Any]:
+    return {"lr": float(group["lr"]) * _part(policy, applied)}
+
+
+def _part(policy: SchedulePolicy, applied: int) -> float:
+    if applied < policy.warmup_steps:
+        return (applied + 1) / policy.warmup_steps
     if policy.type == "constant" or policy.total_steps is None:
         return 1.0
-    progress = min((step - policy.warmup_steps) / max(policy.total_steps - policy.warmup_steps, 1), 1.0)
-    falls = progress if policy.type == "linear" else (1 - math.cos(math.pi * progress)) / 2
-    return 1 - (1 - policy.min_ratio) * falls
+    bottom, total = policy.min_ratio, policy.total_steps
+    progress = min((applied - policy.warmup_steps) / max(total - policy.warmup_steps, 1), 1.0)
+    if policy.type == "exponential":
+        return float(bottom**progress)
+    if policy.type == "polynomial":
+        return float(bottom + (1 - bottom) * (1 - progress) ** policy.power)
+    if policy.type == "wsd":
+        steps = policy.decay_steps or max(total // 10, 1)
+        falls = min(max(applied - (total - steps), 0) / steps, 1.0)
+    else:
+        falls = progress if policy.type == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return 1 - (1 - bottom) * falls
 
 
-def rates(policy: SchedulePolicy, groups: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
-    """What each group of an optimizer works with when ``step`` steps are applied: its numbers, lr by the schedule."""
-    part = factor(policy, step)
-    return [
-        {**{key: value for key, value in group.items() if key != "params"}, "lr": float(group["lr"]) * part}
-        for group in groups
-    ]
+# Warm-ups by the logarithm -----------------------------------------------------------------------------------------
+
+
+def _risen(rise: str, since: int, steps: int) -> float:
+    """How much of the warm-up is done ``since`` the second step."""
+    return math.log(since + 1) / math.log(steps) if rise == "log" else since / steps
+
+
+def _warmup(policy: WarmupPolicy, group: Group, place: int, applied: int) -> dict[str, Any]:
+    since, steps = applied - 1, max(policy.warmup_steps, 2)
+    low = _of_group(policy.min_lr, place)
+    high = float(group["lr"]) if policy.max_lr is None else _of_group(policy.max_lr, place)
+    if since < 0:
+        return {"lr": low}
+    if since < steps:
+        part = _risen(policy.rise, since, steps)
+    elif policy.type == "warmup" or policy.total_steps is None:
+        part = 1.0
+    else:
+        part = max((policy.total_steps - since) / max(policy.total_steps - steps, 1), 0.0)
+    return {"lr": low + (high - low) * part}
+
+
+def _warmup_cosine(policy: WarmupCosinePolicy, group: Group, place: int, applied: int) -> dict[str, Any]:
+    return {"lr": float(group["lr"]) * _cosine_part(policy, applied)}
+
+
+def _cosine_part(policy: WarmupCosinePolicy, applied: int) -> float:
+    since, steps = applied - 1, max(policy.warmup_steps, 2)
+    if since < 0:
+        return 0.0
+    if since < steps:
+        return policy.start_ratio + (1 - policy.start_ratio) * _risen(policy.rise, since, steps)
+    assert policy.total_steps is not None, "resolved"
+    progress = min((since - steps + 1) / max(policy.total_steps - steps, 1), 1.0)
+    return policy.min_ratio + (1 - policy.min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+# One cycle ---------------------------------------------------------------------------------------------------------
+
+
+def _one_cycle(policy: OneCyclePolicy, group: Group, place: int, applied: int) -> dict[str, Any]:
+    fall_steps = policy.rise_steps if policy.fall_steps is None else policy.fall_steps
+    after = applied - policy.rise_steps - fall_steps
+    intervals = after / policy.decay_steps if after > 0 and policy.decay_steps else 0.0
+    scale = 0.0 if after > 0 else _cycle_scale(policy, fall_steps, applied)
+    low, high = _of_group(policy.min_lr, place), _of_group(policy.max_lr, place)
+    changed: dict[str, Any] = {"lr": (low + (high - low) * scale) / (1 + policy.decay_lr_rate * intervals)}
+    if not policy.cycle_momentum:
+        return changed
+    least, most = _of_group(policy.min_momentum, place), _of_group(policy.max_momentum, place)
+    momentum = least if applied == 0 else most - (most - least) * scale
+    momentum *= 1 + policy.decay_momentum_rate * intervals
+    if "betas" in group:
+        _, *others = group["betas"]
+        changed["betas"] = (momentum, *(others if policy.second_beta is None else [policy.second_beta]))
+    else:
+        changed["momentum"] = momentum
+    return changed
+
+
+def _cycle_scale(policy: OneCyclePolicy, fall_steps: int, applied: int) -> float:
+    """How far up, 0 to 1. Stairs are counted in whole steps: a share of them may fall just below one."""
+    rise_steps = policy.rise_steps
+    place = applied % (rise_steps + fall_steps)
+    rises = place <= rise_steps
+    stairs = policy.rise_stairs if rises or policy.fall_stairs is None else policy.fall_stairs
+    done, steps = (place, rise_steps) if rises else (rise_steps + fall_steps - place, fall_steps)
+    return (done * stairs // steps) / stairs if stairs else done / steps
+
+
+# Range test --------------------------------------------------------------------------------------------------------
+
+
+def _range_test(policy: RangeTestPolicy, group: Group, place: int, applied: int) -> dict[str, Any]:
+    intervals = applied / policy.interval_steps
+    if policy.staircase:
+        intervals = applied // policy.interval_steps
+    grown = 1 + policy.rate * intervals if policy.growth == "linear" else (1 + policy.rate) ** intervals
+    return {"lr": _of_group(policy.min_lr, place) * grown}
+
+
+_CURVES: Mapping[type[Policy], Callable[[Any, Group, int, int], dict[str, Any]]] = {
+    SchedulePolicy: _own,
+    WarmupPolicy: _warmup,
+    WarmupCosinePolicy: _warmup_cosine,
+    OneCyclePolicy: _one_cycle,
+    RangeTestPolicy: _range_test,
+}
