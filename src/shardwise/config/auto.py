@@ -25,6 +25,13 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     Errors: MeshError, ConfigError.
     """
     check(config)
+    away = [name for name, tier in config.offload.model_dump().items() if tier == "host"]
+    if away and device_type != "cpu":
+        raise ConfigError(
+            f"offload: {' and '.join(away)} in host memory, and the ranks compute on {device_type}: this version keeps "
+            "state where it is computed on; set zero.stage: 3 or comm.device: cpu, or leave offload out (in a "
+            "DeepSpeed file zero_optimization.offload_optimizer and offload_param)"
+        )
     mesh = config.mesh.mesh(world_size)
     batch = config.batch.derived(mesh.size("dp"))
     choices = [f"mesh {mesh}", _batch_text(batch, mesh.size("dp"))]

@@ -1,23 +1,27 @@
 """RunConfig: the policies of all components together, and how a file becomes one.
 
-YAML, JSON, and JSON with comments. Unknown keys are an error at every level, with the nearest known key. A key given
-twice is an error. ``load(path, ["zero.stage=3"])`` overrides values as the command line's ``--set`` does.
+YAML, JSON, and JSON as people write it (``config/relaxed_json.py``). Unknown keys are an error at every level, with the
+nearest known key. A key given twice is an error. ``load(path, ["zero.stage=3"])`` overrides values as ``--set`` on the
+command line does. A DeepSpeed configuration is recognised by its keys and translated (``config/deepspeed.py``).
 """
 
 import json
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import json5
 import yaml
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, model_validator
 
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
 from shardwise.config.batch import BatchPolicy, TrainPolicy
+from shardwise.config.deepspeed import SHARED, from_base64, is_deepspeed, translate
 from shardwise.config.foreign_keys import known_elsewhere
+from shardwise.config.relaxed_json import read_json
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
+from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.recompute import RecomputePolicy
 from shardwise.models.policy import ModelPolicy, reads_clicks
 from shardwise.observe.sinks import MonitorPolicy
@@ -36,6 +40,7 @@ ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope", "i
 """Policies that one word sets, and the key that it stands for."""
 
 
+_log = logging.getLogger("shardwise")
 _FILE_LIMIT_BYTES = 256 << 10
 """No configuration is larger."""
 _SHOWN = 300
@@ -111,6 +116,8 @@ class RunConfig(Policy):
     """Embedding tables."""
     recompute: RecomputePolicy = Field(default_factory=RecomputePolicy)
     """What is computed again in the backward pass instead of being kept."""
+    offload: OffloadPolicy = Field(default_factory=OffloadPolicy)
+    """Which state lies in host memory."""
     batch: BatchPolicy = Field(default_factory=BatchPolicy)
     """Batch sizes."""
     precision: PrecisionPolicy = Field(default_factory=PrecisionPolicy)
@@ -161,8 +168,14 @@ class RunConfig(Policy):
             raise ConfigError(_explained(error, where)) from None
 
 
+_OURS_ALONE = frozenset(RunConfig.model_fields) - frozenset(SHARED)
+"""Keys of the top level that DeepSpeed has not."""
+
+
 def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequence[str] = ()) -> RunConfig:
-    """A RunConfig from a path, a dictionary or a RunConfig, with ``a.b=c`` overrides."""
+    """A RunConfig from a path, a dictionary or a RunConfig, with ``a.b=c`` overrides; also from a DeepSpeed
+    configuration as a path, a dictionary or base64. Overrides are in our keys.
+    """
     if isinstance(source, RunConfig):
         if not overrides:
             return source
@@ -171,10 +184,27 @@ def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequen
     elif isinstance(source, Mapping):
         given, where = _plain(source), "config"
     else:
-        given, where = read_file(Path(source)), str(source)
+        given, where = _found(source)
+    if is_deepspeed(given):
+        if both := sorted(set(given) & _OURS_ALONE):
+            known = [f"{key!r}; here it is {ours}" for key in given if (ours := known_elsewhere("", key))]
+            raise ConfigError(
+                f"{where}: {', '.join(both)} are keys of ours in a DeepSpeed configuration; keep one kind: "
+                f"{', '.join(known) or 'shardwise convert translates the other keys'}"
+            )
+        made = translate(given, where)
+        _log.info("%s is a DeepSpeed configuration: %s", where, made.summary())
+        given = made.config
     for override in overrides:
         _override(given, override)
     return RunConfig.parse(given, where)
+
+
+def _found(source: str | Path) -> tuple[dict[str, Any], str]:
+    """The dictionary in a file, or in the base64 that DeepSpeed takes, and what errors call it."""
+    if isinstance(source, str) and "." not in source and (found := from_base64(source)) is not None:
+        return found, "config in base64"
+    return read_file(Path(source)), str(source)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -192,7 +222,7 @@ def read_file(path: Path) -> dict[str, Any]:
         )
     try:
         text = data.decode("utf-8-sig")
-        given = _parsed(text, is_json=path.suffix in (".json", ".jsonc", ".json5"))
+        given = _parsed(text, is_json=path.suffix in (".json", ".jsonc", ".json5", ".hjson"))
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"config: {path} is not text in UTF-8 (byte {error.start} is {data[error.start]:#04x}); save it as UTF-8"
@@ -215,7 +245,7 @@ def _parsed(text: str, is_json: bool) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError:
-        return json5.loads(text, allow_duplicate_keys=False)
+        return read_json(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

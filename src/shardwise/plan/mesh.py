@@ -14,6 +14,7 @@ Cost: O(number of axes) per question; ``ranks`` is O(size of the axis).
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from pydantic import PositiveInt
 
@@ -149,10 +150,15 @@ class Mesh:
 class DataParallelPolicy(Policy):
     """``mesh.dp`` in two parts: HSDP."""
 
-    replicate: PositiveInt = 1
-    """Ranks over which the sharded state is copied."""
+    replicate: Literal["auto"] | PositiveInt = 1
+    """Ranks over which the sharded state is copied; ``auto``: the ranks that remain."""
     shard: PositiveInt = 1
     """Ranks that share one copy."""
+
+    def of(self, ranks: int) -> tuple[int, int]:
+        """``replicate`` and ``shard`` among ``ranks`` data-parallel ranks."""
+        remain = max(ranks // self.shard, 1)
+        return remain if self.replicate == "auto" else self.replicate, self.shard
 
 
 class MeshPolicy(Policy):
@@ -175,7 +181,7 @@ class MeshPolicy(Policy):
         dp = self.dp
         if dp is None:
             dp = max(world_size // model, 1)
-        replicate, shard = (dp.replicate, dp.shard) if isinstance(dp, DataParallelPolicy) else (1, dp)
+        replicate, shard = dp.of(world_size // model) if isinstance(dp, DataParallelPolicy) else (1, dp)
         mesh = Mesh(pp=self.pp, dp_replicate=replicate, dp_shard=shard, cp=self.cp, tp=self.tp)
         mesh.check(world_size)
         return mesh

@@ -1,0 +1,957 @@
+"""Every key of a DeepSpeed configuration, and what becomes of it here: one table.
+
+    does       it acts: ``ours`` says through which of our keys
+    idle       a valid value has no effect here, because ...
+    refused    asked for, it is an error that says what to do instead; at its default it asks for nothing
+
+The keys are those that DeepSpeed 0.19.6 and 0.19.8 read, old names that they still take, and the fourteen that 0.19.8
+removed. ``config/deepspeed.py`` translates by this table, docs/deepspeed.md is made of it.
+
+Paths are dotted; ``[]`` is any item of a list, ``NAME`` a name of the user's. What stands under ``optimizer.params``
+and ``scheduler.params`` depends on the type beside it: ``of`` names the types. Kinds:
+
+    bool int num text list texts numbers block any      a value of that type; ``num >= 0 <= 1``: and in that range
+    dtype               fp32, fp16, bf16, or the words that torch has for them
+    one of a|b          a word, in any case
+    a trailing ?        or null
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+Fate = Literal["does", "idle", "refused"]
+REQUIRED = "required"
+"""The default of a key that cannot be left out."""
+
+
+class DeepSpeedKey(NamedTuple):
+    """One row of the table."""
+
+    path: str
+    kind: str
+    default: Any
+    fate: Fate
+    said: str
+    """Of *does*: our key, and how; of *idle*: why; of *refused*: what to do instead."""
+    of: tuple[str, ...] = ()
+    """Types of optimizer or scheduler that have the key; empty for all."""
+    stands_for: str = ""
+    """The key that this older or other name means."""
+
+
+def does(name: str, kind: str, default: Any, ours: str) -> DeepSpeedKey:
+    """A key that acts."""
+    return DeepSpeedKey(name, kind, default, "does", ours)
+
+
+def idle(name: str, kind: str, default: Any, why: str) -> DeepSpeedKey:
+    """A key without effect here."""
+    return DeepSpeedKey(name, kind, default, "idle", why)
+
+
+def refused(name: str, kind: str, default: Any, instead: str) -> DeepSpeedKey:
+    """A key that is refused where it asks for something."""
+    return DeepSpeedKey(name, kind, default, "refused", instead)
+
+
+def old(name: str, kind: str, now: str) -> DeepSpeedKey:
+    """Another name of a key of the same block."""
+    return DeepSpeedKey(name, kind, None, "does", f"an older or other name of {now}", stands_for=now)
+
+
+def block(head: DeepSpeedKey, *rows: DeepSpeedKey | list[DeepSpeedKey]) -> list[DeepSpeedKey]:
+    """A block, and its keys under it."""
+    return [head, *_under(head.path, rows)]
+
+
+def _under(path: str, rows: Iterable[DeepSpeedKey | list[DeepSpeedKey]]) -> Iterator[DeepSpeedKey]:
+    for row in rows:
+        for each in [row] if isinstance(row, DeepSpeedKey) else row:
+            now = f"{path}.{each.stands_for}" if each.stands_for else ""
+            yield each._replace(path=f"{path}.{each.path}", stands_for=now)
+
+
+def of(types: str, *rows: DeepSpeedKey) -> list[DeepSpeedKey]:
+    """Rows of these types of optimizer or scheduler alone."""
+    return [row._replace(of=tuple(types.split())) for row in rows]
+
+
+# Reasons that many rows share --------------------------------------------------------------------------------------
+
+FLAT = "gradients and weights of a Unit lie in flat buffers from the start"
+BUCKETS = "what travels together is a Unit (zero.units), not a number of elements"
+LIVE = (
+    "a Unit's weights are freed when its pass is over; zero.units and zero.prefetch_units decide what is live"
+)
+COPY_ONLY = "how DeepSpeed copies between host and device; the numbers do not depend on it"
+PLAIN = "DeepSpeed's own means to one end; the Plan reaches it without a switch"
+NO_DISK = "nothing is kept on disk here, so there is nothing to read ahead"
+SAVES = "every rank writes its share behind training, and a step is committed when all of it is on disk (checkpoint)"
+WITH_BLOCK = "belongs to its block"
+NOT_TUNED = "no jobs are started to try settings; shardwise train --check says the bytes of a layout"
+COMPILER = "a switch inside DeepCompile; compile: blocks compiles the forward of every Unit"
+NO_EXPERTS = "expert parallelism is not here yet; leave the block out"
+
+_ZERO = block(
+    does("zero_optimization", "block", {}, "zero"),
+    does("stage", "int >= 0 <= 3", 0, "zero.stage"),
+    idle("contiguous_gradients", "bool", True, FLAT),
+    idle("reduce_scatter", "bool", True, "the collective follows from the stage"),
+    idle("reduce_bucket_size", "int > 0", 500_000_000, BUCKETS),
+    idle("use_multi_rank_bucket_allreduce", "bool", True, BUCKETS),
+    idle("allgather_partitions", "bool", True, "the collective follows from the stage"),
+    idle("allgather_bucket_size", "int >= 0", 500_000_000, BUCKETS),
+    idle("overlap_comm", "bool?", None, "collectives run beside the computation where the device can"),
+    idle(
+        "compute_grad_norm",
+        "bool",
+        True,
+        "the norm costs one small sum and tells a non-finite step from a good one",
+    ),
+    idle("load_from_fp32_weights", "bool", True, "masters are saved in fp32 and loaded from it"),
+    idle("elastic_checkpoint", "bool", False, "every checkpoint loads on any number of ranks"),
+    block(
+        does("offload_param", "block?", None, "offload.parameters"),
+        does("device", "one of none|cpu|nvme", "none", "offload.parameters; nvme is refused"),
+        idle("nvme_path", "text?", None, NO_DISK),
+        idle("buffer_count", "int >= 0", 5, NO_DISK),
+        idle("buffer_size", "int >= 0", 100_000_000, NO_DISK),
+        idle("max_in_cpu", "int >= 0", 1_000_000_000, NO_DISK),
+        idle("pin_memory", "bool", True, COPY_ONLY),
+    ),
+    block(
+        does("offload_optimizer", "block?", None, "offload.optimizer"),
+        does("device", "one of none|cpu|nvme", "none", "offload.optimizer; nvme is refused"),
+        idle("nvme_path", "text?", None, NO_DISK),
+        idle("buffer_count", "int >= 0", 4, NO_DISK),
+        idle("pin_memory", "bool", True, COPY_ONLY),
+        idle("pipeline_read", "bool", False, NO_DISK),
+        idle("pipeline_write", "bool", False, NO_DISK),
+        idle("fast_init", "bool", False, NO_DISK),
+        refused("ratio", "num >= 0 <= 1", 1.0, "the optimizer's state has one place; leave it out"),
+        refused("super_offload", "bool", False, "leave it out; device: cpu alone"),
+        idle("cpuadam_cores_perc", "num >= 0 <= 1", 0.8, "threads of a rank are torch's (OMP_NUM_THREADS)"),
+    ),
+    block(
+        refused("zenflow", "block?", None, "every step updates all weights; leave the block out"),
+        refused("topk_ratio", "num > 0 < 1", 0.1, WITH_BLOCK),
+        refused("select_strategy", "one of auto|step|epoch", "auto", WITH_BLOCK),
+        refused("select_interval", "any", "auto", WITH_BLOCK),
+        refused("update_interval", "any", "auto", WITH_BLOCK),
+        refused("overlap_step", "bool", False, WITH_BLOCK),
+        refused("offload", "bool", False, WITH_BLOCK),
+        refused("auto_ratio", "num >= 0 <= 1", 0.99, WITH_BLOCK),
+        refused("full_warm_up_rounds", "int", 0, WITH_BLOCK),
+        refused("pt_reserved_cores_perc", "num >= 0 <= 1", 0.5, WITH_BLOCK),
+        refused("steps_per_epoch", "int?", None, WITH_BLOCK),
+    ),
+    idle("sub_group_size", "int >= 0", 1_000_000_000, "the optimizer steps Unit by Unit"),
+    does(
+        "cpu_offload_param",
+        "bool?",
+        None,
+        "offload.parameters; an older form of offload_param: {device: cpu}",
+    ),
+    does(
+        "cpu_offload_params",
+        "bool?",
+        None,
+        "offload.parameters; an older form of offload_param: {device: cpu}",
+    ),
+    does(
+        "cpu_offload", "bool?", None, "offload.optimizer; an older form of offload_optimizer: {device: cpu}"
+    ),
+    idle("cpu_offload_use_pin_memory", "bool?", None, COPY_ONLY),
+    does("stage3_prefetch_bucket_size", "int >= 0", 50_000_000, "zero.prefetch_units: 0 for 0, else auto"),
+    old("prefetch_bucket_size", "int >= 0", "stage3_prefetch_bucket_size"),
+    idle(
+        "stage3_param_persistence_threshold",
+        "int >= 0",
+        100_000,
+        "small weights travel with their Unit, at no extra message",
+    ),
+    old("param_persistence_threshold", "int >= 0", "stage3_param_persistence_threshold"),
+    idle(
+        "stage3_model_persistence_threshold",
+        "int >= 0",
+        2**63 - 1,
+        "small weights travel with their Unit, at no extra message",
+    ),
+    old("model_persistence_threshold", "int >= 0", "stage3_model_persistence_threshold"),
+    idle("stage3_max_live_parameters", "int >= 0", 1_000_000_000, LIVE),
+    old("max_live_parameters", "int >= 0", "stage3_max_live_parameters"),
+    idle("stage3_max_reuse_distance", "int >= 0", 1_000_000_000, LIVE),
+    old("max_reuse_distance", "int >= 0", "stage3_max_reuse_distance"),
+    idle(
+        "stage3_gather_16bit_weights_on_model_save",
+        "bool",
+        False,
+        "saving gathers what it writes, at every stage",
+    ),
+    old("gather_16bit_weights_on_model_save", "bool", "stage3_gather_16bit_weights_on_model_save"),
+    old("stage3_gather_fp16_weights_on_model_save", "bool", "stage3_gather_16bit_weights_on_model_save"),
+    idle("stage3_module_granularity_threshold", "int", 0, LIVE),
+    old("module_granularity_threshold", "int", "stage3_module_granularity_threshold"),
+    idle(
+        "stage3_use_all_reduce_for_fetch_params",
+        "bool",
+        False,
+        "a Unit is gathered from one flat buffer into another",
+    ),
+    old("use_all_reduce_for_fetch_params", "bool", "stage3_use_all_reduce_for_fetch_params"),
+    idle(
+        "stage3_allgather_sequential", "bool", False, "a Unit is gathered from one flat buffer into another"
+    ),
+    old("allgather_sequential", "bool", "stage3_allgather_sequential"),
+    idle(
+        "ignore_unused_parameters",
+        "bool",
+        True,
+        "parameters that no rank used are skipped by the optimizer, as in torch",
+    ),
+    idle("legacy_stage1", "bool", False, PLAIN),
+    idle("round_robin_gradients", "bool", False, FLAT),
+    idle("parameter_alignment", "bool", False, "parameters start at 64 bytes in any case"),
+    refused(
+        "zero_hpz_partition_size", "int >= 0", 1, "mics_shard_size: N, which keeps the state whole in N ranks"
+    ),
+    refused("zero_quantized_weights", "bool", False, "weights travel in precision.compute; leave it out"),
+    refused(
+        "zero_quantized_nontrainable_weights",
+        "bool",
+        False,
+        "weights travel in precision.compute; leave it out",
+    ),
+    refused("zero_quantized_gradients", "bool", False, "communication_data_type: bf16 or fp16"),
+    block(
+        refused("zeropp_loco_param", "block?", None, "gradients are not quantised; leave the block out"),
+        refused("err_beta", "num", 0.8, WITH_BLOCK),
+        refused("reset_T", "int", 1024, WITH_BLOCK),
+    ),
+    does("mics_shard_size", "int", -1, "mesh.dp: {replicate: ranks / N, shard: N} for N above 0"),
+    idle("mics_hierarchical_params_gather", "bool", False, "the transport picks how a gather goes"),
+    idle("memory_efficient_linear", "bool", True, "gathered weights are not kept for the backward pass"),
+    idle("pipeline_loading_checkpoint", "bool", False, "every rank reads only the slices that it holds"),
+    idle(
+        "override_module_apply",
+        "bool",
+        True,
+        "a model on meta gets its weights shard by shard; torch stays as it is",
+    ),
+    idle("log_trace_cache_warnings", "bool", False, "the order of gathers is planned before the first step"),
+    idle(
+        "enable_sanity_checks",
+        "bool",
+        False,
+        "a stale weight is an error in any case; zero.debug fills freed memory",
+    ),
+    idle("save_muon_momentum_buffer_in_memory", "bool", False, NO_DISK),
+    idle("grad_hooks", "bool", True, PLAIN),
+    block(
+        idle(
+            "leaf_module", "block?", {}, "a Unit is gathered as a whole, whatever its forward pass then uses"
+        ),
+        idle("classes", "texts", [], "a Unit is gathered as a whole, whatever its forward pass then uses"),
+        idle("names", "texts", [], "a Unit is gathered as a whole, whatever its forward pass then uses"),
+        idle(
+            "name_suffixes", "texts", [], "a Unit is gathered as a whole, whatever its forward pass then uses"
+        ),
+    ),
+)
+
+_PRECISION = [
+    *block(
+        does("fp16", "block", {}, "precision"),
+        does("enabled", "bool", False, "precision.compute: fp16"),
+        idle("auto_cast", "bool", False, "floating inputs are cast at the root of the model in any case"),
+        does("loss_scale", "num >= 0", 0.0, "precision.loss_scale; a fixed scale is refused"),
+        does("initial_scale_power", "int >= 0", 16, "precision.loss_scale.init_scale: 2 to that power"),
+        does("loss_scale_window", "int > 0", 1000, "precision.loss_scale.growth_interval"),
+        does("hysteresis", "int > 0", 2, "precision.loss_scale.hysteresis"),
+        refused("consecutive_hysteresis", "bool", False, "leave it out"),
+        does("min_loss_scale", "num > 0", 1, "precision.loss_scale.min_scale"),
+        does("fp16_master_weights_and_grads", "bool", False, "precision.master and grad: fp16"),
+    ),
+    *block(
+        does("bf16", "block", {}, "precision"),
+        does("enabled", "bool", False, "precision.compute: bf16"),
+        idle("immediate_grad_update", "bool", False, "gradients go into the buffer as they come"),
+        idle(
+            "check_grad_overflow",
+            "bool",
+            True,
+            "a step with a non-finite gradient is an error that names the module",
+        ),
+        does("bf16_master_weights_and_grads", "bool", False, "precision.master and grad: bf16"),
+        idle("bf16_optimizer_states", "bool", False, "moments have the dtype of the masters"),
+    ),
+    DeepSpeedKey("bfloat16", "block", None, "does", "an older name of bf16", stands_for="bf16"),
+    *block(
+        refused("amp", "block", {}, "fp16 or bf16"),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("opt_level", "one of O0|O1|O2|O3", "O1", WITH_BLOCK),
+        refused("cast_model_type", "text?", None, WITH_BLOCK),
+        refused("patch_torch_functions", "bool?", None, WITH_BLOCK),
+        refused("keep_batchnorm_fp32", "any", None, WITH_BLOCK),
+        refused("master_weights", "bool?", None, WITH_BLOCK),
+        refused("loss_scale", "any", None, WITH_BLOCK),
+        refused("cast_model_outputs", "text?", None, WITH_BLOCK),
+        refused("num_losses", "int > 0", 1, WITH_BLOCK),
+        refused("verbosity", "int", 1, WITH_BLOCK),
+        refused("min_loss_scale", "num?", None, WITH_BLOCK),
+        refused("max_loss_scale", "num", 2.0**24, WITH_BLOCK),
+    ),
+    *block(
+        refused("torch_autocast", "block", {}, "fp16 or bf16"),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("dtype", "text?", None, WITH_BLOCK),
+        refused("lower_precision_safe_modules", "texts?", None, WITH_BLOCK),
+    ),
+    *block(
+        does("data_types", "block", {}, "precision"),
+        does("grad_accum_dtype", "dtype?", None, "precision.grad"),
+        does("param_dtype", "dtype?", None, "precision.compute, where fp16 and bf16 are off"),
+        refused("buffer_dtype", "dtype?", None, "buffers keep the dtype that the model gives them"),
+        does("keep_in_fp32_modules", "any", "auto", "precision.keep_fp32: patterns of parameter names"),
+    ),
+    does("communication_data_type", "dtype?", None, "precision.reduce"),
+    idle(
+        "seq_parallel_communication_data_type",
+        "dtype?",
+        "fp32",
+        "sequences are not cut over ranks yet",
+    ),
+]
+
+_ADAM = "adam adamw"
+_OPTIMIZER = block(
+    does("optimizer", "block?", None, "optimizer"),
+    does("type", "text", REQUIRED, "optimizer.type; Adam is AdamW unless adam_w_mode is false"),
+    idle("legacy_fusion", "bool", False, PLAIN),
+    block(
+        does("params", "block", {}, "optimizer"),
+        does("lr", "num >= 0", 1e-3, "optimizer.lr"),
+        does("weight_decay", "num >= 0", 0.0, "optimizer.weight_decay"),
+        of(
+            f"{_ADAM} sgd",
+            refused("maximize", "bool", False, "the loss with its sign turned"),
+            idle("foreach", "bool?", None, PLAIN),
+            idle("fused", "bool?", None, PLAIN),
+            idle("differentiable", "bool", False, "a step is not differentiated"),
+        ),
+        of(
+            _ADAM,
+            does("betas", "numbers", [0.9, 0.999], "optimizer.betas"),
+            does("eps", "num > 0", 1e-8, "optimizer.eps"),
+            does("adam_w_mode", "bool", True, "optimizer.type: adam where it is false and the type is Adam"),
+            does("torch_adam", "bool", False, "as torch's AdamW, whose weight_decay is 0.01 if left out"),
+            refused("bias_correction", "bool", True, "moments are corrected as in the paper; leave it out"),
+            refused("amsgrad", "bool", False, "leave it out"),
+            idle("set_grad_none", "bool", True, "gradients leave the parameters as they come"),
+            idle("capturable", "bool", False, PLAIN),
+            idle("fp32_optimizer_states", "bool", True, "moments have the dtype of the masters"),
+            idle("adamw_mode", "bool", True, "adam_w_mode decides"),
+        ),
+        of(
+            "sgd",
+            does("momentum", "num >= 0", 0.0, "optimizer.momentum"),
+            does("nesterov", "bool", False, "optimizer.nesterov"),
+            refused("dampening", "num", 0.0, "leave it out"),
+        ),
+        of(
+            "lamb",
+            refused("max_coeff", "num > 0", 10.0, WITH_BLOCK),
+            refused("min_coeff", "num > 0", 0.01, WITH_BLOCK),
+            refused("eps_inside_sqrt", "bool", False, WITH_BLOCK),
+        ),
+        refused("max_grad_norm", "num", 0.0, "gradient_clipping"),
+    ),
+)
+
+_LAST = idle("last_batch_iteration", "int", -1, "a run that goes on has its place from the checkpoint")
+_WARMUP = "WarmupLR WarmupDecayLR WarmupCosineLR"
+_SCHEDULER = block(
+    refused("scheduler", "block?", None, "a scheduler of torch on the optimizer that initialize is given"),
+    refused("type", "text", REQUIRED, WITH_BLOCK),
+    block(
+        refused("params", "block", {}, WITH_BLOCK),
+        _LAST,
+        of(
+            "LRRangeTest",
+            refused("lr_range_test_min_lr", "num >= 0", 1e-3, WITH_BLOCK),
+            refused("lr_range_test_step_size", "int > 0", 2000, WITH_BLOCK),
+            refused("lr_range_test_step_rate", "num", 1.0, WITH_BLOCK),
+            refused("lr_range_test_staircase", "bool", False, WITH_BLOCK),
+        ),
+        of(
+            "OneCycle",
+            refused("cycle_min_lr", "num >= 0", REQUIRED, WITH_BLOCK),
+            refused("cycle_max_lr", "num >= 0", REQUIRED, WITH_BLOCK),
+            refused("decay_lr_rate", "num", 0.0, WITH_BLOCK),
+            refused("cycle_first_step_size", "int > 0", 2000, WITH_BLOCK),
+            refused("cycle_second_step_size", "int > 0?", None, WITH_BLOCK),
+            refused("cycle_first_stair_count", "int >= 0", 0, WITH_BLOCK),
+            refused("cycle_second_stair_count", "int >= 0?", None, WITH_BLOCK),
+            refused("decay_step_size", "int >= 0", 0, WITH_BLOCK),
+            refused("cycle_momentum", "bool", True, WITH_BLOCK),
+            refused("cycle_min_mom", "num >= 0", 0.8, WITH_BLOCK),
+            refused("cycle_max_mom", "num >= 0", 0.9, WITH_BLOCK),
+            refused("decay_mom_rate", "num", 0.0, WITH_BLOCK),
+        ),
+        of(
+            _WARMUP,
+            refused("warmup_num_steps", "int > 0", 1000, WITH_BLOCK),
+            refused("warmup_type", "one of log|linear|cosine", "log", WITH_BLOCK),
+        ),
+        of(
+            "WarmupLR WarmupDecayLR",
+            refused("warmup_min_lr", "num >= 0", 0.0, WITH_BLOCK),
+            refused("warmup_max_lr", "num >= 0?", None, WITH_BLOCK),
+        ),
+        of("WarmupDecayLR WarmupCosineLR", refused("total_num_steps", "int > 0", REQUIRED, WITH_BLOCK)),
+        of(
+            "WarmupCosineLR",
+            refused("warmup_min_ratio", "num >= 0", 0.0, WITH_BLOCK),
+            refused("cos_min_ratio", "num >= 0", 1e-4, WITH_BLOCK),
+        ),
+    ),
+)
+
+_RECOMPUTED = "recompute: full where it is true"
+_MEMORY = [
+    *block(
+        does(
+            "activation_checkpointing",
+            "block",
+            {},
+            "recompute: the model's blocks, with no call in the model",
+        ),
+        does(
+            "partition_activations",
+            "bool",
+            False,
+            f"{_RECOMPUTED}; a block keeps this rank's share of its inputs",
+        ),
+        does("cpu_checkpointing", "bool", False, f"{_RECOMPUTED}; on CPU ranks the inputs lie there"),
+        does("contiguous_memory_optimization", "bool", False, _RECOMPUTED),
+        does("number_checkpoints", "int > 0?", None, "recompute: full where it is given"),
+        idle("synchronize_checkpoint_boundary", "bool", False, "nothing has to wait there"),
+        idle("profile", "bool", False, "shardwise train --profile N traces whole steps"),
+    ),
+    *block(
+        does("pipeline", "block", {}, "pipeline, mesh.pp"),
+        does("stages", "any", "auto", "mesh.pp; auto: what the PipelineModule says"),
+        does("partition", "text", "best", "pipeline.partition: best and parameters are parameters; uniform"),
+        idle(
+            "seed_layers",
+            "bool",
+            False,
+            "start weights follow from the seed and the tensor's name on any layout",
+        ),
+        does("activation_checkpoint_interval", "int >= 0", 0, "recompute: full above 0"),
+        idle("pipe_partitioned", "bool", True, "what travels between stages follows from the layout"),
+        idle("grad_partitioned", "bool", True, "what travels between stages follows from the layout"),
+        idle("use_reentrant", "bool", True, "recomputation is torch's non-reentrant one"),
+    ),
+]
+
+_AIO = "a switch of reading and writing a disk; nothing of the model lies there"
+_PARALLEL = [
+    *block(
+        does("tensor_parallel", "block", {}, "mesh.tp"),
+        does("autotp_size", "int >= 0", 0, "mesh.tp"),
+        idle("dtype", "any", "fp16", "fp16 and bf16 say the dtype"),
+        idle("tp_overlap_comm", "bool", False, "collectives run beside the computation where the device can"),
+        idle("vocab_parallel_lm_head", "bool?", None, "the model's table says how its head is cut"),
+        refused("vocab_parallel_ce_backend", "one of torch|liger", "torch", "leave it out"),
+        block(
+            does("tp", "block", {}, "mesh.tp"),
+            does("tp_size", "int > 0", 1, "mesh.tp"),
+            idle("tp_grain_size", "int > 0", 1, "cuts fall on elements, heads and groups as the table says"),
+            refused("mpu", "any", None, "mesh"),
+            refused("tp_group", "any", None, "mesh"),
+        ),
+        old("tensor_parallel", "block", "tp"),
+        refused("injection_policy_tuple", "any", None, "tensor.table"),
+        block(
+            refused("partition_config", "block?", None, "tensor.table in a configuration of ours"),
+            refused("use_default_specs", "bool", True, WITH_BLOCK),
+            refused("strict_mode", "bool", False, WITH_BLOCK),
+            refused("tp_size", "int > 0", 1, WITH_BLOCK),
+            refused("embedding_partition_dim", "int", 1, WITH_BLOCK),
+            refused("lm_head_patterns", "texts", ["lm_head", "embed_out"], WITH_BLOCK),
+            block(
+                refused("layer_specs", "list", [], WITH_BLOCK),
+                refused("[].patterns", "texts", REQUIRED, WITH_BLOCK),
+                refused("[].partition_type", "one of row|column|skip", "column", WITH_BLOCK),
+                refused("[].gather_output", "bool", False, WITH_BLOCK),
+                refused("[].grad_allreduce", "bool", False, WITH_BLOCK),
+                refused("[].shape", "list?", None, WITH_BLOCK),
+                refused("[].partition_dim", "int?", None, WITH_BLOCK),
+                refused("[].model_types", "texts?", None, WITH_BLOCK),
+            ),
+        ),
+        idle("preset_model", "text?", None, "the model's own plan or table says how it is cut"),
+        idle("keep_module_on_host", "bool", False, "every rank reads only the slices that it holds"),
+        refused("replace_with_kernel_inject", "bool", False, "leave it out"),
+        old("kernel_inject", "bool", "replace_with_kernel_inject"),
+    ),
+    refused("sequence_parallel_size", "int > 0", 1, "leave it out: sequences are not cut over ranks yet"),
+    does("data_parallel_size", "int > 0?", None, "mesh.dp"),
+    refused("use_data_before_expert_parallelism", "bool", False, NO_EXPERTS),
+    *block(
+        refused("expert_parallel", "block", {}, NO_EXPERTS),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        *(
+            refused(name, kind, default, WITH_BLOCK)
+            for name, kind, default in (
+                ("autoep_size", "int > 0", 1),
+                ("expert_tensor_parallel_size", "int > 0", 1),
+                ("validate_folding_routing", "bool", False),
+                ("async_split_plan", "bool", False),
+                ("preset_model", "text?", None),
+                ("moe_layer_pattern", "text?", None),
+                ("expert_pattern", "text?", None),
+                ("router_pattern", "text?", None),
+                ("use_grouped_mm", "bool", True),
+                ("disable_triton_grouped_mm", "bool", False),
+                ("route_norm", "bool?", None),
+                ("route_scale", "num", 1.0),
+                ("score_apply", "one of auto|pre|post", "auto"),
+                ("combine_impl", "text", "auto"),
+                ("row_weighting_impl", "one of auto|eager|fused", "auto"),
+                ("gate_up_impl", "one of separate|fused", "separate"),
+                ("comm_backend", "one of comm|deepep", "comm"),
+                ("comm_num_sm", "int > 0", 12),
+                ("comm_qp_margin", "int >= 0", 4),
+                ("comm_max_tokens_per_rank", "int >= 0", 0),
+                ("num_expert_groups", "int > 0?", None),
+                ("num_limited_groups", "int > 0?", None),
+                ("score_func", "one of auto|softmax|sigmoid", "auto"),
+                ("top_k", "any", "auto"),
+                ("load_balance_coeff", "any", None),
+                ("routed_scaling_factor", "any", "auto"),
+                ("expert_w1", "text?", None),
+                ("expert_w2", "text?", None),
+                ("expert_w3", "text?", None),
+                ("num_experts_attr", "text?", None),
+                ("top_k_attr", "text?", None),
+                ("has_shared_experts", "bool?", None),
+                ("shared_experts_pattern", "text?", None),
+                ("shared_experts_gate_pattern", "text?", None),
+                ("expert_activation", "text?", None),
+            )
+        ),
+    ),
+    *block(
+        does("compile", "block", {}, "compile"),
+        does("deepcompile", "bool", False, "compile: blocks"),
+        idle("autoep_non_moe", "bool", False, COMPILER),
+        idle("free_activation", "bool", False, COMPILER),
+        idle("free_activation_threshold", "int >= 0", 10 << 20, COMPILER),
+        refused("offload_activation", "bool", False, "activation_checkpointing"),
+        idle("offload_activation_pin_memory", "bool", True, COMPILER),
+        refused("offload_opt_states", "bool", False, "zero_optimization.offload_optimizer"),
+        idle("double_buffer", "bool", True, COMPILER),
+        idle("symmetric_memory", "bool", False, COMPILER),
+        idle("debug_log", "bool", False, "TORCH_LOGS shows the graphs"),
+        refused("offload_parameters", "bool", False, "zero_optimization.offload_param"),
+        idle("sync_before_reduce", "bool", False, COMPILER),
+        idle("sync_after_reduce", "bool", False, COMPILER),
+        idle("sync_before_allgather", "bool", False, COMPILER),
+        idle("sync_after_allgather", "bool", False, COMPILER),
+        idle("keep_int_input_tensors", "bool", True, COMPILER),
+        idle("keep_all_input_tensors", "bool", False, COMPILER),
+        idle("passes", "list?", None, COMPILER),
+    ),
+    *block(
+        idle("aio", "block?", None, _AIO),
+        idle("block_size", "int > 0", 1 << 20, _AIO),
+        idle("queue_depth", "int > 0", 8, _AIO),
+        idle("intra_op_parallelism", "int > 0", 1, _AIO),
+        idle("thread_count", "int > 0", 1, _AIO),
+        idle("single_submit", "bool", False, _AIO),
+        idle("overlap_events", "bool", True, _AIO),
+        idle("use_gds", "bool", False, _AIO),
+    ),
+]
+
+_CHECKPOINT = [
+    *block(
+        does("checkpoint", "block", {}, "checkpoint"),
+        idle("tag_validation", "one of warn|ignore|fail", "WARN", "rank 0 names the step for all ranks"),
+        idle("load_universal", "bool", False, "every checkpoint loads on any layout"),
+        idle("use_node_local_storage", "bool", False, "every rank writes into the folder that it is given"),
+        block(
+            idle("parallel_write", "block", {}, SAVES),
+            idle("pipeline_stage", "bool", False, SAVES),
+        ),
+        idle("checkpoint_serialization", "bool", True, "tensors lie in safetensors, everything else in JSON"),
+        block(
+            does("writer", "block?", None, "checkpoint"),
+            idle("type", "one of fast|python|mock", "FAST", SAVES),
+            idle("io_buffer_size", "int > 0", 64 << 20, SAVES),
+            idle("io_buffer_double", "bool", True, SAVES),
+            idle("show_statistics", "bool", False, SAVES),
+            idle("data_parallel", "one of replica|socket|machine?", None, SAVES),
+            does("decoupled", "bool", False, "checkpoint.asynchronous"),
+            idle("io_multiplier", "int > 0", 1, SAVES),
+        ),
+    ),
+    *block(
+        refused("nebula", "block", {}, "checkpoint.writer: {decoupled: true}, which saves behind training"),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("enable_nebula_load", "bool", True, WITH_BLOCK),
+        refused("nebula_load_path", "text?", None, WITH_BLOCK),
+        refused("load_path", "text?", None, WITH_BLOCK),
+        refused("persistent_storage_path", "text?", None, WITH_BLOCK),
+        refused("persistent_time_interval", "num > 0", 100, WITH_BLOCK),
+        refused("num_of_version_in_retention", "int > 0", 2, WITH_BLOCK),
+    ),
+    refused(
+        "datastates_ckpt", "any", None, "checkpoint.writer: {decoupled: true}, which saves behind training"
+    ),
+]
+
+_LATER = "numbers of a run are in what engine.step() returns"
+_OBSERVE = [
+    idle("steps_per_print", "num > 0?", None, _LATER),
+    idle("wall_clock_breakdown", "bool", False, "shardwise train --profile N traces whole steps"),
+    idle("memory_breakdown", "bool", False, "engine.plan says the bytes of a rank"),
+    idle("dump_state", "bool", False, "engine.plan and engine.config print the state"),
+    idle("log_level", "text?", None, 'logging.getLogger("shardwise").setLevel(...) sets it'),
+    *block(
+        refused("tensorboard", "block", {}, _LATER),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("output_path", "text", "", WITH_BLOCK),
+        refused("job_name", "text", "DeepSpeedJobName", WITH_BLOCK),
+    ),
+    *block(
+        refused("wandb", "block", {}, _LATER),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("group", "text?", None, WITH_BLOCK),
+        refused("team", "text?", None, WITH_BLOCK),
+        refused("project", "text", "deepspeed", WITH_BLOCK),
+    ),
+    *block(
+        refused("csv_monitor", "block", {}, _LATER),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("output_path", "text", "", WITH_BLOCK),
+        refused("job_name", "text", "DeepSpeedJobName", WITH_BLOCK),
+    ),
+    *block(
+        refused("comet", "block", {}, _LATER),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("samples_log_interval", "int > 0", 100, WITH_BLOCK),
+        refused("project", "text?", None, WITH_BLOCK),
+        refused("workspace", "text?", None, WITH_BLOCK),
+        refused("api_key", "text?", None, WITH_BLOCK),
+        refused("experiment_name", "text?", None, WITH_BLOCK),
+        refused("experiment_key", "text?", None, WITH_BLOCK),
+        refused("online", "bool?", None, WITH_BLOCK),
+        refused("mode", "text?", None, WITH_BLOCK),
+    ),
+    *block(
+        idle("comms_logger", "block", {}, "the engine counts what it sends without it: engine.traffic"),
+        idle("enabled", "bool", False, "the engine counts what it sends without it: engine.traffic"),
+        idle("verbose", "bool", False, WITH_BLOCK),
+        idle("prof_all", "bool", True, WITH_BLOCK),
+        idle("debug", "bool", False, WITH_BLOCK),
+        idle("prof_ops", "texts", [], WITH_BLOCK),
+    ),
+    *block(
+        refused("flops_profiler", "block", {}, "shardwise train --profile N"),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("recompute_fwd_factor", "num >= 0", 0.0, WITH_BLOCK),
+        refused("profile_step", "int > 0", 1, WITH_BLOCK),
+        refused("module_depth", "int", -1, WITH_BLOCK),
+        refused("top_modules", "int > 0", 1, WITH_BLOCK),
+        refused("detailed", "bool", True, WITH_BLOCK),
+        refused("output_file", "text?", None, WITH_BLOCK),
+    ),
+    *block(
+        idle("timers", "block", {}, _LATER),
+        block(
+            idle("throughput", "block", {}, _LATER),
+            idle("enabled", "bool", True, _LATER),
+            idle("synchronized", "bool", True, _LATER),
+        ),
+    ),
+]
+
+_DIFFICULTY = (
+    refused("difficulty_type", "one of value|percentile", "value", WITH_BLOCK),
+    refused("clustering_type", "text", "schedule_based", WITH_BLOCK),
+    refused("index_to_sample_path", "text?", None, WITH_BLOCK),
+    refused("index_to_metric_path", "text?", None, WITH_BLOCK),
+)
+
+
+def _curriculum() -> list[DeepSpeedKey]:
+    return [
+        refused("min_difficulty", "num", 1, WITH_BLOCK),
+        refused("max_difficulty", "num", 1, WITH_BLOCK),
+        refused(
+            "schedule_type", "one of fixed_linear|fixed_root|fixed_discrete|custom", "custom", WITH_BLOCK
+        ),
+        *block(
+            refused("schedule_config", "block", {}, WITH_BLOCK),
+            refused("total_curriculum_step", "int > 0", 1, WITH_BLOCK),
+            refused("difficulty_step", "num > 0", 1, WITH_BLOCK),
+            refused("root_degree", "num > 0", 2, WITH_BLOCK),
+            refused("difficulty", "numbers", [], WITH_BLOCK),
+            refused("max_step", "numbers", [], WITH_BLOCK),
+        ),
+    ]
+
+
+_ORDER = "the data in the order that the run needs; leave the block out"
+_DATA = [
+    does("dataloader_drop_last", "bool", False, "the loader that shardwise.deepspeed.initialize makes"),
+    *block(
+        refused("data_efficiency", "block", {}, _ORDER),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("seed", "int", 1234, WITH_BLOCK),
+        block(
+            refused("data_sampling", "block", {}, WITH_BLOCK),
+            refused("enabled", "bool", False, WITH_BLOCK),
+            refused("num_epochs", "int > 0", 1000, WITH_BLOCK),
+            refused("num_workers", "int >= 0", 0, WITH_BLOCK),
+            refused("pin_memory", "bool", False, WITH_BLOCK),
+            block(
+                refused("curriculum_learning", "block", {}, WITH_BLOCK),
+                refused("enabled", "bool", False, WITH_BLOCK),
+                refused("data_cluster_path", "text?", None, WITH_BLOCK),
+                block(
+                    refused("curriculum_metrics", "block", {}, WITH_BLOCK),
+                    block(refused("NAME", "block", {}, WITH_BLOCK), *_DIFFICULTY, _curriculum()),
+                ),
+            ),
+            block(
+                refused("dynamic_batching", "block", {}, WITH_BLOCK),
+                refused("enabled", "bool", False, WITH_BLOCK),
+                refused("metrics_path", "text?", None, WITH_BLOCK),
+                refused("lr_scaling_method", "one of linear|sqrt|none", "linear", WITH_BLOCK),
+                refused("min_batch_size", "int > 0", 1, WITH_BLOCK),
+                refused("max_batch_size", "int > 0?", None, WITH_BLOCK),
+                refused(
+                    "sequence_picking_order", "one of dataloader|random|seqlen", "dataloader", WITH_BLOCK
+                ),
+                refused("max_tokens", "int > 0?", None, WITH_BLOCK),
+                refused("verbose", "bool", False, WITH_BLOCK),
+            ),
+        ),
+        block(
+            refused("data_routing", "block", {}, WITH_BLOCK),
+            refused("enabled", "bool", False, WITH_BLOCK),
+            block(
+                refused("random_ltd", "block", {}, WITH_BLOCK),
+                refused("enabled", "bool", False, WITH_BLOCK),
+                refused("total_layer_num", "int > 0?", None, WITH_BLOCK),
+                refused("random_ltd_layer_num", "int > 0?", None, WITH_BLOCK),
+                refused("random_ltd_layer_id", "numbers", [], WITH_BLOCK),
+                refused("model_mask_name", "text?", None, WITH_BLOCK),
+                refused("model_type", "text?", None, WITH_BLOCK),
+                refused("micro_batch_size", "int > 0?", None, WITH_BLOCK),
+                refused("global_batch_size", "int > 0?", None, WITH_BLOCK),
+                refused("hidden_state_order", "text?", None, WITH_BLOCK),
+                block(
+                    refused("random_ltd_schedule", "block", {}, WITH_BLOCK),
+                    refused("min_value", "int", 0, WITH_BLOCK),
+                    refused("max_value", "int", 0, WITH_BLOCK),
+                    refused("schedule_type", "text", "fixed_linear", WITH_BLOCK),
+                    block(
+                        refused("schedule_config", "block", {}, WITH_BLOCK),
+                        refused("require_steps", "int > 0", 1, WITH_BLOCK),
+                        refused("seq_per_step", "int > 0", 1, WITH_BLOCK),
+                    ),
+                ),
+                block(
+                    refused("layer_token_lr_schedule", "block", {}, WITH_BLOCK),
+                    refused("enabled", "bool", False, WITH_BLOCK),
+                    refused("total_layer_tokens", "int > 0?", None, WITH_BLOCK),
+                    refused("warmup_type", "text?", None, WITH_BLOCK),
+                    refused("warmup_layer_tokens", "int > 0?", None, WITH_BLOCK),
+                ),
+            ),
+        ),
+    ),
+    *block(
+        refused("curriculum_learning", "block", {}, _ORDER),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("curriculum_type", "text", "seqlen", WITH_BLOCK),
+        _curriculum(),
+    ),
+]
+
+_PRUNING = ["sparse_pruning", "row_pruning", "head_pruning", "channel_pruning"]
+_ASIDE = [
+    *block(
+        refused("autotuning", "block", {}, NOT_TUNED),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("fast", "bool", True, WITH_BLOCK),
+        refused("results_dir", "text", "autotuning_results", WITH_BLOCK),
+        refused("exps_dir", "text", "autotuning_exps", WITH_BLOCK),
+        refused("overwrite", "bool", True, WITH_BLOCK),
+        refused("start_profile_step", "int >= 0", 3, WITH_BLOCK),
+        refused("end_profile_step", "int >= 0", 5, WITH_BLOCK),
+        refused("metric", "one of throughput|latency|flops", "throughput", WITH_BLOCK),
+        refused("metric_path", "text?", None, WITH_BLOCK),
+        refused("tuner_type", "one of gridsearch|random|model_based", "gridsearch", WITH_BLOCK),
+        refused("tuner_early_stopping", "int >= 0", 5, WITH_BLOCK),
+        refused("tuner_num_trials", "int > 0", 50, WITH_BLOCK),
+        refused("arg_mappings", "any", None, WITH_BLOCK),
+        refused("max_train_batch_size", "int > 0?", None, WITH_BLOCK),
+        refused("min_train_batch_size", "int > 0", 1, WITH_BLOCK),
+        refused("max_train_micro_batch_size_per_gpu", "int > 0", 1024, WITH_BLOCK),
+        refused("min_train_micro_batch_size_per_gpu", "int > 0", 1, WITH_BLOCK),
+        refused("num_tuning_micro_batch_sizes", "int > 0", 3, WITH_BLOCK),
+        refused("mp_size", "int > 0", 1, WITH_BLOCK),
+        block(
+            refused("model_info", "block?", None, WITH_BLOCK),
+            refused("profile", "bool", False, WITH_BLOCK),
+            refused("num_params", "int?", None, WITH_BLOCK),
+            refused("hidden_size", "int?", None, WITH_BLOCK),
+            refused("num_layers", "int?", None, WITH_BLOCK),
+        ),
+        refused("model_info_path", "text?", None, WITH_BLOCK),
+    ),
+    *block(
+        refused(
+            "elasticity", "block", {}, "a checkpoint loads on any number of ranks; give train_batch_size"
+        ),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("max_train_batch_size", "int > 0", 2000, WITH_BLOCK),
+        refused("micro_batch_sizes", "numbers", [2, 4, 6], WITH_BLOCK),
+        refused("min_gpus", "int > 0", 1, WITH_BLOCK),
+        refused("max_gpus", "int > 0", 10000, WITH_BLOCK),
+        refused("num_gpus_per_node", "int > 0", 1, WITH_BLOCK),
+        refused("model_parallel_size", "int > 0", 1, WITH_BLOCK),
+        refused("min_time", "num >= 0", 0, WITH_BLOCK),
+        refused("prefer_larger_batch", "bool", True, WITH_BLOCK),
+        refused("ignore_non_elastic_batch_info", "bool", False, WITH_BLOCK),
+        refused("version", "any", 0.2, WITH_BLOCK),
+    ),
+    *block(
+        refused("hybrid_engine", "block", {}, "engine.full_parameters() gathers once for generation"),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("max_out_tokens", "int > 0", 512, WITH_BLOCK),
+        refused("inference_tp_size", "int > 0", 1, WITH_BLOCK),
+        refused("release_inference_cache", "bool", False, WITH_BLOCK),
+        refused("pin_parameters", "bool", True, WITH_BLOCK),
+        refused("tp_gather_partition_size", "int > 0", 8, WITH_BLOCK),
+        refused("enable_cuda_graph", "bool", False, WITH_BLOCK),
+    ),
+    *block(
+        refused("progressive_layer_drop", "block", {}, "leave it out; a model may drop layers by itself"),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("theta", "num", 1.0, WITH_BLOCK),
+        refused("gamma", "num", 0.001, WITH_BLOCK),
+    ),
+    *block(
+        refused("eigenvalue", "block", {}, "leave it out"),
+        refused("enabled", "bool", False, WITH_BLOCK),
+        refused("verbose", "bool", False, WITH_BLOCK),
+        refused("max_iter", "int > 0", 100, WITH_BLOCK),
+        refused("tol", "num > 0", 1e-2, WITH_BLOCK),
+        refused("stability", "num >= 0", 1e-6, WITH_BLOCK),
+        refused("gas_boundary_resolution", "int > 0", 1, WITH_BLOCK),
+        refused("layer_name", "text", "bert.encoder.layer", WITH_BLOCK),
+        refused("layer_num", "int >= 0", 0, WITH_BLOCK),
+    ),
+    refused("quantize_training", "any", None, "train in bf16; leave the block out"),
+    *block(
+        refused(
+            "weight_quantization",
+            "block?",
+            None,
+            "weights are kept in precision.compute; leave the block out",
+        ),
+        refused("enabled", "bool", True, WITH_BLOCK),
+        refused("num_bits", "int > 0", 8, WITH_BLOCK),
+        refused("q_type", "text", "symmetric", WITH_BLOCK),
+        refused("q_groups", "int > 0", 1, WITH_BLOCK),
+        refused("quantized_initialization", "any", {}, WITH_BLOCK),
+        refused("post_init_quant", "any", {}, WITH_BLOCK),
+    ),
+    *block(
+        refused("compression_training", "block", {}, "compress the trained model; leave the block out"),
+        *(
+            refused(name, "any", None, WITH_BLOCK)
+            for name in ("weight_quantization", "activation_quantization")
+        ),
+        *(refused(name, "any", None, WITH_BLOCK) for name in _PRUNING),
+        refused("layer_reduction", "any", None, WITH_BLOCK),
+    ),
+    *block(
+        refused(
+            "sparse_attention",
+            "block?",
+            None,
+            "an attention function of the model's own; leave the block out",
+        ),
+        refused("mode", "text", "fixed", WITH_BLOCK),
+        refused("block", "int > 0", 16, WITH_BLOCK),
+        refused("different_layout_per_head", "bool", False, WITH_BLOCK),
+        refused("num_local_blocks", "int > 0", 4, WITH_BLOCK),
+        refused("num_global_blocks", "int > 0", 1, WITH_BLOCK),
+        refused("attention", "one of unidirectional|bidirectional", "bidirectional", WITH_BLOCK),
+        refused("horizontal_global_attention", "bool", False, WITH_BLOCK),
+        refused("num_different_global_patterns", "int > 0", 1, WITH_BLOCK),
+        refused("num_random_blocks", "int >= 0", 0, WITH_BLOCK),
+        refused("local_window_blocks", "numbers", [4], WITH_BLOCK),
+        refused("global_block_indices", "numbers", [0], WITH_BLOCK),
+        refused("global_block_end_indices", "numbers?", None, WITH_BLOCK),
+        refused("num_sliding_window_blocks", "int > 0", 3, WITH_BLOCK),
+    ),
+    idle("graph_harvesting", "bool", False, "a step's list is planned once and walked every step"),
+    idle(
+        "vocabulary_size",
+        "int > 0?",
+        None,
+        "DeepSpeed warns by it where it does not divide by 8, and does no more",
+    ),
+    idle("local_rank", "int?", None, "a rank knows its place from its launcher"),
+    refused("msamp", "any", None, "bf16; leave the block out"),
+]
+
+_TOP = [
+    does("train_batch_size", "int > 0?", None, "batch.global_size"),
+    does("train_micro_batch_size_per_gpu", "int > 0?", None, "batch.micro_size"),
+    does("gradient_accumulation_steps", "int > 0?", None, "batch.accumulation"),
+    refused(
+        "managed_gradient_accumulation",
+        "bool",
+        True,
+        "leave it out: the engine counts the microbatches of a step",
+    ),
+    does("gradient_clipping", "num >= 0", 1.0, "max_grad_norm; 0 is none, left out it is 1"),
+    idle("prescale_gradients", "bool", False, "the sum is scaled once, by what all microbatches weigh"),
+    idle(
+        "gradient_predivide_factor", "num > 0", 1.0, "the sum is scaled once, by what all microbatches weigh"
+    ),
+    refused(
+        "gradient_allreduce_op", "one of mean|sum", "mean", "a loss that is multiplied by the number of ranks"
+    ),
+    idle("sparse_gradients", "bool", False, "gradients are summed dense, which gives the same numbers"),
+    idle("disable_allgather", "bool", False, PLAIN),
+    idle("disable_python_gc", "bool", False, "gc.disable() does it"),
+    idle("allgather_size", "int > 0", 500_000_000, BUCKETS),
+    idle("fp32_allreduce", "bool", False, "communication_data_type says it"),
+    idle("zero_allow_untested_optimizer", "bool", False, "every optimizer that is taken is exact on shards"),
+    idle("zero_force_ds_cpu_optimizer", "bool", True, "the optimizer steps where its state lies"),
+]
+
+KEYS: tuple[DeepSpeedKey, ...] = (
+    *_TOP,
+    *_OPTIMIZER,
+    *_SCHEDULER,
+    *_PRECISION,
+    *_ZERO,
+    *_MEMORY,
+    *_PARALLEL,
+    *_CHECKPOINT,
+    *_DATA,
+    *_OBSERVE,
+    *_ASIDE,
+)
