@@ -26,6 +26,17 @@ class Conformance:
             self.departures.append(f"step {result.step}: an Action ended before it began")
 
 
+def evaluation_departures(engine: Any, batches: list[Any]) -> list[str]:
+    """What an evaluation of ``batches`` did beside its list, in words. Collective."""
+    parts = engine._parts
+    piped = parts.mesh.pp > 1
+    planned = parts.program.forward(len(batches)) if piped else parts.hooks[0].order.forward()
+    engine.evaluate([(batch, 1.0) for batch in batches])
+    trace = parts.walker.last_aside
+    text = first_difference(tuple(trace.actions), tuple(planned))
+    return [text] * bool(text) + trace.divergences
+
+
 def first_difference(done: tuple[Action, ...], planned: tuple[Action, ...]) -> str:
     """Where a trace leaves the Plan; "" where it does not."""
     if done == planned:

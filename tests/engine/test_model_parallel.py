@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise.models import Gpt, GptPolicy
-from tests.engine.conformance import Conformance
+from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.plain import Truth, train, worst
 
 SEQUENCES, CONTEXT, VOCABULARY = 10, 12, 19
@@ -167,8 +167,9 @@ def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
             max(figures.loss, abs(result.loss / wanted.loss - 1)),
             0.0,
         )
+    departures = conformance.departures + evaluation_departures(engine, list(batches[:2]))
     engine.close()
-    return figures._replace(departures=float(len(conformance.departures)))
+    return figures._replace(departures=float(len(departures)))
 
 
 def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:

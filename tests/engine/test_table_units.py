@@ -12,7 +12,7 @@ from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.plan.action import Kind
 from shardwise.plan.ragged import Ragged
-from tests.engine.conformance import Conformance
+from tests.engine.conformance import Conformance, evaluation_departures
 
 
 class Late(nn.Module):
@@ -104,10 +104,15 @@ def test_an_evaluation_and_a_collection_left_out() -> None:
     for _ in range(2):
         engine.train_step([BATCH])
     plan = engine.plan.actions
-    engine.evaluate([(BATCH, 1.0)])
+    assert not evaluation_departures(engine, [BATCH])
+    fetched = [action.unit for action in engine._parts.walker.last_aside.actions if action.kind is Kind.FETCH]
+    late, early = (unit.index for unit in engine.plan.own.tables)
+    assert fetched == [early, late]
     engine.predict([BATCH])
     assert not engine.train_step([BATCH]).divergences and engine.plan.actions == plan
     model.late.forward = lambda sparse: {"b": torch.zeros(2, 4)}  # type: ignore[method-assign]
     (told,) = engine.train_step([BATCH]).divergences
     assert told.endswith("late was not asked for vectors there")
+    (told, *_) = evaluation_departures(engine, [BATCH])
+    assert told.startswith("Action") and f"FETCH({late})" in told
     engine.close()

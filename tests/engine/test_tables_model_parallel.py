@@ -23,7 +23,7 @@ from shardwise.parallel.embedding.policy import (
 from shardwise.parallel.embedding.row_gradients import RowGradients
 from shardwise.plan.errors import ShardwiseError
 from shardwise.plan.ragged import Ragged
-from tests.engine.conformance import Conformance
+from tests.engine.conformance import Conformance, evaluation_departures
 from tests.ranks import RanksError
 
 SAMPLES, WIDTH, STEPS = 8, 4, 5
@@ -170,7 +170,12 @@ def run(world: World, layout: Layout) -> Found:
     engine = build(world, layout)
     conformance = Conformance(engine)
     losses, norms = train(engine)
-    assert not conformance.departures
+    share = SAMPLES // 2 // engine._parts.dp.size
+    held_out = [
+        batch(STEPS + i, engine._parts.dp.index * share, (engine._parts.dp.index + 1) * share)
+        for i in range(3)
+    ]
+    assert not conformance.departures and not evaluation_departures(engine, held_out)
     weights, rows, tallies = look(engine)
     engine.close()
     return Found(losses, norms, weights, rows, tallies)

@@ -100,9 +100,13 @@ class Planned(NamedTuple):
         row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
         strategy, ahead = layout.strategy_of(zero, plan.mesh), _prefetch(zero)
         known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
-        return add_sharding(
-            {0: row}, lambda stage, _: forward_actions(known[stage].brackets, strategy, ahead), _none
-        )[0]
+
+        @cache
+        def forward(stage: int, last: bool) -> list[Action]:
+            brackets, fetches = known[stage]
+            return with_fetches(forward_actions(brackets, strategy, ahead), fetches)
+
+        return add_sharding({0: row}, forward, _none)[0]
 
 
 def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) -> Plan:

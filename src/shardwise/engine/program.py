@@ -60,5 +60,5 @@ class ActionLists:
         for stage, order in self._orders.items():
             units = self._planned.plan.own.units_of(stage)
             brackets = [Bracket(opens, units[unit].index) for opens, unit in order.agreed]
-            found[stage] = StageOrder(brackets, self._tables.fetches(stage))
+            found[stage] = StageOrder(brackets, order.fetches)
         return found

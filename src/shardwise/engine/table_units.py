@@ -32,27 +32,24 @@ class TableUnits:
         self._own = own
         self._orders = orders
         self._walker = walker
-        self._behind = {stage: dict(registered(own, stage).fetches) for stage in own.stages}
-        """By stage and Unit of tables: the Unit in front of its FETCH, in the order of FETCHes."""
+        for stage, order in orders.items():
+            order.follow_fetches(registered(own, stage).fetches)
         self._seen: dict[int, dict[int, int]] = {stage: {} for stage in own.stages}
-        """What that was when the model last asked."""
+        """By stage and Unit of tables: the Unit in front of its FETCH when the model last asked."""
         for unit in own.tables:
             tables.collections[unit.name].placed.on_fetch = partial(self._asked, unit)
 
     # Where the model asks --------------------------------------------------------------------------------------
 
-    def fetches(self, stage: int) -> Mapping[int, int]:
-        """By Unit of tables of ``stage`` the Unit in front of its FETCH, in the order of FETCHes."""
-        return self._behind[stage]
-
     def adopt(self) -> bool:
         """Follow what the last step did. True where that is something new."""
         is_new = False
         for stage, seen in self._seen.items():
-            before = self._behind[stage]
+            before = self._orders[stage].fetches
             found = {unit: behind for unit, behind in before.items() if unit not in seen} | seen
-            is_new |= [*found.items()] != [*before.items()]
-            self._behind[stage] = found
+            if [*found.items()] != [*before.items()]:
+                is_new = True
+                self._orders[stage].follow_fetches(found)
         return is_new
 
     def _asked(self, unit: Unit, learns: bool) -> None:
@@ -64,7 +61,8 @@ class TableUnits:
             behind = self._own.units_of(stage)[self._orders[stage].last_opened].index
             self._seen[stage].pop(unit.index, None)  # the last one to ask stands last
             self._seen[stage][unit.index] = behind
-        if not self._walker.run_to(Kind.FETCH, unit.index) and learns:
+        is_watched = learns or self._walker.is_aside
+        if not self._walker.run_to(Kind.FETCH, unit.index) and is_watched:
             self._walker.diverge(f"FETCH of {unit.title} is not next in the list")
 
     # Handlers --------------------------------------------------------------------------------------------------

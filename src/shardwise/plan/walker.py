@@ -15,7 +15,7 @@ handler computes the stage (or is the user's own Python); the hooks that this se
 leave is done at its end.
 
 Passes that are no part of a step (an evaluation, a second forward pass, another engine's loss) walk a list of their
-own, ``aside``, and the step's cursor waits. What departs from the list goes into the trace.
+own, ``aside``, with a trace of its own, and the step's cursor waits. What departs from a list goes into its trace.
 
 Cost: one look at each Action.
 """
@@ -39,6 +39,7 @@ class _Interrupted(NamedTuple):
     stop: int
     point: int
     is_aside: bool
+    trace: Trace
 
 
 class Walker:
@@ -47,9 +48,11 @@ class Walker:
     def __init__(self, handlers: Mapping[Kind, Handler], trace: Trace):
         self.handlers = dict(handlers)
         self.trace = trace
-        """Of the running step."""
+        """Of the list under way."""
         self.last = trace
         """Of the step before."""
+        self.last_aside = trace.begin()
+        """Of the last list that was no part of a step."""
         self._actions: Sequence[Action] = ()
         self._cursor = 0
         self._stop = 0
@@ -79,7 +82,7 @@ class Walker:
 
     @contextmanager
     def aside(self, actions: Sequence[Action]) -> Iterator[None]:
-        """Walk another list meanwhile; it leaves no trace."""
+        """Walk another list meanwhile."""
         self.turn_aside(actions)
         try:
             yield
@@ -88,17 +91,19 @@ class Walker:
 
     def turn_aside(self, actions: Sequence[Action]) -> None:
         """Begin another list; the one under way waits. It is one pass until ``enter`` or ``run`` find more in it."""
-        place = _Interrupted(self._actions, self._cursor, self._stop, self._point, self._is_aside)
-        self._outer.append(place)
+        place = (self._actions, self._cursor, self._stop, self._point, self._is_aside, self.trace)
+        self._outer.append(_Interrupted(*place))
         self._before_pass = None
         self._actions, self._cursor, self._stop, self._point = actions, 0, len(actions), 0
         self._is_aside = True
+        self.trace = self.last_aside = self.trace.begin()
 
     def turn_back(self) -> None:
         """Go on with the list that waits; a step that has begun meanwhile has forgotten it."""
         if not self._outer:
             return
-        self._actions, self._cursor, self._stop, self._point, self._is_aside = self._outer.pop()
+        place = self._outer.pop()
+        self._actions, self._cursor, self._stop, self._point, self._is_aside, self.trace = place
 
     @property
     def is_aside(self) -> bool:
@@ -191,8 +196,7 @@ class Walker:
         self.target = actions[place]
         self._serve(place)
         self._cursor = place + 1
-        if not self._is_aside:
-            self.trace.passed(self.target)
+        self.trace.passed(self.target)
         return True
 
     def finish_pass(self) -> None:
@@ -246,18 +250,13 @@ class Walker:
 
     def passed(self, action: Action) -> None:
         """A Unit's pass ran without a word of its own."""
-        if not self._is_aside:
-            self.trace.passed(action)
+        self.trace.passed(action)
 
     def diverge(self, text: str) -> None:
-        """Something was done otherwise than the step's list had it."""
-        if not self._is_aside:
-            self.trace.diverge(text)
+        """Something was done otherwise than the list had it."""
+        self.trace.diverge(text)
 
     def _do(self, action: Action) -> None:
-        if self._is_aside:
-            self.handlers[action[0]](action)
-            return
         trace = self.trace
         place = trace.start(action)
         self.handlers[action[0]](action)

@@ -6,7 +6,7 @@ mirrors what its forward passes did, departures included.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardwise.plan.action import Action
 from shardwise.plan.lists import (
@@ -16,6 +16,7 @@ from shardwise.plan.lists import (
     forward_actions,
     registration_brackets,
     with_absent,
+    with_fetches,
 )
 from shardwise.plan.unit import Unit
 
@@ -39,6 +40,7 @@ class Order:
         self._passes: dict[int, list[tuple[Bracket, ...]]] = {}
         """By microbatch the order of each forward pass whose backward pass has not been."""
         self._lists: dict[tuple[tuple[Bracket, ...], str], list[Action]] = {}
+        self._fetches: Mapping[int, int] = {}
 
     # A forward pass --------------------------------------------------------------------------------------------
 
@@ -77,6 +79,19 @@ class Order:
     def forget(self) -> None:
         """No backward pass will come."""
         self._passes.clear()
+
+    # Tables ----------------------------------------------------------------------------------------------------
+
+    @property
+    def fetches(self) -> Mapping[int, int]:
+        """By collection of embedding tables the Unit behind whose F it is fetched, in the order of FETCHes: both by
+        their numbers on the rank."""
+        return self._fetches
+
+    def follow_fetches(self, fetches: Mapping[int, int]) -> None:
+        """Fetch so from now on."""
+        self._fetches = dict(fetches)
+        self._lists.clear()
 
     # All ranks -------------------------------------------------------------------------------------------------
 
@@ -121,5 +136,6 @@ class Order:
             else:
                 trained = [False] * len(self._trained) if what == "foreign" else self._trained
                 made = backward_actions(order, self._strategy, trained, what == "last", self.prefetch_units)
-            self._lists[order, what] = [action._replace(unit=action.unit + self._first) for action in made]
+            made = [action._replace(unit=action.unit + self._first) for action in made]
+            self._lists[order, what] = with_fetches(made, self._fetches) if what == "forward" else made
         return self._lists[order, what]
