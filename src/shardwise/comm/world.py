@@ -449,6 +449,11 @@ def join(
     return world
 
 
+def own_seat() -> Seat:
+    """Which rank this process is, by its environment."""
+    return find_seat(os.environ)
+
+
 def is_joined() -> bool:
     """This process is in a process group of torch's."""
     return dist.is_initialized()

@@ -1,0 +1,228 @@
+"""``initialize``: from DeepSpeed's thirteen arguments to our engine behind DeepSpeed's methods.
+
+configuration    config/deepspeed.py translates it; the batch, the stage, dtypes and clipping are the engine's
+optimizer        an object of torch's: the user's, what the user's callable makes, or what ``optimizer:`` names.
+                 The engine rebuilds it on its shards and reads its ``param_groups`` before every step
+lr_scheduler     an object, or what a callable makes of the optimizer, or what ``scheduler:`` names; stepped after
+                 each applied step
+training_data    read in DeepSpeed's order (loader.py)
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from shardwise.config.run import RunConfig
+from shardwise.deepspeed.collectives import init_distributed
+from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.loader import DeepSpeedDataLoader
+from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
+from shardwise.deepspeed.optimizer_classes import DeepSpeedCPUAdagrad, FusedAdam
+from shardwise.deepspeed.rate_schedulers import CLASSES
+from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
+from shardwise.engine.build import initialize as build_engine
+from shardwise.plan.errors import ConfigError, UsageError
+
+_log = logging.getLogger(__name__)
+
+Optimizer = optim.Optimizer | Callable[[Any], optim.Optimizer] | None
+"""torch's, or what makes one of parameters."""
+Scheduler = Any
+"""An object with ``step``, or what makes one of an optimizer."""
+Made = tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, DeepSpeedDataLoader | None, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: "Mapping[str, Any] | str | Path | None" = None,
+    mesh_param: Any = None,
+    config_params: "Mapping[str, Any] | str | Path | None" = None,
+) -> Made:
+    """(engine, optimizer, loader, scheduler) for ``model``; the last three are None where there is none.
+
+    args              has ``deepspeed_config``, where ``config`` is not given
+    model_parameters  what trains: parameters, or groups of them as torch's optimizers take them; left out, all
+    mpu, mesh_param   how the ranks stand is ``mesh`` of our configuration, or ``tensor_parallel`` of DeepSpeed's
+
+    All ranks call it. Errors: ConfigError, UsageError.
+    """
+    if model is None:
+        raise UsageError("deepspeed.initialize: model is required")
+    given = _one_config(args, config, config_params)
+    settings = DeepSpeedConfig(given)
+    _check_mesh(mpu, mesh_param)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    basic = _optimizer_of(model, settings, optimizer, model_parameters)
+    scheduler = _scheduler_of(settings, basic, lr_scheduler)
+    ours = build_engine(model, _run_config(settings), optimizer=basic)
+    batch = ours.config.batch
+    settings.change("train_batch_size", batch.global_size)
+    settings.change("train_micro_batch_size_per_gpu", batch.micro_size)
+    settings.change("gradient_accumulation_steps", batch.accumulation)
+    engine = DeepSpeedEngine(ours, settings, basic, scheduler, collate_fn, mpu)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    if ours.is_main:
+        _log.info("DeepSpeed's configuration: %s", settings.translation.summary())
+    return engine, engine.optimizer, engine.training_dataloader, scheduler
+
+
+def _one_config(args: Any, config: Any, config_params: Any) -> Any:
+    """Errors: ConfigError where there are two, or none."""
+    said = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    found = {name: value for name, value in said.items() if value is not None}
+    if len(found) > 1:
+        raise DeepSpeedConfigError(
+            f"deepspeed.initialize: given {' and '.join(found)}, which are one thing; keep one"
+        )
+    if not found:
+        raise DeepSpeedConfigError(
+            "deepspeed.initialize: no configuration; give config=..., or --deepspeed_config FILE to a script that "
+            "calls add_config_arguments"
+        )
+    return next(iter(found.values()))
+
+
+def _check_mesh(mpu: Any, mesh_param: Any) -> None:
+    """Errors: UsageError for a mesh that our configuration does not know of."""
+    sizes = [int(size) for size in mesh_param or ()]
+    if len(sizes) > 1 and sizes[1] > 1:
+        raise UsageError(
+            f"deepspeed.initialize: mesh_param {tuple(sizes)} cuts the sequence over ranks, which is not here; give "
+            f"({sizes[0] * sizes[1]}, 1), or tensor_parallel with sequence parallelism"
+        )
+    asks = getattr(mpu, "get_model_parallel_world_size", lambda: 1)
+    if mpu is not None and asks() > 1:
+        raise UsageError(
+            "deepspeed.initialize: an mpu with model-parallel ranks cuts the model by itself; leave the model whole, "
+            'and say "tensor_parallel": {"autotp_size": N}'
+        )
+
+
+def _run_config(settings: DeepSpeedConfig) -> RunConfig:
+    """Ours, without what the optimizer and the scheduler objects say."""
+    ours = {
+        key: value
+        for key, value in settings.translation.config.items()
+        if key not in ("optimizer", "schedule")
+    }
+    # A rank whose loader was not divided trains on the same data as another there, and is not refused.
+    ours["batch"] = {**ours.get("batch", {}), "duplicates": "allow"}
+    return RunConfig.parse(ours)
+
+
+# The optimizer -----------------------------------------------------------------------------------------------------
+
+
+def _optimizer_of(
+    model: nn.Module, settings: DeepSpeedConfig, given: Optimizer, parameters: Iterable[Any] | None
+) -> optim.Optimizer | None:
+    groups = None if parameters is None else _trained(parameters)
+    if isinstance(given, optim.Optimizer):
+        made = given
+    elif given is not None:
+        made = given(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
+    elif settings.value("optimizer.type") is not None:
+        made = _named(settings, groups if groups is not None else _trained(model.parameters()))
+    else:
+        return None
+    made.param_groups[:] = [group for group in made.param_groups if group["params"]]
+    _freeze_others(model, made)
+    return made
+
+
+def _trained(parameters: Iterable[Any]) -> list[Any]:
+    """Parameters, or groups of them, without those that do not train."""
+    found: list[Any] = []
+    for each in parameters:
+        if isinstance(each, Mapping):
+            inner = each["params"]
+            inner = [inner] if isinstance(inner, torch.Tensor) else list(inner)
+            if kept := [p for p in inner if p.requires_grad]:
+                found.append({**each, "params": kept})
+        elif isinstance(each, tuple):  # (name, parameter), as torch takes it
+            found += [each] if each[1].requires_grad else []
+        elif each.requires_grad:
+            found.append(each)
+    return found
+
+
+def _named(settings: DeepSpeedConfig, groups: list[Any]) -> optim.Optimizer:
+    """What ``optimizer:`` names. Errors: ConfigError."""
+    name = str(settings.value("optimizer.type"))
+    options = dict((settings.given.get("optimizer") or {}).get("params") or {})
+    if "max_grad_norm" in options:
+        raise DeepSpeedConfigError("optimizer.params.max_grad_norm: say gradient_clipping at the top level")
+    is_torchs = bool(options.pop("torch_adam", False))
+    for key in ("fp32_optimizer_states", "fused", "foreach"):  # how, not what
+        options.pop(key, None)
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    word = name.lower()
+    if word in ("adam", "adamw"):
+        adam_w = bool(options.pop("adam_w_mode", True)) or word == "adamw"
+        if is_torchs and adam_w:
+            options.setdefault("weight_decay", 0.01)  # torch's default, which is then theirs
+        return FusedAdam(groups, adam_w_mode=adam_w, **options)  # type: ignore[return-value]
+    if word == "adagrad":
+        return DeepSpeedCPUAdagrad(groups, **options)  # type: ignore[return-value]
+    known = {each.lower(): each for each in dir(optim) if each[0].isupper()}
+    cls = getattr(optim, known.get(word, ""), None)
+    if cls is None:
+        raise ConfigError(
+            f"optimizer.type: {name!r} is neither DeepSpeed's nor torch's; known: {', '.join(known)}"
+        )
+    made: optim.Optimizer = cls(groups, **options)
+    return made
+
+
+def _freeze_others(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """What the optimizer does not have does not train."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    for name in others:
+        model.get_parameter(name).requires_grad_(False)
+    if others:
+        _log.warning(
+            "deepspeed.initialize: %d parameters are not in the optimizer and do not train: %s",
+            len(others),
+            ", ".join(others[:5]),
+        )
+
+
+# The scheduler -----------------------------------------------------------------------------------------------------
+
+
+def _scheduler_of(settings: DeepSpeedConfig, optimizer: optim.Optimizer | None, given: Any) -> Any:
+    if given is not None:
+        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    name = settings.value("scheduler.type")
+    if name is None:
+        return None
+    if optimizer is None:
+        raise DeepSpeedConfigError("scheduler: there is no optimizer whose rates it could set; name one")
+    options = dict((settings.given.get("scheduler") or {}).get("params") or {})
+    cls = CLASSES.get(str(name)) or getattr(optim.lr_scheduler, str(name), None)
+    if cls is None:
+        raise DeepSpeedConfigError(
+            f"scheduler.type: {name!r} is neither one of {', '.join(CLASSES)} nor in torch.optim.lr_scheduler"
+        )
+    return cls(optimizer, **options)

@@ -1,0 +1,120 @@
+"""Where torch has no CUDA, a script that says ``cuda`` computes on the CPU. Only for a job of ``--as-deepspeed``.
+
+    model.cuda()    tensor.to("cuda:1")    tensor.to(engine.local_rank)    torch.zeros(2, device="cuda")
+    torch.cuda.set_device(rank)    torch.distributed.init_process_group("nccl")
+
+Those few functions of torch's are wrapped, in this process alone and where ``begin`` is called; what has no meaning on
+a CPU does nothing. The first use says so once on rank 0. Where there is an accelerator nothing is wrapped.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import default_group
+
+_log = logging.getLogger(__name__)
+_QUIET = (
+    "set_device",
+    "synchronize",
+    "empty_cache",
+    "reset_peak_memory_stats",
+    "manual_seed",
+    "manual_seed_all",
+)
+"""Of torch.cuda: nothing to do on a CPU."""
+_ZERO = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "current_device",
+)
+_MAKERS = (
+    "tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "arange",
+    "eye",
+    "linspace",
+)
+
+
+@cache
+def begin() -> None:
+    """Wrap them, where torch finds no accelerator; a second call does nothing."""
+    if torch.accelerator.is_available():
+        return
+    _swap(Tensor, "to", _to)
+    _swap(nn.Module, "to", _to)
+    for owner in (Tensor, nn.Module):
+        _swap(owner, "cuda", lambda own: lambda self, *args, **kwargs: _told(self))
+    for name in _QUIET:
+        _swap(torch.cuda, name, lambda own: lambda *args, **kwargs: _told(None))
+    for name in _ZERO:
+        _swap(torch.cuda, name, lambda own: lambda *args, **kwargs: _told(0))
+    for name in _MAKERS:
+        _swap(torch, name, _on_cpu)
+    default_group.accept_nccl_on_cpu()
+
+
+def _swap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    own = getattr(owner, name)
+    setattr(owner, name, wraps(own)(wrap(own)))
+
+
+def _told(value: Any) -> Any:
+    say()
+    return value
+
+
+@cache
+def say() -> None:
+    """Once."""
+    if default_group.rank() == 0:
+        _log.warning(
+            "--as-deepspeed: torch finds no CUDA here, so cuda, nccl and device numbers mean the CPU"
+        )
+
+
+def _is_cuda(place: Any) -> bool:
+    if isinstance(place, bool):
+        return False
+    if isinstance(place, int):
+        return True
+    if isinstance(place, torch.device):
+        return place.type == "cuda"
+    return isinstance(place, str) and place.partition(":")[0] == "cuda"
+
+
+def _cpu(place: Any) -> Any:
+    return _told(torch.device("cpu")) if _is_cuda(place) else place
+
+
+def _to(own: Any) -> Any:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _cpu(kwargs["device"])
+        return own(self, *args, **kwargs)
+
+    return to
+
+
+def _on_cpu(own: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _cpu(kwargs["device"])
+        return own(*args, **kwargs)
+
+    return make

@@ -1,0 +1,232 @@
+"""``deepspeed.accelerator.get_accelerator()``: what a script asks the device about, answered from torch.
+
+One class for every device: what torch's module of the device (``torch.cuda``, ``torch.xpu``) knows is passed on, and on
+a CPU the questions about memory and streams have the answers of a device that has neither.
+"""
+
+import contextlib
+import resource
+from functools import cache
+from typing import Any
+
+import torch
+
+_TYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+_NOTHING_ON_CPU = frozenset(
+    {
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "reset_max_memory_allocated",
+        "reset_max_memory_cached",
+        "set_device",
+        "synchronize",
+        "range_push",
+        "range_pop",
+    }
+)
+_PEAK = frozenset({"max_memory_allocated", "max_memory_reserved", "max_memory_cached"})
+_HELD = frozenset({"memory_allocated", "memory_reserved", "memory_cached"})
+
+
+class DeepSpeedAccelerator:
+    """The device of this process. What is not here is looked up in torch's module of the device."""
+
+    def __init__(self, kind: str):
+        self._kind = kind
+        self._name = kind
+        self._communication_backend_name = "nccl" if kind == "cuda" else "gloo"
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self._kind == "cpu"
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """``cuda:1``, as ``.to()`` takes it; a CPU has no numbers."""
+        return self._kind if device_index is None or self._is_cpu else f"{self._kind}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context in which tensors are made on the device."""
+        return (
+            contextlib.nullcontext()
+            if self._is_cpu
+            else torch.get_device_module(self._kind).device(device_index)
+        )
+
+    def current_device(self) -> int:
+        """Its number."""
+        return 0 if self._is_cpu else torch.accelerator.current_device_index()
+
+    def current_device_name(self) -> str:
+        """Its name with its number."""
+        return self.device_name(self.current_device())
+
+    def device_count(self) -> int:
+        """Devices of this host that the process sees; a CPU is one."""
+        return 1 if self._is_cpu else torch.accelerator.device_count()
+
+    def is_available(self) -> bool:
+        """There is one."""
+        return True
+
+    def communication_backend_name(self) -> str:
+        """What its tensors travel by."""
+        return self._communication_backend_name
+
+    def is_synchronized_device(self) -> bool:
+        """Whether a call returns when its work is done."""
+        return self._is_cpu
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def is_bf16_supported(self) -> bool:
+        """bfloat16 computes."""
+        return self._is_cpu or bool(
+            getattr(torch.get_device_module(self._kind), "is_bf16_supported", lambda: True)()
+        )
+
+    def is_fp16_supported(self) -> bool:
+        """float16 computes."""
+        return True
+
+    def is_fp64_supported(self) -> bool:
+        """float64 computes."""
+        return self._kind != "mps"
+
+    def is_triton_supported(self) -> bool:
+        """Triton has a compiler for it."""
+        return self._kind == "cuda"
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """In which it computes."""
+        return [torch.float, torch.half, torch.bfloat16]
+
+    def random(self) -> Any:
+        """torch's generators."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> Any:
+        """Seed the device's generator."""
+        return (
+            torch.manual_seed(seed) if self._is_cpu else torch.get_device_module(self._kind).manual_seed(seed)
+        )
+
+    def manual_seed_all(self, seed: int) -> Any:
+        """Seed the generators of all devices."""
+        return (
+            torch.manual_seed(seed)
+            if self._is_cpu
+            else torch.get_device_module(self._kind).manual_seed_all(seed)
+        )
+
+    def initial_seed(self) -> int:
+        """The seed of the device's generator."""
+        return torch.initial_seed() if self._is_cpu else torch.get_device_module(self._kind).initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """State of the device's generator."""
+        own: torch.Tensor = (
+            torch.get_rng_state()
+            if self._is_cpu
+            else torch.get_device_module(self._kind).get_rng_state(self._index(device_index))
+        )
+        return own
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Put it back."""
+        if self._is_cpu:
+            torch.set_rng_state(new_state)
+        else:
+            torch.get_device_module(self._kind).set_rng_state(new_state, self._index(device_index))
+
+    def _index(self, given: int | None) -> int:
+        return self.current_device() if given is None else given
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device; of a CPU those of the host."""
+        if not self._is_cpu:
+            return int(torch.get_device_module(self._kind).mem_get_info(self._index(device_index))[1])
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return int(file.readline().split()[1]) << 10
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Of them those that are not taken."""
+        if not self._is_cpu:
+            return int(torch.get_device_module(self._kind).mem_get_info(self._index(device_index))[0])
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) << 10
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """A copy in page-locked memory; on a CPU the tensor."""
+        return tensor if self._is_cpu else tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies there."""
+        return self._is_cpu or tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies on this device."""
+        return tensor.device.type == self._kind
+
+    def lazy_call(self, callback: Any) -> Any:
+        """Call it now."""
+        return callback()
+
+    def visible_devices_envs(self) -> list[str]:
+        """Variables that choose the devices of a process."""
+        return [] if self._is_cpu else ["CUDA_VISIBLE_DEVICES"]
+
+    def get_compile_backend(self) -> str:
+        """Of torch.compile."""
+        return "inductor"
+
+    def create_op_builder(self, class_name: str) -> None:
+        """None: there is no kernel to build; every operation is torch's."""
+
+    get_op_builder = create_op_builder
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _TYPES:
+            return lambda values: torch.tensor(values, dtype=_TYPES[name], device=self._kind)
+        if self._is_cpu and name in _NOTHING_ON_CPU:
+            return lambda *args, **kwargs: None
+        if self._is_cpu and name in _PEAK | _HELD:
+            return lambda *args: _process_bytes(name in _PEAK)
+        module = torch.get_device_module(self._kind)
+        if self._is_cpu and name == "memory_stats":
+            return lambda *args: {}
+        return getattr(module, name)
+
+
+def _process_bytes(is_peak: bool) -> int:
+    """Resident memory of this process, now or at its peak."""
+    if is_peak:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@cache
+def get_accelerator() -> DeepSpeedAccelerator:
+    """That of this process: torch's accelerator where there is one, else the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return DeepSpeedAccelerator("cpu" if found is None else found.type)
+
+
+def is_current_accelerator_supported() -> bool:
+    """Every device of torch's is."""
+    return True
+
+
+def set_accelerator(accelerator: Any) -> None:
+    """Nothing: torch says which device there is."""

@@ -1,0 +1,363 @@
+"""The engine that ``initialize`` returns: DeepSpeed's methods, counters and attributes on ours.
+
+    loss = engine(batch)                     runs the model, its own dtypes in its outputs
+    engine.backward(loss)                    the loss, over gradient_accumulation_steps
+    engine.step()                            ends a microbatch; at the boundary it updates, and the scheduler steps
+
+Counters, as such scripts read them: ``micro_steps`` calls of ``step``, ``global_steps`` those at a boundary,
+``skipped_steps`` of them those that changed no weight, ``global_samples`` global_steps times train_batch_size.
+Whatever is not here is the module's. ``engine.ours`` is our engine, with all that it can do.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.comm import default_group
+from shardwise.deepspeed import getters
+from shardwise.deepspeed.living import live
+from shardwise.deepspeed.loader import DeepSpeedDataLoader
+from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
+from shardwise.deepspeed.settings import DeepSpeedConfig
+from shardwise.engine.engine import Engine
+from shardwise.engine.step import StepResult
+from shardwise.plan.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """How far a run has come, as DeepSpeed counts."""
+
+    global_steps: int = 0
+    """Calls of ``step`` at a boundary."""
+    global_samples: int = 0
+    """Samples of those."""
+    micro_steps: int = 0
+    """Calls of ``step``."""
+    skipped_steps: int = 0
+    """Those at a boundary that changed no weight."""
+
+
+class DeepSpeedEngine(nn.Module):
+    """See the module's docstring. Made by ``initialize``."""
+
+    def __init__(
+        self,
+        ours: Engine,
+        config: DeepSpeedConfig,
+        optimizer: optim.Optimizer | None,
+        lr_scheduler: Any = None,
+        collate_fn: Any = None,
+        mpu: Any = None,
+    ):
+        super().__init__()
+        self.module = ours.module
+        """The user's model."""
+        self.ours = ours
+        """Our engine."""
+        self._config = config
+        self.optimizer = None if optimizer is None else DeepSpeedOptimizer(optimizer, ours, self._was_skipped)
+        """The optimizer, whose ``param_groups`` are read before each step."""
+        self.lr_scheduler = lr_scheduler
+        """Stepped after each applied step."""
+        self.collate_fn = collate_fn
+        self.mpu = mpu
+        self.training_dataloader: DeepSpeedDataLoader | None = None
+        """Of ``training_data``."""
+        self.counters = Counters()
+        """How far the run has come."""
+        self._result: StepResult | None = None
+        """Of the last step at a boundary."""
+        self._applied = False
+        live(self)
+
+    # Training --------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        return self.ours(*inputs, **kwargs) if kwargs else self.ours(inputs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Accumulate the gradients of ``loss``, over the microbatches of a step; returns the loss so divided.
+
+        ``scale_wrt_gas=False``: the loss is divided already.
+        """
+        parts = self.gradient_accumulation_steps()
+        self._refuse_without_optimizer("backward")
+        self.ours.backward(loss if scale_wrt_gas else loss * parts, weight=1.0, retain_graph=retain_graph)
+        return loss / parts if scale_wrt_gas else loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss``, for a ``loss.backward()`` of the script's own: the loss scale is put in where the gradient enters
+        the model."""
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError("scale: expected a loss of one number with a graph")
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a microbatch. At the boundary: update, and let the scheduler step."""
+        self._refuse_without_optimizer("step")
+        result = self.ours.step()
+        self.counters.micro_steps += 1
+        self._applied = result is not None and not result.skipped
+        if result is None:
+            return
+        self._result = result
+        if result.skipped:
+            self.counters.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.counters.global_steps += 1
+        self.counters.global_samples += self.train_batch_size()
+        every = self.steps_per_print()
+        if every and self.global_rank == 0 and self.counters.global_steps % every == 0:
+            _log.info(
+                "step %d: skipped %d, lr %s, momentum %s",
+                self.counters.global_steps,
+                self.counters.skipped_steps,
+                self.get_lr(),
+                self.get_mom(),
+            )
+
+    def _refuse_without_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise UsageError(
+                f"engine.{call}: initialize() got no optimizer; name one in the configuration (optimizer: "
+                '{"type": "AdamW", ...}) or give it one'
+            )
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether ``step()`` will update."""
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed weights."""
+        return self._applied
+
+    def _was_skipped(self) -> bool:
+        return self._result is not None and self._result.skipped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the engine drops gradients when it has used them; ``engine.ours.discard()`` gives up a step."""
+
+    def train(self, mode: bool = True) -> "DeepSpeedEngine":
+        """The model's training mode."""
+        self.training = mode
+        self.ours.train(mode)
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing after ``initialize``; ``"compile": {"deepcompile": true}`` compiles the blocks when it begins."""
+
+    # Batch sizes -----------------------------------------------------------------------------------------------
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Global batch, microbatch, microbatches of a step."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another microbatch from the next one on; the script brings it."""
+        self._config.change("train_micro_batch_size_per_gpu", micro_batch_size)
+        whole = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+        self._config.change("train_batch_size", whole)
+
+    # Numbers of the last step ----------------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradient before clipping; None before the first."""
+        return None if self._result is None else self._result.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each group, for the step that comes."""
+        return self._of_groups("lr")
+
+    def get_type(self) -> list[Any]:
+        """``type`` of each group, where groups have one."""
+        return self._of_groups("type")
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of each group."""
+        return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "sgd", "RMSprop") else "betas")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        groups: Sequence[Any] = () if self.optimizer is None else self.optimizer.param_groups
+        return [group.get(name, 0.0) for group in groups]
+
+    def optimizer_name(self) -> str | None:
+        """As the configuration says it, or the class of the optimizer that was given."""
+        named: str | None = self._config.value("optimizer.type")
+        if named is not None or self.optimizer is None:
+            return named
+        return type(self.optimizer.optimizer).__name__
+
+    # Data ------------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """This rank's batches of ``dataset``. ``route``: ``train`` shuffles, ``eval`` and ``predict`` do not."""
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            (self.ours.dp_index, self.ours.dp_size),
+            collate_fn or self.collate_fn,
+            data_sampler,
+            num_local_io_workers,
+            bool(self.dataloader_drop_last()),
+            shuffle=route == "train",
+        )
+
+    # Who and where ---------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return self._config.given
+
+    @property
+    def global_steps(self) -> int:
+        """See ``Counters``."""
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """See ``Counters``."""
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        """See ``Counters``."""
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """See ``Counters``."""
+        return self.counters.skipped_steps
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.ours.device
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place on its host."""
+        return self.ours.world.local_rank
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self.ours.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.ours.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.ours.dp_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that hold one model together."""
+        return self.ours.world.size // self.ours.dp_size
+
+    seq_dp_world_size = dp_world_size
+    seq_parallel_group = None
+    has_moe_layers = False
+    is_deepcompile_enabled = is_deepcompile_active = lambda self: False
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """torch's group of the data-parallel ranks; all ranks, where nothing cuts the model."""
+        return default_group.group.WORLD
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Of gradients on the wire, where ``communication_data_type`` says one; else that of the weights."""
+        said = self._config.value("communication_data_type")
+        known = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        own = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
+        return known[said or own]
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(of the weights, of accumulated gradients)."""
+        own = (
+            torch.float16
+            if self.fp16_enabled()
+            else torch.bfloat16
+            if self.bfloat16_enabled()
+            else torch.float32
+        )
+        return own, torch.float32
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among the data-parallel ranks."""
+        return self.ours.dp_index
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank's place among those that share its matrices."""
+        return self.ours.plan.mesh.index("tp", self.global_rank)
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    # The whole model -------------------------------------------------------------------------------------------
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False, **ignored: Any) -> dict[str, Tensor]:
+        """The whole model on the CPU, under the model's own names. Collective."""
+        return self.ours.state_dict(trained_only=exclude_frozen_parameters)
+
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, **ignored: Any
+    ) -> None:
+        """Weights and buffers from whole tensors. Collective."""
+        self.ours.load_state_dict(state_dict.get("module", state_dict), strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        whole = self.ours.state_dict(trained_only=exclude_frozen_parameters)
+        return whole if self.global_rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: no weights are kept between passes."""
+
+    def destroy(self) -> None:
+        """Give the model back as it came. Collective."""
+        self.ours.close()
+
+    # Anything else ---------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name in getters.NAMES:
+            return lambda: getters.answer(name, self._config.value)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            pass
+        module = self._modules.get("module") if "_modules" in vars(self) else None
+        if module is not None and hasattr(module, name):
+            return getattr(module, name)
+        raise AttributeError(
+            f"engine.{name}: neither the engine nor the model ({type(module).__name__}) has it; docs/deepspeed.md "
+            "lists what the engine has"
+        )

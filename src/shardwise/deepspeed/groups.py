@@ -1,0 +1,66 @@
+"""``deepspeed.utils.groups``: the groups of ranks that scripts ask for, from the engine that lives.
+
+Names with an underscore are those that Hugging Face's libraries call. Data-parallel answers are the engine's; before
+there is one, all ranks are data-parallel.
+"""
+
+from typing import Any
+
+from shardwise.comm import default_group
+from shardwise.deepspeed.living import living
+
+
+def _sizes() -> tuple[int, int, int, int]:
+    """(data-parallel place, size, tensor-parallel place, size) of the first engine that lives."""
+    for engine in living():
+        mesh = engine.ours.plan.mesh
+        return engine.ours.dp_index, engine.ours.dp_size, mesh.index("tp", engine.global_rank), mesh.tp
+    return default_group.rank(), default_group.size(), 0, 1
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's place among the data-parallel ranks."""
+    return _sizes()[0]
+
+
+def get_data_parallel_world_size() -> int:
+    """Data-parallel ranks."""
+    return _sizes()[1]
+
+
+def get_data_parallel_group() -> Any:
+    """torch's group of all ranks; None where it is not that of the data-parallel ones."""
+    return default_group.group.WORLD if _sizes()[1] == default_group.size() else None
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's place among those that share its matrices."""
+    return _sizes()[2]
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Ranks that share a matrix."""
+    return _sizes()[3]
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The first of them."""
+    return default_group.rank() - _sizes()[2]
+
+
+def get_tensor_model_parallel_group() -> Any:
+    """None: the groups that cut a matrix are the engine's own."""
+
+
+def _get_sequence_parallel_world_size() -> int:
+    """1: no sequence is cut over ranks of its own."""
+    return 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    """0: see ``_get_sequence_parallel_world_size``."""
+    return 0
+
+
+def _get_sequence_parallel_group() -> Any:
+    """None: see ``_get_sequence_parallel_world_size``."""

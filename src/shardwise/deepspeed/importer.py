@@ -1,0 +1,164 @@
+"""The importer: dotted paths out of the table in names.py, without a file for each.
+
+    import shardwise.deepspeed as deepspeed
+    from shardwise.deepspeed.runtime.lr_schedules import WarmupLR    # a module made from the table's rows
+    deepspeed.ops.adam.FusedAdam                                     # the same, by attributes
+
+``install(root)`` puts a finder for the paths below ``root`` in front of Python's own; ``answer_as("deepspeed")`` lets
+the package that ``launch --as-deepspeed`` puts on the path of its job be this one. A module of the table has no code:
+its names are looked up when they are asked for, so an import stays as light as the name that it wants.
+
+Errors: a path or a name that is not in the table raises ModuleNotFoundError or AttributeError, which says what is near
+it; a name that is known and not supported stands for something that says so when it is used.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any, NoReturn
+
+from shardwise.deepspeed.names import NAMES, OTHERS, Refused
+from shardwise.plan.errors import UsageError
+
+_OURS = "shardwise.deepspeed"
+_TOLD = ("__version", "__git")
+_PAGE = "docs/deepspeed.md lists what is known"
+
+
+@cache
+def paths() -> frozenset[str]:
+    """Every dotted path of the table, those on the way to others too; "" is the package itself."""
+    found = {""}
+    for path in NAMES:
+        steps = path.split(".")
+        found.update(".".join(steps[:count]) for count in range(1, len(steps) + 1))
+    return frozenset(found)
+
+
+def names_in(path: str) -> list[str]:
+    """What the module at ``path`` has: names and modules."""
+    inside = f"{path}." if path else ""
+    below = {each[len(inside) :].partition(".")[0] for each in paths() if each and each.startswith(inside)}
+    return sorted({*NAMES.get(path, {}), *below})
+
+
+def attribute(root: str, path: str, name: str) -> Any:
+    """``name`` of the module at ``path`` below ``root``.
+
+    Errors: AttributeError that names what is near.
+    """
+    home = NAMES.get(path, {}).get(name)
+    if isinstance(home, Refused):
+        return refusal(name, home.why)
+    if home is not None:
+        return _at(home)
+    below = f"{path}.{name}" if path else name
+    if below in paths():
+        return importlib.import_module(f"{root}.{below}")
+    if path in OTHERS and not name.startswith("__"):
+        found = getattr(_at(OTHERS[path]), name, None)
+        if found is not None:
+            return found
+    raise AttributeError(f"{_title(path)} has no {name!r} here{_near(name, names_in(path))}; {_PAGE}")
+
+
+def _at(home: str) -> Any:
+    """What ``module:attribute`` stands for; a module of ours, or one of torch's."""
+    module, _, name = home.partition(":")
+    found = importlib.import_module(module if module.startswith("torch") else f"shardwise.{module}")
+    return getattr(found, name) if name else found
+
+
+@cache
+def refusal(name: str, why: str) -> type:
+    """A class that may be imported and asked about, and says ``why`` when somebody makes or calls one."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(f"deepspeed {name}: {why}")
+
+    return type(name, (), {"__new__": refuse, "__doc__": why, "__module__": _OURS})
+
+
+def _title(path: str) -> str:
+    return f"deepspeed.{path}" if path else "deepspeed"
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}"
+    elsewhere = sorted(_title(path) for path, rows in NAMES.items() if name in rows)
+    return f"; it is in {elsewhere[0]}" if elsewhere else ""
+
+
+class TableModule(ModuleType):
+    """A module made from the rows of one path."""
+
+    def __getattr__(self, name: str) -> Any:
+        root, path = _cut(self.__name__)
+        return attribute(root, path, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted([*vars(self), *names_in(_cut(self.__name__)[1])])
+
+
+def _cut(name: str) -> tuple[str, str]:
+    """(root, path) of a module's whole name."""
+    if name == _OURS or name.startswith(f"{_OURS}."):
+        return _OURS, name[len(_OURS) + 1 :]
+    root, _, path = name.partition(".")
+    return root, path
+
+
+class TableImporter(MetaPathFinder, Loader):
+    """Finds and makes the modules below ``root``."""
+
+    def __init__(self, root: str):
+        self.root = root
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Errors: ModuleNotFoundError where neither the table nor our own files have it."""
+        if not name.startswith(f"{self.root}."):
+            return None
+        inner = name[len(self.root) + 1 :]
+        if inner in paths():
+            return spec_from_loader(name, self, is_package=True)
+        if self.root == _OURS and PathFinder.find_spec(name, path) is not None:
+            return None
+        parent, _, last = inner.rpartition(".")
+        if parent not in paths():
+            raise ModuleNotFoundError(
+                f"there is no {_title(inner)} here{_near(inner, sorted(paths()))}; {_PAGE}"
+            )
+        raise ModuleNotFoundError(
+            f"{_title(parent)} has no {last!r} here{_near(last, names_in(parent))}; {_PAGE}"
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module; names come when they are asked for."""
+        return TableModule(spec.name, "DeepSpeed's names; see shardwise.deepspeed")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """A module of the table runs nothing."""
+
+
+def install(root: str) -> None:
+    """Let imports below ``root`` find the table; a second call does nothing."""
+    if not any(isinstance(finder, TableImporter) and finder.root == root for finder in sys.meta_path):
+        sys.meta_path.insert(0, TableImporter(root))
+
+
+def answer_as(root: str) -> None:
+    """Make the imported module ``root`` (``deepspeed``) and all below it this package, in this process. Where torch has
+    no CUDA, the calls that such scripts make on it then mean the CPU (cpu_for_cuda.py)."""
+    own, module = importlib.import_module(_OURS), sys.modules[root]
+    module.__class__ = TableModule
+    vars(module).update({name: value for name, value in vars(own).items() if name.startswith(_TOLD)})
+    install(root)
+    importlib.import_module(f"{_OURS}.cpu_for_cuda").begin()

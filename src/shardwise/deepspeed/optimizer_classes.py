@@ -1,0 +1,70 @@
+"""``deepspeed.ops``: optimizers by the names of their kernels. Each makes torch's optimizer of the same formula; the
+engine runs it on its shards, fused where torch has it fused, wherever those lie."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import optim
+
+from shardwise.plan.errors import UsageError
+
+Groups = Iterable[Any]
+
+
+class FusedAdam:
+    """Makes torch's AdamW, or Adam where ``adam_w_mode`` is false."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Groups,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> optim.Optimizer:
+        if not bias_correction:
+            raise UsageError(
+                "FusedAdam: bias_correction=False is not here; leave it out, and warm the learning rate up"
+            )
+        made = optim.AdamW if adam_w_mode else optim.Adam
+        return made(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+class DeepSpeedCPUAdam:
+    """Makes torch's AdamW, or Adam where ``adamw_mode`` is false. Moments are fp32 whatever
+    ``fp32_optimizer_states`` says."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        model_params: Groups,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> optim.Optimizer:
+        return FusedAdam(  # type: ignore[return-value]
+            model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
+        )
+
+
+class DeepSpeedCPUAdagrad:
+    """Makes torch's Adagrad."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        model_params: Groups,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> optim.Optimizer:
+        return optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

@@ -1,0 +1,92 @@
+"""``deepspeed.zero``: parameters in pieces, made whole for a while.
+
+with deepspeed.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+    if rank == 0:
+        model.head.weight.zero_()            # every rank has rank 0's values afterwards, masters too
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import default_group
+from shardwise.deepspeed.living import find
+
+
+class ZeroParamStatus(Enum):
+    """Where the elements of a parameter are."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """Kinds of parameters."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+@contextlib.contextmanager
+def GatheredParameters(  # noqa: N802
+    params: Any,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """A context in which ``params`` (a parameter, several, or a module's) are whole on every rank.
+
+    ``modifier_rank``: the rank whose edits all ranks take, weights and masters; None: they are read alone. Parameters
+    that no engine has are as they are, and rank ``modifier_rank``'s edits of them are sent to all.
+    """
+    given = _listed(params)
+    if not enabled or not given:
+        yield
+        return
+    engines: dict[Any, list[nn.Parameter]] = {}
+    free: list[nn.Parameter] = []
+    for parameter in given:
+        found = find(parameter)
+        if found is None:
+            free.append(parameter)
+        else:
+            engines.setdefault(found[0], []).append(parameter)
+    writes = modifier_rank is not None
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine.ours.full_parameters(write=writes))
+        yield
+        if modifier_rank is not None and default_group.size() > 1:
+            with torch.no_grad():
+                for parameter in given:
+                    default_group.broadcast(parameter.data, modifier_rank)
+
+
+def _listed(params: Any) -> list[nn.Parameter]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, torch.Tensor):
+        return [params] if isinstance(params, nn.Parameter) else []
+    return [each for each in params if isinstance(each, nn.Parameter)] if isinstance(params, Iterable) else []
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing before ``initialize``: a parameter that another module reads belongs to the Unit around both
+    (``zero.units``); a use outside of it is an error that names the line."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing, as ``register_external_parameter``."""
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The model with its weights gathered once, for many passes without gradients."""
+    with model.ours.gathered():
+        yield model.module

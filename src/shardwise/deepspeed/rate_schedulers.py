@@ -1,0 +1,280 @@
+"""``deepspeed.runtime.lr_schedules``: objects that a script steps, on the curves of optim/schedule.py.
+
+    scheduler = WarmupLR(optimizer, warmup_max_lr=1e-3, warmup_num_steps=100)
+    scheduler.step()                              engine.step() calls it after each step that was applied
+
+Each holds a policy and a count, and writes lr, and OneCycle the first beta, into the optimizer's ``param_groups``,
+which the engine reads before every step.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from torch import optim
+
+from shardwise.optim.schedule import check_groups, rates
+from shardwise.optim.schedule_policy import (
+    OneCyclePolicy,
+    RangeTestPolicy,
+    WarmupCosinePolicy,
+    WarmupPolicy,
+)
+from shardwise.plan.errors import ConfigError
+from shardwise.plan.policy import Policy
+
+PerGroup = float | Sequence[float] | None
+
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+"""Names under ``scheduler.type``; others are torch's."""
+
+
+class RateScheduler:
+    """The rates of ``policy`` on ``optimizer``. ``last_batch_iteration``: steps that were applied, less one."""
+
+    def __init__(self, optimizer: optim.Optimizer, policy: Policy, last_batch_iteration: int = -1):
+        self.optimizer = optimizer
+        self.policy = policy
+        self.last_batch_iteration = last_batch_iteration
+        self._own = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        check_groups(policy, self._own)
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])  # as torch's schedulers mark what they move
+        if last_batch_iteration == -1:
+            self._write()
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """One more step was applied; or say how many, less one."""
+        after = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = after
+        self._write()
+
+    def get_lr(self) -> list[float]:
+        """Of each group, for the step that comes."""
+        return [float(each["lr"]) for each in self._rates()]
+
+    get_last_lr = get_lr
+
+    def get_mom(self) -> list[Any]:
+        """Betas or momentum of each group, for the step that comes."""
+        return [each.get("betas", each.get("momentum")) for each in self._rates()]
+
+    def state_dict(self) -> dict[str, int]:
+        """The count."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: dict[str, int]) -> None:
+        """Go on from a count."""
+        self.last_batch_iteration = int(sd["last_batch_iteration"])
+        self._write()
+
+    def _rates(self) -> list[dict[str, Any]]:
+        return rates(self.policy, self._own, self.last_batch_iteration + 1)
+
+    def _write(self) -> None:
+        for group, now in zip(self.optimizer.param_groups, self._rates(), strict=True):
+            for key in ("lr", "betas", "momentum"):
+                if key not in now:
+                    continue
+                if hasattr(group[key], "fill_"):  # a tensor, as compiled optimizers have it
+                    group[key].fill_(now[key])
+                else:
+                    group[key] = now[key]
+
+
+def _policy(form: type[Policy], **keys: Any) -> Any:
+    """Errors: ConfigError with the first wrong key."""
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items()}
+    try:
+        return form.model_validate({key: value for key, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"scheduler: {where}: {first['msg']} (given {first['input']!r:.100})") from None
+
+
+class LRRangeTest(RateScheduler):
+    """Rates that grow without end, to find the highest that trains."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ):
+        policy = _policy(
+            RangeTestPolicy,
+            type="range_test",
+            min_lr=lr_range_test_min_lr,
+            interval_steps=lr_range_test_step_size,
+            rate=lr_range_test_step_rate,
+            staircase=lr_range_test_staircase,
+        )
+        super().__init__(optimizer, policy, last_batch_iteration)
+
+
+class OneCycle(RateScheduler):
+    """Rates up and down once, momenta the other way; the second beta is 0.99 meanwhile. A group without betas keeps
+    its momentum."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ):
+        decays = bool(decay_step_size)
+        policy = _policy(
+            OneCyclePolicy,
+            type="one_cycle",
+            min_lr=cycle_min_lr,
+            max_lr=cycle_max_lr,
+            rise_steps=cycle_first_step_size,
+            fall_steps=cycle_second_step_size,
+            rise_stairs=cycle_first_stair_count,
+            fall_stairs=cycle_second_stair_count,
+            decay_steps=decay_step_size,
+            decay_lr_rate=decay_lr_rate if decays else 0.0,
+            cycle_momentum=cycle_momentum and all("betas" in group for group in optimizer.param_groups),
+            min_momentum=cycle_min_mom,
+            max_momentum=cycle_max_mom,
+            decay_momentum_rate=decay_mom_rate if decays else 0.0,
+            second_beta=0.99,
+        )
+        super().__init__(optimizer, policy, last_batch_iteration)
+
+
+class WarmupLR(RateScheduler):
+    """A rise to the top, which stays; the top left out is each group's own rate."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        policy = _policy(
+            WarmupPolicy,
+            type="warmup",
+            min_lr=warmup_min_lr,
+            max_lr=warmup_max_lr,
+            warmup_steps=warmup_num_steps,
+            rise=warmup_type,
+        )
+        super().__init__(optimizer, policy, last_batch_iteration)
+
+
+class WarmupDecayLR(RateScheduler):
+    """A rise to the top, then a linear fall to 0 at ``total_num_steps``."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        policy = _policy(
+            WarmupPolicy,
+            type="warmup_linear",
+            min_lr=warmup_min_lr,
+            max_lr=warmup_max_lr,
+            warmup_steps=warmup_num_steps,
+            rise=warmup_type,
+            total_steps=total_num_steps,
+        )
+        super().__init__(optimizer, policy, last_batch_iteration)
+
+
+class WarmupCosineLR(RateScheduler):
+    """A rise to each group's own rate, then half a cosine down to a part of it."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        policy = _policy(
+            WarmupCosinePolicy,
+            type="warmup_cosine",
+            warmup_steps=warmup_num_steps,
+            rise=warmup_type,
+            start_ratio=warmup_min_ratio,
+            min_ratio=cos_min_ratio,
+            total_steps=total_num_steps,
+        )
+        super().__init__(optimizer, policy, last_batch_iteration)
+
+
+CLASSES: dict[str, type[RateScheduler]] = {
+    "LRRangeTest": LRRangeTest,
+    "OneCycle": OneCycle,
+    "WarmupLR": WarmupLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupCosineLR": WarmupCosineLR,
+}
+"""By the name under ``scheduler.type``."""
+
+_ARGUMENTS = {
+    "lr_range_test_min_lr": 0.001,
+    "lr_range_test_step_rate": 1.0,
+    "lr_range_test_step_size": 1000,
+    "cycle_first_step_size": 1000,
+    "cycle_second_step_size": -1,
+    "cycle_first_stair_count": -1,
+    "cycle_second_stair_count": -1,
+    "decay_step_size": 1000,
+    "cycle_min_lr": 0.01,
+    "cycle_max_lr": 0.1,
+    "decay_lr_rate": 0.0,
+    "cycle_min_mom": 0.8,
+    "cycle_max_mom": 0.9,
+    "decay_mom_rate": 0.0,
+    "warmup_min_lr": 0.0,
+    "warmup_max_lr": 0.001,
+    "warmup_num_steps": 1000,
+    "warmup_min_ratio": 0.01,
+    "cos_min_ratio": 0.01,
+    "total_num_steps": 1000,
+}
+
+
+def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add ``--lr_schedule TYPE`` and an argument for each of the schedulers' numbers."""
+    group = parser.add_argument_group("Convergence Tuning", "learning rate and momentum over the steps")
+    group.add_argument("--lr_schedule", type=str, default=None, help=", ".join(VALID_LR_SCHEDULES))
+    group.add_argument("--lr_range_test_staircase", action="store_true")
+    group.add_argument("--cycle_momentum", action="store_true")
+    group.add_argument("--warmup_type", type=str, default="log")
+    for name, default in _ARGUMENTS.items():
+        group.add_argument(f"--{name}", type=type(default), default=default)
+    return parser

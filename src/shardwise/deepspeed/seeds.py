@@ -1,0 +1,82 @@
+"""Seeds, and the few functions of ``deepspeed.runtime.utils`` that scripts call."""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.deepspeed.device import get_accelerator
+from shardwise.plan.errors import UsageError
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def empty_cache() -> None:
+    """Give memory back that torch keeps on the device."""
+    get_accelerator().empty_cache()
+
+
+def memory_status(*args: Any, **kwargs: Any) -> None:
+    """Nothing; ``see_memory_usage`` logs."""
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """torch's, for models that no engine has; an engine clips by ``gradient_clipping``. Errors: UsageError."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """``base(args, name=value)`` as text."""
+    inner = [repr(each) for each in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(inner)})"
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Borders of ``num_parts`` runs of items, the first ones larger by one where they do not divide."""
+    if num_parts < 1:
+        raise UsageError(f"partition_uniform: {num_parts} parts; expected at least 1")
+    size, more = divmod(num_items, num_parts)
+    borders = [0]
+    for part in range(num_parts):
+        borders.append(borders[-1] + size + (part < more))
+    return borders
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A structure with every tensor copied to ``device``, so that a file holds its elements and no buffer around it."""
+    if isinstance(item, Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, dict):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+    return item
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """``model.a.b`` by the name ``a.b``."""
+    for step in module_name.split("."):
+        model = getattr(model, step)
+    return model
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Whether torch's version lies between."""
+    own = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    bounds: Iterable[tuple[float | None, bool]] = ((min_version, True), (max_version, False))
+    for bound, is_least in bounds:
+        if bound is None:
+            continue
+        limit = tuple(map(int, str(bound).split(".")))
+        if (own < limit) if is_least else (own > limit):
+            return False
+    return True
