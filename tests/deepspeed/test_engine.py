@@ -1,0 +1,171 @@
+"""A loop in DeepSpeed's names against plain torch on the same batches, and what such scripts read on the way."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
+
+import shardwise.deepspeed as deepspeed
+from shardwise.comm.world import World
+from shardwise.plan.errors import UsageError
+from tests.ranks import RankPool
+
+STEPS, PARTS, MICRO = 3, 2, 2
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def samples() -> list[tuple[Tensor, int]]:
+    drawn = torch.Generator().manual_seed(5)
+    return [(torch.randn(4, generator=drawn, dtype=torch.float64), place % 3) for place in range(24)]
+
+
+def configuration(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": PARTS,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_num_steps": 2}},
+        **more,
+    }
+
+
+class Seen(NamedTuple):
+    """What one rank saw."""
+
+    losses: list[float]
+    norms: list[float]
+    counters: list[tuple[int, int, int, int]]
+    weights: list[Tensor]
+
+
+def in_deepspeeds_names(world: World, stage: int) -> Seen:
+    model = net()
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), training_data=samples(), config=configuration(stage)
+    )
+    losses, norms, counters = [], [], []
+    for inputs, labels in loader:
+        loss = nn.functional.cross_entropy(engine(inputs), labels)
+        assert engine.backward(loss).item() == loss.item() / PARTS
+        assert engine.is_gradient_accumulation_boundary() == (engine.micro_steps % PARTS == PARTS - 1)
+        engine.step()
+        assert engine.was_step_applied() == (engine.micro_steps % PARTS == 0)
+        losses.append(loss.item())
+        counters.append(
+            (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps)
+        )
+        if engine.was_step_applied():
+            norms.append(engine.get_global_grad_norm())
+    assert engine.get_lr() == scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    assert engine.zero_optimization_stage() == stage and engine.train_batch_size() == MICRO * PARTS * 2
+    weights = [*engine.module_state_dict().values()]
+    engine.destroy()
+    return Seen(losses, norms, counters, weights)
+
+
+def in_plain_torch() -> Seen:
+    """One process with the batches of both ranks: the same order in every pass."""
+    model, data = net(), samples()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    orders = [list(DistributedSampler(data, 2, rank)) for rank in range(2)]  # type: ignore[arg-type]
+    losses, norms = [], []
+    rises = [0.001, 0.001, 0.01]
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = rises[step]
+        optimizer.zero_grad()
+        for part in range(PARTS):
+            first = (step * PARTS + part) * MICRO
+            for rank, order in enumerate(orders):
+                chosen = [data[place] for place in order[first : first + MICRO]]
+                inputs, labels = torch.stack([x for x, _ in chosen]), torch.tensor([y for _, y in chosen])
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+                (loss / PARTS / 2).backward()
+                if rank == 0:
+                    losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        optimizer.step()
+    return Seen(losses, norms, [], [p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_script_of_deepspeeds(ranks: Callable[[int], RankPool], stage: int) -> None:
+    """Data order, accumulation, clipping, rates and counters; samples go to ranks as a DistributedSampler deals."""
+    found, _ = ranks(2).run(in_deepspeeds_names, stage)
+    plain = in_plain_torch()
+    torch.testing.assert_close(found.losses, plain.losses, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.norms, plain.norms, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.weights, plain.weights, rtol=1e-10, atol=1e-14)
+    assert found.counters == [(i // 2, i // 2 * 8, i, 0) for i in range(1, STEPS * PARTS + 1)]
+
+
+def test_the_loader_begins_again_in_the_same_order() -> None:
+    loader = deepspeed.DeepSpeedDataLoader(range(7), 2, (1, 2), workers=0)  # type: ignore[arg-type]
+    first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+    assert first == second and len(first) == len(loader) == 2
+    endless = deepspeed.utils.RepeatingLoader(loader)
+    assert [next(endless).tolist() for _ in range(4)] == first + first
+
+
+def made(**arguments: Any) -> Any:
+    model = net()
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), **arguments)
+
+
+def test_two_configurations_or_none() -> None:
+    class Arguments:
+        deepspeed_config = "ds.json"
+
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="keep one"):
+        made(args=Arguments(), config=configuration(0))
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="no configuration"):
+        made()
+
+
+def test_callables_make_optimizer_and_scheduler() -> None:
+    keys = {key: value for key, value in configuration(0).items() if key not in ("optimizer", "scheduler")}
+    engine, optimizer, loader, scheduler = made(
+        config=keys,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5, momentum=0.9),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1),
+    )
+    assert loader is None and isinstance(optimizer, torch.optim.Optimizer)
+    for _ in range(PARTS):
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.float64)).sum())
+        engine.step()
+    assert engine.get_lr() == [0.05] and engine.optimizer_name() == "SGD" and engine.get_mom() == [0.9]
+    with pytest.raises(UsageError, match=r"engine\.step"):
+        optimizer.step()
+    engine.destroy()
+
+
+def test_parameters_that_the_optimizer_lacks_do_not_train() -> None:
+    model = net()
+    before = model[0].weight.detach().clone()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[{"params": model[2].parameters(), "lr": 1.0}],
+        config=configuration(0, gradient_accumulation_steps=1),
+    )
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.float64)).square().sum())
+    engine.step()
+    assert torch.equal(model[0].weight, before)
+    engine.destroy()
+
+
+def test_what_the_engine_lacks_is_the_models() -> None:
+    engine, *_ = made(config=configuration(0))
+    engine.module.own_name = "mine"
+    assert engine.own_name == "mine" and isinstance(engine, nn.Module)
+    with pytest.raises(AttributeError, match="neither the engine nor the model"):
+        engine.nothing_of_that_name  # noqa: B018
+    assert not engine.fp16_enabled() and engine.zero_reduce_bucket_size() == 5e8
+    engine.destroy()
