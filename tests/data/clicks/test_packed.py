@@ -118,8 +118,10 @@ def test_every_damaged_byte_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     good = write_packed(path, SCHEMA, [made(50)])
     good.check()
     content = path.read_bytes()
-    start = good._start
-    padding = range(start + good._record_bytes.size, start + -(-good._record_bytes.size // 8) * 8)
+    start = module._PAGE_BYTES  # behind a small header
+    padding = range(
+        start + good._record_part.content.size, start + -(-good._record_part.content.size // 8) * 8
+    )
     for at in [0, 9, 13, 17, 40, *range(start, len(content), 97), len(content) - 1]:
         if at in padding:
             continue
@@ -207,11 +209,12 @@ def test_a_row_read_alone_is_checked_to_its_last_byte(
     good = write_packed(path, SCHEMA, [made(30)])
     content = path.read_bytes()
     size = good._records.itemsize
-    heap = len(content) - 4 * good._checksums.size - good._heap_bytes.size
+    records, keys = good._record_part, good._heap_part
+    heap = len(content) - 4 * (records.checksums.size + keys.checksums.size) - keys.content.size
     for i in range(30):
         first = int(good._records["start"][i, 0])
         count = int(good._records["lengths"][i].sum())
-        places = [good._start + i * size, good._start + (i + 1) * size - 1]
+        places = [module._PAGE_BYTES + i * size, module._PAGE_BYTES + (i + 1) * size - 1]
         if count:
             places += [heap + 8 * first, heap + 8 * (first + count) - 1]
         for at in places:

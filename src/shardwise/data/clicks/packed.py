@@ -226,6 +226,48 @@ class PackedWriter:
         self._records.publish(MAGIC, VERSION, text)
 
 
+class _CheckedPart:
+    """A part of a mapped file with a CRC-32 for each of its blocks, which are checked when they are first touched.
+
+    ``what`` it holds and of which file, for errors.
+    """
+
+    def __init__(
+        self, what: str, path: Path, content: npt.NDArray[np.uint8], checksums: npt.NDArray[np.uint32]
+    ) -> None:
+        self.content = content
+        self.checksums = checksums
+        self._what = what
+        self._path = path
+        self._is_checked = np.zeros(checksums.size, bool)
+
+    def check(self) -> None:
+        """All blocks, checked before or not. Errors: as ``touch``'s."""
+        self._is_checked[:] = False
+        if self.content.size:
+            self.touch(np.zeros(1, np.int64), np.full(1, self.content.size))
+
+    def touch(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
+        """Check the blocks that these ranges of bytes touch, where that has not been done.
+
+        Errors: DataError, naming the first that differs.
+        """
+        if not starts.size or self._is_checked.all():
+            return
+        first, stop = starts // _BLOCK_BYTES, -(-stops // _BLOCK_BYTES)
+        spans = stop - first
+        within = np.arange(int(spans.sum())) - np.repeat(np.cumsum(spans) - spans, spans)
+        blocks = np.unique(np.repeat(first, spans) + within)
+        for block in blocks[~self._is_checked[blocks]].tolist():
+            begin = block * _BLOCK_BYTES
+            if zlib.crc32(self.content[begin : begin + _BLOCK_BYTES].data) != self.checksums[block]:
+                raise DataError(
+                    f"packed clicks {self._path} are damaged: the CRC-32 of bytes {begin} to "
+                    f"{min(begin + _BLOCK_BYTES, self.content.size) - 1} of the {self._what} differs; {_REPAIR}"
+                )
+            self._is_checked[block] = True
+
+
 class PackedClicks:
     """One packed file, mapped. ``rows(samples)`` is the only way to its content."""
 
@@ -246,12 +288,10 @@ class PackedClicks:
         self._single = [i for i, feature in enumerate(features) if not feature.many]
         self._many = [i for i, feature in enumerate(features) if feature.many]
         dtype = record_dtype(self.schema, header.key_type)
-        self._start = header.start
-        records_bytes, heap_bytes = self._count * dtype.itemsize, header.keys * 8
-        heap_start = self._start + -(-records_bytes // 8) * 8
-        self._record_blocks = -(-records_bytes // _BLOCK_BYTES)
-        blocks = self._record_blocks + -(-heap_bytes // _BLOCK_BYTES)
-        expected_bytes = heap_start + heap_bytes + 4 * blocks
+        start, records_bytes, heap_bytes = header.start, self._count * dtype.itemsize, header.keys * 8
+        heap_start = start + -(-records_bytes // 8) * 8
+        record_blocks, heap_blocks = -(-records_bytes // _BLOCK_BYTES), -(-heap_bytes // _BLOCK_BYTES)
+        expected_bytes = heap_start + heap_bytes + 4 * (record_blocks + heap_blocks)
         if size_bytes != expected_bytes:
             state = "cut short" if size_bytes < expected_bytes else "longer than it was written"
             raise DataError(
@@ -264,12 +304,15 @@ class PackedClicks:
             raise DataError(
                 f"packed clicks {self.path} are damaged: the CRC-32 of their table differs; {_REPAIR}"
             )
-        self._record_bytes = mapped[self._start : self._start + records_bytes]
-        self._heap_bytes = mapped[heap_start : heap_start + heap_bytes]
-        self._records = self._record_bytes.view(dtype)
-        self._heap = np.frombuffer(self._heap_bytes, "<i8")
-        self._checksums = np.frombuffer(table, "<u4")
-        self._is_checked = np.zeros(blocks, bool)
+        checksums = np.frombuffer(table, "<u4")
+        self._record_part = _CheckedPart(
+            "records", self.path, mapped[start : start + records_bytes], checksums[:record_blocks]
+        )
+        self._heap_part = _CheckedPart(
+            "keys", self.path, mapped[heap_start : heap_start + heap_bytes], checksums[record_blocks:]
+        )
+        self._records = self._record_part.content.view(dtype)
+        self._heap = np.frombuffer(self._heap_part.content, "<i8")
 
     def _read_header(self, file: IO[bytes], size_bytes: int) -> Header:
         prefix = file.read(PREFIX.size)
@@ -310,7 +353,7 @@ class PackedClicks:
             )
         itemsize = self._records.itemsize
         stops = samples + (2 if self._many else 1)  # keys end where those of the next row begin
-        self._check(samples * itemsize, np.minimum(stops, self._count) * itemsize, self._record_bytes, 0)
+        self._record_part.touch(samples * itemsize, np.minimum(stops, self._count) * itemsize)
         records = self._records[samples]
         _check_rows(self.path, samples, records["label"], records["dense"])
         keys: dict[int, Keys] = {}
@@ -347,7 +390,7 @@ class PackedClicks:
                 f"{_REPAIR}"
             )
         held = np.flatnonzero(lengths.any(1))
-        self._check(begins[held, 0] * 8, stops[held, -1] * 8, self._heap_bytes, self._record_blocks)
+        self._heap_part.touch(begins[held, 0] * 8, stops[held, -1] * 8)
         keys = {}
         for column, i in enumerate(self._many):
             offsets = np.r_[0, np.cumsum(lengths[:, column])]
@@ -357,39 +400,13 @@ class PackedClicks:
 
     def check(self) -> None:
         """Hold every block against its CRC-32; a ``DataError`` names the first that differs."""
-        self._is_checked[:] = False
-        for content, first in ((self._record_bytes, 0), (self._heap_bytes, self._record_blocks)):
-            if content.size:
-                self._check(np.zeros(1, np.int64), np.full(1, content.size), content, first)
-
-    def _check(
-        self,
-        starts: npt.NDArray[np.int64],
-        stops: npt.NDArray[np.int64],
-        content: npt.NDArray[np.uint8],
-        first_block: int,
-    ) -> None:
-        """Check the blocks of ``content`` that these ranges of bytes touch, where that has not been done."""
-        if not starts.size or self._is_checked.all():
-            return
-        first, stop = starts // _BLOCK_BYTES, -(-stops // _BLOCK_BYTES)
-        spans = stop - first
-        within = np.arange(int(spans.sum())) - np.repeat(np.cumsum(spans) - spans, spans)
-        blocks = np.unique(np.repeat(first, spans) + within)
-        for block in blocks[~self._is_checked[first_block + blocks]].tolist():
-            begin = block * _BLOCK_BYTES
-            if zlib.crc32(content[begin : begin + _BLOCK_BYTES].data) != self._checksums[first_block + block]:
-                what = "records" if first_block == 0 else "keys"
-                raise DataError(
-                    f"packed clicks {self.path} are damaged: the CRC-32 of bytes {begin} to "
-                    f"{min(begin + _BLOCK_BYTES, content.size) - 1} of the {what} differs; {_REPAIR}"
-                )
-            self._is_checked[first_block + block] = True
+        self._record_part.check()
+        self._heap_part.check()
 
     def fingerprint(self) -> str:
         """Names the content, wherever the file lies."""
         digest = hashlib.sha256(repr((self.schema, self._count, self._records.dtype.descr)).encode())
-        digest.update(self._checksums.tobytes())
+        digest.update(self._record_part.checksums.tobytes() + self._heap_part.checksums.tobytes())
         return digest.hexdigest()[:16]
 
 
