@@ -98,7 +98,7 @@ def test_engines_start_and_train(strict_ranks: RankPool, name: str) -> None:
 def adopted(world: World) -> list[float]:
     """What ``init_process_group("nccl")`` leaves in a user's script: a default group that carries no host tensors."""
     dist.destroy_process_group()
-    store = world.store
+    store = world.board.store
     assert store is not None
     dist.init_process_group(
         "meta:deviceonly", store=dist.PrefixStore("theirs", store), rank=world.rank, world_size=world.size

@@ -81,7 +81,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def carriers(engine: shardwise.Engine) -> set[type]:
-    return {type(each) for each in engine.world._transports.values()}
+    return {type(each) for each in engine.world.links.transports.values()}
 
 
 def many_lives(world: World) -> list[list[float]]:

@@ -7,11 +7,11 @@ from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.lists import (
-    Bracket,
+    Boundary,
     backward_actions,
     forward_actions,
     is_inside,
-    registration_brackets,
+    registration_boundaries,
     update_actions,
     with_absent,
     with_fetches,
@@ -27,10 +27,10 @@ def text(actions: list[Action]) -> str:
     return " ".join(str(action) for action in actions)
 
 
-def opens(*units: int) -> list[Bracket]:
+def opens(*units: int) -> list[Boundary]:
     """Units of a row inside the root 0."""
-    inner = [bracket for unit in units for bracket in (Bracket(True, unit), Bracket(False, unit))]
-    return [Bracket(True, 0), *inner, Bracket(False, 0)]
+    inner = [boundary for unit in units for boundary in (Boundary(True, unit), Boundary(False, unit))]
+    return [Boundary(True, 0), *inner, Boundary(False, 0)]
 
 
 def test_rows_are_fetched_once_behind_a_unit_that_runs_twice() -> None:
@@ -75,43 +75,43 @@ def test_a_unit_that_runs_twice() -> None:
 
 def test_order_of_registration() -> None:
     names = ["", "a", "a.b", "a.c", "ab", "d"]
-    assert registration_brackets(names) == [
-        Bracket(True, 0),
-        Bracket(True, 1),
-        Bracket(True, 2),
-        Bracket(False, 2),
-        Bracket(True, 3),
-        Bracket(False, 3),
-        Bracket(False, 1),
-        Bracket(True, 4),
-        Bracket(False, 4),
-        Bracket(True, 5),
-        Bracket(False, 5),
-        Bracket(False, 0),
+    assert registration_boundaries(names) == [
+        Boundary(True, 0),
+        Boundary(True, 1),
+        Boundary(True, 2),
+        Boundary(False, 2),
+        Boundary(True, 3),
+        Boundary(False, 3),
+        Boundary(False, 1),
+        Boundary(True, 4),
+        Boundary(False, 4),
+        Boundary(True, 5),
+        Boundary(False, 5),
+        Boundary(False, 0),
     ]
     assert is_inside("a.b", "a") and is_inside("a", "") and not is_inside("ab", "a")
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> list[Bracket]:
+def windows(draw: st.DrawFn) -> list[Boundary]:
     """Any nesting and repetition of up to six Units inside the root."""
 
-    def some(depth: int) -> list[Bracket]:
-        found: list[Bracket] = []
+    def some(depth: int) -> list[Boundary]:
+        found: list[Boundary] = []
         for unit in draw(st.lists(st.integers(1, 6), max_size=4 - depth)):
-            found += [Bracket(True, unit), *(some(depth + 1) if depth < 2 else []), Bracket(False, unit)]
+            found += [Boundary(True, unit), *(some(depth + 1) if depth < 2 else []), Boundary(False, unit)]
         return found
 
-    return [Bracket(True, 0), *some(0), Bracket(False, 0)]
+    return [Boundary(True, 0), *some(0), Boundary(False, 0)]
 
 
 @given(windows(), st.integers(0, 3), st.integers(1, 3))
-def test_every_list_can_be_run(brackets: list[Bracket], ahead: int, passes: int) -> None:
+def test_every_list_can_be_run(boundaries: list[Boundary], ahead: int, passes: int) -> None:
     """A Unit is gathered whenever it computes, never twice at once, and released and reduced once at the end."""
     trained = [True] * 7
     for actions, reduces in (
-        (forward_actions(brackets, ZERO3, ahead), False),
-        (backward_actions(brackets * passes, ZERO3, trained, True, ahead), True),
+        (forward_actions(boundaries, ZERO3, ahead), False),
+        (backward_actions(boundaries * passes, ZERO3, trained, True, ahead), True),
     ):
         open_units: set[int] = set()
         reduced: set[int] = set()
@@ -127,7 +127,7 @@ def test_every_list_can_be_run(brackets: list[Bracket], ahead: int, passes: int)
             else:
                 assert unit in open_units
         assert not open_units
-        used = {bracket.unit for bracket in brackets}
+        used = {boundary.unit for boundary in boundaries}
         assert reduced == (used if reduces else set())
 
 
@@ -147,19 +147,19 @@ def test_units_that_did_not_run_keep_their_places() -> None:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
 def test_any_units_may_be_absent(depths: list[int], data: st.DataObject) -> None:
-    """The order stays a nest of brackets with every Unit in it, what ran stays in order, and others keep theirs."""
+    """The order stays a nest of boundaries with every Unit in it, what ran stays in order, and others keep theirs."""
     names, path = [""], [""]
     for i, depth in enumerate(depths):
         path = path[: min(depth, len(path) - 1) + 1]
         path.append(f"{path[-1]}.{i}".lstrip("."))
         names.append(path[-1])
-    before = registration_brackets(names)
+    before = registration_boundaries(names)
     absent = data.draw(st.sets(st.integers(1, len(depths))))
-    seen = [bracket for bracket in before if bracket.unit not in absent]
+    seen = [boundary for boundary in before if boundary.unit not in absent]
     assert with_absent(seen, seen) == tuple(seen)
     found = with_absent(seen, before)
-    assert [bracket for bracket in found if bracket.unit not in absent] == seen
-    assert {bracket.unit for bracket in found} == set(range(len(names)))
+    assert [boundary for boundary in found if boundary.unit not in absent] == seen
+    assert {boundary.unit for boundary in found} == set(range(len(names)))
     around: list[int] = []
     for opened, unit in found:
         if opened:

@@ -18,6 +18,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+GROUP_TIMEOUT_S = 24 * 3600.0
+"""Of torch's own groups: beyond every deadline of ours, whose errors say more."""
+
 
 def backends(device: torch.device, backend: str) -> str:
     """What a group needs, as torch spells it: gloo for host tensors, ``backend`` for those on ``device``."""

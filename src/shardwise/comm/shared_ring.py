@@ -171,18 +171,34 @@ class Call(NamedTuple):
     timeout_s: float
 
 
+class Lives:
+    """Which peers still live. ``descriptors``: their pidfds, which close with this object at the latest, since an
+    engine may be dropped and not closed."""
+
+    def __init__(self, descriptors: dict[int, int]):
+        self._peers = {descriptor: peer for peer, descriptor in descriptors.items()}
+        self._poll = select.poll()
+        for descriptor in self._peers:
+            self._poll.register(descriptor, select.POLLIN)
+        self.let_go = weakref.finalize(self, _close_all, list(self._peers))
+        self.let_go.atexit = False
+
+    def ended(self) -> set[int]:
+        """Those whose process has ended."""
+        return {self._peers[descriptor] for descriptor, _ in self._poll.poll(0)}
+
+
 class Rings:
     """The rings of a group as one rank uses them: it fills its own and reads those of its peers.
 
-    ``lives`` are pidfds of the peers; ``names`` are the ranks' numbers in errors; ``alarm`` is called by whoever waits,
-    and may raise.
+    ``names`` are the ranks' numbers in errors; ``alarm`` is called by whoever waits, and may raise.
     """
 
     def __init__(
         self,
         rank: int,
         rings: Sequence[Ring],
-        lives: dict[int, int],
+        lives: Lives,
         names: Sequence[int],
         alarm: Callable[[], None] | None = None,
     ):
@@ -196,12 +212,6 @@ class Rings:
         self._names = names
         self._lives = lives
         self._alarm = alarm
-        # Also where nobody says good-bye: an engine that is dropped and not closed.
-        self._let_go = weakref.finalize(self, _close_all, list(lives.values()))
-        self._let_go.atexit = False
-        self._poll = select.poll()
-        for life in lives.values():
-            self._poll.register(life, select.POLLIN)
         self._semaphores = Semaphores()
         own = rings[rank].address
         self._tell = [own + layout.written(peer) for peer in self.peers]
@@ -250,8 +260,7 @@ class Rings:
     def leave(self, reason: str, failed: bool) -> None:
         """Tell the peers that this rank takes part no longer, and let go of everything."""
         self.rings[self._rank].leave(reason, failed)
-        self._let_go()
-        self._lives = {}
+        self._lives.let_go()
         self.rings = []
 
     def _wait(self, addresses: dict[int, int], peer: int, awaited: Sequence[int], call: Call) -> None:
@@ -280,8 +289,8 @@ class Rings:
 
     def _gone(self, missing: Sequence[int]) -> str:
         """Who will not come any more, as a sentence. A death comes before what other ranks say about it."""
-        ended = {life for life, _ in self._poll.poll(0)}
-        gone = [peer for peer in missing if self._lives[peer] in ended or self.rings[peer].state == _LEFT]
+        ended = self._lives.ended()
+        gone = [peer for peer in missing if peer in ended or self.rings[peer].state == _LEFT]
         if gone:
             return f"{self._list(gone)} ended or left the group; see the last lines of the log"
         for peer in self.peers:
@@ -343,7 +352,7 @@ def meet(
         post("attached", reason)
         _refuse(collect("attached", timeout_s), names)
         undo.pop_all()
-    return Rings(rank, rings, lives, names, alarm)
+    return Rings(rank, rings, Lives(lives), names, alarm)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

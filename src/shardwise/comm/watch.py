@@ -28,18 +28,14 @@ import atexit
 import contextlib
 import json
 import logging
-import os
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from shardwise.comm.handshake import Who
+from shardwise.comm.process import Pulse, seconds_of, stack_of, state_of
 from shardwise.comm.store import SealedStore
 from shardwise.plan.errors import DeadlineError
 
@@ -55,11 +51,6 @@ _RECENT_S = 10.0
 _LAST_WORD_S = 2.5
 _AGAIN_S = 60.0
 """Between two notices of one wait."""
-_FRAMES = 12
-_WORK_S = 0.2
-"""Processor time that counts as work; the watch itself takes less in a minute."""
-_WORK_BYTES = 256 << 10
-_STACK_BYTES = 4000
 
 
 class Wait(NamedTuple):
@@ -82,40 +73,62 @@ class Wait(NamedTuple):
         return f"rank {rank}: {operation} of {what} in step {step}"
 
 
-class _Pulse:
-    """When this process last did anything."""
+class _Questions:
+    """Questions to all ranks, their answers and the verdict, over the store: the side of one of ``size`` ranks."""
 
-    def __init__(self, thread_id: int | None, native_id: int | None):
-        self._thread_id = thread_id
-        self._native_id = native_id
-        self._place: tuple[Any, ...] = ()
-        self._seconds = 0.0
-        self._bytes = 0
-        self.moved_s = time.monotonic()
+    def __init__(self, rank: int, size: int, store: SealedStore, prefix: str):
+        self._rank = rank
+        self._size = size
+        self._store = store
+        self._prefix = prefix
+        self._turn = 0
+        """The next question."""
+        self.contact_s = time.monotonic()
+        """When the store was last heard."""
+        self.asked_s = 0.0
+        """When this rank last had its answers."""
+        self.answered_s = -_RECENT_S
 
-    def frame(self) -> FrameType | None:
-        """Where the watched thread is."""
-        return None if self._thread_id is None else sys._current_frames().get(self._thread_id)
+    def connect(self) -> None:
+        """Over a connection of its own from now on: a call that blocks holds nobody else up."""
+        self._store = self._store.again()
+        self.contact_s = time.monotonic()
 
-    def look(self) -> None:
-        """Once a tick."""
-        place = []
-        frame = self.frame()
-        is_debugged = False
-        while frame is not None:
-            place.append((id(frame.f_code), frame.f_lasti))
-            is_debugged = is_debugged or frame.f_code.co_filename.endswith(("bdb.py", "pdb.py"))
-            frame = frame.f_back
-        now = (tuple(place), time.process_time() + _seconds_of_children(os.getpid()), _bytes_of(os.getpid()))
-        worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
-        if (
-            now[0] != self._place
-            or worked
-            or is_debugged
-            or _state(os.getpid(), self._native_id) in ("R", "D")
-        ):
-            self._place, self._seconds, self._bytes = now
-            self.moved_s = time.monotonic()
+    @property
+    def is_asked(self) -> bool:
+        """Whether a question waits for this rank's answer."""
+        return self._store.check([self._key("question", self._turn)])
+
+    def answer(self, said: Mapping[str, Any]) -> None:
+        """Answer the question that waits."""
+        self._store.set(self._key("answer", self._turn, self._rank), json.dumps(said))
+        self._turn += 1
+        self.answered_s = time.monotonic()
+
+    def ask(self, own: Mapping[str, Any], is_over: Callable[[], bool]) -> dict[int, dict[str, Any]]:
+        """Ask all ranks; ``own`` is this one's answer. Answers by rank, of those that came before ``is_over``."""
+        keys = [self._key("answer", self._turn, rank) for rank in range(self._size)]
+        self._store.set(self._key("question", self._turn), str(self._rank))
+        self.answer(own)
+        until_s = time.monotonic() + _ANSWER_S
+        while not self._store.check(keys) and time.monotonic() < until_s and not is_over():
+            time.sleep(_TICK_S / 20)
+        found = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
+        self.asked_s = time.monotonic()
+        return {rank: json.loads(self._store.get(key)) for rank, key in found.items()}
+
+    @property
+    def verdict(self) -> str:
+        """What a rank has come to; empty where none has."""
+        key = self._key("verdict")
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def leave_verdict(self, sentence: str) -> None:
+        """For all ranks, before this one leaves, which the others notice."""
+        self._store.set(self._key("verdict"), sentence)
+
+    def _key(self, *parts: Any) -> str:
+        return "/".join([self._prefix, *map(str, parts)])
 
 
 class Watch:
@@ -124,20 +137,14 @@ class Watch:
     def __init__(self, rank: int, who: Sequence[Who], store: SealedStore, prefix: str):
         self._rank = rank
         self._who = who
-        self._store = store
-        self._prefix = prefix
+        self._questions = _Questions(rank, len(who), store, prefix)
         self._waits: dict[int, Wait] = {}
-        self._thread_id: int | None = None
-        self._pulse = _Pulse(None, None)
+        """By thread."""
+        self._pulse = Pulse(None, None)
         self._verdict = ""
         self._story = ""
         self._wanted = False
-        self._turn = 0
-        """The next question."""
-        self._contact_s = time.monotonic()
         self._reported_s = -_AGAIN_S
-        self._asked_s = 0.0
-        self._answered_s = -_RECENT_S
         self._suspects: frozenset[int] = frozenset()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -148,13 +155,11 @@ class Watch:
         """Begin to watch the calling thread; False where it had begun."""
         if self._threads or len(self._who) < 2:
             return False
-        self._thread_id = threading.get_ident()
-        self._pulse = _Pulse(self._thread_id, threading.get_native_id())
-        self._contact_s = time.monotonic()
-        store = self._store.again()
+        self._pulse = Pulse(threading.get_ident(), threading.get_native_id())
+        self._questions.connect()
         # The threads hold no reference between two ticks: a World that is dropped and not closed ends them.
         own, ended = weakref.ref(self), self._ended
-        for name, tick in (("observe", Watch._observe), ("talk", _talker(store))):
+        for name, tick in (("observe", Watch._observe), ("talk", Watch._talk)):
             thread = threading.Thread(
                 target=_run, args=(own, ended, tick), name=f"shardwise-watch-{name}", daemon=True
             )
@@ -190,7 +195,7 @@ class Watch:
     def last_word(self) -> str:
         """The verdict. A rank that sees another one leave, just after a question, waits a moment for the reason."""
         until_s = time.monotonic() + _LAST_WORD_S
-        while not self._verdict and time.monotonic() < min(until_s, self._answered_s + _RECENT_S):
+        while not self._verdict and time.monotonic() < min(until_s, self._questions.answered_s + _RECENT_S):
             time.sleep(0.02)
         return self._verdict
 
@@ -216,7 +221,7 @@ class Watch:
         age_s = time.monotonic() - longest.since_s
         if age_s > longest.patience_s and not self._verdict:
             self._wanted = True
-            silence_s = time.monotonic() - self._contact_s
+            silence_s = time.monotonic() - self._questions.contact_s
             if silence_s > _STORE_S and age_s > longest.patience_s + _ANSWER_S:
                 self._judge_alone(longest, silence_s)
         if self._verdict:
@@ -256,7 +261,7 @@ class Watch:
     def _seen_from_outside(self, rank: int) -> tuple[bool, str]:
         """Whether this rank of this host can never answer, and what the kernel says of it."""
         pid = self._who[rank].pid
-        state = _state(pid)
+        state = state_of(pid)
         if state in ("T", "t"):
             return (
                 True,
@@ -264,61 +269,46 @@ class Watch:
             )
         if state in ("", "Z", "X"):
             return True, f"its process {pid} has ended"
-        before = _seconds_of(pid)
+        before = seconds_of(pid)
         time.sleep(0.3)
-        if state == "R" or _seconds_of(pid) > before:
+        if state == "R" or seconds_of(pid) > before:
             return False, f"its process {pid} computes in one long call that lets no Python run beside it"
         return False, f"its process {pid} sleeps (state {state})"
 
     # The store -------------------------------------------------------------------------------------------------
 
-    def _talk(self, store: SealedStore) -> None:
-        while store.check([self._key("question", self._turn)]):
-            self._answer(store)
-        self._is_judged(store)
-        self._contact_s = time.monotonic()
+    def _talk(self) -> None:
+        questions = self._questions
+        while questions.is_asked:
+            questions.answer(self._answer())
+        self._is_judged()
+        questions.contact_s = time.monotonic()
         wait = self._longest()
-        is_due = time.monotonic() - self._asked_s > (0 if self._suspects else _ANSWER_S)
+        is_due = time.monotonic() - questions.asked_s > (0 if self._suspects else _ANSWER_S)
         if self._wanted and wait is not None and is_due and not self._verdict:
             self._wanted = False
-            turn = self._turn
-            store.set(self._key("question", turn), str(self._rank))
-            self._answer(store)
-            answers = self._collect(store, turn)
-            if not self._is_judged(store):
-                self._judge(store, wait, answers)
-            self._asked_s = time.monotonic()
+            answers = questions.ask(self._answer(), self._is_judged)
+            if not self._is_judged():
+                self._judge(wait, answers)
 
-    def _key(self, *parts: Any) -> str:
-        return "/".join([self._prefix, *map(str, parts)])
-
-    def _answer(self, store: SealedStore) -> None:
-        wait = None if self._thread_id is None else self._waits.get(self._thread_id)
-        frame = self._pulse.frame()
-        said = {
+    def _answer(self) -> dict[str, Any]:
+        thread, frame = self._pulse.thread_id, self._pulse.frame()
+        wait = None if thread is None else self._waits.get(thread)
+        return {
             "waits": None if wait is None else [str(wait), time.monotonic() - wait.since_s],
             "unmoved_s": time.monotonic() - self._pulse.moved_s,
-            "stack": "" if frame is None else _stack_of(frame),
+            "stack": "" if frame is None else stack_of(frame),
         }
-        store.set(self._key("answer", self._turn, self._rank), json.dumps(said))
-        self._turn += 1
-        self._answered_s = time.monotonic()
 
-    def _collect(self, store: SealedStore, turn: int) -> dict[int, dict[str, Any]]:
-        keys = [self._key("answer", turn, rank) for rank in range(len(self._who))]
-        until_s = time.monotonic() + _ANSWER_S
-        while not store.check(keys) and time.monotonic() < until_s and not self._is_judged(store):
-            time.sleep(_TICK_S / 20)
-        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-
-    def _is_judged(self, store: SealedStore) -> bool:
+    def _is_judged(self) -> bool:
         """Whether another rank has come to a verdict, which is then ours too."""
-        if not self._verdict and store.check([self._key("verdict")]):
-            self._verdict = store.get(self._key("verdict")).decode()
+        found = "" if self._verdict else self._questions.verdict
+        if found:
+            self._verdict = found
             self._wake()
         return bool(self._verdict)
 
-    def _judge(self, store: SealedStore, wait: Wait, answers: Mapping[int, dict[str, Any]]) -> None:
+    def _judge(self, wait: Wait, answers: Mapping[int, dict[str, Any]]) -> None:
         lines: list[str] = []
         ends = False
         silent = frozenset(range(len(self._who))) - frozenset(answers)
@@ -350,9 +340,9 @@ class Watch:
         speakers = [rank for rank, said in answers.items() if said["waits"] is not None]
         if self._rank == min(speakers, default=self._rank) and not (ends and wait.is_auto):
             self._tell(wait)
-        if ends and wait.is_auto and self._longest() is not None and not self._is_judged(store):
+        if ends and wait.is_auto and self._longest() is not None and not self._is_judged():
             sentence = self._sentence(wait, self._story)
-            store.set(self._key("verdict"), sentence)  # before this rank leaves, which the others notice
+            self._questions.leave_verdict(sentence)
             self._verdict = sentence
             self._wake()
 
@@ -364,10 +354,6 @@ class Watch:
 
     def _sentence(self, wait: Wait, story: str) -> str:
         return f"{wait} has waited {time.monotonic() - wait.since_s:.0f} s: {story}"
-
-
-def _talker(store: SealedStore) -> Callable[["Watch"], None]:
-    return lambda watch: watch._talk(store)
 
 
 def _run(own: "weakref.ref[Watch]", ended: threading.Event, tick: Callable[["Watch"], None]) -> None:
@@ -388,52 +374,3 @@ def _stop(own: "weakref.ref[Watch]") -> None:
     watch = own()
     if watch is not None:
         watch.stop()
-
-
-def _stack_of(frame: FrameType) -> str:
-    """The last calls of a thread, as a traceback shows them."""
-    calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith("<frozen")]
-    lines = traceback.format_list(calls[-_FRAMES:])
-    return "".join(lines).rstrip()[-_STACK_BYTES:]
-
-
-def _fields(pid: int, thread: int | None = None) -> list[str]:
-    """/proc/PID/stat from the state on; empty where there is none."""
-    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
-    try:
-        return Path(path).read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _state(pid: int, thread: int | None = None) -> str:
-    """One letter, as ps shows it; empty where there is no such process, or no /proc."""
-    found = _fields(pid, thread)
-    return found[0] if found else ""
-
-
-def _seconds_of(pid: int) -> float:
-    """Processor time of a process and its threads."""
-    found = _fields(pid)
-    return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK") if found else 0.0
-
-
-def _seconds_of_children(pid: int) -> float:
-    """Processor time of all that descends from a process: workers of a loader, of a compiler, a copying program."""
-    total = 0.0
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except OSError:
-            continue
-        total += sum(_seconds_of(int(child)) + _seconds_of_children(int(child)) for child in children)
-    return total
-
-
-def _bytes_of(pid: int) -> int:
-    """What a process has read and written."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))

@@ -37,12 +37,12 @@ from shardwise.plan.action import NORM, SUM, Action, Kind
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import (
-    Bracket,
+    Boundary,
     Strategy,
     backward_actions,
     forward_actions,
     is_inside,
-    registration_brackets,
+    registration_boundaries,
     update_actions,
     with_fetches,
 )
@@ -60,7 +60,7 @@ from shardwise.precision.policy import Dtypes, PrecisionPolicy
 class StageOrder(NamedTuple):
     """In which order the Units of a stage run, by their numbers on the rank."""
 
-    brackets: Sequence[Bracket]
+    boundaries: Sequence[Boundary]
     fetches: Mapping[int, int]
     """By collection of embedding tables the Unit behind whose F it is fetched, in the order of FETCHes."""
 
@@ -103,8 +103,8 @@ class Planned(NamedTuple):
 
         @cache
         def forward(stage: int, last: bool) -> list[Action]:
-            brackets, fetches = known[stage]
-            return with_fetches(forward_actions(brackets, strategy, ahead), fetches)
+            boundaries, fetches = known[stage]
+            return with_fetches(forward_actions(boundaries, strategy, ahead), fetches)
 
         return add_sharding({0: row}, forward, _none)[0]
 
@@ -176,12 +176,12 @@ def _actions(
 
     @cache
     def forward(stage: int, last: bool) -> list[Action]:
-        brackets, fetches = known[stage]
-        return with_fetches(forward_actions(brackets, strategy, prefetch), fetches)
+        boundaries, fetches = known[stage]
+        return with_fetches(forward_actions(boundaries, strategy, prefetch), fetches)
 
     @cache
     def backward(stage: int, last: bool) -> list[Action]:
-        return backward_actions(known[stage].brackets, strategy, trained, last, prefetch)
+        return backward_actions(known[stage].boundaries, strategy, trained, last, prefetch)
 
     once = not policies.zero.reshard_after_forward and strategy.has_windows
     actions = add_sharding({0: row}, forward, backward, "step" if once else "microbatch")[0]
@@ -203,15 +203,15 @@ def _none(stage: int, last: bool) -> list[Action]:
 def registered(ranks: RankClass, stage: int) -> StageOrder:
     """The order of registration, by the Units' numbers on the rank."""
     units = ranks.units_of(stage)
-    brackets = [
-        Bracket(opens, units[place].index)
-        for opens, place in registration_brackets([unit.name for unit in units])
+    boundaries = [
+        Boundary(enters, units[place].index)
+        for enters, place in registration_boundaries([unit.name for unit in units])
     ]
     fetches = {}
     for table in ranks.tables_of(stage):
         around = [unit for unit in units if is_inside(table.name, unit.name)]
         fetches[table.index] = max(around, key=lambda unit: len(unit.name)).index
-    return StageOrder(brackets, fetches)
+    return StageOrder(boundaries, fetches)
 
 
 # What ranks hold ---------------------------------------------------------------------------------------------------

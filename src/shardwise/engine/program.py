@@ -13,7 +13,7 @@ from shardwise.engine.table_units import TableUnits
 from shardwise.parallel.zero.order import Order
 from shardwise.plan.action import Action
 from shardwise.plan.dataflow import Lists
-from shardwise.plan.lists import Bracket
+from shardwise.plan.lists import Boundary
 from shardwise.plan.plan import Plan
 
 
@@ -59,6 +59,6 @@ class ActionLists:
         found = {}
         for stage, order in self._orders.items():
             units = self._planned.plan.own.units_of(stage)
-            brackets = [Bracket(opens, units[unit].index) for opens, unit in order.agreed]
-            found[stage] = StageOrder(brackets, order.fetches)
+            boundaries = [Boundary(enters, units[unit].index) for enters, unit in order.agreed]
+            found[stage] = StageOrder(boundaries, order.fetches)
         return found

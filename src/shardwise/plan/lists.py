@@ -61,19 +61,21 @@ class Strategy:
         return self.master[1] == Shard()
 
 
-class Bracket(NamedTuple):
-    """A Unit's window in the forward pass opens or closes."""
+class Boundary(NamedTuple):
+    """A forward pass enters or leaves a Unit."""
 
-    opens: bool
+    enters: bool
     unit: int
 
 
-def forward_actions(brackets: Sequence[Bracket], strategy: Strategy, prefetch_units: int = 0) -> list[Action]:
+def forward_actions(
+    boundaries: Sequence[Boundary], strategy: Strategy, prefetch_units: int = 0
+) -> list[Action]:
     """The forward pass of one microbatch."""
     actions: list[Action] = []
-    for (opens, unit), is_outermost in zip(brackets, _outermost(brackets), strict=True):
+    for (enters, unit), is_outermost in zip(boundaries, _outermost(boundaries), strict=True):
         moves = strategy.has_windows and is_outermost
-        if opens:
+        if enters:
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.F, unit)]
         elif moves:
             actions.append(Action(Kind.RESHARD, unit))
@@ -81,24 +83,24 @@ def forward_actions(brackets: Sequence[Bracket], strategy: Strategy, prefetch_un
 
 
 def backward_actions(
-    brackets: Sequence[Bracket],
+    boundaries: Sequence[Boundary],
     strategy: Strategy,
     trained: Sequence[bool],
     last: bool,
     prefetch_units: int = 0,
 ) -> list[Action]:
-    """The backward pass of one microbatch: the mirror image of ``brackets``.
+    """The backward pass of one microbatch: the mirror image of ``boundaries``.
 
     A Unit that ran twice opens twice, as in the forward pass, so that what ran in between may stand in its memory. It
     is reduced once, after its last window: autograd delivers the sum of both gradients then. ``last``: gradients that
     stay whole between microbatches are reduced now.
     """
-    mirror = [Bracket(not bracket.opens, bracket.unit) for bracket in reversed(brackets)]
-    last_close = {bracket.unit: i for i, bracket in enumerate(mirror) if not bracket.opens}
+    mirror = [Boundary(not boundary.enters, boundary.unit) for boundary in reversed(boundaries)]
+    last_close = {boundary.unit: i for i, boundary in enumerate(mirror) if not boundary.enters}
     actions: list[Action] = []
-    for i, ((opens, unit), is_outermost) in enumerate(zip(mirror, _outermost(mirror), strict=True)):
+    for i, ((enters, unit), is_outermost) in enumerate(zip(mirror, _outermost(mirror), strict=True)):
         moves = strategy.has_windows and is_outermost
-        if opens:
+        if enters:
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.B, unit)]
             continue
         actions += [Action(Kind.RESHARD, unit)] * moves
@@ -107,13 +109,13 @@ def backward_actions(
     return _gather_ahead(_without_pauses(actions), prefetch_units)
 
 
-def _outermost(brackets: Sequence[Bracket]) -> list[bool]:
-    """For each bracket whether its Unit is not open already: a Unit that calls itself is gathered by its outer call."""
+def _outermost(boundaries: Sequence[Boundary]) -> list[bool]:
+    """For each whether its Unit is not open already: a Unit that calls itself is gathered by its outer call."""
     depth: dict[int, int] = {}
     found = []
-    for opens, unit in brackets:
-        depth[unit] = depth.get(unit, 0) + (1 if opens else -1)
-        found.append(depth[unit] == (1 if opens else 0))
+    for enters, unit in boundaries:
+        depth[unit] = depth.get(unit, 0) + (1 if enters else -1)
+        found.append(depth[unit] == (1 if enters else 0))
     return found
 
 
@@ -180,45 +182,45 @@ def update_actions(trained: Sequence[bool], strategy: Strategy) -> list[Action]:
     return actions
 
 
-def registration_brackets(names: Sequence[str]) -> list[Bracket]:
+def registration_boundaries(names: Sequence[str]) -> list[Boundary]:
     """Brackets in the order in which the modules were registered: the order until the first step has shown its own.
 
     ``names``: module names of the Units in order of registration; a Unit lies inside another where its name does.
     """
-    brackets: list[Bracket] = []
+    boundaries: list[Boundary] = []
     open_units: list[int] = []
     for unit, name in enumerate(names):
         while open_units and not is_inside(name, names[open_units[-1]]):
-            brackets.append(Bracket(False, open_units.pop()))
-        brackets.append(Bracket(True, unit))
+            boundaries.append(Boundary(False, open_units.pop()))
+        boundaries.append(Boundary(True, unit))
         open_units.append(unit)
-    return brackets + [Bracket(False, unit) for unit in reversed(open_units)]
+    return boundaries + [Boundary(False, unit) for unit in reversed(open_units)]
 
 
-def with_absent(seen: Sequence[Bracket], before: Sequence[Bracket]) -> tuple[Bracket, ...]:
+def with_absent(seen: Sequence[Boundary], before: Sequence[Boundary]) -> tuple[Boundary, ...]:
     """The order ``seen`` of a forward pass with the Units that did not run, each where it stood in the order
     ``before``: behind the neighbour in front of it. So data that skips blocks, now these and now those, finds them in
     their places.
 
-    Both begin and end with the root's bracket.
+    Both begin and end with the root's boundary.
     """
     order = list(seen)
-    ran = {bracket.unit for bracket in seen}
+    ran = {boundary.unit for boundary in seen}
     around: list[int] = []
     last_inside: dict[int, int] = {}
     """Of each Unit whose window is open in ``before``: the last Unit that stood directly in it."""
-    for opens, unit in before:
-        if not opens:
+    for enters, unit in before:
+        if not enters:
             around.pop()
             continue
         if unit not in ran:
             parent = around[-1]
             neighbour = last_inside.get(parent)
             if neighbour is None:
-                place = order.index(Bracket(True, parent)) + 1
+                place = order.index(Boundary(True, parent)) + 1
             else:  # behind its last window
-                place = len(order) - order[::-1].index(Bracket(False, neighbour))
-            order[place:place] = [Bracket(True, unit), Bracket(False, unit)]
+                place = len(order) - order[::-1].index(Boundary(False, neighbour))
+            order[place:place] = [Boundary(True, unit), Boundary(False, unit)]
             ran.add(unit)
         if around:
             last_inside[around[-1]] = unit

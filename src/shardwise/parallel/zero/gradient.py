@@ -55,13 +55,12 @@ class GradientState(Enum):
 
 _EMPTY, _ACCUMULATING, _REDUCED, _FINISHED = GradientState
 
-_BEFORE: dict[GradientState, tuple[GradientState, ...]] = {
-    _EMPTY: (_EMPTY, _ACCUMULATING, _REDUCED, _FINISHED),
+_NEXT: dict[GradientState, tuple[GradientState, ...]] = {
+    _EMPTY: (_EMPTY, _ACCUMULATING),
     _ACCUMULATING: (_EMPTY, _REDUCED),
-    _REDUCED: (_ACCUMULATING,),
-    _FINISHED: (_REDUCED,),
+    _REDUCED: (_EMPTY, _ACCUMULATING, _FINISHED),
+    _FINISHED: (_EMPTY,),
 }
-"""Which states may come before a state."""
 
 
 class Gradient:
@@ -98,7 +97,7 @@ class Gradient:
         ]
 
     def _enter(self, state: GradientState) -> None:
-        assert self.state in _BEFORE[state], f"{self.what}: {self.state.value} does not become {state.value}"
+        assert state in _NEXT[self.state], f"{self.what}: {self.state.value} does not become {state.value}"
         self.state = state
 
     # Memory ----------------------------------------------------------------------------------------------------

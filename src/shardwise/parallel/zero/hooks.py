@@ -73,7 +73,7 @@ class Pass(Enum):
 
 _NEXT = {
     Pass.NONE: {Pass.FORWARD, Pass.BACKWARD, Pass.FOREIGN},
-    Pass.FORWARD: {Pass.NONE, Pass.FORWARD, Pass.FOREIGN, Pass.BACKWARD},
+    Pass.FORWARD: {Pass.NONE, Pass.FOREIGN, Pass.BACKWARD},
     Pass.BACKWARD: {Pass.NONE},
     Pass.FOREIGN: {Pass.NONE, Pass.FORWARD, Pass.BACKWARD},
 }
@@ -146,11 +146,10 @@ class UnitHooks:
         """Whether weights must be gathered before use."""
         return self.windows.strategy.has_windows
 
-    def _turn(self, to: Pass) -> None:
+    def _enter(self, to: Pass) -> None:
         if to is not self._pass:
-            assert to in _NEXT[self._pass], (
-                f"stage {self._stage}: a pass {self._pass.name} is under way, not {to.name}"
-            )
+            before = self._pass
+            assert to in _NEXT[before], f"stage {self._stage}: {before.name} does not become {to.name}"
             self._pass = to
 
     def recover(self) -> None:
@@ -173,7 +172,7 @@ class UnitHooks:
             self._is_aside = False
         if self._pass is not Pass.NONE:
             self.windows.close_all()
-            self._turn(Pass.NONE)
+            self._enter(Pass.NONE)
 
     @property
     def _is_backward(self) -> bool:
@@ -201,7 +200,7 @@ class UnitHooks:
         if self.has_windows:
             self.order.has_departed |= not is_next
             self.windows.need(state)
-            state.turn(Window.FORWARD)
+            state.enter(Window.FORWARD)
             state.calls += 1
 
     def _begin_forward(self) -> None:
@@ -215,7 +214,7 @@ class UnitHooks:
         self.windows.close_all()  # what an exception in the last pass left behind
         self.windows.begin_pass()
         self.order.begin()
-        self._turn(Pass.FORWARD)
+        self._enter(Pass.FORWARD)
 
     def _after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         state = self.states[index]
@@ -238,7 +237,7 @@ class UnitHooks:
 
     def _end_forward(self, has_backward: bool) -> None:
         self._walker.finish_pass()
-        self._turn(Pass.NONE)
+        self._enter(Pass.NONE)
         if self._is_aside:
             self._walker.turn_back()
             self._is_aside = False
@@ -261,7 +260,7 @@ class UnitHooks:
                     yield from (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
     def _close_forward(self, state: UnitState) -> None:
-        state.turn(Window.CLOSED)
+        state.enter(Window.CLOSED)
         state.calls = 0
         unit, following = self.windows.first + state.unit.index, self._walker.next_in_pass()
         if following is not None and following[:2] == (Kind.RESHARD, unit):
@@ -295,7 +294,7 @@ class UnitHooks:
         if order != self.order.agreed:
             self._walker.replan(self.order.backward(order, last), "the forward pass took another way")
         self.windows.begin_backward(last, self._is_differentiated_twice)
-        self._turn(Pass.BACKWARD)
+        self._enter(Pass.BACKWARD)
 
     def run_backward(self, run: Callable[[], None]) -> None:
         """``run``, which is autograd's part, and what is left to do after it."""
@@ -325,7 +324,7 @@ class UnitHooks:
         """[Note: foreign backward]"""
         self._interrupted = _ForwardUnderWay(self._pass, [state.calls for state in self.states])
         self._walker.turn_aside(self.order.foreign(self.order.of_passes(self.microbatch)))
-        self._turn(Pass.FOREIGN)
+        self._enter(Pass.FOREIGN)
         if torch.is_grad_enabled() and self.has_windows:
             self._is_differentiated_twice = True
         self.windows.begin_pass()
@@ -342,14 +341,14 @@ class UnitHooks:
             self._is_differentiated_twice = False
         self.windows.close_all()
         if not is_foreign:
-            self._turn(Pass.NONE)
+            self._enter(Pass.NONE)
             self.order.done(self.microbatch)
             return
         assert self._interrupted is not None, "a foreign backward pass interrupts something"
         running, calls = self._interrupted
         self._interrupted = None
         self._walker.turn_back()
-        self._turn(running)
+        self._enter(running)
         if running is not Pass.FORWARD:
             if not self._is_differentiated_twice:
                 self.order.done(self.microbatch)
@@ -357,7 +356,7 @@ class UnitHooks:
         for state, under_way in zip(self.states, calls, strict=True):
             if under_way:
                 state.calls = under_way
-                state.turn(Window.FORWARD)
+                state.enter(Window.FORWARD)
                 state.gather()
 
     def abandon(self) -> None:
@@ -380,7 +379,7 @@ class UnitHooks:
             self._open_backward(state)
 
     def _open_backward(self, state: UnitState) -> None:
-        state.turn(Window.BACKWARD)
+        state.enter(Window.BACKWARD)
         self.windows.need(state)
 
     def passed_by(self, action: Action) -> None:

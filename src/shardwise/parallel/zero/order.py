@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.plan.action import Action
 from shardwise.plan.lists import (
-    Bracket,
+    Boundary,
     Strategy,
     backward_actions,
     forward_actions,
-    registration_brackets,
+    registration_boundaries,
     with_absent,
     with_fetches,
 )
@@ -25,7 +25,7 @@ class Order:
     """See the module's docstring. ``first``: number of the first Unit in the rank's list."""
 
     def __init__(self, units: Sequence[Unit], strategy: Strategy, prefetch_units: int, first: int):
-        self.agreed: tuple[Bracket, ...] = tuple(registration_brackets([unit.name for unit in units]))
+        self.agreed: tuple[Boundary, ...] = tuple(registration_boundaries([unit.name for unit in units]))
         """What the list follows."""
         self.has_departed = False
         """Whether the running forward pass took another way."""
@@ -33,13 +33,13 @@ class Order:
         self._strategy = strategy
         self._first = first
         self._trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
-        self._running: list[Bracket] = []
+        self._running: list[Boundary] = []
         """The forward pass that is under way."""
-        self._seen: list[Bracket] = []
+        self._seen: list[Boundary] = []
         """The last one that came to its end."""
-        self._passes: dict[int, list[tuple[Bracket, ...]]] = {}
+        self._passes: dict[int, list[tuple[Boundary, ...]]] = {}
         """By microbatch the order of each forward pass whose backward pass has not been."""
-        self._lists: dict[tuple[tuple[Bracket, ...], str], list[Action]] = {}
+        self._lists: dict[tuple[tuple[Boundary, ...], str], list[Action]] = {}
         self._fetches: Mapping[int, int] = {}
 
     # A forward pass --------------------------------------------------------------------------------------------
@@ -48,14 +48,14 @@ class Order:
         """A forward pass begins."""
         self._running, self.has_departed = [], False
 
-    def saw(self, opens: bool, unit: int) -> None:
+    def saw(self, enters: bool, unit: int) -> None:
         """A Unit's window opened or closed."""
-        self._running.append(Bracket(opens, unit))
+        self._running.append(Boundary(enters, unit))
 
     @property
     def last_opened(self) -> int:
         """The Unit whose forward began last in the running pass; the root where none has."""
-        return next((bracket.unit for bracket in reversed(self._running) if bracket.opens), 0)
+        return next((boundary.unit for boundary in reversed(self._running) if boundary.enters), 0)
 
     def end(self, microbatch: int | None) -> None:
         """The pass is over. ``microbatch``: whose backward pass will come; None where none will."""
@@ -67,10 +67,10 @@ class Order:
 
     # Its backward pass -----------------------------------------------------------------------------------------
 
-    def of_passes(self, microbatch: int) -> tuple[Bracket, ...]:
+    def of_passes(self, microbatch: int) -> tuple[Boundary, ...]:
         """That of the forward passes whose backward pass comes now."""
         passes = self._passes.get(microbatch, [])
-        return tuple(bracket for brackets in passes for bracket in brackets) or self.agreed
+        return tuple(boundary for boundaries in passes for boundary in boundaries) or self.agreed
 
     def done(self, microbatch: int) -> None:
         """The backward pass is over."""
@@ -98,7 +98,7 @@ class Order:
     @property
     def hash(self) -> int:
         """A 32-bit number of the order that the last forward pass followed."""
-        text = repr([tuple(bracket) for bracket in self._seen]).encode()
+        text = repr([tuple(boundary) for boundary in self._seen]).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:4])
 
     def adopt(self) -> bool:
@@ -119,15 +119,15 @@ class Order:
         """One forward pass."""
         return self._list(self.agreed, "forward")
 
-    def backward(self, order: tuple[Bracket, ...], last: bool) -> list[Action]:
+    def backward(self, order: tuple[Boundary, ...], last: bool) -> list[Action]:
         """The backward pass of ``order``; ``last``: of the step's last microbatch."""
         return self._list(order, "last" if last else "one of several")
 
-    def foreign(self, order: tuple[Bracket, ...]) -> list[Action]:
+    def foreign(self, order: tuple[Boundary, ...]) -> list[Action]:
         """A backward pass in which nothing lands."""
         return self._list(order, "foreign")
 
-    def _list(self, order: tuple[Bracket, ...], what: str) -> list[Action]:
+    def _list(self, order: tuple[Boundary, ...], what: str) -> list[Action]:
         if (order, what) not in self._lists:
             if len(self._lists) > 8:
                 self._lists.clear()

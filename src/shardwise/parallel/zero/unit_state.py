@@ -33,9 +33,9 @@ class Window(Enum):
 
 _NEXT = {
     Window.CLOSED: {Window.FORWARD, Window.BACKWARD, Window.RECOMPUTING},
-    Window.FORWARD: {Window.FORWARD, Window.BACKWARD, Window.CLOSED},
+    Window.FORWARD: {Window.BACKWARD, Window.CLOSED},
     Window.BACKWARD: {Window.DISPLACED, Window.CLOSED, Window.FORWARD},
-    Window.RECOMPUTING: {Window.RECOMPUTING, Window.BACKWARD, Window.CLOSED},
+    Window.RECOMPUTING: {Window.BACKWARD, Window.CLOSED},
     Window.DISPLACED: {Window.BACKWARD, Window.CLOSED},
 }
 
@@ -58,12 +58,11 @@ class UnitState:
     is_kept: bool = False
     """The step's list gathered it for more than one pass."""
 
-    def turn(self, window: Window) -> None:
+    def enter(self, window: Window) -> None:
         """The window changes."""
         if window is not self.window:
-            assert window in _NEXT[self.window], (
-                f"{self.unit.title} is {self.window.name}, not {window.name} next"
-            )
+            before = self.window
+            assert window in _NEXT[before], f"{self.unit.title}: {before.name} does not become {window.name}"
             self.window = window
 
     def gather(self) -> None:

@@ -47,13 +47,12 @@ class WeightState(Enum):
 
 _SUMMONED, _SHARDED, _GATHERING, _UNSHARDED = WeightState
 
-_BEFORE: dict[WeightState, tuple[WeightState, ...]] = {
+_NEXT: dict[WeightState, tuple[WeightState, ...]] = {
     _SUMMONED: (_SHARDED, _UNSHARDED),
-    _SHARDED: (_SUMMONED, _GATHERING, _UNSHARDED),
-    _GATHERING: (_SHARDED,),
-    _UNSHARDED: (_GATHERING, _SUMMONED),
+    _SHARDED: (_SUMMONED, _GATHERING),
+    _GATHERING: (_SHARDED, _UNSHARDED),
+    _UNSHARDED: (_SUMMONED, _SHARDED),
 }
-"""Which states may come before a state."""
 
 
 class Weight:
@@ -71,17 +70,14 @@ class Weight:
         """Whether the parameters show the weight inside its Unit's windows alone."""
         self._around = around
         strategy = around.strategy
-        self._is_cut = strategy.cuts_weight
         self._updates_range = strategy.cuts_master and not strategy.cuts_weight
         """Whether the whole weight is kept and this rank updates its range of it alone."""
         self._own = around.own_range(layout)
         piece = layout.shard_elements
         self.shard = torch.zeros(
-            piece if self._is_cut else layout.elements, dtype=dtypes.compute, device=around.device
+            piece if strategy.cuts_weight else layout.elements, dtype=dtypes.compute, device=around.device
         )
         """What this rank keeps between windows."""
-        self.first = self._own.start if self._is_cut else 0
-        """Element of the bucket with which the shard begins."""
         self.master: Tensor | None = None
         """What the optimizer updates; None where the bucket is frozen."""
         if layout.key.trained:
@@ -97,8 +93,13 @@ class Weight:
         self._gathering: Pending = DONE
         self._summoned_versions: list[int] = []
 
+    @property
+    def first(self) -> int:
+        """Element of the bucket with which the shard begins."""
+        return self._own.start if self._around.strategy.cuts_weight else 0
+
     def _enter(self, state: WeightState) -> None:
-        assert self.state in _BEFORE[state], f"{self.what}: {self.state.value} does not become {state.value}"
+        assert state in _NEXT[self.state], f"{self.what}: {self.state.value} does not become {state.value}"
         self.state = state
 
     # UnitWindows ---------------------------------------------------------------------------------------------------
@@ -122,9 +123,8 @@ class Weight:
         if self.state is not _SHARDED:
             return
         self._full = self._around.weights.acquire(self.what, self.layout.elements, self.dtypes.compute)
-        self._enter(
-            _GATHERING
-        )  # before the collective, which may fail: ``reshard`` then finds a slot to give back
+        # Before the collective, which may fail: ``reshard`` then finds a slot to give back.
+        self._enter(_GATHERING)
         self._gathering = self._around.shard.all_gather(self._full, self.shard, self.what)
 
     def finish_unshard(self) -> None:
@@ -188,7 +188,7 @@ class Weight:
         ]
         if keep:
             if full is not self.shard:
-                self.shard.copy_(full[self._own] if self._is_cut else full)
+                self.shard.copy_(full[self._own] if self._around.strategy.cuts_weight else full)
             if self.master is not None and not self.shares_master:
                 self.master.copy_(full[self._own] if self._around.strategy.cuts_master else full)
         self.attach()

@@ -99,7 +99,7 @@ class UnitWindows:
             for other in holder.buckets:
                 other.weight.reshard()
             if holder.is_in_backward:
-                holder.turn(Window.DISPLACED)
+                holder.enter(Window.DISPLACED)
             else:
                 self._deferred.add(holder.unit.index)
         state.gather()
@@ -113,14 +113,14 @@ class UnitWindows:
     def recompute(self, state: UnitState) -> None:
         """Its forward runs inside the backward pass."""
         self.need(state, recomputes=True)
-        state.turn(Window.BACKWARD if state.is_in_backward else Window.RECOMPUTING)
+        state.enter(Window.BACKWARD if state.is_in_backward else Window.RECOMPUTING)
 
     def close(self, state: UnitState) -> None:
         """The Unit is not used any more: its memory goes back, but for what the step's list keeps."""
         if not self._is_held and not state.is_kept:
             for bucket in state.buckets:
                 bucket.weight.reshard()
-        state.turn(Window.CLOSED)
+        state.enter(Window.CLOSED)
         state.calls = 0
 
     def close_all(self) -> None:
@@ -143,7 +143,7 @@ class UnitWindows:
             state.missing = state.trained_parameters
             state.is_reduced = False
             if state.window is not Window.CLOSED:
-                state.turn(Window.CLOSED)
+                state.enter(Window.CLOSED)
             for bucket in state.buckets:
                 bucket.gradient.reduces_alone = last and not self.adds_up
         if holds:

@@ -1,0 +1,237 @@
+"""Links: what carries tensors between the ranks of a World, made when it is first asked for and kept.
+
+    transport   the collectives of a group: shared memory between CPU ranks of one host, else a group of torch's
+    wire        the messages of two ranks: shared memory likewise, else torch's messages
+
+Groups of the same ranks share a transport, whose collectives run in one order; what runs beside the main thread takes
+another, under the name of its *lane*. Memory, descriptors and groups of torch's end with ``release``.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.board import Board
+from shardwise.comm.collectives import Group, TorchTransport, Transport
+from shardwise.comm.groups import GROUP_TIMEOUT_S, backends, end_group, make_group
+from shardwise.comm.peers import RING, Peers, SharedMemoryWire, TorchWire, Wire
+from shardwise.comm.policy import CommPolicy
+from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
+from shardwise.comm.shared_ring import meet
+from shardwise.plan.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+class Links:
+    """See the module's docstring.
+
+    members       ranks of the job, by rank of the World; ``rank`` is this one's place among them
+    local_size    how many of them are on this host
+    uses_default  torch's default group is ours: it carries what all ranks do, and messages
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: tuple[int, ...],
+        local_size: int,
+        device: torch.device,
+        backend: str,
+        board: Board,
+        uses_default: bool,
+    ):
+        self._rank = rank
+        self._members = members
+        self._local_size = local_size
+        self._device = device
+        self._backend = backend
+        self._board = board
+        self._uses_default = uses_default
+        self.transports: dict[tuple[tuple[int, ...], str, str], Transport | None] = {}
+        """By ranks, policy and lane; None on a rank that is not one of them."""
+        self._wires: dict[tuple[int, int, str], Wire | None] = {}
+        self._groups: list[dist.ProcessGroup] = []
+        self._everyone: list[dist.ProcessGroup | None] = []
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory that this rank brought to its transports and wires."""
+        every = (*self.transports.values(), *self._wires.values())
+        return sum(getattr(each, "nbytes", 0) for each in every)
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+        if not self._everyone:
+            self._everyone.append(self._torch_group(tuple(range(len(self._members))), "barrier"))
+        dist.all_reduce(torch.zeros(1), group=self._everyone[0])
+
+    def release(self) -> None:
+        """Let go of all of it."""
+        for wire in self._wires.values():
+            if wire is not None:
+                wire.close()
+        self._wires.clear()
+        for transport in self.transports.values():
+            close = getattr(transport, "close", None)
+            if close is not None:
+                close()
+        self.transports.clear()
+        self._everyone.clear()
+        while self._groups:
+            end_group(self._groups.pop())
+
+    # Collectives -----------------------------------------------------------------------------------------------------
+
+    def transport(
+        self, ranks: tuple[int, ...], kin: Sequence[tuple[int, ...]], policy: CommPolicy, lane: str
+    ) -> Transport | None:
+        """Over ``ranks``. All groups of ``kin`` are made where torch carries them."""
+        key = (ranks, policy.transport, lane)
+        if len(ranks) < 2 or key in self.transports:
+            return self.transports.get(key)
+        local = self._is_one_cpu_host
+        if policy.transport == "shared_memory" and not local:
+            raise ConfigError(
+                f"comm.transport: shared_memory needs CPU ranks of one host; here device {self._device}, "
+                f"{self._local_size} of {len(self._members)} ranks on this host, backend {self._backend!r}; use auto"
+            )
+        if local and self._rank not in ranks:
+            return None  # between host tensors of one host nothing is split: members meet by name
+        if local and policy.transport != "torch":
+            found = self._shared_memory(ranks, ranks.index(self._rank), policy)
+            if found is not None:
+                self.transports[key] = found
+                return found
+        for each in (ranks,) if local else kin:
+            # Skipped alike on all ranks: they have walked the same lists before.
+            if len(each) > 1 and (each, policy.transport, lane) not in self.transports:
+                self.transports[each, policy.transport, lane] = self._torch_transport(each, lane)
+        return self.transports.get(key)
+
+    def _torch_transport(self, ranks: tuple[int, ...], lane: str) -> Transport | None:
+        """None on a rank that is not one of them, which walks along."""
+        group = self._torch_group(ranks, lane)
+        if self._rank not in ranks:
+            return None
+        index, composed = ranks.index(self._rank), self._backend == "gloo"
+        return TorchTransport(
+            group, self._names(ranks), index, composed, self._device, self._board.raise_verdict
+        )
+
+    def _torch_group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+        """A group of torch's over ``ranks`` of this World, None for torch's default group or where this rank is not in
+        it. [Note: one function makes all groups]"""
+        members = self._names(ranks)
+        if self._uses_default and not purpose and len(members) == dist.get_world_size():
+            return None
+        number = self._board.number("group", ranks, purpose)
+        name = f"shardwise/{self._board.word}/{purpose}/{number}/{'-'.join(map(str, members))}"
+        group = make_group(name, members, backends(self._device, self._backend), GROUP_TIMEOUT_S)
+        if group is not None:
+            self._groups.append(group)
+        return group
+
+    def _shared_memory(self, ranks: tuple[int, ...], index: int, policy: CommPolicy) -> Transport | None:
+        prefix = f"shm/{self._board.number('shm', ranks)}/{'-'.join(map(str, ranks))}"
+        try:
+            return SharedMemoryTransport(
+                index,
+                len(ranks),
+                post=lambda key, text: self._board.post(f"{prefix}/{key}", index, text),
+                collect=lambda key, timeout_s: self._board.collect(f"{prefix}/{key}", len(ranks), timeout_s),
+                timeout_s=policy.limit_s,
+                names=self._names(ranks),
+                alarm=self._board.raise_verdict,
+            )
+        except SharedMemoryUnavailable as error:
+            self._without_shared_memory(ranks, policy, error)
+            return None
+
+    def _without_shared_memory(
+        self, ranks: tuple[int, ...], policy: CommPolicy, error: SharedMemoryUnavailable
+    ) -> None:
+        """Say it, or refuse."""
+        if policy.transport == "shared_memory":
+            raise ConfigError(
+                f"comm.transport: shared_memory cannot be used here: {error}; use auto"
+            ) from error
+        if self._rank == ranks[0] and not self._board.number("told of no shared memory"):
+            _log.warning("comm.transport: auto takes %s, not shared memory: %s", self._backend, error)
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]]) -> Peers:
+        """Messages from and to the neighbours of this rank on the ring of ``group``'s ranks; all of them call this.
+
+        On gloo the other ranks of the group can be reached too.
+        """
+        wires: dict[int, Wire] = {}
+        for ranks in kin or (group.ranks,):
+            size = len(ranks)
+            # Everyone goes through the pairs in one order: of those that wait to meet, the first can always go on.
+            for low, high in sorted({(min(i, (i + 1) % size), max(i, (i + 1) % size)) for i in range(size)}):
+                if low != high:
+                    wire = self._wire(ranks[low], ranks[high], policy)
+                    if ranks == group.ranks and wire is not None and group.index in (low, high):
+                        wires[high if group.index == low else low] = wire
+        if self._backend == "gloo" and group.size > 3:  # else all of them are neighbours
+            whole = None if self._uses_default else self._torch_group(group.ranks, "ring")
+            for index, rank in enumerate(group.ranks):
+                if index != group.index:
+                    wires.setdefault(index, TorchWire(self._members[rank], whole, whole))
+        return Peers(group, wires, self._device)
+
+    def _wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
+        """Between two ranks; None on a rank that is neither, which walks along where groups are made."""
+        key = (low, high, policy.transport)
+        if key not in self._wires:
+            is_end = self._rank in (low, high)
+            wire: Wire | None = None
+            if self._is_one_cpu_host and policy.transport != "torch" and is_end:
+                wire = self._shared_wire(low, high, policy)
+            if wire is None and (is_end or not self._is_one_cpu_host):
+                wire = self._torch_wire(low, high, is_end)
+            self._wires[key] = wire
+        return self._wires[key]
+
+    def _torch_wire(self, low: int, high: int, is_end: bool) -> Wire | None:
+        """gloo tells the messages of two ranks apart in any group that holds both; NCCL wants one for each way."""
+        if self._backend == "gloo":
+            up = down = None if self._uses_default else self._torch_group((low, high), "pair")
+        else:
+            up, down = (self._torch_group((low, high), way) for way in ("up", "down"))
+        if not is_end:
+            return None
+        other = self._members[high if self._rank == low else low]
+        return TorchWire(other, up, down) if self._rank == low else TorchWire(other, down, up)
+
+    def _shared_wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
+        index = int(self._rank == high)
+        prefix = f"wire/{self._board.number('wire', low, high)}/{low}-{high}"
+        try:
+            rings = meet(
+                index,
+                lambda key, text: self._board.post(f"{prefix}/{key}", index, text),
+                lambda key, timeout_s: self._board.collect(f"{prefix}/{key}", 2, timeout_s),
+                policy.limit_s,
+                RING,
+                self._names((low, high)),
+                self._board.raise_verdict,
+            )
+        except SharedMemoryUnavailable as error:
+            self._without_shared_memory((low, high), policy, error)
+            return None
+        return SharedMemoryWire(rings, index)
+
+    def _names(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """These ranks of the World as the job counts them."""
+        return tuple(self._members[rank] for rank in ranks)
+
+    @property
+    def _is_one_cpu_host(self) -> bool:
+        return (
+            self._device.type == "cpu" and self._local_size == len(self._members) and self._backend == "gloo"
+        )

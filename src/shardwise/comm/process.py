@@ -1,0 +1,104 @@
+"""What can be seen of a process without asking it: its threads' stacks from inside, the kernel's word from outside.
+
+A watched thread *moves* while its stack changes, or while its process and what descends from it compute, read or write
+anything; a debugger that holds it counts as moving.
+"""
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_FRAMES = 12
+_STACK_BYTES = 4000
+_WORK_S = 0.2
+"""Processor time that counts as work; the watch itself takes less in a minute."""
+_WORK_BYTES = 256 << 10
+
+
+class Pulse:
+    """When this process last did anything."""
+
+    def __init__(self, thread_id: int | None, native_id: int | None):
+        self.thread_id = thread_id
+        self._native_id = native_id
+        self._place: tuple[Any, ...] = ()
+        self._seconds = 0.0
+        self._bytes = 0
+        self.moved_s = time.monotonic()
+
+    def frame(self) -> FrameType | None:
+        """Where the watched thread is."""
+        return None if self.thread_id is None else sys._current_frames().get(self.thread_id)
+
+    def look(self) -> None:
+        """Once a tick."""
+        place = []
+        frame = self.frame()
+        is_debugged = False
+        while frame is not None:
+            place.append((id(frame.f_code), frame.f_lasti))
+            is_debugged = is_debugged or frame.f_code.co_filename.endswith(("bdb.py", "pdb.py"))
+            frame = frame.f_back
+        now = (tuple(place), time.process_time() + seconds_of_children(os.getpid()), bytes_of(os.getpid()))
+        worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
+        if (
+            now[0] != self._place
+            or worked
+            or is_debugged
+            or state_of(os.getpid(), self._native_id) in ("R", "D")
+        ):
+            self._place, self._seconds, self._bytes = now
+            self.moved_s = time.monotonic()
+
+
+def stack_of(frame: FrameType) -> str:
+    """The last calls of a thread, as a traceback shows them."""
+    calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith("<frozen")]
+    lines = traceback.format_list(calls[-_FRAMES:])
+    return "".join(lines).rstrip()[-_STACK_BYTES:]
+
+
+def _fields(pid: int, thread: int | None = None) -> list[str]:
+    """/proc/PID/stat from the state on; empty where there is none."""
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    try:
+        return Path(path).read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def state_of(pid: int, thread: int | None = None) -> str:
+    """One letter, as ps shows it; empty where there is no such process, or no /proc."""
+    found = _fields(pid, thread)
+    return found[0] if found else ""
+
+
+def seconds_of(pid: int) -> float:
+    """Processor time of a process and its threads."""
+    found = _fields(pid)
+    return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK") if found else 0.0
+
+
+def seconds_of_children(pid: int) -> float:
+    """Processor time of all that descends from a process: workers of a loader, of a compiler, a copying program."""
+    total = 0.0
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:
+            continue
+        total += sum(seconds_of(int(child)) + seconds_of_children(int(child)) for child in children)
+    return total
+
+
+def bytes_of(pid: int) -> int:
+    """What a process has read and written."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
