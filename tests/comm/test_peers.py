@@ -76,25 +76,28 @@ def test_messages_arrive_in_order_with_every_shape_and_dtype(ranks: Any, size: i
         assert sequence == 0, "sends are not what all ranks do alike"
 
 
-def both_at_once(world: World, transport: str, copies: int) -> bool:
-    """More than the rings hold, in both directions, before anybody receives."""
+def both_at_once(world: World, transport: str, rounds: int) -> bool:
+    """More than the rings hold, in both directions, before anybody receives; then both read at the same time."""
     peers = peers_of(world, transport)
     other = 1 - peers.group.index
     elements = RING.slots * RING.slot_bytes // 8
-    for number in range(copies):
-        mine = torch.arange(elements, dtype=torch.float64) + number + 0.5 * peers.group.index
-        peers.send("", [mine], other, f"large {number}", "activations")
     good = True
-    for number in range(copies):
-        (got,) = peers.receive(other, f"large {number}").tensors
-        good &= torch.equal(got, torch.arange(elements, dtype=torch.float64) + number + 0.5 * other)
-    peers.flush()
+    for _ in range(rounds):
+        for number in range(2):
+            mine = torch.arange(elements, dtype=torch.float64) + number + 0.5 * peers.group.index
+            peers.send("", [mine], other, f"large {number}", "activations")
+        world.barrier()
+        for number in range(2):
+            (got,) = peers.receive(other, f"large {number}").tensors
+            good &= torch.equal(got, torch.arange(elements, dtype=torch.float64) + number + 0.5 * other)
+        peers.flush()
     return good
 
 
 @WIRES
 def test_two_ranks_may_send_more_than_there_is_room_for_at_the_same_time(ranks: Any, transport: str) -> None:
-    assert ranks(2).run(both_at_once, transport, 2) == [True, True]
+    """Once the rest of a message waited for room while both ranks waited for the rest of the other's."""
+    assert ranks(2).run(both_at_once, transport, 4) == [True, True]
 
 
 def out_of_order(world: World, transport: str) -> str:

@@ -165,11 +165,11 @@ def test_tables_are_fetched_where_a_step_has_shown() -> None:
     made = make_plan(spec, Mesh(dp_shard=2), policies)
     ahead = "UNSHARD(0,0) UNSHARD(1,0) F(0,0) FETCH(3,0) FETCH(4,0)"
     assert ahead in " ".join(map(str, made.own.actions))
-    brackets = registered(made.own, 0).brackets
-    asked = Planned(spec, policies, made).in_order({0: StageOrder(brackets, {4: 1, 3: 1})})
+    boundaries = registered(made.own, 0).boundaries
+    asked = Planned(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1, 3: 1})})
     assert "F(1,0) FETCH(4,0) FETCH(3,0)" in " ".join(map(str, asked.own.actions))
     with pytest.raises(PlanError, match="0 FETCH of Unit 3 in microbatch 0"):
-        Planned(spec, policies, made).in_order({0: StageOrder(brackets, {4: 1})})
+        Planned(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1})})
 
 
 def test_a_collection_that_two_stages_use() -> None:

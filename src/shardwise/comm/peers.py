@@ -19,7 +19,6 @@ on two busy cores (median of 60 round trips): 1 KiB 0.13 ms in shared memory and
 import contextlib
 import ctypes
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -40,7 +39,6 @@ _ALIGNMENT_BYTES = 64
 _HEADER_BYTES = 512
 _LENGTH_BYTES = 8
 _TAG = 0x5EED
-_SLICE_S = 0.02
 _IN_FLIGHT = 4
 """Sends that may be under way: their tensors live as long, and lists that survive blocking sends survive this."""
 
@@ -61,11 +59,11 @@ class Wire(Protocol):
     def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
         """Begin to send; the tensors belong to the wire until the Pending has been waited for."""
 
-    def receive(self, call: Call, allocate: Allocate) -> list[Tensor]:
-        """The next message, in the tensors that ``allocate`` made for its header."""
+    def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> list[Tensor]:
+        """The next message, in the tensors that ``allocate`` made for its header; ``meanwhile`` as in ``Rings``."""
 
-    def advance(self) -> None:
-        """Go on with what found no room before; returns at once."""
+    def advance(self) -> bool:
+        """Go on with what found no room before, without waiting; whether some of it still finds none."""
 
     def close(self) -> None:
         """Leave."""
@@ -131,7 +129,8 @@ class Peers:
             return [each for each in found if each.numel()]
 
         with self._explaining("receive", source, said) as call:
-            self._receive(wire, call, allocate)
+            self._advance()
+            wire.receive(call, allocate, self._advance)
         return Message(texts[0], found)
 
     def flush(self) -> None:
@@ -139,17 +138,9 @@ class Peers:
         while self._sending:
             self._sending.popleft().wait()
 
-    def _receive(self, wire: Wire, call: Call, allocate: Allocate) -> None:
-        """In slices while something of ours is still waiting for room: its receiver may be waiting for us."""
-        end = time.monotonic() + call.timeout_s
-        while any(isinstance(each, SharedMemoryWire) and each.is_sending for each in self._wires.values()):
-            for other in self._wires.values():
-                other.advance()
-            if not isinstance(wire, SharedMemoryWire) or wire.wait_for_message(call, _SLICE_S):
-                break
-            if time.monotonic() > end:
-                break
-        wire.receive(call, allocate)
+    def _advance(self) -> bool:
+        """Go on with what we send, also in the middle of what we receive: its receiver may be waiting for us."""
+        return any([wire.advance() for wire in self._wires.values()])
 
     def _wire(self, index: int, operation: str, what: str) -> Wire:
         if index in self._wires:
@@ -230,7 +221,7 @@ class TorchWire:
         works = [dist.isend(part, dst=self._rank, group=self._outward, tag=_TAG) for part in parts]
         return _when_all(works, parts, call)
 
-    def receive(self, call: Call, allocate: Allocate) -> list[Tensor]:
+    def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> list[Tensor]:
         """First the header, whose size is known, then what it announces."""
         first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         self._take([first], call)
@@ -245,8 +236,9 @@ class TorchWire:
         self._take([_bytes_of(each) for each in tensors], call)
         return tensors
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """torch does so by itself."""
+        return False
 
     def give_up(self) -> None:
         """Wake a thread that waits for a message, from another one. A wait of gloo's that runs out of time closes
@@ -302,19 +294,14 @@ class SharedMemoryWire:
         self._index = index
         self._peer = 1 - index
         self._queue: deque[_Outgoing] = deque()
-        self._offset = -1
-        """Place in the slot that is being read; -1: none is."""
+        self._offset = 0
+        """Place in the slot that is being read."""
         self._broken = ""
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's own memory."""
         return RING.file_bytes
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether something has not found room yet."""
-        return bool(self._queue)
 
     def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
         """Into the ring as far as there is room."""
@@ -324,37 +311,27 @@ class SharedMemoryWire:
             self._fill(blocks=False)
         return DONE if outgoing.ended else Pending(lambda: self._finish(outgoing))
 
-    def receive(self, call: Call, allocate: Allocate) -> list[Tensor]:
+    def receive(self, call: Call, allocate: Allocate, meanwhile: Callable[[], bool]) -> list[Tensor]:
         """Out of the ring; a piece is copied once."""
         with self._guarded():
-            self._next_slot(call)
+            self._next_slot(call, meanwhile)
             # The length begins the first slot, and the first slot is longer than it.
             size = torch.empty(_LENGTH_BYTES, dtype=torch.uint8)
-            self._copy_out(size, call, aligns=False)
+            self._copy_out(size, call, meanwhile, aligns=False)
             header = torch.empty(int.from_bytes(size.numpy().tobytes(), "big"), dtype=torch.uint8)
-            self._copy_out(header, call)
+            self._copy_out(header, call, meanwhile)
             tensors = list(allocate(header.numpy().tobytes()))
             for each in tensors:
-                self._copy_out(_bytes_of(each), call)
+                self._copy_out(_bytes_of(each), call, meanwhile)
             self._rings.release([self._peer])
-            self._offset = -1
         return tensors
 
-    def wait_for_message(self, call: Call, seconds: float) -> bool:
-        """Whether a message has begun to arrive, waiting this long at most."""
-        if self._offset < 0:
-            try:
-                with self._guarded(spares=DeadlineError):
-                    self._next_slot(call._replace(timeout_s=seconds))
-            except DeadlineError:
-                return False
-        return True
-
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Fill what room there is."""
         if self._queue:
             with self._guarded():
                 self._fill(blocks=False)
+        return bool(self._queue)
 
     def close(self) -> None:
         """Tell the other rank, which may still read what was sent."""
@@ -379,18 +356,19 @@ class SharedMemoryWire:
             if outgoing.ended:
                 self._queue.popleft()
 
-    def _next_slot(self, call: Call) -> None:
-        if self._offset != 0:
-            self._rings.receive([self._peer], call)
-            self._offset = 0
+    def _next_slot(self, call: Call, meanwhile: Callable[[], bool]) -> None:
+        self._rings.receive([self._peer], call, meanwhile)
+        self._offset = 0
 
-    def _copy_out(self, piece: Tensor, call: Call, aligns: bool = True) -> None:
+    def _copy_out(
+        self, piece: Tensor, call: Call, meanwhile: Callable[[], bool], aligns: bool = True
+    ) -> None:
         rings, peer, done = self._rings, self._peer, 0
         while done < piece.numel():
             slot = rings.rings[peer].slots[rings.at[peer]]
             if self._offset >= slot.numel():
                 rings.release([peer])
-                self._next_slot(call)
+                self._next_slot(call, meanwhile)
                 slot = rings.rings[peer].slots[rings.at[peer]]
             count = min(piece.numel() - done, slot.numel() - self._offset)
             ctypes.memmove(piece.data_ptr() + done, slot.data_ptr() + self._offset, count)
@@ -400,18 +378,17 @@ class SharedMemoryWire:
             self._offset = _aligned(self._offset)
 
     @contextlib.contextmanager
-    def _guarded(self, spares: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         """A rank that fails within a message is out of step with the other for good."""
         if self._broken:
             raise CommError(f"the exchange was abandoned earlier: {self._broken}")
         try:
             yield
-        except spares:
-            raise
         except BaseException as error:
-            self._broken = str(error) or repr(error)
-            self._queue.clear()
-            self._rings.leave(self._broken, failed=True)
+            if not self._broken:
+                self._broken = str(error) or repr(error)
+                self._queue.clear()
+                self._rings.leave(self._broken, failed=True)
             raise
 
 

@@ -41,6 +41,8 @@ _STATE_BYTES = 1024
 HEAD_BYTES = 256
 _SLICE_S = 0.02
 """A blocked rank looks this often whether its peers still live."""
+_BUSY_SLICE_S = 0.001
+"""... and so often what it has to do meanwhile."""
 _SPIN_S = 50e-6
 """A rank polls this long before it sleeps; it yields the core in between, so this also serves more ranks than cores."""
 _OPEN, _LEFT, _FAILED = 0, 1, 2
@@ -243,12 +245,17 @@ class Rings:
         for address in self._tell:
             post(address)
 
-    def receive(self, sources: Sequence[int], call: Call) -> None:
-        """Wait for the next slot of each source; ``at`` then says which it is."""
+    def receive(
+        self, sources: Sequence[int], call: Call, meanwhile: Callable[[], bool] | None = None
+    ) -> None:
+        """Wait for the next slot of each source; ``at`` then says which it is.
+
+        ``meanwhile`` is called by a rank that waits, again and again, and says whether it has more to do.
+        """
         take, told, at, slots = self._semaphores.take, self._told, self.at, self.layout.slots
         for place, peer in enumerate(sources):
             if take(told[peer]) != 0:
-                self._wait(told, peer, sources[place:], call)
+                self._wait(told, peer, sources[place:], call, meanwhile)
             at[peer] = (at[peer] + 1) % slots
 
     def release(self, sources: Sequence[int]) -> None:
@@ -263,7 +270,14 @@ class Rings:
         self._lives.let_go()
         self.rings = []
 
-    def _wait(self, addresses: dict[int, int], peer: int, awaited: Sequence[int], call: Call) -> None:
+    def _wait(
+        self,
+        addresses: dict[int, int],
+        peer: int,
+        awaited: Sequence[int],
+        call: Call,
+        meanwhile: Callable[[], bool] | None = None,
+    ) -> None:
         """Take ``peer``'s semaphore; where that fails, the error names all of ``awaited`` whose semaphore is empty."""
         address, take = addresses[peer], self._semaphores.take
         start = time.monotonic()
@@ -271,7 +285,10 @@ class Rings:
             if take(address) == 0:
                 return
             os.sched_yield()
-        while not self._semaphores.wait(address, _SLICE_S):
+        while True:
+            is_busy = meanwhile is not None and meanwhile()
+            if self._semaphores.wait(address, _BUSY_SLICE_S if is_busy else _SLICE_S):
+                return
             if self._alarm is not None:
                 self._alarm()
             missing = [other for other in awaited if self._semaphores.value(addresses[other]) == 0]
