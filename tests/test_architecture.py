@@ -129,3 +129,47 @@ def test_no_class_name_stands_for_two_things() -> None:
                 homes.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
     doubles = {name: found for name, found in homes.items() if len(found) > 1}
     assert not doubles
+
+
+MOST_STATE = 15
+WITHOUT_STATE = {"NamedTuple", "Policy"}
+"""Values: results that are made once and read by name, and the keys of a configuration."""
+TO_BE_SPLIT = {"Prefetcher", "PackedClicks"}
+
+
+def own_state(kind: ast.ClassDef) -> set[str]:
+    """Attributes that a class assigns on ``self`` or declares in its body."""
+    found = {
+        node.target.id
+        for node in kind.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    for node in ast.walk(kind):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
+    return found
+
+
+def state_by_class(trees: list[ast.Module]) -> dict[str, set[str]]:
+    """Of the classes that hold state."""
+    found: dict[str, set[str]] = {}
+    for kind in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        bases = {ast.unparse(base).rpartition(".")[2] for base in kind.bases}
+        if not bases & WITHOUT_STATE:
+            found[kind.name] = own_state(kind)
+    return found
+
+
+def test_state_is_what_is_assigned_or_declared() -> None:
+    tree = ast.parse(
+        "class Held:\n    size: int = 0\n    def grow(self):\n        self._old, self.size = self.size, 1\n"
+        "class Pair(NamedTuple):\n    left: int\n"
+    )
+    assert state_by_class([tree]) == {"Held": {"size", "_old"}}
+
+
+def test_no_class_holds_more_state_than_a_reader_does() -> None:
+    """Who reads a method must know what may change under it: a class with more is two."""
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES]
+    found = {name: sorted(state) for name, state in state_by_class(trees).items() if len(state) > MOST_STATE}
+    assert not {name: state for name, state in found.items() if name not in TO_BE_SPLIT}

@@ -20,8 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 import shardwise
+from shardwise.cli.evaluations import Evaluations
 from shardwise.cli.profile import StepProfile
 from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.run_saves import RunSaves
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
@@ -29,10 +31,9 @@ from shardwise.data import Loader, evaluation_batches
 from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
-from shardwise.observe.early_stop import EarlyStop
 from shardwise.observe.metrics import Record, Sink
 from shardwise.observe.progress import bytes_text, count_text
-from shardwise.plan.errors import CheckpointError, DataError, UsageError
+from shardwise.plan.errors import DataError, UsageError
 from shardwise.plan.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -77,36 +78,24 @@ class Trainer(ABC):
         self.config, self.validation = opened.config, opened.validation
         self._check_data(opened.fingerprint)
         self.engine: Engine = shardwise.initialize(self.make_model(), self.config, world=world)
-        registry = self.engine.plan.registry
-        self.parameters = sum(math.prod(info.shape) for info in registry.of_kind("parameter"))
         batch, data = self.config.batch, self.config.data
         assert batch.global_size and batch.micro_size, "Request.load refuses a run without a batch size"
-        self.micro_size = batch.micro_size
-        self.dp_index, self.dp_size = self.mesh.index("dp", world.rank), self.mesh.size("dp")
         self.loader = Loader(
             opened.train,
             global_batch=batch.global_size,
             micro_batch=batch.micro_size,
-            dp_index=self.dp_index,
-            dp_size=self.dp_size,
+            dp_index=self.mesh.index("dp", world.rank),
+            dp_size=self.mesh.size("dp"),
             seed=self.config.train.seed,
             shuffle=data.shuffle,
             workers=data.workers,
             epochs=self.epochs,
             watch=self.watch,
         )
-        self.saved_step: int | None = None
-        self._failed_saves = 0
-        """In a row, of saves that training waited for."""
-        self.evaluated_step: int | None = None
-        self.judged: float | None = None
-        """What that evaluation gave, if it is of this run."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """The last step of a pipeline, predicted and measured."""
-        stop = self.config.train.early_stop
-        self.early_stop: EarlyStop | None = None
-        if stop is not None:
-            self.early_stop = EarlyStop(stop.patience, stop.min_delta, self.higher_is_better)
+        self.evaluations = Evaluations(self.config.train.early_stop, self.higher_is_better)
+        self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
 
     # What a subclass says ----------------------------------------------------------------------------------------
 
@@ -161,7 +150,9 @@ class Trainer(ABC):
     def description(self) -> str:
         """The model, how it is cut, and what it takes, in a line."""
         config = self.config
-        said = [f"{count_text(self.parameters)} parameters", f"ZeRO-{config.zero.stage}"]
+        registry = self.engine.plan.registry
+        parameters = sum(math.prod(info.shape) for info in registry.of_kind("parameter"))
+        said = [f"{count_text(parameters)} parameters", f"ZeRO-{config.zero.stage}"]
         if self.mesh.tp > 1:
             said.append(f"tp {self.mesh.tp}" + " with sequence parallelism" * config.tensor.sequence_parallel)
         if self.mesh.pp > 1:
@@ -183,8 +174,7 @@ class Trainer(ABC):
     @property
     def is_done(self) -> bool:
         """True where there is nothing left to train."""
-        is_over = self.early_stop is not None and self.early_stop.is_over
-        return is_over or self.is_last_step
+        return self.evaluations.is_over or self.is_last_step
 
     @property
     def is_last_step(self) -> bool:
@@ -202,11 +192,10 @@ class Trainer(ABC):
                 f"from; begin with its weights: init_from: {start}"
             )
         self.loader.load_state(state["loader"])
-        if self.early_stop is not None and "early_stop" in state:
-            self.early_stop.load_state(state["early_stop"])
+        self.evaluations.load_state(state)
         self.load_state(state)
         if self.folder.checkpoints.resolve() in (start.resolve(), start.resolve().parent):
-            self.saved_step = self.engine.step_count
+            self.saves.step = self.engine.step_count
         _log.info("resuming from step %d of %s", self.engine.step_count, start)
 
     def run(self, sink: Sink) -> bool:
@@ -248,7 +237,7 @@ class Trainer(ABC):
         record = self.record(result, step_s, weights is not None)
         every = self.config.train.eval_every
         if self.validation is not None and ((every and result.step % every == 0) or self.is_last_step):
-            self._judge(self.evaluate())
+            self.evaluations.judge(self.engine.step_count, self.evaluate())
             record = self.with_evaluation(record)
         return record
 
@@ -256,85 +245,52 @@ class Trainer(ABC):
         """The engine's."""
         return self.engine.train_step(batches, weights)
 
-    def _judge(self, value: float) -> None:
-        """Whether evaluations still get better: all ranks see the same value, so all decide alike."""
-        step, stop = self.engine.step_count, self.early_stop
-        self.evaluated_step, self.judged = step, value
-        if stop is not None and stop.update(step, value):
-            _log.info(
-                "the last %d evaluations were no better than %.5f after step %d: the run ends",
-                stop.waited,
-                stop.best,
-                stop.best_step,
-            )
-
     @property
-    def _has_score(self) -> bool:
-        """This step was evaluated, and the best one is to be kept."""
-        keeps = self.config.checkpoint.keep_best and self.judged is not None
-        return keeps and self.evaluated_step == self.engine.step_count
+    def _score(self) -> float | None:
+        """What this step is worth, where it was evaluated and the best one is to be kept."""
+        keeps = self.config.checkpoint.keep_best
+        return self.evaluations.value_of(self.engine.step_count) if keeps else None
 
     @property
     def _is_best(self) -> bool:
-        return (
-            self._has_score
-            and self.judged is not None
-            and self.engine.is_best(self.judged, self.higher_is_better)
-        )
+        score = self._score
+        return score is not None and self.engine.is_best(score, self.higher_is_better)
 
     def close(self) -> list[str]:
         """What is said at the end of a run that went through. Collective."""
-        if self.validation is not None and self.evaluated_step != self.engine.step_count:
+        if self.validation is not None and self.evaluations.step != self.engine.step_count:
             self.evaluate()  # a run that was resumed at its end
         return self.last_words()
 
     def validation_batches(self) -> Iterator[tuple[Any, int]]:
         """This rank's part of the held-out data, with the number of samples that count."""
+        share = self.loader.share
         yield from evaluation_batches(
             self.validation,
-            self.dp_index,
-            self.dp_size,
-            self.micro_size,
+            share.dp_index,
+            share.dp_size,
+            share.micro_batch,
             workers=self.config.data.workers,
             samples=self.config.data.validation_samples,
             seed=self.config.train.seed,
         )
 
-    def save(self, is_last: bool = False) -> None:
-        """Save this step, unless it lies in the run folder already. A save that fails does not end the run, unless
-        ``checkpoint.tolerate_failures`` of them have failed in a row. Errors: CheckpointError."""
-        if self.saved_step != self.engine.step_count:
-            trainer = {
-                "loader": self.loader.state(),
-                "config": self.config.model_dump(mode="json", exclude_none=True),
-                **self.state(),
-            }
-            if self.early_stop is not None:
-                trainer["early_stop"] = self.early_stop.state()
-            try:
-                score = self.judged if self._has_score else None
-                self.engine.save(
-                    self.folder.checkpoints, trainer, score=score, higher_is_better=self.higher_is_better
-                )
-            except CheckpointError as error:
-                policy = self.config.checkpoint
-                self._failed_saves += 1
-                if is_last or policy.asynchronous or self._failed_saves > policy.tolerate_failures:
-                    raise  # behind training they are counted where they fail
-                _log.warning("%s; training continues and the next save tries again", error)
-                return
-            self._failed_saves = 0
-            self.saved_step = self.engine.step_count
+    def save(self) -> None:
+        """Save this step, unless it lies in the run folder already. Collective. Errors: CheckpointError."""
+        self.saves.save(self._score)
 
     def finish_saving(self) -> None:
-        """Wait for the last save, which a run cannot do without: one that failed is tried once more. Collective."""
-        try:
-            self.engine.wait_for_save()
-        except CheckpointError as error:
-            _log.warning("the last save of the run is tried once more: %s", error)
-            self.saved_step = None
-        self.save(is_last=True)
-        self.engine.wait_for_save()
+        """Wait for the last save, which a run cannot do without. Collective. Errors: CheckpointError."""
+        self.saves.finish(self._score)
+
+    def _content(self) -> dict[str, Any]:
+        """What a saved step keeps of the run."""
+        return {
+            "loader": self.loader.state(),
+            "config": self.config.model_dump(mode="json", exclude_none=True),
+            **self.state(),
+            **self.evaluations.state(),
+        }
 
     def _check_data(self, fingerprint: str | None) -> None:
         """Every rank reads the same data."""

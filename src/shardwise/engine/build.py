@@ -171,7 +171,7 @@ def initialize(
         pipeline = Pipeline(parts, settings.pipeline, loss, peers)
     end = StepEnd(parts)
     schedule = None if pipeline is None else pipeline.schedule
-    walker.handlers.update(handlers_of(parts.hooks, end, parts.table_units, schedule))
+    walker.handlers.update(handlers_of(parts.hooks, end, parts.program.tables, schedule))
     walker.begin(parts.program.step())
     site.traffic.clear()
     if site.world.rank == 0 and site.world.size > 1:
@@ -568,19 +568,15 @@ def _parts(
     noted = replace(share.plan, notes=(*share.plan.notes, *site.notes, *tables.choices))
     planned = share.planned._replace(plan=noted)
     orders = {stage.index: stage.hooks.order for stage in stages}
-    table_units = TableUnits(tables, noted.own, orders, walker)
     return Parts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,
-        planned=planned,
-        program=ActionLists(planned, orders, table_units),
-        walker=walker,
+        program=ActionLists(planned, orders, TableUnits(tables, noted.own, orders, walker), walker),
         slices=slices,
         stages=stages,
         trained=trained,
         shared=shared,
         tables=tables,
-        table_units=table_units,
         accumulation=Accumulation(settings.batch.accumulation or 1, groups["dp"], loss_scale, world.device),
         optimizer_groups=recipe.groups,
         passes=PassContext(

@@ -11,7 +11,6 @@ from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.compose.apply import RunStage
-from shardwise.compose.plan import Planned
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.engine.accumulation import Accumulation
@@ -19,7 +18,6 @@ from shardwise.engine.folders import Folders
 from shardwise.engine.pass_context import PassContext
 from shardwise.engine.program import ActionLists
 from shardwise.engine.shared import SharedGradients
-from shardwise.engine.table_units import TableUnits
 from shardwise.engine.tables import Tables
 from shardwise.memory.ledger import Ledger
 from shardwise.optim.flat import FlatOptimizer
@@ -90,18 +88,12 @@ class Parts:
 
     model: nn.Module
     site: Site
-    planned: Planned
-    """The model's description and the Plan, its lists in the order of registration."""
     program: ActionLists
-    """The Plan in the order that is followed now."""
-    walker: Walker
-    """Walks it."""
+    """The Plan in the order that is followed now, and what walks it."""
     slices: Slices
     """What this rank holds of the tensors in the registry."""
     stages: list[Stage]
     """In order of their index."""
-    table_units: TableUnits
-    """Collections of embedding tables in the list."""
     trained: list[Trained]
     """Trained buckets in order of Units."""
     shared: SharedGradients
@@ -116,6 +108,11 @@ class Parts:
     folders: Folders
     """Of saved steps."""
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def walker(self) -> Walker:
+        """Walks the Plan's list."""
+        return self.program.walker
 
     @property
     def config(self) -> RunConfig:
@@ -184,7 +181,7 @@ class Parts:
     @property
     def spec(self) -> ModelSpec:
         """The whole model as data."""
-        return self.planned.spec
+        return self.program.planned.spec
 
     @property
     def hooks(self) -> list[UnitHooks]:

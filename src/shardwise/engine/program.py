@@ -1,4 +1,4 @@
-"""The lists of Actions that this rank walks.
+"""The lists of Actions that this rank walks, and the walker.
 
     a step         the Plan's list, in the order of Units that all ranks follow now
     an evaluation  forward passes alone, in the same order
@@ -15,22 +15,26 @@ from shardwise.plan.action import Action
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.lists import Boundary
 from shardwise.plan.plan import Plan
+from shardwise.plan.walker import Walker
 
 
 class ActionLists:
     """See the module's docstring. ``orders``: by stage of this rank."""
 
-    def __init__(self, planned: Planned, orders: Mapping[int, Order], tables: TableUnits):
-        self._planned = planned
+    def __init__(self, planned: Planned, orders: Mapping[int, Order], tables: TableUnits, walker: Walker):
+        self.planned = planned
+        """The model's description and the Plan, its lists in the order of registration."""
+        self.walker = walker
+        self.tables = tables
+        """Collections of embedding tables in the list."""
         self._orders = orders
-        self._tables = tables
         self._plan: Plan | None = planned.plan
 
     @property
     def plan(self) -> Plan:
         """The Plan as it is walked now; lists of other ranks' Units are in the order of registration."""
         if self._plan is None:
-            self._plan = self._planned.in_order(self._in_force())
+            self._plan = self.planned.in_order(self._in_force())
         return self._plan
 
     def step(self) -> tuple[Action, ...]:
@@ -39,7 +43,7 @@ class ActionLists:
 
     def forward(self, batches: int) -> list[Action]:
         """As many forward passes of a pipeline."""
-        return self._planned.forward_list(self._in_force(), batches)
+        return self.planned.forward_list(self._in_force(), batches)
 
     @property
     def passes(self) -> Lists:
@@ -51,14 +55,14 @@ class ActionLists:
 
     def adopt_order(self) -> None:
         """All ranks have seen one order of Units: the next list follows it."""
-        if any([*(order.adopt() for order in self._orders.values()), self._tables.adopt()]):
+        if any([*(order.adopt() for order in self._orders.values()), self.tables.adopt()]):
             self._plan = None
 
     def _in_force(self) -> Orders:
         """By their numbers on the rank."""
         found = {}
         for stage, order in self._orders.items():
-            units = self._planned.plan.own.units_of(stage)
+            units = self.planned.plan.own.units_of(stage)
             boundaries = [Boundary(enters, units[unit].index) for enters, unit in order.agreed]
             found[stage] = StageOrder(boundaries, order.fetches)
         return found

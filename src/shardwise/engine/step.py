@@ -237,7 +237,7 @@ class StepEnd:
         assert self.totals is not None and self.update is not None, "NORM comes before STEP"
         divisor, rates, tables_factor = self.update
         if action.unit not in self._units:
-            self._parts.table_units.step(action, tables_factor, divisor)
+            self._parts.program.tables.step(action, tables_factor, divisor)
             return
         for (bucket, optimizer), place in self._units[action.unit]:
             used = self.totals.used[place : place + len(bucket.parameters)]
