@@ -131,9 +131,9 @@ def test_nobody_said_how_the_model_lies_on_tp() -> None:
 def test_a_whole_step() -> None:
     plan = planned(Net(), 2, Mesh(dp_shard=2), microbatches=2, units=["blocks.0"])
     assert " ".join(map(str, plan.actions["all"])) == (
-        "F(0,0) F(0,0) F(1,0) B(0,0) B(0,0) B(1,0) REDUCE(1,0) REDUCE(0,0) "
-        "F(0,1) F(0,1) F(1,1) B(0,1) B(0,1) B(1,1) REDUCE(1,1) REDUCE(0,1) "
-        "NORM STEP(0) UNSHARD(0) STEP(1) UNSHARD(1)"
+        "F(0,0) F(u0,0) F(u1,0) B(0,0) B(u0,0) B(u1,0) REDUCE(u1,0) REDUCE(u0,0) "
+        "F(0,1) F(u0,1) F(u1,1) B(0,1) B(u0,1) B(u1,1) REDUCE(u1,1) REDUCE(u0,1) "
+        "NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1)"
     )
 
 
@@ -149,10 +149,10 @@ def test_tables_are_units_of_the_class_whose_stage_uses_them() -> None:
     assert [(unit.index, unit.name) for unit in second.tables_of(1)] == [(3, "blocks.2.items")]
     assert {unit.name for unit in first.units_of(0)} == {"", "blocks.0", "blocks.1"}
     rows = {name: " ".join(map(str, row)) for name, row in plan.actions.items()}
-    assert "F(0,0) FETCH(3,0) F(1,0)" in rows["pp 0"] and "F(1,0) FETCH(3,0) F(2,0)" in rows["pp 1"]
+    assert "F(u0,0) FETCH(u3,0) F(u1,0)" in rows["pp 0"] and "F(u1,0) FETCH(u3,0) F(u2,0)" in rows["pp 1"]
     for row in rows.values():
         assert row.endswith(
-            "DELIVER(3) NORM STEP(0) UNSHARD(0) STEP(1) UNSHARD(1) STEP(2) UNSHARD(2) STEP(3)"
+            "DELIVER(u3) NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) STEP(u2) UNSHARD(u2) STEP(u3)"
         )
     assert str(plan).count("2 FETCH") == str(plan).count("1 DELIVER") == 2
 
@@ -163,11 +163,11 @@ def test_tables_are_fetched_where_a_step_has_shown() -> None:
     zero = ZeroPolicy(stage=3, prefetch_units=1)
     policies = Policies(zero, PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
     made = make_plan(spec, Mesh(dp_shard=2), policies)
-    ahead = "UNSHARD(0,0) UNSHARD(1,0) F(0,0) FETCH(3,0) FETCH(4,0)"
+    ahead = "UNSHARD(u0,0) UNSHARD(u1,0) F(u0,0) FETCH(u3,0) FETCH(u4,0)"
     assert ahead in " ".join(map(str, made.own.actions))
     boundaries = registered(made.own, 0).boundaries
     asked = Planned(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1, 3: 1})})
-    assert "F(1,0) FETCH(4,0) FETCH(3,0)" in " ".join(map(str, asked.own.actions))
+    assert "F(u1,0) FETCH(u4,0) FETCH(u3,0)" in " ".join(map(str, asked.own.actions))
     with pytest.raises(PlanError, match="0 FETCH of Unit 3 in microbatch 0"):
         Planned(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1})})
 

@@ -49,10 +49,10 @@ def test_the_list_has_fetch_deliver_and_step_of_each_collection() -> None:
     engine = engine_of()
     late, early = (unit.index for unit in engine.plan.own.tables)
     text = [str(action) for action in engine.plan.actions["all"]]
-    end = text[text.index(f"DELIVER({late})") :]
-    assert end[:3] == [f"DELIVER({late})", f"DELIVER({early})", "NORM"]
-    assert end[-2:] == [f"STEP({late})", f"STEP({early})"]
-    assert text.index(f"FETCH({late},0)") < text.index("F(1,0)"), (
+    end = text[text.index(f"DELIVER(u{late})") :]
+    assert end[:3] == [f"DELIVER(u{late})", f"DELIVER(u{early})", "NORM"]
+    assert end[-2:] == [f"STEP(u{late})", f"STEP(u{early})"]
+    assert text.index(f"FETCH(u{late},0)") < text.index("F(u1,0)"), (
         "by registration, until a step has shown the order"
     )
     assert any("FETCH" in each for each in engine.train_step([BATCH]).divergences)
@@ -61,7 +61,8 @@ def test_the_list_has_fetch_deliver_and_step_of_each_collection() -> None:
     assert not conformance.departures
     text = [str(action) for action in engine.trace.actions]
     places = [
-        text.index(each) for each in ("F(0,0)", f"FETCH({early},0)", "F(1,0)", f"FETCH({late},0)", "F(2,0)")
+        text.index(each)
+        for each in ("F(u0,0)", f"FETCH(u{early},0)", "F(u1,0)", f"FETCH(u{late},0)", "F(u2,0)")
     ]
     assert places == sorted(places)
     engine.close()
@@ -73,7 +74,7 @@ def test_collections_that_are_asked_in_turn_are_fetched_so() -> None:
     conformance = Conformance(engine)
     engine.train_step([BATCH])
     late, early = (unit.index for unit in engine.plan.own.tables)
-    assert f"F(0,0) FETCH({early},0) FETCH({late},0)" in " ".join(map(str, engine.trace.actions))
+    assert f"F(u0,0) FETCH(u{early},0) FETCH(u{late},0)" in " ".join(map(str, engine.trace.actions))
     assert not conformance.departures
     engine.close()
 

@@ -35,41 +35,43 @@ def opens(*units: int) -> list[Boundary]:
 
 def test_rows_are_fetched_once_behind_a_unit_that_runs_twice() -> None:
     made = with_fetches(forward_actions(opens(1, 2, 1), ZERO1), {5: 1, 4: 1, 3: 0})
-    assert text(made) == "F(0) FETCH(3) F(1) FETCH(5) FETCH(4) F(2) F(1)"
+    assert text(made) == "F(u0) FETCH(u3) F(u1) FETCH(u5) FETCH(u4) F(u2) F(u1)"
 
 
 def test_lists_of_a_row() -> None:
     row = opens(1, 2)
     assert text(forward_actions(row, ZERO3)) == (
-        "UNSHARD(0) F(0) UNSHARD(1) F(1) RESHARD(1) UNSHARD(2) F(2) RESHARD(2) RESHARD(0)"
+        "UNSHARD(u0) F(u0) UNSHARD(u1) F(u1) RESHARD(u1) UNSHARD(u2) F(u2) RESHARD(u2) RESHARD(u0)"
     )
     assert text(backward_actions(row, ZERO3, [True] * 3, last=False)) == (
-        "UNSHARD(0) B(0) UNSHARD(2) B(2) RESHARD(2) REDUCE(2) UNSHARD(1) B(1) RESHARD(1) REDUCE(1) RESHARD(0) REDUCE(0)"
+        "UNSHARD(u0) B(u0) UNSHARD(u2) B(u2) RESHARD(u2) REDUCE(u2) "
+        "UNSHARD(u1) B(u1) RESHARD(u1) REDUCE(u1) RESHARD(u0) REDUCE(u0)"
     )
     assert text(backward_actions(row, ZERO2, [True, False, True], last=False)) == (
-        "B(0) B(2) REDUCE(2) B(1) REDUCE(0)"
+        "B(u0) B(u2) REDUCE(u2) B(u1) REDUCE(u0)"
     )
-    assert text(backward_actions(row, ZERO1, [True] * 3, last=False)) == "B(0) B(2) B(1)"
+    assert text(backward_actions(row, ZERO1, [True] * 3, last=False)) == "B(u0) B(u2) B(u1)"
     assert text(backward_actions(row, ZERO1, [True] * 3, last=True)) == (
-        "B(0) B(2) REDUCE(2) B(1) REDUCE(1) REDUCE(0)"
+        "B(u0) B(u2) REDUCE(u2) B(u1) REDUCE(u1) REDUCE(u0)"
     )
 
 
 def test_gathers_run_ahead_of_their_use() -> None:
     row = opens(1, 2, 3)
     assert text(forward_actions(row, ZERO3, 1)) == (
-        "UNSHARD(0) UNSHARD(1) F(0) UNSHARD(2) F(1) RESHARD(1) UNSHARD(3) F(2) RESHARD(2) F(3) RESHARD(3) RESHARD(0)"
+        "UNSHARD(u0) UNSHARD(u1) F(u0) UNSHARD(u2) F(u1) RESHARD(u1) "
+        "UNSHARD(u3) F(u2) RESHARD(u2) F(u3) RESHARD(u3) RESHARD(u0)"
     )
 
 
 def test_a_unit_that_runs_twice() -> None:
     """It stays where nothing comes in between, opens again where something does, and is reduced once."""
     assert text(forward_actions(opens(1, 1), ZERO3)) == (
-        "UNSHARD(0) F(0) UNSHARD(1) F(1) F(1) RESHARD(1) RESHARD(0)"
+        "UNSHARD(u0) F(u0) UNSHARD(u1) F(u1) F(u1) RESHARD(u1) RESHARD(u0)"
     )
     assert text(backward_actions(opens(1, 2, 1), ZERO3, [True] * 3, last=True)) == (
-        "UNSHARD(0) B(0) UNSHARD(1) B(1) RESHARD(1) UNSHARD(2) B(2) RESHARD(2) REDUCE(2) "
-        "UNSHARD(1) B(1) RESHARD(1) REDUCE(1) RESHARD(0) REDUCE(0)"
+        "UNSHARD(u0) B(u0) UNSHARD(u1) B(u1) RESHARD(u1) UNSHARD(u2) B(u2) RESHARD(u2) REDUCE(u2) "
+        "UNSHARD(u1) B(u1) RESHARD(u1) REDUCE(u1) RESHARD(u0) REDUCE(u0)"
     )
 
 
@@ -132,8 +134,8 @@ def test_every_list_can_be_run(boundaries: list[Boundary], ahead: int, passes: i
 
 
 def test_the_end_of_a_step() -> None:
-    assert text(update_actions([True, False, True], ZERO2)) == "STEP(0) UNSHARD(0) STEP(2) UNSHARD(2)"
-    assert text(update_actions([True], ZERO3)) == "STEP(0)"
+    assert text(update_actions([True, False, True], ZERO2)) == "STEP(u0) UNSHARD(u0) STEP(u2) UNSHARD(u2)"
+    assert text(update_actions([True], ZERO3)) == "STEP(u0)"
 
 
 def test_units_that_did_not_run_keep_their_places() -> None:

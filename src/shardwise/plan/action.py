@@ -12,15 +12,15 @@
 A step is a list of Actions. Under a schedule a loop walks the list; in a user's own loop the order of Units belongs to
 the user's Python, and the module hooks walk the same list with a cursor.
 
-A pipeline's passes name a stage and a microbatch, what serves them inside a stage names a Unit:
+A stage's passes name the stage and a microbatch; what happens inside one names a Unit, and is written with a u:
 
-    F(2, 5)          forward of stage 2, microbatch 5            UNSHARD(u), REDUCE(u)   one Unit
-    SEND(2, 5, 3)    stage 2 sends to 3: an activation, for 3 > 2
-    RECV(2, 5, 3)    stage 2 receives from 3: a gradient
+    F(2,5)          forward of stage 2, microbatch 5                F(u1,5)          forward of Unit 1
+    SEND(2,5,3)     stage 2 sends to 3: an activation, for 3 > 2    UNSHARD(u1,5)    for that pass
+    RECV(2,5,3)     stage 2 receives from 3: a gradient             STEP(u1)         once per step
 
 A rank has one SUM and one NORM, between its last REDUCE or DELIVER and its first STEP:
 
-    ... REDUCE(u) DELIVER(t) SUM NORM STEP(u) UNSHARD(u) STEP(u + 1) UNSHARD(u + 1) ... STEP(t)
+    ... REDUCE(u1,5) DELIVER(u3) SUM NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) ... STEP(u3)
 """
 
 from enum import Enum
@@ -78,10 +78,10 @@ class Action(NamedTuple):
     """The stage at the other end of a SEND or RECV."""
 
     def __str__(self) -> str:
-        where = [self.unit] if self.unit >= 0 else [self.stage]
-        where += [self.microbatch, self.other]
-        numbers = ",".join(str(number) for number in where if number >= 0)
-        return f"{self.kind.value}({numbers})" if numbers else self.kind.value
+        """``F(2,5)`` of stage 2, ``F(u2,5)`` of Unit 2."""
+        where = [f"u{self.unit}"] if self.unit >= 0 else [str(self.stage)] if self.stage >= 0 else []
+        where += [str(number) for number in (self.microbatch, self.other) if number >= 0]
+        return f"{self.kind.value}({','.join(where)})" if where else self.kind.value
 
     @property
     def carries_gradient(self) -> bool:

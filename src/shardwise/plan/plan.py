@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.plan.action import Action, Kind
+from shardwise.plan.action import Action
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Placement, Shard
 from shardwise.plan.registry import Registry
@@ -193,10 +193,12 @@ def _rows(ranks: RankClass) -> list[tuple[str, int, str]]:
 
 
 def _summary(actions: tuple[Action, ...]) -> str:
-    counts: dict[Kind, int] = {}
+    """How often each Action occurs; (u): on a Unit."""
+    counts: dict[str, int] = {}
     for action in actions:
-        counts[action.kind] = counts.get(action.kind, 0) + 1
-    return ", ".join(f"{count} {kind.value}" for kind, count in counts.items())
+        name = action.kind.value + "(u)" * (action.unit >= 0)
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _human(size: float) -> str:

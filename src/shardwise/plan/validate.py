@@ -302,7 +302,7 @@ class _RankList:
                 "without SUM before it, but hold addends of gradients (registry: Partial, tied or copied)",
             )
         if self._stepped:
-            self._refuse(action, f"after STEP({min(self._stepped)})")
+            self._refuse(action, f"after STEP(u{min(self._stepped)})")
         self._ended.append(action)
 
     @property
@@ -390,7 +390,7 @@ class _RankList:
         if not rules.returns:
             self._refuse(action, "at the end of the step, where nothing is to be gathered")
         if action.unit not in self._stepped:
-            self._refuse(action, f"before STEP({action.unit}), which changes what is gathered")
+            self._refuse(action, f"before STEP(u{action.unit}), which changes what is gathered")
         if action.unit in self._returned:
             self._refuse(action, "twice after its STEP")
         self._returned.add(action.unit)
@@ -415,7 +415,7 @@ class _RankList:
         if delivered not in self._ended:
             self._refuse(f"no {delivered}", "though the Unit's rows get gradients")
         if unit not in self._stepped:
-            self._refuse(f"no STEP({unit})", "though the Unit trains")
+            self._refuse(f"no STEP(u{unit})", "though the Unit trains")
 
     def _complete_unit(self, unit: int, rules: _Rules) -> None:
         of = self._counts
@@ -436,10 +436,10 @@ class _RankList:
                 f"in microbatches {reduced}; its gradient's placement asks for {wanted}",
             )
         if unit not in self._stepped:
-            self._refuse(f"no STEP({unit})", "though the Unit trains")
+            self._refuse(f"no STEP(u{unit})", "though the Unit trains")
         if rules.returns and unit not in self._returned:
             self._refuse(
-                f"STEP({unit})", f"without UNSHARD({unit}) after it: others would keep the old weights"
+                f"STEP(u{unit})", f"without UNSHARD(u{unit}) after it: others would keep the old weights"
             )
 
 

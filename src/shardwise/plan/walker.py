@@ -1,8 +1,8 @@
 """The walker: a rank's list of Actions, a cursor, and one table from Kind to handler.
 
-    list    F(0,0) | UNSHARD(0) F(0) ... RESHARD(0) | B(0,0) | UNSHARD(0) B(0) ... REDUCE(0) | SUM NORM STEP(0) ...
-                     ------------------------------            -----------------------------
-                     a pass: what Units do in it               a pass
+    F(0,0) | UNSHARD(u0) F(u0) ... RESHARD(u0) | B(0,0) | UNSHARD(u0) B(u0) ... REDUCE(u0) | SUM NORM STEP(u0) ...
+             ---------------------------------            --------------------------------
+             a pass: what Units do in it                  a pass
 
 Three callers move the cursor, all with the same handlers:
 

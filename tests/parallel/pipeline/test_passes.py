@@ -85,19 +85,19 @@ def unit_backward(stage: int, last: bool) -> list[Action]:
 def test_unit_actions_follow_their_pass() -> None:
     lists = add_sharding(add_communication(schedule("1f1b", 2, 2), 2), unit_forward, unit_backward)
     assert words(lists[1]) == (
-        "RECV(1,0,0) F(1,0) UNSHARD(1,0) F(1,0) RESHARD(1,0) B(1,0) UNSHARD(1,0) B(1,0) RESHARD(1,0) "
-        "RECV(1,1,0) SEND(1,0,0) F(1,1) UNSHARD(1,1) F(1,1) RESHARD(1,1) B(1,1) UNSHARD(1,1) B(1,1) RESHARD(1,1) "
-        "REDUCE(1,1) SEND(1,1,0)"
+        "RECV(1,0,0) F(1,0) UNSHARD(u1,0) F(u1,0) RESHARD(u1,0) B(1,0) UNSHARD(u1,0) B(u1,0) RESHARD(u1,0) "
+        "RECV(1,1,0) SEND(1,0,0) F(1,1) UNSHARD(u1,1) F(u1,1) RESHARD(u1,1) B(1,1) UNSHARD(u1,1) B(u1,1) RESHARD(u1,1) "
+        "REDUCE(u1,1) SEND(1,1,0)"
     )
 
 
 def test_weights_gathered_once_per_step() -> None:
     lists = add_sharding(schedule("1f1b", 1, 2), unit_forward, unit_backward, "step")
     assert words(lists[0]) == (
-        "UNSHARD(0) F(0,0) F(0,0) B(0,0) B(0,0) F(0,1) F(0,1) B(0,1) B(0,1) RESHARD(0,1) REDUCE(0,1)"
+        "UNSHARD(u0) F(0,0) F(u0,0) B(0,0) B(u0,0) F(0,1) F(u0,1) B(0,1) B(u0,1) RESHARD(u0,1) REDUCE(u0,1)"
     )
     evaluation = add_sharding(forward_only(1, 2), unit_forward, unit_backward, "step")
-    assert words(evaluation[0]) == "UNSHARD(0) F(0,0) F(0,0) F(0,1) F(0,1) RESHARD(0,1)"
+    assert words(evaluation[0]) == "UNSHARD(u0) F(0,0) F(u0,0) F(0,1) F(u0,1) RESHARD(u0,1)"
 
 
 @pytest.mark.parametrize("regather", ["microbatch", "step"])
