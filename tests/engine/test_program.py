@@ -11,8 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import shardwise
+from shardwise.comm.world import World
 from shardwise.engine.program import ActionLists
 from shardwise.plan.action import SUM, Action, Kind
 from shardwise.plan.errors import UsageError
@@ -154,3 +157,41 @@ def test_a_step_does_not_go_on_from_the_middle_of_another(ranks: Any) -> None:
     for said, divergences in ranks(2).run(interrupted_step):
         assert "interrupted in its middle" in said
         assert divergences == 0
+
+
+# What every step does ------------------------------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Three blocks, of which a call leaves out some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor, skipped: Sequence[int]) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            x = x if place in skipped else block(x)
+        return x.square().mean()
+
+
+def divergences_of(engine: shardwise.Engine, skipped: Sequence[int], passes: int) -> tuple[str, ...]:
+    x = torch.ones(2, 3)
+    for _ in range(passes):
+        loss = engine(x, skipped)
+    engine.backward(loss)
+    return engine.step().divergences
+
+
+def test_what_every_step_does_is_told_once() -> None:
+    engine = shardwise.initialize(Skipping(), {"zero": {"units": ["blocks.*"]}}, world=World(0, 1))
+    assert divergences_of(engine, [2], 1) == ("F(u3,0) did not run: blocks.2 was skipped",)
+    assert divergences_of(engine, [2], 1) == () and len(engine.trace.divergences) == 1
+    further, anew = divergences_of(engine, [2], 3)
+    assert "further forward pass" in further and "planned anew" in anew, (
+        "each once, though the first came twice"
+    )
+    assert divergences_of(engine, [2], 3) == ()
+    assert divergences_of(engine, [1], 3) == ("F(u2,0) did not run: blocks.1 was skipped",)
+    assert divergences_of(engine, [], 1) == ()
+    assert len(divergences_of(engine, [1], 2)) == 3, "told again where it had stopped"

@@ -307,10 +307,8 @@ class Engine:
         loss = totals.loss / totals.weight if totals.weight else 0.0
         self._record.end_step()
         walker = self._parts.walker
-        divergences = tuple(walker.trace.divergences)
-        result = StepResult(
-            self.step_count, loss, norm, lr, totals.weight, skipped, divergences, self.skipped_steps
-        )
+        news = walker.trace.news(walker.last)
+        result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped, news, self.skipped_steps)
         walker.close()
         walker.begin(self._parts.program.step())
         self._end.forget()

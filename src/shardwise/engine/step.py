@@ -50,7 +50,9 @@ class StepResult(NamedTuple):
     skipped: bool
     """True where NaN or infinity left the weights as they were: an overflow of fp16, ``precision.nonfinite: skip``."""
     divergences: tuple[str, ...] = ()
-    """What this rank did otherwise than the Plan had it: a Unit that its data skipped, another order, a second use."""
+    """What this rank did otherwise than the Plan had it, and had not done in the step before: a Unit that its data
+    skipped, another order, a second use. What every step does (a block that is never used, the further forward pass of
+    a GAN) is told in the first one and when it changes; all of a step stands in ``engine.trace.divergences``."""
     skipped_steps: int = 0
     """Steps skipped since the run began, this one included."""
 

@@ -1,7 +1,7 @@
 """Trace: what a rank did in a step, Action by Action, and where that differs from the Plan.
 
-    Plan.actions   F(0,0)  UNSHARD(0,0)  F(0,0) ...      what is to be done
-    trace.actions  F(0,0)  UNSHARD(0,0)  F(0,0) ...      what was done: equal where the model keeps to the Plan
+    Plan.actions   F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what is to be done
+    trace.actions  F(0,0)  UNSHARD(u0,0)  F(u0,0) ...      what was done: equal where the model keeps to the Plan
 
 Whoever acts writes into it, through the walker. A departure from the list (a Unit that the data skipped, another
 order, a second use) stands in ``divergences`` in words: 100 of a step at most, and their number.
@@ -74,6 +74,10 @@ class Trace:
         self.diverged += 1
         if len(self.divergences) < _MOST:
             self.divergences.append(text)
+
+    def news(self, before: "Trace") -> tuple[str, ...]:
+        """Divergences that the step ``before`` did not have, each once."""
+        return tuple(dict.fromkeys(text for text in self.divergences if text not in before.divergences))
 
     def cut(self, actions: int, diverged: int) -> None:
         """Keep the first Actions and divergences alone."""
