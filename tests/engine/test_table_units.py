@@ -115,5 +115,5 @@ def test_an_evaluation_and_a_collection_left_out() -> None:
     (told,) = engine.train_step([BATCH]).divergences
     assert told.endswith("late was not asked for vectors there")
     (told, *_) = evaluation_departures(engine, [BATCH])
-    assert told.startswith("Action") and f"FETCH({late})" in told
+    assert told.startswith("Action") and f"FETCH(u{late})" in told
     engine.close()
