@@ -10,6 +10,7 @@ from torch.utils.data import DistributedSampler
 
 import shardwise.deepspeed as deepspeed
 from shardwise.comm.world import World
+from shardwise.deepspeed import getters
 from shardwise.plan.errors import UsageError
 from tests.ranks import RankPool
 
@@ -168,4 +169,18 @@ def test_what_the_engine_lacks_is_the_models() -> None:
     with pytest.raises(AttributeError, match="neither the engine nor the model"):
         engine.nothing_of_that_name  # noqa: B018
     assert not engine.fp16_enabled() and engine.zero_reduce_bucket_size() == 5e8
+    engine.destroy()
+
+
+def test_every_getter_answers() -> None:
+    """Each is the value of a key, given or its default."""
+    engine, *_ = made(config=configuration(2, zero_optimization={"stage": 2, "reduce_bucket_size": 7}))
+    found = {name: getattr(engine, name)() for name in getters.NAMES}
+    assert found["zero_reduce_bucket_size"] == 7 and found["zero_allgather_bucket_size"] == 5e8
+    assert found["zero_optimization_partition_gradients"] and not found["zero_optimization_partition_weights"]
+    assert found["optimizer_params"]["lr"] == 0.01 and found["scheduler_name"] == "WarmupLR"
+    assert found["zero_offload_optimizer"] is None and found["dynamic_loss_scale"] is True
+    assert engine._config.zero_config.stage == engine._config.zero_optimization_stage == 2
+    nothing = {name for name, value in found.items() if value is None}
+    print(nothing)
     engine.destroy()

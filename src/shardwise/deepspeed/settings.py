@@ -9,11 +9,39 @@ What the keys do is in config/deepspeed.py, which this asks.
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from shardwise.config.deepspeed import from_base64, translate
+from shardwise.config.deepspeed import from_base64, rows_of, translate
 from shardwise.config.run import read_file
 from shardwise.plan.errors import ConfigError
+
+_BLOCKS = {
+    "zero_config": "zero_optimization",
+    "float16_config": "fp16",
+    "bfloat16_config": "bf16",
+    "activation_checkpointing_config": "activation_checkpointing",
+    "flops_profiler_config": "flops_profiler",
+    "tensor_parallel_config": "tensor_parallel",
+    "autotuning_config": "autotuning",
+    "compile_config": "compile",
+    "hybrid_engine": "hybrid_engine",
+}
+"""Attributes that are blocks, whose keys are attributes in turn."""
+_SWITCHES = {
+    "zero_enabled": "zero_optimization.stage",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+}
+_KEYS = {
+    "zero_optimization_stage": "zero_optimization.stage",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "loss_scale": "fp16.loss_scale",
+    "checkpoint_config": "checkpoint",
+}
 
 
 class DeepSpeedConfig:
@@ -33,16 +61,23 @@ class DeepSpeedConfig:
         self._changed: dict[str, Any] = {}
 
     def value(self, path: str) -> Any:
-        """The value of a key: changed since, given, or its default; None where it has none."""
+        """The value of a key: changed since, given, or its default; None where it has none. A block is a dictionary, or
+        None where it may be left out and is."""
         if path in self._changed:
             return self._changed[path]
         values = self.translation.values
         if path in values and not path.startswith("scheduler"):
             return values[path]
-        found: Any = self.given
+        given: Any = self.given
         for step in path.split("."):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        return found
+            given = given.get(step) if isinstance(given, Mapping) else None
+        row = rows_of(path)
+        if given is None and (row is None or row.default is None):
+            return None
+        inside = f"{path}."
+        below = {key[len(inside) :]: self.value(key) for key in values if key.startswith(inside)}
+        direct = {key: found for key, found in below.items() if "." not in key}
+        return {**direct, **given} if isinstance(given, Mapping) else direct or given
 
     def change(self, path: str, value: Any) -> None:
         """Another value from here on: of what the engine has resolved, or was told."""
@@ -51,7 +86,11 @@ class DeepSpeedConfig:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "translation" not in vars(self):
             raise AttributeError(name)
-        return self.value(name)
+        if name in _SWITCHES:
+            return bool(self.value(_SWITCHES[name]))
+        if name in _BLOCKS:
+            return SimpleNamespace(**(self.value(_BLOCKS[name]) or {}))
+        return self.value(_KEYS.get(name, name))
 
 
 class DeepSpeedConfigError(ConfigError):
