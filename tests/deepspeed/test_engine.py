@@ -181,6 +181,4 @@ def test_every_getter_answers() -> None:
     assert found["optimizer_params"]["lr"] == 0.01 and found["scheduler_name"] == "WarmupLR"
     assert found["zero_offload_optimizer"] is None and found["dynamic_loss_scale"] is True
     assert engine._config.zero_config.stage == engine._config.zero_optimization_stage == 2
-    nothing = {name for name, value in found.items() if value is None}
-    print(nothing)
     engine.destroy()
