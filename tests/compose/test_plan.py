@@ -43,13 +43,13 @@ def test_buckets_part_what_differs() -> None:
         Adapters(), precision={"compute": "bf16", "keep_fp32": ["first.*"]}, group_of=policy.group_of
     )
     root, block = found.units[:2]
-    assert [(b.key, [slot.name for slot in b.slots]) for b in root.buckets] == [
+    assert [(b.key[:4], [slot.name for slot in b.slots]) for b in root.buckets] == [
         ((torch.float32, True, 0, ""), ["first.weight"]),
         ((torch.float32, True, 1, ""), ["first.bias"]),
         ((torch.bfloat16, True, 0, ""), ["last.weight"]),
         ((torch.bfloat16, True, 1, ""), ["last.bias"]),
     ]
-    assert [(b.key, [slot.name for slot in b.slots]) for b in block.buckets] == [
+    assert [(b.key[:4], [slot.name for slot in b.slots]) for b in block.buckets] == [
         ((torch.bfloat16, True, 0, ""), ["blocks.0.a", "blocks.0.b"]),
         ((torch.bfloat16, False, 0, ""), ["blocks.0.base.weight", "blocks.0.base.bias"]),
     ]

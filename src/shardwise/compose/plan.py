@@ -256,7 +256,8 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
     for name, buffer in spec.buffers.items():
         # Statistics follow the batches of their rank, and nobody promises more of any other buffer.
         own = dict.fromkeys(strategy.axes, PerRank())
-        registry.add(TensorInfo(name, buffer.shape, buffer.dtype, "buffer", own, stages=(stage_of[name],)))
+        dtype = policies.precision.buffer_dtype(name, buffer.dtype)
+        registry.add(TensorInfo(name, buffer.shape, dtype, "buffer", own, stages=(stage_of[name],)))
     return registry
 
 
@@ -327,7 +328,7 @@ def _grouped(
         own = policies.precision.dtypes(name, entry.dtype)
         tie = name if entry.trained and len(registry.get("parameter", name).stages) > 1 else ""
         group = policies.group_of(name) if entry.trained else 0
-        key = BucketKey(own.compute, entry.trained, group, tie)
+        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce)
         groups.setdefault(key, []).append(name)
         dtypes[key] = own
     return [(key, dtypes[key], members) for key, members in groups.items()]

@@ -40,6 +40,14 @@ RULES = (
         ),
     ),
     Rule(
+        "dtypes of operations",
+        lambda c: c.precision.operations is None or c.compile.scope == "none",
+        lambda c: (
+            "precision.operations: a compiled block hides its operations, whose dtypes could not be chosen; set "
+            "compile: none, or precision: bf16"
+        ),
+    ),
+    Rule(
         "techniques",
         lambda c: c.mesh.cp == c.mesh.ep == 1,
         lambda c: "mesh: this version cuts along pp, dp and tp; set cp and ep to 1",

@@ -26,7 +26,8 @@ from bits that were rounded once more or less: 2^-8 of each other in bf16, 2^-24
 def loss_tolerance(parts: "Parts", config: RunConfig) -> float:
     """How far apart the losses that ranks of one model report may lie."""
     dtypes = {config.precision.dtypes(e.name, e.dtype).compute for e in parts.spec.parameters.values()}
-    return _TOLERANCE_16_BITS if dtypes & {torch.bfloat16, torch.float16} else _TOLERANCE
+    rounds = config.precision.operations is not None or dtypes & {torch.bfloat16, torch.float16}
+    return _TOLERANCE_16_BITS if rounds else _TOLERANCE
 
 
 def check_alike(

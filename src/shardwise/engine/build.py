@@ -84,7 +84,9 @@ from shardwise.plan.target import load_target
 from shardwise.plan.trace import Trace
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
-from shardwise.precision.norms import with_wide_norms
+from shardwise.precision.operations import inside_of
+from shardwise.precision.policy import PrecisionPolicy
+from shardwise.precision.resolve import resolved
 
 GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None
 
@@ -129,7 +131,7 @@ def initialize(
         world.ends_with_engine = True
     site = _site(world, policies)
     check_named(model, site.settings)
-    precision, notes = with_wide_norms(site.settings.precision, model)
+    precision, notes = resolved(site.settings.precision, model)
     site = site._replace(settings=site.settings.model_copy(update={"precision": precision}), notes=notes)
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if loss is None and settings.loss is not None:
@@ -295,7 +297,8 @@ def _share(
     policies = policies_of(settings, recipe.group_of, recipe.moments)
     planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
     blocks = repeated_blocks(model) or described.spec.units
-    return _Share(described, planned, chosen(blocks, settings.recompute), Replay())
+    replay = Replay(inside_of(settings.precision))
+    return _Share(described, planned, chosen(blocks, settings.recompute), replay)
 
 
 def policies_of(settings: RunConfig, group_of: Callable[[str], int], moments: tuple[str, ...]) -> Policies:
@@ -347,8 +350,10 @@ def _uncut(model: nn.Module, site: Site) -> Uncut | None:
     return keep_uncut(model) if compares and site.settings.check_first_step == "auto" else None
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
+def _move_buffers(model: nn.Module, device: torch.device, precision: PrecisionPolicy | None = None) -> None:
+    """Onto the device; with ``precision`` in its dtypes."""
+    moved: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
                 continue
@@ -357,7 +362,9 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                     f"model: buffer {name!r} of a {type(module).__name__} is on meta, so its values are lost; compute "
                     "it in forward, or build the model off meta"
                 )
-            module._buffers[name] = buffer.to(device)
+            path = f"{prefix}.{name}" if prefix else name
+            dtype = buffer.dtype if precision is None else precision.buffer_dtype(path, buffer.dtype)
+            module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device, dtype))
 
 
 # Stages ------------------------------------------------------------------------------------------------------------
@@ -388,7 +395,7 @@ def _stage(
 
     made, handles = apply_to_stage(
         module,
-        buffers=lambda module: _move_buffers(module, device),
+        buffers=lambda module: _move_buffers(module, device, settings.precision),
         weights=lambda module: _unit_states(module, index, share, _bucket_context(strategy, site), start),
         compile_backend=settings.compile.backend if settings.compile.scope == "blocks" else None,
         recompute=lambda module: recompute_blocks(
@@ -483,7 +490,7 @@ def _cast_at_the_root(
         return cast_inputs(output, device, torch.float32)
 
     handles = [model.register_forward_pre_hook(before, with_kwargs=True)]
-    if casts_output and dtype in _SIXTEEN_BITS:
+    if casts_output and (dtype in _SIXTEEN_BITS or settings.precision.operations is not None):
         handles.append(model.register_forward_hook(after))
     return handles
 
@@ -560,7 +567,7 @@ def _parts(
     if tables.is_dynamic:
         site.ledger.take("dynamic tables", "rows in use", lambda: tables.dynamic_bytes)
     # Of the whole model: a stage without fp16 of its own scales and skips with the others.
-    half = any(
+    half = settings.precision.operations == "fp16" or any(
         entry.trained and settings.precision.dtypes(entry.name, entry.dtype).compute == torch.float16
         for entry in share.described.spec.parameters.values()
     )

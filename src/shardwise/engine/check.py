@@ -344,7 +344,8 @@ class Check:
 
     @property
     def _is_rough(self) -> bool:
-        return self._is_low or self._rounds_inside or torch.get_float32_matmul_precision() != "highest"
+        rounds = self._rounds_inside or self._settings.precision.operations is not None
+        return self._is_low or rounds or torch.get_float32_matmul_precision() != "highest"
 
     def _tolerances(self) -> Tolerances:
         """See the module's docstring."""

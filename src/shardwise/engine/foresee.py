@@ -36,6 +36,7 @@ from shardwise.parallel.zero.modules import repeated_blocks
 from shardwise.plan.errors import CheckpointError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
+from shardwise.precision.resolve import resolved
 
 
 class Outlook(NamedTuple):
@@ -73,7 +74,7 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     policies = Policies(
         settings.zero,
         settings.pipeline,
-        settings.precision,
+        resolved(settings.precision, model)[0],
         optimizer.group_of,
         moment_names(from_policy(optimizer)),
         settings.batch.accumulation or 1,

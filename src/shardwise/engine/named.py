@@ -1,7 +1,7 @@
 """Patterns in a configuration that are to name something of the model, held against it before any work is done.
 
     optimizer.groups      parameters; the first group that matches has one, and one that gets none changes nothing
-    precision.keep_fp32   parameters
+    precision.keep_fp32   parameters and buffers, or classes of modules that hold some
     zero.forward_methods  methods of Units
 
 A pattern without effect is a typing error, or was written for another model: the run would not be what its
@@ -18,6 +18,7 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.names import matching
+from shardwise.precision.resolve import names_of
 
 
 def check_named(model: nn.Module, settings: RunConfig) -> None:
@@ -31,9 +32,12 @@ def check_named(model: nn.Module, settings: RunConfig) -> None:
         taken = any(group.matches(name) for name in names)
         why = "only parameters of groups before it; put it in front" if taken else f"no parameter; {known}"
         raise ConfigError(f"optimizer.groups: group {place} matches {why} (match: {group.match!r})")
-    for pattern in settings.precision.keep_fp32:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"precision.keep_fp32: pattern {pattern!r} matches no parameter; {known}")
+    buffers = [name for name, _ in model.named_buffers()]
+    for key, held in (("keep_fp32", [*names, *buffers]), ("narrow_reduce", names)):
+        for pattern in getattr(settings.precision, key):
+            by_class = set(names_of(pattern, model)).intersection(held)
+            if not by_class and not any(fnmatchcase(name, pattern) for name in held):
+                raise ConfigError(f"precision.{key}: pattern {pattern!r} matches no parameter; {known}")
 
 
 def methods_of(units: Mapping[str, nn.Module], zero: ZeroPolicy, mesh: Mesh) -> list[tuple[str, str]]:

@@ -106,7 +106,9 @@ def _summon(parts: Parts) -> list[tuple[BucketState, Tensor]]:
 
 def give_back(parts: Parts) -> None:
     """The model's parameters hold the weights from here on, whole over the data-parallel ranks and each in the dtype
-    that it came in; a second call does nothing."""
+    that it came in, as do buffers; a second call does nothing."""
+    for name, buffer in own_buffers(parts).items():
+        buffer.data = buffer.data.to(parts.spec.buffers[name].dtype)
     for bucket in buckets(parts):
         bucket.weight.give_back([parts.spec.parameters[slot.name].dtype for slot in bucket.layout.slots])
 
@@ -136,11 +138,12 @@ def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]
     """Copies on the CPU of the persistent buffers, which stages of the model hold as ``held``."""
     whole: dict[str, Tensor] = {}
     stages = parts.stage_group
-    for name, (shape, dtype, is_persistent) in parts.spec.buffers.items():
+    for name, (shape, _, is_persistent) in parts.spec.buffers.items():
         if not is_persistent:
             continue
-        owner = parts.owner(parts.registry.get("buffer", name))
-        flat = torch.empty(prod(shape), dtype=dtype, device=parts.device)
+        info = parts.registry.get("buffer", name)
+        owner = parts.owner(info)
+        flat = torch.empty(prod(shape), dtype=info.dtype, device=parts.device)
         if stages.index == owner:
             flat.copy_(held[name].detach().reshape(-1))
         stages.broadcast(flat, owner, name).wait()

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardwise.kernels.operation import operation
+
 _KEEP_UP_TO = 512
 """Longest sequence whose attention weights are kept: there they are a fifth of a block's activations."""
 
@@ -29,6 +31,7 @@ _BLOCKED_UP_TO = {torch.float64: 1024, torch.float32: 1024, torch.bfloat16: 1 <<
 long. fp16 is left to torch: its matrix product on the CPU has no fast kernel."""
 
 
+@operation("product")
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of each query to the keys up to its own place, the T queries being the last of the S places.
 

@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardwise.kernels.operation import operation
 
+
+@operation("fp32")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x over its root mean square along the last dim, times ``weight``, in x's dtype: [..., D]."""
     if torch.compiler.is_compiling():

@@ -13,13 +13,14 @@ out of its turn, in the backward pass of another microbatch perhaps, puts it bac
 What else a pass decides once and a piece of it must find again stands here too: whether it left the sequence whole.
 
 A layer that runs twice in one pass must not drop the same features twice: ``next_call`` numbers its calls, and
-``again`` takes the numbers back too. One object per engine, handed to those who need it; nothing is global.
+``again`` takes the numbers back too. What passes run in (``inside``) is entered around their pieces again, for the same
+reason. One object per engine, handed to those who need it; nothing is global.
 
 Cost: a dictionary with one entry per layer that drew.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,12 @@ class BatchPosition:
 class Replay:
     """The place that random numbers are drawn at. Outside ``at`` there is none."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, inside: Callable[[bool], AbstractContextManager[Any]] = lambda again: nullcontext()
+    ) -> None:
+        self.inside = inside
+        """What passes run in: a context that chooses the dtype of each operation, say. Its argument is true for a piece
+        that runs again."""
         self._place: BatchPosition | None = None
         self._calls: dict[str, int] = {}
         self.whole_sequence = False
@@ -86,7 +92,8 @@ class Replay:
         before = self._place, self._calls
         self._place, self._calls = place, {}
         try:
-            yield
+            with self.inside(False):
+                yield
         finally:
             self._place, self._calls = before
 
@@ -100,13 +107,17 @@ class _Again(AbstractContextManager[None]):
         self._replay = replay
         self._then = replay._place, dict(replay._calls), replay.whole_sequence
         self._before: list[tuple[BatchPosition | None, dict[str, int], bool]] = []
+        self._inside: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         self._replay.runs_again += 1
         self._before.append((self._replay._place, self._replay._calls, self._replay.whole_sequence))
         place, calls, self._replay.whole_sequence = self._then
         self._replay._place, self._replay._calls = place, dict(calls)
+        self._inside.append(self._replay.inside(True))
+        self._inside[-1].__enter__()
 
     def __exit__(self, *exception: Any) -> None:
+        self._inside.pop().__exit__(*exception)
         self._replay.runs_again -= 1
         self._replay._place, self._replay._calls, self._replay.whole_sequence = self._before.pop()

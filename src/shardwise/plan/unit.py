@@ -56,6 +56,8 @@ class BucketKey(NamedTuple):
     tie: str = ""
     """Name of the parameter whose copies on other pipeline stages are summed with it: alone in its bucket, so that the
     layout is the same on every stage that holds it."""
+    reduce_dtype: torch.dtype | None = None
+    """Of gradients between ranks; None: as it follows from the compute dtype."""
 
 
 @dataclass(frozen=True)

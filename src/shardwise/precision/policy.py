@@ -7,11 +7,12 @@ The 16-bit contract: floating inputs are cast to ``compute`` at the root of the 
 masters, moments and accumulated gradients are fp32 unless asked otherwise (arXiv:1710.03740).
 """
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from shardwise.plan.policy import Policy
 
@@ -111,6 +112,9 @@ class PrecisionPolicy(Policy):
     max_skipped_steps: PositiveInt = 100
     """Steps in a row that may be skipped; one more ends the run as ``nonfinite: raise`` does."""
 
+    _kept: frozenset[str] = PrivateAttr(default=frozenset())
+    _narrow: frozenset[str] = PrivateAttr(default=frozenset())
+
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, given: Any) -> Any:
@@ -143,6 +147,12 @@ class PrecisionPolicy(Policy):
             )
         return self
 
+    def with_names(self, kept: Iterable[str] = (), narrow: Iterable[str] = ()) -> Self:
+        """The same policy, whose ``keep_fp32`` means the names ``kept`` too, its ``narrow_reduce`` ``narrow``."""
+        made = self.model_copy()
+        made._kept, made._narrow = self._kept.union(kept), self._narrow.union(narrow)
+        return made
+
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """Dtype to which floating inputs are cast; None where they stay."""
@@ -153,13 +163,23 @@ class PrecisionPolicy(Policy):
         if not own.is_floating_point:
             return Dtypes(own, own, own, own)
         compute = self.compute_dtype or own
-        if compute in SIXTEEN_BITS and any(fnmatchcase(name, pattern) for pattern in self.keep_fp32):
+        if compute in SIXTEEN_BITS and self._keeps(name):
             compute = torch.float32
         wide = torch.float32 if compute in SIXTEEN_BITS else compute
         grad = DTYPES[self.grad] if self.grad else wide
-        return Dtypes(
-            compute,
-            grad,
-            DTYPES[self.reduce] if self.reduce else grad,
-            DTYPES[self.master] if self.master else wide,
-        )
+        reduce = DTYPES[self.reduce] if self.reduce else grad
+        if self.operations and (name in self._narrow or _matches(name, self.narrow_reduce)):
+            reduce = DTYPES[self.operations]
+        return Dtypes(compute, grad, reduce, DTYPES[self.master] if self.master else wide)
+
+    def buffer_dtype(self, name: str, own: torch.dtype) -> torch.dtype:
+        """Dtype of the buffer ``name`` whose dtype in the model is ``own``."""
+        dtype = DTYPES[self.buffers] if self.buffers and own.is_floating_point else own
+        return torch.float32 if dtype in SIXTEEN_BITS and self._keeps(name) else dtype
+
+    def _keeps(self, name: str) -> bool:
+        return name in self._kept or _matches(name, self.keep_fp32)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels.operation import operation
+
 
 class _PairwiseDots(torch.autograd.Function):
     @staticmethod
@@ -45,6 +47,7 @@ class _PairwiseDots(torch.autograd.Function):
         return torch.bmm(symmetric, z)
 
 
+@operation("product")
 def pairwise_dots(z: Tensor) -> Tensor:
     """[B, n, D] -> [B, n (n - 1) / 2]."""
     dots: Tensor = _PairwiseDots.apply(z)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
+from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
 from shardwise.parallel.tensor.region import Region
 from shardwise.plan.errors import PlanError
@@ -101,7 +102,7 @@ class RowLinear(_Cut):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.mT if self.transposed else self.weight
-        y = _autocast(_Row, x, weight, None, self.region.group, self.cut, self.name)
+        y = _product(_Row, x, weight, None, self.region.group, self.cut, self.name)
         y = self.region.outward(y, self.sees_whole)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -260,11 +261,12 @@ class VocabularyHead(_Cut):
 
 def column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bool, what: str) -> Tensor:
     """f(x) Wᵀ + b, f being ``gather`` for a cut sequence, else ``copy``."""
-    return _autocast(_Column, x, weight, bias, group, cut, what)
+    return _product(_Column, x, weight, bias, group, cut, what)
 
 
 @duals.uncompiled
-def _autocast(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+@operation("product")
+def _product(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):  # It does not reach into a function of our own.
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)

@@ -1,0 +1,265 @@
+"""The dtype of each operation: products in 16 bits, what sums or grows in fp32, all else as its inputs are.
+
+    product    linear, matmul, convolutions, attention, recurrent cells      floating inputs cast to 16 bits
+    fp32       softmax, norms, losses, sums, exponentials, decompositions    16-bit inputs cast to fp32
+    widest     what takes tensors of one dtype alone (``scatter_add``, ...)  all cast to the widest among them
+    in place   ``addmm_``, ``index_add_``, ...                               all cast to the dtype of what is written
+    any other  relu, gelu, +, *, cat, views, ...                             torch's own promotion
+
+fp64 stays fp64, and so does a result whose ``dtype`` or ``out`` the caller names. The lists are ours, the same on every
+device: torch's autocast differs between devices (on the CPU it leaves softmax in 16 bits), keeps 16-bit copies of
+weights that ZeRO has released since, and does not reach into kernels of our own.
+
+A mode of torch's functions, entered around each pass (``engine/pass_context.py``) and around each recomputation
+(``memory/replay.py``), in no other run. Backward passes keep the dtypes of their forward passes. It sees what a model
+and a loss function call in Python; of what torch composes in C++ it sees the whole (a scaled dot product attention, an
+LSTM), of ``F.multi_head_attention_forward`` the parts. A function of ours is one operation where it says what it is
+(``kernels/operation.py``).
+
+Paper: Micikevicius et al. 2017, arXiv:1710.03740.
+Cost:  a few microseconds per operation; a product casts its weights anew each time it runs, so that no copy outlives a
+       gathered weight: ``linear`` keeps the fp32 weight and casts again in its backward pass.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.kernels.operation import KIND
+from shardwise.precision.policy import DTYPES, SIXTEEN_BITS, PrecisionPolicy, SixteenBits
+
+_NAMESPACES = (torch, torch.Tensor, F, torch.special, torch._C._nn)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+PRODUCTS = _words(
+    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addbmm baddbmm addmv inner einsum tensordot "
+    "chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution "
+    "scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+)
+IN_FP32 = _words(
+    "softmax log_softmax softmin gumbel_softmax logsumexp logcumsumexp "
+    "layer_norm group_norm batch_norm instance_norm rms_norm local_response_norm normalize norm renorm "
+    "native_layer_norm native_group_norm native_batch_norm _weight_norm "
+    "cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "sum nansum mean nanmean prod cumsum cumprod var std var_mean std_mean trace dist cdist pdist pairwise_distance "
+    "cosine_similarity cov corrcoef quantile nanquantile "
+    "exp exp2 expm1 log log2 log10 log1p logaddexp logaddexp2 xlogy pow __pow__ __rpow__ float_power square "
+    "sinh cosh tan acos asin acosh atanh erfinv lgamma digamma reciprocal rsqrt softplus "
+    "stft istft cholesky cholesky_solve cholesky_inverse inverse det logdet slogdet pinverse svd qr lu lu_solve "
+    "triangular_solve matrix_exp matrix_power ormqr geqrf svd_lowrank pca_lowrank lobpcg"
+)
+"""Beside these: every ``*_loss``, all of ``torch.fft``, and all of ``torch.linalg`` but its products."""
+WIDEST = _words(
+    "dot vdot addr addcmul addcdiv lerp cross prelu grid_sample embedding_bag complex polar bucketize searchsorted "
+    "allclose isclose heaviside index_put index_add index_copy put scatter scatter_add scatter_reduce masked_scatter"
+)
+IN_PLACE = _words(
+    "addmm_ addbmm_ baddbmm_ addmv_ addr_ addcmul_ addcdiv_ lerp_ index_put_ index_add_ index_copy_ put_ scatter_ "
+    "scatter_add_ scatter_reduce_ masked_scatter_"
+)
+_LINALG_PRODUCTS = ("matmul", "multi_dot")
+
+Rule = Callable[["DtypeByOperation", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class DtypeByOperation(TorchFunctionMode):
+    """Entered around a pass. ``again``: entered in a backward pass, around a part of a forward pass that runs again."""
+
+    def __init__(self, narrow: SixteenBits, again: bool = False) -> None:
+        super().__init__()
+        self.narrow = DTYPES[narrow]
+        self._again = again
+        self._rules = _rules()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = self._rules.get(func) or _OWN.get(getattr(func, KIND, None))
+        if rule is None or (not self._again and torch._C._current_graph_task_id() >= 0):
+            return func(*args, **kwargs)
+        return rule(self, func, args, kwargs)
+
+
+def inside_of(policy: PrecisionPolicy) -> Callable[[bool], AbstractContextManager[Any]]:
+    """What passes run in: see ``Replay.inside``."""
+    narrow = policy.operations
+    return lambda again: nullcontext() if narrow is None else DtypeByOperation(narrow, again)
+
+
+# Rules -------------------------------------------------------------------------------------------------------------
+
+
+def _product(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+    return func(*_narrowed(args, mode.narrow), **_narrowed(kwargs, mode.narrow))
+
+
+def _linear(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
+    x, weight, bias = _linear_arguments(*args, **kwargs)
+    keeps = isinstance(weight, nn.Parameter) and weight.dtype == torch.float32 and x.dtype != torch.float64
+    if keeps and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        return _Linear.apply(_narrow(x, mode.narrow), weight, _narrowed(bias, mode.narrow))
+    return _product(mode, func, (x, weight, bias), {})
+
+
+def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    return input, weight, bias
+
+
+def _attention(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
+    """A mask that adds the smallest number of fp32 adds the smallest of the 16 bits, and not -infinity."""
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if isinstance(mask, Tensor) and mask.dtype == torch.float32:
+        least = torch.finfo(mode.narrow).min
+        mask = torch.where(mask == -torch.inf, mask, mask.clamp(min=least)).to(mode.narrow)
+        args, kwargs = (
+            ((*args[:3], mask, *args[4:]), kwargs) if len(args) > 3 else (args, {**kwargs, "attn_mask": mask})
+        )
+    return _product(mode, func, args, kwargs)
+
+
+def _in_fp32(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
+    says = any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values()))
+    if says or kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+    return func(*_widened(args), **_widened(kwargs))
+
+
+def _widest(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
+    dtypes = {each.dtype for each in _floating((args, kwargs))}
+    if len(dtypes) < 2:
+        return func(*args, **kwargs)
+    widest = torch.float32 if dtypes <= {torch.float32, *SIXTEEN_BITS} else torch.float64
+    return func(*_in(args, widest), **_in(kwargs, widest))
+
+
+def _in_place(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
+    written = args[0]
+    if not isinstance(written, Tensor) or not written.is_floating_point():
+        return func(*args, **kwargs)
+    return func(written, *_in(args[1:], written.dtype), **_in(kwargs, written.dtype))
+
+
+def _parts(mode: DtypeByOperation, func: Any, args: Any, kwargs: Any) -> Any:
+    """A function that torch composes in Python, operation by operation."""
+    with mode:
+        return _open(func)(*args, **kwargs)
+
+
+@cache
+def _open(function: Any) -> Any:
+    """``function`` without its first lines, which would hand the call to the mode once more."""
+    around = {name: _never for name in function.__globals__ if name.startswith("has_torch_function")}
+    made = FunctionType(function.__code__, {**function.__globals__, **around}, function.__name__)
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return made
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+_OWN: dict[Any, Rule] = {"product": _product, "fp32": _in_fp32}
+
+
+@cache
+def _rules() -> dict[Any, Rule]:
+    """By function and method of torch."""
+    found: dict[Any, Rule] = {}
+    losses = [name for space in _NAMESPACES for name in dir(space) if name.endswith("_loss")]
+    for names, rule in (
+        ([*IN_FP32, *losses], _in_fp32),
+        (WIDEST, _widest),
+        (IN_PLACE, _in_place),
+        (PRODUCTS, _product),
+    ):
+        for name in names:
+            found |= {each: rule for each in functions_named(name)}
+    for space in (torch.linalg, torch.fft):
+        for name in dir(space):
+            if callable(getattr(space, name)) and not name.startswith("_") and name[0].islower():
+                found[getattr(space, name)] = _product if name in _LINALG_PRODUCTS else _in_fp32
+    found[F.linear] = _linear
+    found[F.scaled_dot_product_attention] = _attention
+    found[F.multi_head_attention_forward] = _parts
+    return found
+
+
+def functions_named(name: str) -> Iterator[Any]:
+    """What torch has under ``name``: functions, methods, functions on modules."""
+    for space in _NAMESPACES:
+        made = getattr(space, name, None)
+        if callable(made):
+            yield made
+
+
+# Casts -------------------------------------------------------------------------------------------------------------
+
+
+def _narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype == torch.float32 or tensor.dtype in SIXTEEN_BITS else tensor
+
+
+def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    return _mapped(value, lambda tensor: _narrow(tensor, dtype))
+
+
+def _widened(value: Any) -> Any:
+    return _mapped(value, lambda tensor: tensor.float() if tensor.dtype in SIXTEEN_BITS else tensor)
+
+
+def _in(value: Any, dtype: torch.dtype) -> Any:
+    return _mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _mapped(value: Any, cast: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return cast(value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(each, cast) for each in value)
+    if type(value) is dict:
+        return {key: _mapped(each, cast) for key, each in value.items()}
+    return value
+
+
+def _floating(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, tuple | list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _floating(each)
+
+
+class _Linear(torch.autograd.Function):
+    """x W'ᵀ + b, W' being the weight in the dtype of x: [..., D], [F, D], [F] -> [..., F].
+
+    torch's own would keep W' until the backward pass: half of the weights, whole on every rank at any ZeRO stage.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad.matmul(weight.to(x.dtype)) if needs_x else None,
+            rows.mT.mm(x.reshape(-1, x.shape[-1])).to(weight.dtype) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )

@@ -1,0 +1,98 @@
+"""Which tensors of a model a precision policy means: modules by class, and norms that keep fp32 weights unasked.
+
+    class:LayerNorm, class:torch.nn.Linear     parameters and buffers that a module of the class, or of one derived from
+                                               it, holds itself; with dots as in an import, or ``*`` in it
+    norms with wide running statistics         y = (x - mean) / sqrt(var + eps) · weight + bias
+                                               x and y in 16 bits; mean, var, weight, bias in fp32
+
+Statistics are averages over many steps, which 16 bits would not move any more, so buffers stay as they are unless
+``precision.buffers`` says otherwise; and torch's batch norm takes weights of the dtype of its statistics beside a
+16-bit input. It is what autocast does too.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from itertools import chain
+
+from torch import nn
+
+from shardwise.plan.errors import ConfigError
+from shardwise.precision.policy import SIXTEEN_BITS, PrecisionPolicy
+
+CLASS = "class:"
+"""How a pattern of classes begins."""
+
+
+def resolved(policy: PrecisionPolicy, model: nn.Module) -> tuple[PrecisionPolicy, tuple[str, ...]]:
+    """The policy that knows the names which it means in ``model``, and lines for the Plan.
+
+    Errors: ConfigError where the model runs parts of its passes again by itself.
+    """
+    itself = [name for name, each in model.named_modules() if getattr(each, "gradient_checkpointing", False)]
+    if policy.operations and itself:
+        raise ConfigError(
+            f"precision.operations: {itself[0] or 'the model'} recomputes by itself (gradient_checkpointing is set), "
+            "where the dtypes of operations are not known; call model.gradient_checkpointing_disable() and set "
+            "recompute: full"
+        )
+    policy = policy.with_names(
+        (name for pattern in policy.keep_fp32 for name in names_of(pattern, model)),
+        (name for pattern in policy.narrow_reduce for name in names_of(pattern, model)),
+    )
+    if policy.compute_dtype not in SIXTEEN_BITS:
+        return policy, ()
+    norms = norms_with_statistics(policy, model)
+    if not norms:
+        return policy, ()
+    names = [
+        f"{norm}.{name}" if norm else name for norm in norms for name in model.get_submodule(norm)._parameters
+    ]
+    note = (
+        f"{len(norms)} norms with running statistics keep fp32 weights: {', '.join(norms[:4])}"
+        f"{' ...' if len(norms) > 4 else ''}"
+    )
+    return policy.with_names(names), (note,)
+
+
+def names_of(pattern: str, model: nn.Module) -> Iterator[str]:
+    """Parameters and buffers, by their first names, that the pattern ``class:...`` means; none for another pattern."""
+    if not pattern.startswith(CLASS):
+        return
+    wanted = pattern.removeprefix(CLASS)
+    classes: dict[type, bool] = {}
+    first = {id(each): name for name, each in chain(model.named_parameters(), model.named_buffers())}
+    for module in model.modules():
+        if type(module) not in classes:
+            names = _names_of_class(type(module))
+            classes[type(module)] = any(fnmatchcase(name, wanted) for name in names)
+        if classes[type(module)]:
+            for each in (*module._parameters.values(), *module._buffers.values()):
+                if each is not None:
+                    yield first[id(each)]
+
+
+def _names_of_class(kind: type) -> Iterator[str]:
+    """``Linear``, ``torch.nn.modules.linear.Linear``, ``torch.nn.Linear``: of a class and those it is derived from."""
+    for each in kind.__mro__:
+        yield each.__name__
+        package = each.__module__
+        while package:
+            if getattr(sys.modules.get(package), each.__name__, None) is each or package == each.__module__:
+                yield f"{package}.{each.__name__}"
+            package = package.rpartition(".")[0]
+
+
+def norms_with_statistics(policy: PrecisionPolicy, model: nn.Module) -> list[str]:
+    """Names of modules that hold weights beside floating running statistics that are to be wider than 16 bits."""
+    found = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        statistics: Iterable[str] = [key for key, buffer in module._buffers.items() if buffer is not None]
+        dtypes = [policy.buffer_dtype(prefix + key, module.get_buffer(key).dtype) for key in statistics]
+        is_norm = isinstance(module, nn.modules.batchnorm._NormBase) or "Norm" in type(module).__name__
+        has_weights = any(parameter is not None for parameter in module._parameters.values())
+        is_wide = any(dtype.is_floating_point and dtype not in SIXTEEN_BITS for dtype in dtypes)
+        if is_norm and has_weights and is_wide:
+            found.append(name)
+    return found
