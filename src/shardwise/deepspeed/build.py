@@ -21,7 +21,7 @@ from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
-from shardwise.deepspeed.optimizer_classes import DeepSpeedCPUAdagrad, FusedAdam
+from shardwise.deepspeed.optimizer_classes import DeepSpeedCPUAdagrad, FusedAdam, FusedLion
 from shardwise.deepspeed.rate_schedulers import CLASSES
 from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
 from shardwise.engine.build import initialize as build_engine
@@ -182,6 +182,8 @@ def _named(settings: DeepSpeedConfig, groups: list[Any]) -> optim.Optimizer:
         if is_torchs and adam_w:
             options.setdefault("weight_decay", 0.01)  # torch's default, which is then theirs
         return FusedAdam(groups, adam_w_mode=adam_w, **options)  # type: ignore[return-value]
+    if word == "lion":
+        return FusedLion(groups, **options)  # type: ignore[return-value]
     if word == "adagrad":
         return DeepSpeedCPUAdagrad(groups, **options)  # type: ignore[return-value]
     known = {each.lower(): each for each in dir(optim) if each[0].isupper()}

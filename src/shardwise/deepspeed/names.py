@@ -77,11 +77,15 @@ _GROUPS = _all(
         "_get_max_expert_size _get_max_expert_size_name",
     ),
 }
-_PARTITIONED = _all(
-    "partitioned",
-    "GatheredParameters ZeroParamStatus ZeroParamType register_external_parameter unregister_external_parameter "
-    "unwrap_model_for_generation",
-)
+_PARTITIONED = {
+    **_all(
+        "partitioned",
+        "GatheredParameters ZeroParamStatus ZeroParamType register_external_parameter unregister_external_parameter "
+        "unwrap_model_for_generation",
+    ),
+    **_all("construction", "Init"),
+    "MiCS_Init": "deepspeed.construction:Init",
+}
 _ESTIMATES_2 = _all(
     "memory_estimates",
     "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold",
@@ -112,6 +116,7 @@ _ACCELERATOR = _all(
 )
 _LOADERS = _all("loader", "RepeatingLoader DeepSpeedDataLoader")
 _CONFIG = _all("settings", "DeepSpeedConfig DeepSpeedConfigError")
+_LION = _all("optimizer_classes", "FusedLion DeepSpeedCPULion")
 _ADAM = _all("optimizer_classes", "FusedAdam DeepSpeedCPUAdam")
 
 NAMES: dict[str, Rows] = {
@@ -126,6 +131,8 @@ NAMES: dict[str, Rows] = {
         **_all("rate_schedulers", "add_tuning_arguments"),
         **_all("optimizer", "DeepSpeedOptimizer"),
         **_all("logs", "logger log_dist"),
+        **_all("construction", "OnDevice"),
+        "dist": "comm.default_group",
         **_none(
             "this engine trains alone; generate with engine.ours.run('generate', ...)",
             "DeepSpeedHybridEngine",
@@ -163,6 +170,9 @@ NAMES: dict[str, Rows] = {
     "ops.adam": _ADAM,
     "ops.adam.cpu_adam": _all("optimizer_classes", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _all("optimizer_classes", "FusedAdam"),
+    "ops.lion": _LION,
+    "ops.lion.cpu_lion": _LION,
+    "ops.lion.fused_lion": _LION,
     "ops.op_builder": _none(
         _KERNELS,
         "CPUAdamBuilder FusedAdamBuilder FusedLambBuilder UtilsBuilder AsyncIOBuilder InferenceBuilder",
@@ -193,7 +203,10 @@ NAMES: dict[str, Rows] = {
         **_all("logs", "see_memory_usage"),
     },
     "runtime.zero": _PARTITIONED,
-    "runtime.zero.partition_parameters": _PARTITIONED,
+    "runtime.zero.config": _all("choices", "ZeroStageEnum DeepSpeedZeroConfig"),
+    "runtime.zero.offload_config": _all("choices", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    "runtime.zero.partition_parameters": {**_PARTITIONED, "_orig_torch_arange": "torch:arange"},
+    "runtime.constants": _all("choices", "ValidationMode"),
     "runtime.zero.stage3": {**_ESTIMATES_3, **_all("partitioned", "unwrap_model_for_generation")},
     "runtime.zero.stage_1_and_2": _ESTIMATES_2,
     "runtime.zero.tiling": _none(_TILES, "TiledLinear TiledLinearReturnBias"),
@@ -211,7 +224,10 @@ NAMES: dict[str, Rows] = {
         **_all("logs", "instrument_w_nvtx"),
         **_all("loader", "RepeatingLoader"),
         **_all("seeds", "recursive_getattr"),
+        **_all("construction", "OnDevice"),
     },
+    "utils.init_on_device": _all("construction", "OnDevice"),
+    "utils.timer": _all("timers", "SynchronizedWallClockTimer"),
     "utils.groups": _GROUPS,
     "utils.logging": {**_LOGS, **_all("logs", "print_dist print_rank_0 warning_once")},
     "utils.nvtx": _all("logs", "instrument_w_nvtx"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import optim
 
+from shardwise.optim.lion import Lion
 from shardwise.plan.errors import UsageError
 
 Groups = Iterable[Any]
@@ -68,3 +69,21 @@ class DeepSpeedCPUAdagrad:
         fp32_optimizer_states: bool = True,
     ) -> optim.Optimizer:
         return optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class FusedLion:
+    """Makes Lion (optim/lion.py)."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Groups,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> optim.Optimizer:
+        return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+DeepSpeedCPULion = FusedLion

@@ -1,0 +1,49 @@
+"""Words that scripts pass where DeepSpeed has enums: stages, places of offloaded state, and their blocks."""
+
+from enum import Enum, StrEnum
+from types import SimpleNamespace
+from typing import Any
+
+from shardwise.deepspeed.settings import DeepSpeedConfig
+
+
+class ZeroStageEnum(int, Enum):
+    """Stages by what each cuts first."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3  # noqa: PIE796  the last of them
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Where state may lie."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """Kinds of state that ``engine.offload_states`` is asked to move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ValidationMode:
+    """What happens where ranks save under unlike tags."""
+
+    WARN = "WARN"
+    IGNORE = "IGNORE"
+    FAIL = "FAIL"
+
+
+def DeepSpeedZeroConfig(**keys: Any) -> SimpleNamespace:  # noqa: N802
+    """The block ``zero_optimization`` with its defaults, as attributes. Errors: ConfigError."""
+    values = {"train_batch_size": 1, "zero_optimization": keys}
+    return SimpleNamespace(**DeepSpeedConfig(values).value("zero_optimization"))
