@@ -25,14 +25,18 @@ def test_plain_losses_become_means() -> None:
     for i in range(4):
         assert not step.is_complete
         step.count(torch.tensor(float(i)), 1.0)
-    assert step.is_complete and (step.weight, float(step.loss)) == (4.0, 6.0)
-    step.clear()
+        assert step.is_complete == step.is_last == (i == 3)
+        if i < 3:
+            step.end_microbatch()
+    assert (step.weight, float(step.loss)) == (4.0, 6.0)
+    assert step.end_step() == 4
     assert (step.done, step.weight, float(step.loss), step.reference) == (0, 0.0, 0.0, 60.0)
 
 
 def test_a_loss_that_does_not_count_is_not_looked_at() -> None:
     step = accumulation(World(0, 1), 2)
     step.count(torch.tensor(float("nan")), 0.0)
+    step.end_microbatch()
     step.count(None, 3.0)
     assert step.is_complete and (step.weight, float(step.loss)) == (3.0, 0.0)
 

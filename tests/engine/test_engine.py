@@ -53,10 +53,11 @@ def test_what_backward_refuses(world: World) -> None:
         engine.step()
     loss = engine(piece(0, 0))
     engine.backward(loss)
-    with pytest.raises(UsageError, match="call engine.step"):
-        engine.backward(loss)
-    with pytest.raises(UsageError, match="1 microbatches have run; call engine.step"):
-        engine(piece(0, 1))
+    with pytest.raises(UsageError, match="a weight of 2, but this microbatch counts 1"):
+        engine.backward(engine(piece(0, 1)), weight=2)
+    engine.gradients()
+    with pytest.raises(UsageError, match="has summed up the gradients of this step; call engine.step"):
+        engine.backward(engine(piece(0, 1)))
     engine.step()
     engine.backward(engine(piece(0, 1)))
 

@@ -90,9 +90,12 @@ class Planned(NamedTuple):
     policies: Policies
     plan: Plan
 
-    def in_order(self, orders: Orders) -> Plan:
-        """The Plan with stages in other orders than that of registration."""
-        return with_orders(self.plan, self.policies, orders)
+    def in_order(self, orders: Orders, microbatches: int | None = None) -> Plan:
+        """The Plan with stages in other orders than that of registration; for another number of ``microbatches``."""
+        policies = self.policies
+        if microbatches is not None:
+            policies = policies._replace(microbatches=microbatches)
+        return with_orders(self.plan, policies, orders)
 
     def forward_list(self, orders: Orders, batches: int) -> list[Action]:
         """What this rank does for ``batches`` forward passes without a backward pass."""

@@ -62,12 +62,8 @@ class BatchedFeed:
         steps_ahead: int = STEPS_AHEAD,
         watch: Watch | None = None,
     ) -> None:
-        if len(data) < share.global_batch and epochs != 1:
-            raise DataError(
-                f"the training data holds {len(data)} samples; give more data or a smaller batch.global_size, which "
-                f"is {share.global_batch}: one step must not see a sample twice"
-            )
-        self._data, self._share, self._threads, self._ahead = data, share, threads, steps_ahead
+        self._data, self._threads, self._ahead, self._is_once = data, threads, steps_ahead, epochs == 1
+        self.deal(share)
         self._watch = watch
         self._sampler = Sampler(len(data), seed, shuffle)
         self.end = None if epochs is None else epochs * len(data)
@@ -78,6 +74,15 @@ class BatchedFeed:
 
     def advance(self, cursor: Cursor, steps: int) -> Cursor:
         return {"position": cursor["position"] + steps * self._share.global_batch}
+
+    def deal(self, share: Share) -> None:
+        """Steps of another number of microbatches from the next one that is read on."""
+        if len(self._data) < share.global_batch and not self._is_once:
+            raise DataError(
+                f"the training data holds {len(self._data)} samples; give more data or a smaller batch.global_size, "
+                f"which is {share.global_batch}: one step must not see a sample twice"
+            )
+        self._share = share
 
     def identity(self) -> dict[str, Any]:
         return {"kind": "batched", "samples": len(self._data), "content": self._data.fingerprint()}

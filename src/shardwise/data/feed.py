@@ -34,6 +34,7 @@ class Feed(Protocol):
     def start(self) -> Cursor: ...
     def advance(self, cursor: Cursor, steps: int) -> Cursor: ...
     def steps(self, cursor: Cursor) -> Iterator[Fetched]: ...
+    def deal(self, share: Share) -> None: ...
     def identity(self) -> dict[str, Any]: ...
 
 
@@ -41,6 +42,18 @@ class MapFeed:
     """Steps of a dataset with random access, in the sampler's order."""
 
     def __init__(self, data: Mapped, share: Share, seed: int) -> None:
+        self._data, self._seed = data, seed
+        self.deal(share)
+        self._sampler = Sampler(data.size, seed, data.shuffle)
+
+    def start(self) -> Cursor:
+        return {"position": 0}
+
+    def advance(self, cursor: Cursor, steps: int) -> Cursor:
+        return {"position": cursor["position"] + steps * self._share.global_batch}
+
+    def deal(self, share: Share) -> None:
+        data = self._data
         if data.size < share.global_batch:
             hint = ""
             if data.is_text:
@@ -51,14 +64,7 @@ class MapFeed:
                 f"the training data holds {data.size} samples{hint or '; give more data'} or a smaller "
                 f"batch.global_size, which is {share.global_batch}: one step must not see a sample twice"
             )
-        self._data, self._share, self._seed = data, share, seed
-        self._sampler = Sampler(data.size, seed, data.shuffle)
-
-    def start(self) -> Cursor:
-        return {"position": 0}
-
-    def advance(self, cursor: Cursor, steps: int) -> Cursor:
-        return {"position": cursor["position"] + steps * self._share.global_batch}
+        self._share = share
 
     def identity(self) -> dict[str, Any]:
         content = self._data.dataset.fingerprint() if self._data.is_text else None
@@ -103,6 +109,9 @@ class StreamFeed:
         raise UsageError(
             f"a stream is read in order and cannot jump by {steps} steps; ask for the next step, or load a saved state"
         )
+
+    def deal(self, share: Share) -> None:
+        self._share = share
 
     def identity(self) -> dict[str, Any]:
         return {"kind": "stream", "workers": self._data.workers}

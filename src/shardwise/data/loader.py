@@ -17,6 +17,7 @@ empty batches (batched.py).
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from shardwise.data.adopt import Collate, Mapped, adopt
@@ -111,6 +112,14 @@ class Loader:
         if self._end is None:
             return None
         return -(-max(self._end - self._cursor["position"], 0) // self.share.global_batch)
+
+    def set_accumulation(self, microbatches: int) -> None:
+        """From the next step on, as many microbatches make one; the position stays."""
+        self.close()
+        blocks = self.share.micro_batch * self.share.dp_size
+        share = replace(self.share, global_batch=microbatches * blocks)
+        self._feed.deal(share)
+        self.share = share
 
     def step_batches(self, step: int | None = None) -> list[Any]:
         """This rank's microbatches of a step: the next one, or with random access any.

@@ -21,10 +21,9 @@ from shardwise.data.loader import Loader
 class Passes:
     """See the module's docstring. Made by ``engine.loader``."""
 
-    def __init__(self, loader: Loader, accumulation: int) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.loader = loader
         """What reads; its ``step_batches``, ``state`` and ``load_state`` may be used as well."""
-        self._accumulation = accumulation
 
     def __iter__(self) -> Iterator[Any]:
         """Microbatches until the end of the pass that the position is in."""
@@ -45,4 +44,4 @@ class Passes:
         size = self.loader.size
         if size is None:
             raise TypeError("a stream has no length")
-        return -(-size // self.loader.share.global_batch) * self._accumulation
+        return -(-size // self.loader.share.global_batch) * self.loader.share.accumulation

@@ -174,7 +174,7 @@ def initialize(
     end = StepEnd(parts)
     schedule = None if pipeline is None else pipeline.schedule
     walker.handlers.update(handlers_of(parts.hooks, end, parts.program.tables, schedule))
-    walker.begin(parts.program.step())
+    parts.program.begin(parts.program.microbatches)
     site.traffic.clear()
     if site.world.rank == 0 and site.world.size > 1:
         _log.info("the ranks exchange through %s", site.world.transports())

@@ -4,7 +4,7 @@
     for batch in loader:
         loss = engine(batch)
         engine.backward(loss)
-        engine.step()                # acts after the last microbatch of an optimizer step
+        engine.step()                # ends a microbatch; updates after the last one of a step
     engine.save("checkpoints")
 
 ``train_step(batches)`` runs all microbatches of one optimizer step and is the only way on meshes with a pipeline.
@@ -167,6 +167,7 @@ class Engine:
         count alike (``batch.weigh_by``). A rank without data runs any batch with weight 0.
         Errors: UsageError where ``loss`` is not one number.
         """
+        step, parts = self._accumulation, self._parts
         self._held.check("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -177,19 +178,25 @@ class Engine:
                 "that trains; return the tensor that the model computed (a rank without data runs any batch with "
                 "weight 0)"
             )
-        if self._accumulation.is_complete:
-            raise UsageError("backward: the step's microbatches are complete; call engine.step() first")
-        if self._accumulation.done == 0:
-            self._parts.clock.step = self.step_count + 1
-        weight = (
-            self.weighing.of_loss(loss, self._record.batch(self._accumulation.done))
-            if weight is None
-            else float(weight)
+        if step.is_summed:
+            raise UsageError(
+                "backward: engine.gradients() has summed up the gradients of this step; call engine.step() first"
+            )
+        if step.passes == 0:
+            parts.clock.step = self.step_count + 1
+        weight = step.weight_of(
+            None if weight is None else float(weight),
+            lambda: self.weighing.of_loss(loss, self._record.batch(step.passes)),
         )
-        self._parts.passes.own_use.end()
-        scale = self._accumulation.scale_of(weight)
-        hooks = self._parts.hooks[0]
-        hooks.begin_backward(last=self._accumulation.done == self._accumulation.microbatches - 1)
+        parts.passes.own_use.end()
+        scale = step.scale_of(weight)
+        hooks = parts.hooks[0]
+        hooks.recover()
+        is_last = step.is_last_backward
+        parts.program.follow(
+            step.passes + step.left if step.is_last else max(parts.program.microbatches, step.passes + 2)
+        )
+        hooks.begin_backward(last=is_last)
         # After an error half of the gradients may have landed; the next step may not start from them.
         with self._discard_on_error():
             hooks.run_backward(lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph))
@@ -197,21 +204,30 @@ class Engine:
         self._record.counts(weight)
         if self.check is not None:
             self.check.counts(loss, weight)
-        self._accumulation.count(loss, weight)
+        step.count(loss, weight)
 
     def step(self) -> StepResult | None:
-        """At the accumulation boundary: update the weights; before it, do nothing and return None."""
-        if not self._accumulation.is_complete:
-            if self._accumulation.done == 0:
-                raise UsageError(
-                    "step: there was no backward since the last step; call engine.backward(loss) first"
-                )
+        """End a microbatch. After the last one of a step: update the weights; else return None.
+
+        Losses of several ``backward`` calls since the last ``step()`` add up.
+        Errors: UsageError where there was none, and inside ``no_sync``.
+        """
+        parts, end, step = self._parts, self._end, self._accumulation
+        if step.backwards == 0:
+            raise UsageError(
+                "step: there was no backward since the last step; call engine.backward(loss) first"
+            )
+        if step.holds_back:
+            raise UsageError(
+                "step: inside engine.no_sync(), where no backward is the last one; call it outside"
+            )
+        if not step.is_last:
+            self._record.end_microbatch(step.microbatches)
+            step.end_microbatch()
             return None
-        parts, end = self._parts, self._end
-        step = self._accumulation
         with self._discard_on_error():
+            views.end_passes(parts)
             for hooks in parts.hooks:
-                hooks.recover()
                 hooks.marks.clear(at_step=True)
             rates = parts.optimizer_groups.rates(self.applied_steps)
             end.local = Local(
@@ -259,14 +275,17 @@ class Engine:
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
         """All microbatches of one optimizer step. ``weights``: as ``backward``'s, one per microbatch.
 
-        Errors: UsageError where the number of batches is not the accumulation.
+        Errors: UsageError where the number of batches is not the accumulation, and in the middle of a step.
         """
+        self._held.check("train_step")
         batches, wanted = list(batches), self._accumulation.microbatches
         if len(batches) != wanted:
             raise UsageError(
                 f"train_step: given {len(batches)} microbatches; the configuration makes {wanted} of them one "
-                "optimizer step (batch.global_size / (micro_size × data-parallel ranks))"
+                "optimizer step (batch.global_size / (micro_size × data-parallel ranks)), unless "
+                "engine.set_accumulation(n) says otherwise"
             )
+        self._check_whole_step("train_step")
         if weights is not None and len(weights) != len(batches):
             raise UsageError(f"train_step: given {len(batches)} microbatches but {len(weights)} weights")
         if self._pipeline is not None:
@@ -278,6 +297,7 @@ class Engine:
             result = self.step()
             assert result is not None, "the last microbatch ends the step"
             return result
+        self._check_between_steps("train_step")
         result = None
         with self._discard_on_error():
             for i, batch in enumerate(batches):
@@ -286,6 +306,84 @@ class Engine:
                 result = self.step()
         assert result is not None, "the last microbatch ends the step"
         return result
+
+    # Where a step ends -----------------------------------------------------------------------------------------
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches of a step."""
+        return self._accumulation.microbatches
+
+    def set_accumulation(self, microbatches: int) -> None:
+        """From the next step on, as many microbatches make one: another global batch. Collective, between two steps.
+
+        Loaders of the engine deal by it; a position counts samples, and stays. ``engine.config`` keeps what was
+        configured, and so begins a run that is resumed.
+        Errors: UsageError where the ranks say unlike numbers, and in the middle of a step; DataError where a loader's
+        data holds less than a step.
+        """
+        self._held.check("set_accumulation")
+        self._check_between_steps("set_accumulation")
+        if not metrics.are_alike(self._parts, int(microbatches)):
+            raise UsageError(
+                f"set_accumulation: {microbatches} microbatches here, another number on other ranks; all ranks must "
+                "say the same"
+            )
+        if microbatches < 1:
+            raise UsageError(f"set_accumulation: expected at least 1 microbatch, given {microbatches}")
+        self._loaders.set_accumulation(int(microbatches))
+        self._parts.program.begin(int(microbatches))
+        self._accumulation.microbatches = int(microbatches)
+        self._accumulation.per_microbatch = 1
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the running microbatch is the last one of its step: ``step()`` will update."""
+        return self._accumulation.is_last
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Say yourself whether the running microbatch, and all that follow, end a step; None counts them again.
+
+        Say it before the microbatch's backward pass, on all ranks alike: afterwards it is as exact, but the reduction
+        of gradients does not overlap with the backward pass.
+        Errors: UsageError with mesh.pp above 1, where ``train_step`` has the whole step.
+        """
+        self._held.check("set_boundary")
+        if self._pipeline is not None and is_boundary is not None:
+            raise UsageError(
+                "set_boundary: with mesh.pp above 1 train_step(batches) runs all microbatches of a step; say how many "
+                "with engine.set_accumulation(n)"
+            )
+        self._accumulation.boundary = None if is_boundary is None else bool(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which no backward pass is the last of its step, for more of them follow before ``step()``.
+
+        Where gradients stay whole between microbatches (stages 0 and 1) none travel inside. What is computed inside
+        adds up with what follows up to the next ``step()``: one microbatch.
+        Errors: UsageError for ``step()`` inside.
+        """
+        before, self._accumulation.holds_back = self._accumulation.holds_back, True
+        try:
+            yield
+        finally:
+            self._accumulation.holds_back = before
+
+    def _check_between_steps(self, call: str) -> None:
+        if self._accumulation.passes:
+            raise UsageError(
+                f"{call}: {self._accumulation.passes} backward passes of a step have run already (or were interrupted, "
+                "by Ctrl-C?); call engine.step() to its end, or engine.discard() on all ranks"
+            )
+
+    def _check_whole_step(self, call: str) -> None:
+        step = self._accumulation
+        if step.boundary is not None or step.holds_back:
+            raise UsageError(
+                f"{call}: it runs all microbatches of a step, but the caller says where one ends; call "
+                "engine.set_boundary(None), and leave engine.no_sync()"
+            )
 
     def prefetch(
         self, steps: Iterable[Any] | Loader, depth: int | None = None, lanes: Lanes | None = None
@@ -310,9 +408,10 @@ class Engine:
         news = walker.trace.news(walker.last)
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped, news, self.skipped_steps)
         walker.close()
-        walker.begin(self._parts.program.step())
+        for hooks in self._parts.hooks:
+            hooks.end_step()
+        self._parts.program.begin(self._accumulation.end_step())
         self._end.forget()
-        self._accumulation.clear()
         self._parts.clock.step_ended()
         self._parts.passes.own_use.step_ended()
         for callback in self.on_step:
@@ -680,7 +779,7 @@ class Engine:
         if self.is_closed:
             return
         self.wait_for_save()
-        if self._accumulation.done:  # its gradients would stay on the model
+        if self._accumulation.passes:  # its gradients would stay on the model
             self.discard()
         self._record.close()
         self._held.give_back(whole and sys.exc_info()[0] is None)
@@ -704,7 +803,7 @@ class Engine:
         self._parts.passes.own_use.end()
         for hooks in self._parts.hooks:
             hooks.abandon()
-        self._parts.walker.begin(self._parts.program.step())
+        self._parts.program.begin(self._parts.program.microbatches)
         self._end.forget()
         self._parts.tables.drop()
         self._accumulation.clear()

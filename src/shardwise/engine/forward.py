@@ -47,18 +47,22 @@ class Forward:
                 "engine.train_step(batches), engine.evaluate(...) or engine.predict(batches)"
             )
         trains = torch.is_grad_enabled()
-        if trains and step.is_complete:
-            raise UsageError(
-                f"engine(batch): {step.microbatches} microbatches have run; call engine.step() after each backward"
-            )
         if trains:
-            record.sees(step.done, args, kwargs)
-        output = self._called(args, kwargs, step.done)
+            self._make_room()
+            record.sees(step.passes, args, kwargs)
+        output = self._called(args, kwargs, step.passes)
         if trains:
             if record.check is not None:
                 record.check.returned(output)
             self._parts.passes.own_use.begin()  # until backward: the user may go on with the loss
         return output
+
+    def _make_room(self) -> None:
+        """The step's list has a pair of passes for the one that comes, also where nobody expected one more."""
+        step, program = self._parts.accumulation, self._parts.program
+        if step.passes >= program.microbatches and not step.is_summed:
+            self._parts.hooks[0].recover()
+            program.follow(step.passes + 1)
 
     def _at(self, batch: Any, microbatch: int) -> AbstractContextManager[None]:
         return self._parts.passes.at(self._parts.progress.step_count + 1, microbatch, batch)
@@ -123,7 +127,9 @@ class Forward:
         function = getattr(parts.model, method) if isinstance(method, str) else method
         device, dtype = parts.device, parts.config.precision.compute_dtype
         args, kwargs = cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
-        with self._at((args, kwargs), parts.accumulation.done), parts.passes.replay.whole():
+        if torch.is_grad_enabled():
+            self._make_room()
+        with self._at((args, kwargs), parts.accumulation.passes), parts.passes.replay.whole():
             output = parts.hooks[0].run_as_forward(function, args, kwargs)
         cuts = parts.groups["tp"].size > 1 and parts.config.tensor.sequence_parallel
         if cuts and any(each.requires_grad for each in tensors_in(output)):
@@ -144,12 +150,9 @@ class Forward:
                 "given as initialize(loss=...), or from the logits of engine.predict(batches)"
             )
         if torch.is_grad_enabled():
-            if step.is_complete:
-                raise UsageError(
-                    f"log_probs: {step.microbatches} microbatches have run; call engine.step() after each backward"
-                )
-            self._record.passes[step.done] = ((batch,), {})
-        with self._at(batch, step.done):
+            self._make_room()
+            self._record.passes[step.passes] = ((batch,), {})
+        with self._at(batch, step.passes):
             return log_probs_of(
                 parts.model, lambda: apply(parts.model, cast_inputs(batch, parts.device, None)), targets
             )

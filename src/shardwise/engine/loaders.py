@@ -10,7 +10,7 @@ from shardwise.data.adopt import Collate
 from shardwise.data.evaluation import Weighted, evaluation_batches
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
-from shardwise.plan.errors import ConfigError
+from shardwise.plan.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,18 @@ class Loaders:
         self._made.append(made)
         if place < len(self._positions):
             made.load_state(self._positions[place])
-        return Passes(made, self._microbatches)
+        return Passes(made)
+
+    def set_accumulation(self, microbatches: int) -> None:
+        """See ``Engine.set_accumulation``."""
+        try:
+            for loader in self._made:
+                loader.set_accumulation(microbatches)
+        except DataError:  # one is too small
+            for loader in self._made:
+                loader.set_accumulation(self._microbatches)
+            raise
+        self._microbatches = microbatches
 
     def for_evaluation(
         self, data: Any, batch_size: int | None, collate_fn: Collate | None, workers: int

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
+from shardwise.comm.equality import are_equal, terms
 from shardwise.engine.parts import Parts
 from shardwise.plan.errors import UsageError
 
@@ -13,6 +14,14 @@ def agree(parts: Parts, flag: bool) -> bool:
     vote = torch.tensor([float(flag)], dtype=torch.float64, device=parts.device)
     parts.groups["world"].all_reduce(vote, "a vote", purpose="control").wait()
     return bool(vote.item() > 0)
+
+
+def are_alike(parts: Parts, number: int) -> bool:
+    """Whether all ranks have the same whole ``number``. Collective."""
+    world = parts.groups["world"]
+    sums = torch.tensor(terms(number), dtype=torch.float64, device=parts.device)
+    world.all_reduce(sums, "one number", purpose="control").wait()
+    return are_equal(world.size, sums.tolist())
 
 
 def gather_rows(dp: Group, device: torch.device, value: Tensor, samples: int | None) -> Tensor:

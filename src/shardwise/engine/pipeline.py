@@ -85,6 +85,8 @@ class Pipeline:
         runner = _Training(self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1)
         results = self.schedule.run(self._parts.walker, runner)
         for i, weight in enumerate(each):
+            if i:
+                accumulation.end_microbatch()
             accumulation.count(results.get(i), weight)
         if check is not None:
             check.counted(each)

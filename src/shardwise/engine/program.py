@@ -3,7 +3,9 @@
     a step         the Plan's list, in the order of Units that all ranks follow now
     an evaluation  forward passes alone, in the same order
 
-The Plan is made anew, and validated, when the ranks agree on another order of Units.
+The Plan is made anew, and validated, when the ranks agree on another order of Units, and for a step of another number
+of passes. A user's own loop tells that number as it goes: lists of more and of fewer passes begin alike, so the rest of
+one takes the place of the rest of another.
 """
 
 from collections.abc import Mapping
@@ -17,6 +19,9 @@ from shardwise.plan.lists import Boundary
 from shardwise.plan.plan import Plan
 from shardwise.plan.walker import Walker
 
+_KEPT = 8
+"""Plans of unlike numbers of passes."""
+
 
 class ActionLists:
     """See the module's docstring. ``orders``: by stage of this rank."""
@@ -27,19 +32,38 @@ class ActionLists:
         self.walker = walker
         self.tables = tables
         """Collections of embedding tables in the list."""
+        self.microbatches = planned.policies.microbatches
+        """Of the list under way: pairs of a forward and a backward pass."""
         self._orders = orders
-        self._plan: Plan | None = planned.plan
+        self._plans: dict[int, Plan] = {self.microbatches: planned.plan}
 
     @property
     def plan(self) -> Plan:
         """The Plan as it is walked now; lists of other ranks' Units are in the order of registration."""
-        if self._plan is None:
-            self._plan = self.planned.in_order(self._in_force())
-        return self._plan
+        return self._of(self.microbatches)
+
+    def _of(self, microbatches: int) -> Plan:
+        if microbatches not in self._plans:
+            if len(self._plans) >= _KEPT:
+                self._plans.clear()
+            self._plans[microbatches] = self.planned.in_order(self._in_force(), microbatches)
+        return self._plans[microbatches]
 
     def step(self) -> tuple[Action, ...]:
         """One optimizer step."""
         return self.plan.own.actions
+
+    def begin(self, microbatches: int) -> None:
+        """The walker stands at the start of a step. Errors: PlanError where there is no list for it."""
+        self._of(microbatches)
+        self.microbatches = microbatches
+        self.walker.begin(self.step())
+
+    def follow(self, microbatches: int) -> None:
+        """The step under way has this many pairs of passes."""
+        if microbatches != self.microbatches:
+            self.microbatches = microbatches
+            self.walker.follow(self.step())
 
     def forward(self, batches: int) -> list[Action]:
         """As many forward passes of a pipeline."""
@@ -56,7 +80,7 @@ class ActionLists:
     def adopt_order(self) -> None:
         """All ranks have seen one order of Units: the next list follows it."""
         if any([*(order.adopt() for order in self._orders.values()), self.tables.adopt()]):
-            self._plan = None
+            self._plans.clear()
 
     def _in_force(self) -> Orders:
         """By their numbers on the rank."""

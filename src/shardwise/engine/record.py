@@ -5,11 +5,14 @@ fingerprint   of the first step's batches: ranks along dp must differ, those of 
 check         of a cut model's first step, beside the uncut model                                    (check.py)
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from shardwise.engine.check import Check
 from shardwise.engine.fingerprint import Fingerprint
+
+_log = logging.getLogger(__name__)
 
 
 class StepInputs:
@@ -24,7 +27,9 @@ class StepInputs:
         self._fingerprint: Fingerprint | None = Fingerprint()
         """None after the first step."""
         self._since: list[Any] = []
-        """Passes since the last backward: several may make a loss."""
+        """Passes since the last backward, in the first step: several may make a loss."""
+        self._own_passes = 0
+        """Backward passes of the running microbatch that had a forward pass of their own, in the first step."""
 
     def sees(self, microbatch: int, args: Any, kwargs: Any) -> None:
         """A forward pass with gradients begins."""
@@ -48,7 +53,20 @@ class StepInputs:
         """A microbatch has gone into the step: of ``batches`` (default: the passes since the last one)."""
         if self._fingerprint is not None and weight != 0 and self._compares:
             self._fingerprint.add(self._since if batches is None else batches)
+        self._own_passes += bool(self._since)
         self._since = []
+
+    def end_microbatch(self, accumulation: int) -> None:
+        """``step()`` was called, and more microbatches come. A plain loop calls it once a step, which is told here."""
+        if self._own_passes >= accumulation > 1 and self._fingerprint is not None:
+            _log.warning(
+                "step: %d forward and backward passes since the last step(), and batch.accumulation is %d. step() "
+                "counts microbatches, and what comes between two of its calls adds up as one: call it after each "
+                "microbatch, or say engine.set_boundary(True) before the last one",
+                self._own_passes,
+                accumulation,
+            )
+        self._own_passes = 0
 
     @property
     def fingerprint(self) -> int | None:
@@ -61,6 +79,7 @@ class StepInputs:
 
     def end_step(self) -> None:
         """The step is over; the check of one that was skipped begins anew."""
+        self._own_passes = 0
         self.passes.clear()
         if self.check is not None:
             self.check.forget()

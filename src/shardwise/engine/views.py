@@ -41,16 +41,31 @@ def graph_breaks(config: RunConfig) -> dict[str, int]:
     return dict(counters["graph_break"])
 
 
+def end_passes(parts: Parts) -> None:
+    """No further backward pass comes in this step: its list ends with the last one, and what that one, not known to be
+    the last, has left whole is reduced. A second call does nothing."""
+    step, walker = parts.accumulation, parts.walker
+    for hooks in parts.hooks:
+        hooks.recover()
+    if step.is_summed:
+        return
+    parts.program.follow(step.passes)
+    last = {(Kind.REDUCE, step.passes - 1)}
+    late = [action for action in parts.program.step() if (action.kind, action.microbatch) in last]
+    if late and any(hooks.windows.lacks_reductions for hooks in parts.hooks):
+        walker.insert(late, "nobody knew that the backward pass was the last one of its step")
+    step.is_summed = True
+
+
 def gradients(parts: Parts) -> dict[str, Tensor]:
     """See ``Engine.gradients``."""
     step = parts.accumulation
     if not step.is_complete:
         raise UsageError(
-            f"gradients: {step.done} of {step.microbatches} microbatches have run; call it after the last backward "
-            "and before step()"
+            f"gradients: {step.done + bool(step.backwards)} of {step.microbatches} microbatches have run; call it "
+            "after the last backward and before step()"
         )
-    for hooks in parts.hooks:
-        hooks.recover()
+    end_passes(parts)
     parts.walker.run(until=lambda action: action.kind is Kind.NORM)  # SUM comes before it
     weight = torch.tensor([step.weight], dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()

@@ -76,6 +76,24 @@ class Walker:
         self._actions, self._cursor, self._stop, self._point, self._is_aside = actions, 0, 0, 0, False
         self.trace = self.trace.begin()
 
+    def follow(self, actions: Sequence[Action]) -> None:
+        """The step is that of ``actions``, which has more passes than the list under way, or fewer: from the next pass
+        on. Between two passes alone."""
+        assert not self._is_aside, "the step's own list goes on"
+        kept = max(self._cursor, self._stop)
+        done = self._actions[:kept]
+        passes = [place for place, action in enumerate(actions) if action.unit < 0 and action.kind.computes]
+        count = sum(action.unit < 0 and action.kind.computes for action in done)
+        if count > len(passes):
+            self.diverge(f"{self._actions[self._point]} has no backward pass")
+        rest = passes[count] if count < len(passes) else _end_of_pass(actions, passes[-1] + 1)
+        self._actions = (*done, *actions[rest:])
+
+    def insert(self, actions: Sequence[Action], why: str) -> None:
+        """Between two passes: ``actions`` come first now, which the list had elsewhere."""
+        self.diverge(f"{actions[0]} comes late: {why}")
+        self._actions = (*self._actions[: self._cursor], *actions, *self._actions[self._cursor :])
+
     def close(self) -> None:
         """The step is over: its trace is that of the last one."""
         self.last = self.trace
@@ -131,7 +149,7 @@ class Walker:
                 return
             self._cursor += 1
             if action.unit < 0 and action.kind.computes:
-                self._stop = self._end_of_pass()
+                self._stop = _end_of_pass(self._actions, self._cursor)
                 self._do(action)
                 self.finish_pass()
             else:
@@ -156,11 +174,11 @@ class Walker:
             self.diverge(f"{self._actions[place]} did not come to its end")
         if kind is Kind.B and self._is_next(place, Kind.F, stage):
             self.diverge(f"{self._actions[place]} did not run before its backward pass")
-            place = self._end_of_pass(place + 1)
+            place = _end_of_pass(self._actions, place + 1)
         if not self._is_next(place, kind, stage):
             return False
         self._point, self._cursor = place, place + 1
-        self._stop = self._end_of_pass()
+        self._stop = _end_of_pass(self._actions, self._cursor)
         if not self._is_aside:
             self._before_pass = (len(self.trace.actions), self.trace.diverged)
             self.trace.passed(self._actions[place])
@@ -174,13 +192,6 @@ class Walker:
 
     def _is_next(self, place: int, kind: Kind, stage: int) -> bool:
         return place < len(self._actions) and self._actions[place][:2] == (kind, -1)
-
-    def _end_of_pass(self, place: int | None = None) -> int:
-        place = self._cursor if place is None else place
-        actions, last = self._actions, len(self._actions)
-        while place < last and actions[place][1] >= 0 and not actions[place][0].ends_step:
-            place += 1
-        return place
 
     # Inside a pass ---------------------------------------------------------------------------------------------
 
@@ -261,3 +272,10 @@ class Walker:
         place = trace.start(action)
         self.handlers[action[0]](action)
         trace.stop(place)
+
+
+def _end_of_pass(actions: Sequence[Action], place: int) -> int:
+    """Where the pass ends that ``place`` lies in."""
+    while place < len(actions) and actions[place][1] >= 0 and not actions[place][0].ends_step:
+        place += 1
+    return place

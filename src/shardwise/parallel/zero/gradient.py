@@ -11,8 +11,8 @@
 
              a gradient comes, or reduce               reduce             finish_reduce
     EMPTY ------------------------------> ACCUMULATING ------> REDUCED -----------------> FINISHED
-      ^                                        ^---------------- |  the next microbatch,      |
-      +---- drop_gradients, from everywhere                         where the buffer is cut   |
+      ^                                        ^---------------- |  a further backward pass   |
+      +---- drop_gradients, from everywhere                                                   |
       +----------------------------------------------------------------------------------------
 
 [Note: accumulation]
@@ -20,6 +20,12 @@ Autograd hands each gradient to a hook, which copies it into the flat buffer (th
 reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. What never got a gradient is zeroed just
 before the reduction. From the end of the backward pass to the step ``p.grad`` holds a mark that cannot be read
 (``taken``).
+
+[Note: further backward passes]
+A cut buffer takes sum after sum: that is what happens with every microbatch. A whole one holds the sum over the ranks
+once it was reduced. Where one more backward pass comes in the step all the same (nobody knew that another loss would
+follow), that sum becomes an addend again, one rank's for each element, and the others' are zero; then all is reduced
+once more.
 
 [Note: gradients between steps]
 The gradient buffer lives from the first gradient of a step to its end. When a step's backward pass begins, activations
@@ -181,6 +187,9 @@ class Gradient:
             raise UsageError(
                 f"{self.what}: a frozen parameter got a gradient; set requires_grad before initialize()"
             )
+        is_further = self.state is _REDUCED and not self._around.strategy.cuts_grad
+        if is_further:
+            self._become_addend()
         self._enter(_ACCUMULATING)
         if self._is_staged:
             pool = self._around.gradients
@@ -192,6 +201,19 @@ class Gradient:
         else:
             self._staging = self.buffer
             self._into = self.views.fresh(self.buffer)
+            self._has_come = [is_further] * len(self._has_come)
+
+    def _become_addend(self) -> None:
+        """[Note: further backward passes]"""
+        around = self._around
+        self._reducing.wait()
+        self._reducing = DONE
+        if around.strategy.cuts_master:
+            own = around.own_range(self.layout)
+            self.buffer[: own.start].zero_()
+            self.buffer[own.stop :].zero_()
+        elif around.dp.index:
+            self.buffer.zero_()
 
     @property
     def _wire_dtype(self) -> torch.dtype:

@@ -283,13 +283,13 @@ class UnitHooks:
     # Backward --------------------------------------------------------------------------------------------------
 
     def begin_backward(self, last: bool) -> None:
-        """[step 5] Before autograd runs. ``last``: the last microbatch of the step."""
+        """[step 5] Before autograd runs. ``last``: the last backward pass of the step."""
         self.marks.clear()
         self.marks.check_frozen()
         self.recover()
         if not self._is_driven:
             is_entered = self._walker.enter(Kind.B, self._stage)
-            assert is_entered, "a step has as many backward passes as microbatches"
+            assert is_entered, "the step's list has a pair of passes for every backward pass"
         order = self.order.of_passes(self.microbatch)
         if order != self.order.agreed:
             self._walker.replan(self.order.backward(order, last), "the forward pass took another way")
@@ -358,6 +358,11 @@ class UnitHooks:
                 state.calls = under_way
                 state.enter(Window.FORWARD)
                 state.gather()
+
+    def end_step(self) -> None:
+        """The optimizer has used the gradients."""
+        self.order.forget()
+        self.windows.end_step()
 
     def abandon(self) -> None:
         """After an exception in the middle of a pass: back to the state between two steps."""

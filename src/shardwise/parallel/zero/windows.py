@@ -34,7 +34,7 @@ class UnitWindows:
         self._walker = walker
         self._keeps = keeps
         self.adds_up = False
-        """Whether earlier microbatches of the step wait for the one that runs."""
+        """Whether earlier backward passes of the step wait for the one that runs."""
         self._is_last = True
         self._is_held = False
         """[Note: second derivatives]"""
@@ -136,7 +136,7 @@ class UnitWindows:
         self._deferred.clear()
 
     def begin_backward(self, last: bool, holds: bool) -> None:
-        """``last``: the last microbatch of the step. ``holds``: [Note: second derivatives]"""
+        """``last``: the last one of the step. ``holds``: [Note: second derivatives]"""
         self._deferred.clear()
         self._is_last = last
         for state in self.states:
@@ -162,7 +162,16 @@ class UnitWindows:
     def end_backward(self) -> None:
         """Of the step's own: what was held for it goes, and the next one adds to it."""
         self._is_held = False
-        self.adds_up = not self._is_last
+        self.adds_up = True
+
+    @property
+    def lacks_reductions(self) -> bool:
+        """Whether the step's last backward pass was not known to be it, so that whole gradients were not reduced."""
+        return self.adds_up and not self._is_last and not self.strategy.cuts_grad
+
+    def end_step(self) -> None:
+        """The next backward pass is the first of a step."""
+        self.adds_up = False
 
     def drop(self) -> None:
         """Back to the state between two steps, after whatever happened."""
