@@ -7,6 +7,7 @@ a run, its checkpoints or one step   a folder that Hugging Face's from_pretraine
 a folder of transformers             a checkpoint of our GPT: what save_pretrained, or a step of its Trainer, left of a
                                      llama, mistral or gpt2 (weights alone; init_from reads such a folder as it is)
 a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
+a checkpoint that DeepSpeed saved    a folder of checkpoints of ours, which any layout loads; nothing in it is executed
 """
 
 import math
@@ -79,12 +80,28 @@ def command(
             malformed_limit=malformed_limit,
             separator=separator,
         )
+    elif any(path.glob("*_states.pt")) or any(path.glob("*/*_states.pt")):
+        _from_deepspeed(path, out)
     elif _is_checkpoint(path):
         _export(path, out)
     elif (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         _import(path, out)
     else:
         _tokenise(source, out, tokenizer, pattern)
+
+
+def _from_deepspeed(source: Path, out: Path) -> None:
+    from shardwise.deepspeed.their_checkpoint import convert, find_step
+
+    step = find_step(source)
+    if step is None:
+        raise UsageError(
+            f"convert: {source} holds steps that DeepSpeed saved, and no `latest`; name one of them"
+        )
+    left_out = convert(step, out)
+    typer.echo(f"{out}: the step that DeepSpeed saved in {step}")
+    for line in left_out:
+        typer.echo(f"left out: {line}")
 
 
 def _is_checkpoint(path: Path) -> bool:

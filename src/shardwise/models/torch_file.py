@@ -42,7 +42,7 @@ class TorchFile(NamedTuple):
 
 def read_torch_file(path: Path) -> TorchFile:
     """The tensors of ``path``. Errors: CheckpointError that names the entry which cannot be written as it is."""
-    size_bytes, parts = _check_file(path)
+    size_bytes, parts = check_torch_file(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many kinds; what the file asked for was not done in any case
@@ -80,8 +80,8 @@ def read_torch_file(path: Path) -> TorchFile:
     return TorchFile(tensors, left_out)
 
 
-def _check_file(path: Path) -> tuple[int, dict[int, int]]:
-    """A regular file in torch's zip format that unpacks to no more than itself, its sums right.
+def check_torch_file(path: Path) -> tuple[int, dict[int, int]]:
+    """Refuse all but a regular file in torch's zip format that unpacks to no more than itself, its sums right.
 
     Returns its size, and the sizes of its parts by where in the file they begin, in bytes.
     """

@@ -1,0 +1,520 @@
+"""A checkpoint that DeepSpeed saved, as one of ours: any number of its ranks in, any layout of ours out.
+
+    DIR/latest                                               the newest tag
+    DIR/TAG/mp_rank_00_model_states.pt                       stages 0 to 2: whole weights and buffers, counters, the
+                                                             client's state; stage 0: the optimizer too
+            [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt stages 1 to 3: rank R's part of masters and moments
+            zero_pp_rank_R_mp_rank_00_model_states.pt        stage 3: buffers, frozen parts, counters
+
+A rank's part is one flat tensor per optimizer group. Stages 1 and 2 lay the group's parameters end to end and cut that
+in N; ``param_slice_mappings`` says which piece of which parameter a rank has. Stage 3 cuts each parameter in N pieces
+of ⌈elements / N⌉ and lays these end to end, over all groups and sub-groups, in the order of ``param_shapes``.
+
+Every piece goes from the map of their file to its range of ours: no tensor is ever put together, so memory does not
+grow with the model. Masters become our weights (in fp32); moments, step counts, scale and counters keep their bits.
+
+The files are pickles. A child process reads them with torch's ``weights_only``, which builds tensors and plain
+containers, and knows four classes of DeepSpeed's as stand-ins that do nothing. Anything else in a file is refused.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
+from shardwise.models.torch_file import check_torch_file
+from shardwise.plan.errors import CheckpointError, DamagedError
+
+_LATEST = "latest"
+_MODEL = "mp_rank_00_model_states.pt"
+_SHARD = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_(optim|model)_states\.pt")
+_TAG_LIMIT = 4096
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_KNOWN = {
+    *(
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "lr_scheduler",
+    ),
+    *("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "dp_world_size"),
+    *("mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "moe"),
+    *_COUNTERS,
+}
+"""Keys of DeepSpeed's own in a file of model states; all others are the client's."""
+
+
+class _FragmentStandIn:
+    """Stands for ``fragment_address``: where a piece lies in a rank's flat tensor."""
+
+    numel: int
+    start: int
+
+
+class _NumberStandIn(int):
+    """Stands for an enumeration whose members are whole numbers."""
+
+
+class _ScalerStandIn:
+    """Stands for a loss scaler: its numbers."""
+
+
+_STAND_INS: list[Any] = [
+    (_FragmentStandIn, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_NumberStandIn, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_ScalerStandIn, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_ScalerStandIn, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+]
+
+
+def find_step(folder: Path, tag: str | None = None) -> Path | None:
+    """The folder of a step that DeepSpeed saved: ``folder/tag``, the one that ``latest`` names, or ``folder`` itself;
+    None where ``folder`` is not of DeepSpeed's making. Errors: CheckpointError where the step that is named is not
+    there."""
+    if tag is None and (folder / _LATEST).is_file() and not (folder / _LATEST).is_symlink():
+        with (folder / _LATEST).open("rb") as file:
+            tag = file.read(_TAG_LIMIT).decode(errors="replace").strip()
+    step = folder if tag is None else folder / tag
+    if tag is not None and (Path(tag).name != tag or tag in (".", "..")):
+        raise CheckpointError(f"{folder}: the tag {tag!r} is not a plain name")
+    if not step.is_dir():
+        return None
+    names = [path.name for path in step.iterdir()]
+    return step if _MODEL in names or any(_SHARD.fullmatch(name) for name in names) else None
+
+
+def convert(step: Path, out: Path, groups: Sequence[Sequence[str]] | None = None) -> list[str]:
+    """Write the step that DeepSpeed left in ``step`` as one of ours under ``out``, in a process of its own.
+
+    ``groups``: names of the parameters by optimizer group, in order. Stage 0 saves moments without names; where nobody
+    says them and they do not follow from the shapes, they are left out. Returns what was left out, in words.
+    Errors: CheckpointError where the files are not DeepSpeed's or not whole, or hold more than tensors and plain data.
+    """
+    task = json.dumps({"step": str(step), "out": str(out), "groups": groups})
+    ended = subprocess.run(
+        [sys.executable, "-m", "shardwise.deepspeed.their_checkpoint"],
+        input=task,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        answer = json.loads(ended.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
+        raise CheckpointError(f"{step}: the process that reads it failed: {last[0]}") from None
+    if answer["error"]:
+        raise CheckpointError(answer["error"])
+    return [str(line) for line in answer["left_out"]]
+
+
+# In the process that reads -----------------------------------------------------------------------------------------
+
+
+class TheirStep:
+    """The files of one step, opened and held against one another."""
+
+    def __init__(self, step: Path) -> None:
+        self.step = step
+        files: dict[str, dict[int, Path]] = {"optim": {}, "model": {}}
+        for path in step.iterdir():
+            match = _SHARD.fullmatch(path.name)
+            if match is not None:
+                files[match[2]][int(match[1])] = path
+        self._check_layout()
+        self.optimizers = [self._load(path) for path in self._all(files["optim"])]
+        self.models = [self._load(path) for path in self._all(files["model"])]
+        if not self.models:
+            self.models = [self._load(step / _MODEL)]
+        self.model = self.models[0]
+        self.parts = [self._part(state) for state in self.optimizers]
+        self.stage = int(self.parts[0]["zero_stage"]) if self.parts else 0
+        self.left_out: list[str] = []
+        count = self.parts[0]["partition_count"] if self.parts else 1
+        ranks = max(count) if isinstance(count, list) else int(count)
+        if self.parts and ranks != len(self.parts):
+            raise DamagedError(
+                f"{step}: its state is cut in {ranks}, and {len(self.parts)} files of optimizer states are there"
+            )
+
+    def _check_layout(self) -> None:
+        names = sorted(path.name for path in self.step.iterdir())
+        for pattern, what in (
+            (r"layer_\d+-model_\d+.*", "stages of a pipeline"),
+            (r"layer_\d+_expert_\d+.*|expp_rank_.*", "experts"),
+            (r".*mp_rank_(?!00_)\d+_.*", "tensor-parallel ranks"),
+        ):
+            found = [name for name in names if re.fullmatch(pattern, name)]
+            if found:
+                raise CheckpointError(
+                    f"{self.step}: {found[0]} is of {what}, which is not read here; write it out with DeepSpeed "
+                    "(zero_to_fp32, or save_16bit_model) and load these weights"
+                )
+
+    def _all(self, files: Mapping[int, Path]) -> list[Path]:
+        missing = sorted(set(range(len(files))) - set(files))
+        if missing:
+            raise DamagedError(
+                f"{self.step}: rank {missing[0]}'s file beside {files[max(files)].name} is missing; copy all of the "
+                "step's files"
+            )
+        return [files[rank] for rank in sorted(files)]
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        check_torch_file(path)
+        with torch.serialization.safe_globals(_STAND_INS):
+            try:
+                found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # of many kinds; what the file asked for was not done in any case
+                first = str(error).strip().splitlines()
+                named = re.search(r"GLOBAL (\S+)", str(error))
+                what = f"it holds {named[1]}" if named else (first or [type(error).__name__])[0]
+                raise CheckpointError(
+                    f"{path}: {what}; a pickle can hold code, which is never run here: only tensors, numbers, text, "
+                    "lists and dictionaries are read. Save the step again without it in the client state"
+                ) from None
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{path}: expected what DeepSpeed's save_checkpoint wrote")
+        return found
+
+    def _part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        part = state.get("optimizer_state_dict")
+        if not isinstance(part, dict) or "zero_stage" not in part or "partition_count" not in part:
+            raise CheckpointError(
+                f"{self.step}: a file of optimizer states has no ZeRO state; expected DeepSpeed 0.14 or later"
+            )
+        return part
+
+    # -- names and shapes
+
+    @property
+    def buffers(self) -> list[str]:
+        return [str(name) for name in self.model.get("buffer_names") or []]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the trained parameters, in the order of the optimizer's groups; empty at stage 0."""
+        groups = self.model.get("param_shapes") or []
+        return {name: tuple(shape) for group in groups for name, shape in group.items()}
+
+    def aliases(self) -> dict[str, list[str]]:
+        """Other names of tied weights."""
+        found: dict[str, list[str]] = {}
+        for alias, name in (self.model.get("shared_params") or {}).items():
+            found.setdefault(str(name), []).append(str(alias))
+        if self.stage == 0:
+            first: dict[tuple[Any, ...], str] = {}
+            for name, tensor in self._weights().items():
+                key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+                if tensor.numel() and key in first:
+                    found.setdefault(first[key], []).append(name)
+                first.setdefault(key, name)
+        return found
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Whole weights of the model, as stages 0 to 2 save them."""
+        module = self.model.get("module") or {}
+        taken = set(self.buffers)
+        return {
+            name: tensor
+            for name, tensor in module.items()
+            if name not in taken and isinstance(tensor, Tensor)
+        }
+
+    # -- pieces
+
+    def items(self, groups: Sequence[Sequence[str]] | None) -> list[Item]:
+        """All tensors, as pieces of their files."""
+        pieces: dict[tuple[str, str], list[FlatSlice]] = {}
+        shapes = self.shapes()
+        if self.stage == 0:
+            shapes |= self._whole(pieces, groups)
+        elif self.stage == 3:
+            self._cut_each(pieces, shapes)
+        else:
+            self._cut_groups(pieces)
+        self._frozen(pieces, shapes)
+        items = []
+        for (kind, name), found in pieces.items():
+            if name not in shapes:
+                raise DamagedError(f"{self.step}: {name} has state and no shape")
+            covered, wanted = sum(each.stop - each.start for each in found), prod(shapes[name])
+            if covered != wanted:
+                raise DamagedError(f"{self.step}: {kind} of {name} has {covered} of its {wanted} elements")
+            items.append(Item(kind, name, shapes[name], found[0].tensor.dtype, found))
+        module = self.model.get("module") or {}
+        for name in self.buffers:
+            if isinstance(module.get(name), Tensor):
+                flat = module[name].contiguous().view(-1)
+                whole = [FlatSlice(0, flat.numel(), flat)]
+                items.append(Item("buffer", name, tuple(module[name].shape), flat.dtype, whole))
+        return items
+
+    def _flats(self, part: Mapping[str, Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """(masters, states) of one rank, by group or sub-group."""
+        masters = part["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
+        inner = part.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
+        if not isinstance(inner, dict):
+            raise CheckpointError(
+                f"{self.step}: the optimizer's state is of an elastic checkpoint "
+                "(zero_optimization.elastic_checkpoint), which is not read here"
+            )
+        states = [dict(inner.get("state", {}).get(number, {})) for number in range(len(masters))]
+        for number, state in enumerate(states):
+            group = inner["param_groups"][min(number, len(inner["param_groups"]) - 1)]
+            if state and "step" not in state and "step" in group:
+                state["step"] = group["step"]  # their fused Adam counts there
+        return list(masters), states
+
+    def _cut_groups(self, pieces: dict[tuple[str, str], list[FlatSlice]]) -> None:
+        """Stages 1 and 2: a group's parameters end to end, cut in N."""
+        reached: dict[tuple[str, str], int] = {}
+        for part in self.parts:
+            mappings = part.get("param_slice_mappings")
+            if mappings is None:
+                raise CheckpointError(
+                    f"{self.step}: it has no param_slice_mappings; save it with DeepSpeed 0.14 or later"
+                )
+            masters, states = self._flats(part)
+            for fragments, master, state in zip(mappings, masters, states, strict=True):
+                for name, fragment in fragments.items():
+                    for kind, flat in self._kinds(master, state):
+                        first = reached.get((kind, name), 0)
+                        reached[kind, name] = first + fragment.numel
+                        tensor = self._piece(flat, fragment.start, fragment.numel)
+                        pieces.setdefault((kind, name), []).append(
+                            FlatSlice(first, first + fragment.numel, tensor)
+                        )
+
+    def _cut_each(
+        self, pieces: dict[tuple[str, str], list[FlatSlice]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Stage 3: each parameter cut in N, the pieces of a rank end to end over all its flat tensors."""
+        ranks = len(self.parts)
+        for rank, part in enumerate(self.parts):
+            masters, states = self._flats(part)
+            number = place = 0
+            for name, shape in shapes.items():
+                elements = prod(shape)
+                size = -(-elements // ranks)
+                start, stop = min(rank * size, elements), min((rank + 1) * size, elements)
+                while number < len(masters) and place + size > masters[number].numel():
+                    number, place = number + 1, 0  # the rest of a flat tensor is padding
+                if number == len(masters):
+                    raise DamagedError(f"{self.step}: rank {rank}'s state ends before {name}")
+                for kind, flat in self._kinds(masters[number], states[number]):
+                    tensor = self._piece(flat, place, stop - start)
+                    pieces.setdefault((kind, name), []).append(FlatSlice(start, stop, tensor))
+                place += size
+
+    def _whole(
+        self, pieces: dict[tuple[str, str], list[FlatSlice]], groups: Sequence[Sequence[str]] | None
+    ) -> dict[str, tuple[int, ...]]:
+        """Stage 0: whole tensors, the optimizer's by number alone. Returns the shapes of all weights."""
+        others = {alias for names in self.aliases().values() for alias in names}
+        weights = {name: tensor for name, tensor in self._weights().items() if name not in others}
+        for name, tensor in weights.items():
+            flat = tensor.contiguous().view(-1)
+            pieces["weight", name] = [FlatSlice(0, flat.numel(), flat)]
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        optimizer = self.model.get("optimizer") or {}
+        inner = optimizer.get("optimizer_state_dict", optimizer)
+        masters = [tensor for group in optimizer.get("fp32_groups", []) for tensor in group]
+        numbers = [number for group in inner.get("param_groups", []) for number in group["params"]]
+        names = self._names_of(numbers, inner.get("state", {}), masters, shapes, groups)
+        for place, name in enumerate(names):
+            state = inner["state"].get(numbers[place], {})
+            if masters:
+                pieces["weight", name] = [self._all_of(masters[place])]
+            for kind, tensor in state.items():
+                if isinstance(tensor, Tensor) and tuple(tensor.shape) == shapes[name] and tensor.dim():
+                    pieces[kind, name] = [self._all_of(tensor)]
+        return shapes
+
+    def _names_of(
+        self,
+        numbers: Sequence[int],
+        states: Mapping[int, Mapping[str, Any]],
+        masters: Sequence[Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        groups: Sequence[Sequence[str]] | None,
+    ) -> list[str]:
+        """Names of the parameters that an optimizer of stage 0 numbers; none where they cannot be told."""
+
+        def shape_of(place: int) -> tuple[int, ...] | None:
+            if masters:
+                return tuple(masters[place].shape)
+            tensors = [
+                v for v in states.get(numbers[place], {}).values() if isinstance(v, Tensor) and v.dim()
+            ]
+            return tuple(tensors[0].shape) if tensors else None
+
+        names = list(shapes) if groups is None else [name for group in groups for name in group]
+        fits = len(names) == len(numbers) and all(
+            shape_of(place) in (None, shapes.get(name)) for place, name in enumerate(names)
+        )
+        if fits:
+            return names
+        if numbers and groups is not None:
+            raise CheckpointError(
+                f"{self.step}: its optimizer has {len(numbers)} tensors in other groups or shapes than the one "
+                "given now; give the groups that it was saved with, or load the weights alone"
+            )
+        if numbers:
+            self.left_out.append(
+                "the optimizer's state: stage 0 saves it without names; load it in the script that makes the optimizer"
+            )
+        return []
+
+    def _frozen(
+        self, pieces: dict[tuple[str, str], list[FlatSlice]], shapes: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Weights that do not train: cut at stage 3, whole before."""
+        aliases = {alias for names in self.aliases().values() for alias in names}
+        if self.stage < 3:
+            for name, tensor in self._weights().items():
+                if name not in aliases and ("weight", name) not in pieces:
+                    pieces["weight", name] = [self._all_of(tensor)]
+                    shapes[name] = tuple(tensor.shape)
+            return
+        frozen = self.model.get("frozen_param_shapes") or {}
+        for rank, model in enumerate(self.models):
+            for name, shape in frozen.items():
+                elements = prod(tuple(shape))
+                size = -(-elements // len(self.models))
+                start, stop = min(rank * size, elements), min((rank + 1) * size, elements)
+                tensor = self._piece(model["frozen_param_fragments"][name].view(-1), 0, stop - start)
+                pieces.setdefault(("weight", name), []).append(FlatSlice(start, stop, tensor))
+                shapes[name] = tuple(shape)
+
+    def _kinds(self, master: Tensor, state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+        # The masters are saved without the padding at their end, the moments with it.
+        moments = [
+            (str(kind), value)
+            for kind, value in state.items()
+            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() >= master.numel()
+        ]
+        return [("weight", master), *moments]
+
+    def _all_of(self, tensor: Tensor) -> FlatSlice:
+        flat = tensor.contiguous().view(-1)
+        return FlatSlice(0, flat.numel(), flat)
+
+    def _piece(self, flat: Tensor, start: int, elements: int) -> Tensor:
+        if start + elements > flat.numel():
+            raise DamagedError(
+                f"{self.step}: a flat tensor has {flat.numel()} elements; {start + elements} are needed"
+            )
+        return flat[start : start + elements]
+
+    # -- numbers
+
+    def trainer(self) -> dict[str, Any]:
+        """``trainer.json`` of our step: counters, step counts, scale, and the client's state."""
+        counters = {name: int(self.model.get(name) or 0) for name in _COUNTERS}
+        client = {str(key): value for key, value in self.model.items() if key not in _KNOWN}
+        step = counters["global_steps"]
+        return {
+            "engine": {
+                "step": step,
+                "applied": step - counters["skipped_steps"],
+                "loss_scale": self._loss_scale(),
+                "optimizer": {"common": self._scalars(), "exceptions": {}},
+            },
+            "user": {
+                "counters": counters,
+                "lr_scheduler": _plain(self.model.get("lr_scheduler"), "lr_scheduler"),
+                "client": _plain(client, "the client's state"),
+            },
+        }
+
+    def _loss_scale(self) -> dict[str, Any] | None:
+        """Of fp16 with a dynamic scale."""
+        if self.parts:
+            told = (
+                vars(self.parts[0]["loss_scaler"])
+                if hasattr(self.parts[0].get("loss_scaler"), "__dict__")
+                else {}
+            )
+            if not self.parts[0].get("dynamic_loss_scale"):
+                return None
+        else:
+            told = self.model.get("optimizer") or {}
+            if not told.get("dynamic_loss_scale"):
+                return None
+        clean = int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1
+        return {
+            "scale": float(told["cur_scale"]),
+            "clean_steps": max(clean, 0),
+            "overflows_left": int(told.get("cur_hysteresis", 1)),
+        }
+
+    def _scalars(self) -> dict[str, float]:
+        """Step counts and other single numbers, which are the same for all parameters."""
+        if self.parts:
+            states = self._flats(self.parts[0])[1]
+        else:
+            optimizer = self.model.get("optimizer") or {}
+            states = list(optimizer.get("optimizer_state_dict", optimizer).get("state", {}).values())
+        found: dict[str, float] = {}
+        for state in states[:1]:
+            for name, value in state.items():
+                if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+                    found[str(name)] = float(value)
+        return found
+
+
+def _plain(value: Any, where: str) -> Any:
+    """As JSON has it. Errors: CheckpointError names what cannot be."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, f"{where}, {key!r}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, where) for inner in value]
+    if isinstance(value, Tensor) and value.numel() <= 1024:
+        return value.tolist()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(
+        f"{where} holds a {type(value).__name__}; numbers, text, lists and dictionaries are taken over"
+    )
+
+
+def rewrite(step: Path, out: Path, groups: Sequence[Sequence[str]] | None) -> list[str]:
+    found = TheirStep(step)
+    items, trainer = found.items(groups), found.trainer()
+    aliases = found.aliases()
+    policy = CheckpointPolicy(asynchronous=False)
+    Checkpoints(out, policy=policy, run=step.name).save(
+        trainer["engine"]["step"], items, trainer, aliases=aliases
+    )
+    return found.left_out
+
+
+def main() -> None:
+    """Read a task from the standard input; answer with one line of JSON."""
+    task = json.load(sys.stdin)
+    answer: dict[str, Any] = {"error": "", "left_out": []}
+    try:
+        answer["left_out"] = rewrite(Path(task["step"]), Path(task["out"]), task["groups"])
+    except CheckpointError as error:
+        answer["error"] = str(error)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        answer["error"] = (
+            f"{task['step']}: it is not laid out as DeepSpeed 0.14 to 0.19 lays a step out "
+            f"({type(error).__name__}: {error})"
+        )
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

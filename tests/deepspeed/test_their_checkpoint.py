@@ -1,0 +1,292 @@
+"""Steps as DeepSpeed lays them out, made here of a plain model and its optimizer, read on our engine."""
+
+import enum
+import os
+import sys
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.deepspeed import their_checkpoint
+from shardwise.deepspeed.their_checkpoint import convert, find_step
+from shardwise.plan.errors import CheckpointError, DamagedError
+
+GROUPS = [["embed.weight", "first.weight", "last.weight"], ["first.bias"]]
+RANKS = 2
+
+
+class Net(nn.Module):
+    """A tied table, a frozen layer, a buffer, and sizes that nothing divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.first = nn.Linear(5, 7)
+        self.frozen = nn.Linear(7, 7, bias=False).requires_grad_(False)
+        self.last = nn.Linear(7, 5, bias=False)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.last(self.frozen(self.first(self.embed(tokens)).tanh())))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Adam:
+    named = dict(model.named_parameters())
+    first, second = ([named[name] for name in names] for names in GROUPS)
+    return torch.optim.AdamW([{"params": first}, {"params": second, "weight_decay": 0.0}], lr=0.01)
+
+
+def batches(count: int) -> list[Tensor]:
+    draws = torch.Generator().manual_seed(3)
+    return [torch.randint(11, (2, 6), generator=draws) for _ in range(count)]
+
+
+@pytest.fixture
+def plain() -> tuple[Net, torch.optim.Adam]:
+    """A model after three plain steps."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = optimizer_of(model)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    model.seen += 4
+    return model, optimizer
+
+
+# DeepSpeed's side: the same names in the pickles, none of its code ---------------------------------------------------
+
+
+@dataclass
+class fragment_address:  # noqa: N801  its name stands in the file
+    numel: int
+    start: int
+
+
+class ZeroStageEnum(int, enum.Enum):
+    one, two, three = 1, 2, 3
+
+
+class LossScaler:
+    def __init__(self) -> None:
+        self.cur_scale = 1.0
+
+
+_PLACES = {
+    fragment_address: "deepspeed.utils.tensor_fragment",
+    ZeroStageEnum: "deepspeed.runtime.zero.config",
+    LossScaler: "deepspeed.runtime.fp16.loss_scaler",
+}
+
+
+@pytest.fixture
+def pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the three classes the places that they have in such files."""
+    for name in _PLACES.values():
+        steps = name.split(".")
+        for count in range(1, len(steps) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(steps[:count]), ModuleType(".".join(steps[:count])))
+    for kind, name in _PLACES.items():
+        setattr(sys.modules[name], kind.__name__, kind)
+        monkeypatch.setattr(kind, "__module__", name)
+
+
+def padded(flat: Tensor, size: int) -> Tensor:
+    return torch.cat([flat, flat.new_full((size - flat.numel(),), torch.nan)])
+
+
+def cut_groups(model: Net, values: dict[str, Tensor], rank: int, pads: bool) -> list[Tensor]:
+    """Stages 1 and 2: a group end to end, in equal parts."""
+    parts = []
+    for names in GROUPS:
+        flat = torch.cat([values[name].flatten() for name in names])
+        size = -(-flat.numel() // RANKS)
+        part = flat[rank * size : (rank + 1) * size]
+        parts.append(padded(part, size) if pads else part.clone())
+    return parts
+
+
+def mappings(values: dict[str, Tensor], rank: int) -> list[dict[str, fragment_address]]:
+    found = []
+    for names in GROUPS:
+        size = -(-sum(values[name].numel() for name in names) // RANKS)
+        first, last, place, inside = rank * size, (rank + 1) * size, 0, {}
+        for name in names:
+            stop = place + values[name].numel()
+            start, end = max(place, first), min(stop, last)
+            if start < end:
+                inside[name] = fragment_address(end - start, start - first)
+            place = stop
+        found.append(inside)
+    return found
+
+
+def cut_each(values: dict[str, Tensor], rank: int) -> list[Tensor]:
+    """Stage 3: each parameter in equal parts, a group's end to end."""
+    return [torch.cat([cut_one(values[name], rank) for name in names]) for names in GROUPS]
+
+
+def cut_one(value: Tensor, rank: int) -> Tensor:
+    flat = value.flatten()
+    size = -(-flat.numel() // RANKS)
+    return padded(flat[rank * size : (rank + 1) * size], size)
+
+
+def save(step: Path, stage: int, model: Net, optimizer: torch.optim.Adam, **client: Any) -> None:
+    """What ``save_checkpoint`` leaves on ``RANKS`` ranks."""
+    step.mkdir(parents=True)
+    (step.parent / "latest").write_text(step.name)
+    named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    states = {name: optimizer.state[p] for name, p in model.named_parameters() if p.requires_grad}
+    frozen = model.frozen.weight.detach()
+    for rank in range(RANKS):
+        cut = cut_each if stage == 3 else lambda values, rank: cut_groups(model, values, rank, True)
+        inner = {"state": {}, "param_groups": [{"params": [0]}, {"params": [1]}]}
+        moments = {
+            label: cut({name: state[label] for name, state in states.items()}, rank)
+            for label in ("exp_avg", "exp_avg_sq")
+        }
+        for group in range(len(GROUPS)):
+            state = {label: flats[group] for label, flats in moments.items()}
+            inner["state"][group] = {"step": torch.tensor(3.0), **state}
+        part: dict[str, Any] = {"loss_scaler": LossScaler(), "dynamic_loss_scale": False}
+        if stage == 3:
+            part |= {"optimizer_state_dict": inner, "fp32_flat_groups": cut_each(named, rank)}
+            part |= {"partition_count": RANKS, "zero_stage": ZeroStageEnum.three}
+        else:
+            part |= {"base_optimizer_state": inner, "partition_count": [RANKS] * len(GROUPS)}
+            part |= {"single_partition_of_fp32_groups": cut_groups(model, named, rank, False)}
+            part |= {"zero_stage": ZeroStageEnum(stage or 1), "param_slice_mappings": mappings(named, rank)}
+        if stage:
+            torch.save(
+                {"optimizer_state_dict": part}, step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            )
+        module = dict(model.state_dict())
+        if stage == 3:
+            module = {k: v if k == "seen" else torch.zeros(0) for k, v in module.items()}
+        whole: dict[str, Any] = {
+            "module": module,
+            "buffer_names": ["seen"],
+            "optimizer": None if stage else optimizer.state_dict(),
+            "global_steps": 3,
+            "global_samples": 12,
+            "skipped_steps": 0,
+            "lr_scheduler": {"last_batch_iteration": 2},
+            "ds_config": {},
+            **client,
+        }
+        if stage:
+            whole["param_shapes"] = [{name: named[name].shape for name in names} for names in GROUPS]
+            whole["shared_params"] = {"head.weight": "embed.weight"}
+        if stage == 3:
+            whole["frozen_param_shapes"] = {"frozen.weight": frozen.shape}
+            whole["frozen_param_fragments"] = {"frozen.weight": cut_one(frozen, rank)}
+        name = (
+            f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        )
+        torch.save(whole, step / name)
+
+
+# Ours --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_of_theirs_goes_on_as_the_plain_loop(
+    stage: int, tmp_path: Path, plain: tuple[Net, torch.optim.Adam], pickled: None
+) -> None:
+    model, optimizer = plain
+    save(tmp_path / "theirs" / "global_step3", stage, model, optimizer, note="mine")
+    step = find_step(tmp_path / "theirs")
+    assert step is not None
+    assert their_checkpoint.rewrite(step, tmp_path / "ours", GROUPS if stage == 0 else None) == []
+    torch.manual_seed(7)
+    fresh = Net()
+    engine = shardwise.initialize(fresh, {}, optimizer=optimizer_of(fresh), loss=loss_of)
+    found = engine.load(tmp_path / "ours")
+    assert found is not None and found["client"] == {"note": "mine"}
+    assert found["counters"]["global_samples"] == 12 and found["lr_scheduler"] == {"last_batch_iteration": 2}
+    assert engine.step_count == 3
+    for name, value in model.state_dict().items():
+        assert torch.equal(engine.state_dict()[name], value), name
+    for batch in batches(5)[3:]:
+        engine.train_step([batch])
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():  # the moments and the step count came along
+        assert torch.allclose(engine.state_dict()[name], value, rtol=0, atol=1e-7), name
+    engine.close()
+
+
+def test_a_process_of_its_own_reads_the_files(
+    tmp_path: Path, plain: tuple[Net, torch.optim.Adam], pickled: None
+) -> None:
+    save(tmp_path / "theirs" / "global_step3", 2, *plain)
+    assert convert(tmp_path / "theirs" / "global_step3", tmp_path / "ours") == []
+    assert [path.name for path in (tmp_path / "ours").glob("step_*")] == ["step_00000003"]
+    save(tmp_path / "other" / "global_step3", 0, *plain, hook=Harmful(str(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"a pickle can hold code, which is never run here"):
+        their_checkpoint.rewrite(tmp_path / "other" / "global_step3", tmp_path / "none", GROUPS)
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "none").exists()
+
+
+class Harmful:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def test_moments_without_names_are_left_out_or_refused(
+    tmp_path: Path, plain: tuple[Net, torch.optim.Adam], pickled: None
+) -> None:
+    save(tmp_path / "theirs" / "global_step3", 0, *plain)
+    step = tmp_path / "theirs" / "global_step3"
+    assert "saves it without names" in their_checkpoint.rewrite(step, tmp_path / "ours", None)[0]
+    with pytest.raises(CheckpointError, match="other groups or shapes"):
+        their_checkpoint.rewrite(step, tmp_path / "more", [GROUPS[1], GROUPS[0]])
+
+
+def test_what_is_not_whole_is_refused(
+    tmp_path: Path, plain: tuple[Net, torch.optim.Adam], pickled: None
+) -> None:
+    model, optimizer = plain
+    step = tmp_path / "theirs" / "global_step3"
+    save(step, 1, model, optimizer)
+    second = step / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    whole = second.read_bytes()
+    second.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="cut short, damaged"):
+        their_checkpoint.rewrite(step, tmp_path / "ours", None)
+    second.unlink()
+    with pytest.raises(DamagedError, match="its state is cut in 2, and 1 files"):
+        their_checkpoint.rewrite(step, tmp_path / "ours", None)
+    (step / "mp_rank_01_model_states.pt").write_bytes(whole)
+    with pytest.raises(CheckpointError, match="of tensor-parallel ranks"):
+        their_checkpoint.rewrite(step, tmp_path / "ours", None)
+    assert find_step(tmp_path) is None
+    (step.parent / "latest").write_text("../global_step3")
+    with pytest.raises(CheckpointError, match="not a plain name"):
+        find_step(step.parent)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_sizes_are_those_that_nothing_divides(plain: tuple[Net, torch.optim.Adam]) -> None:
+    assert all(prod(p.shape) % RANKS for name, p in plain[0].named_parameters() if p.requires_grad)
