@@ -31,6 +31,7 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Block, Partial, Replicate, Shard
 from shardwise.plan.plan import Plan
+from shardwise.plan.registry import UpdateRule
 from shardwise.plan.validate import validate_plan
 from shardwise.precision.policy import PrecisionPolicy
 
@@ -88,7 +89,7 @@ def planned(spec: ModelSpec, mesh: Mesh, schedule: str, virtual_stages: int) -> 
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
         PrecisionPolicy(compute="bf16"),
         lambda name: 0,
-        ("exp_avg", "exp_avg_sq"),
+        (UpdateRule(("exp_avg", "exp_avg_sq")),),
         MICROBATCHES,
     )
     return make_plan(spec, mesh, policies)

@@ -18,14 +18,16 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
+from shardwise.plan.registry import UpdateRule
 from shardwise.precision.policy import PrecisionPolicy
 
 
 def planned(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: Any) -> Plan:
     precision = PrecisionPolicy.model_validate(more.pop("precision", {}))
     group_of, microbatches = more.pop("group_of", lambda name: 0), more.pop("microbatches", 1)
+    updates = (UpdateRule(("exp_avg", "exp_avg_sq")),) * 3
     zero = ZeroPolicy(stage=stage, **more)  # type: ignore[arg-type]
-    policies = Policies(zero, PipelinePolicy(), precision, group_of, ("exp_avg", "exp_avg_sq"), microbatches)
+    policies = Policies(zero, PipelinePolicy(), precision, group_of, updates, microbatches)
     return make_plan(describe(model, zero), mesh or Mesh(dp_shard=4), policies)
 
 

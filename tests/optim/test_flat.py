@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, optim
 
-from shardwise.optim.flat import FlatOptimizer, from_policy, from_torch, moment_names
+from shardwise.optim.flat import FlatOptimizer, from_policy, from_torch, update_rules
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
+from shardwise.optim.muon import Muon
 from shardwise.optim.policy import READS, OptimizerPolicy
 from shardwise.plan.errors import UsageError
 
@@ -184,15 +187,55 @@ def test_each_step_works_with_the_numbers_it_is_given() -> None:
     assert master.tolist() == [-0.75, -0.75]
 
 
-@pytest.mark.parametrize("kind", READS)
+OURS = {"lion": Lion, "lamb": Lamb, "lars": Lars}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in READS if kind != "muon"])
 def test_a_type_by_name_is_the_class_of_torch_with_its_defaults(kind: Any) -> None:
     """But for AdamW's weight decay, 0.01 there, and the learning rate."""
-    cls = {"lion": Lion}.get(kind) or next(c for n, c in vars(optim).items() if n.lower() == kind)
+    cls = OURS.get(kind) or next(c for n, c in vars(optim).items() if n.lower() == kind)
     made = from_policy(OptimizerPolicy(type=kind, lr=0.1))([torch.zeros(1)], 0)
     own = {"lr": 0.1, **({"weight_decay": 0.0} if kind == "adamw" else {})}
     fused = {"fused": True} if kind in ("adam", "adamw", "sgd") else {}
     assert type(made) is cls
     assert made.defaults == cls([torch.zeros(1)], **fused, **own).defaults
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muon_is_that_of_torch(adjust: Any) -> None:
+    """The same bits: Newton-Schulz in bf16 and all. By name one lr serves matrices and AdamW."""
+    generator, singles = torch.Generator().manual_seed(0), []
+    for rows, columns in ((6, 4), (4, 6), (5, 5)):
+        start = torch.randn(rows, columns, generator=generator)
+        pair = [start.clone().requires_grad_(), start.clone().requires_grad_()]
+        made = [
+            cls([p], lr=0.1, adjust_lr_fn=adjust) for cls, p in zip((optim.Muon, Muon), pair, strict=True)
+        ]
+        for _ in range(3):
+            gradient = torch.randn(rows, columns, generator=generator)
+            for parameter, optimizer in zip(pair, made, strict=True):
+                parameter.grad = gradient.clone()
+                optimizer.step()
+        singles.append(pair)
+    for ours, theirs in singles:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_rules_of_muon_are_for_matrices_and_for_the_rest() -> None:
+    policy = OptimizerPolicy.model_validate(
+        {
+            "type": "muon",
+            "lr": 0.02,
+            "rest_lr": 0.1,
+            "groups": [{"match": "head*", "matrices": True, "lr": 0.5}],
+        }
+    )
+    kinds = [(kind, options["lr"]) for kind, options in policy.rules()]
+    assert kinds == [("muon", 0.02), ("muon", 0.5), ("adamw", 0.1), ("adamw", 0.5)]
+    of = {"up.weight": True, "up.bias": None, "embed.weight": False, "head.weight": False, "head.bias": None}
+    assert [policy.rule_of(name, is_hidden) for name, is_hidden in of.items()] == [0, 2, 2, 1, 3]
+    make = from_policy(policy)
+    assert [rule.needs for rule in update_rules(make, 4)] == ["matrix", "matrix", "elements", "elements"]
 
 
 def test_lion_by_its_formula() -> None:
@@ -234,16 +277,14 @@ def test_gradients_of_another_dtype() -> None:
 
 def test_moments_are_known_before_the_first_step() -> None:
     def names(**policy: Any) -> tuple[str, ...]:
-        return moment_names(from_policy(OptimizerPolicy(**policy)))
+        (rule,) = update_rules(from_policy(OptimizerPolicy(**policy)))
+        return rule.moments
 
     assert names(type="adamw") == ("exp_avg", "exp_avg_sq")
     assert names(type="sgd") == ()
     assert names(type="sgd", momentum=0.9) == ("momentum_buffer",)
-    assert moment_names(from_torch(OPTIMIZERS["rmsprop"]([torch.zeros(1)]))) == (
-        "square_avg",
-        "momentum_buffer",
-        "grad_avg",
-    )
+    (rule,) = update_rules(from_torch(OPTIMIZERS["rmsprop"]([torch.zeros(1)])))
+    assert rule == (("square_avg", "momentum_buffer", "grad_avg"), "elements")
 
 
 def bits(tensor: Tensor) -> list[int]:

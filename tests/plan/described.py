@@ -1,6 +1,6 @@
 """A small language model, written down as data: no module is made."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -12,6 +12,7 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Block, Partial, Replicate, Shard
 from shardwise.plan.plan import Plan
+from shardwise.plan.registry import UpdateRule
 from shardwise.precision.policy import PrecisionPolicy
 
 WIDTH, HEADS, KV_HEADS, VOCABULARY = 16, 4, 2, 32
@@ -70,6 +71,8 @@ def plan(
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     spec: ModelSpec | None = None,
+    updates: Sequence[UpdateRule] = (UpdateRule(("exp_avg",)),),
+    group_of: Callable[[str], int] = lambda name: 0,
     **zero: object,
 ) -> Plan:
     """Of the model above; ``zero``: further keys of ZeroPolicy."""
@@ -77,8 +80,8 @@ def plan(
         ZeroPolicy.model_validate({"stage": stage, "prefetch_units": 0, **zero}),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
         PrecisionPolicy(),
-        lambda name: 0,
-        ("exp_avg",),
+        group_of,
+        updates,
         microbatches,
     )
     return make_plan(spec or model(), mesh, policies)

@@ -12,7 +12,7 @@
         + SEND and RECV            parallel/pipeline/passes.py
         + UNSHARD, RESHARD, REDUCE of the Units inside each pass, F and B of the Units between them    plan/lists.py
         + FETCH of tables in each forward pass                                                         plan/lists.py
-        + DELIVER, SUM, NORM, STEP, UNSHARD at the end                                                 plan/lists.py
+        + DELIVER, SUM, NORM, DIRECT, TRUST, DEAL, STEP, UNSHARD at the end                            plan/lists.py
 
     7  validated                                                plan/validate.py
 
@@ -33,7 +33,7 @@ from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.zero import layout
 from shardwise.parallel.zero.policy import ZeroPolicy
-from shardwise.plan.action import NORM, SUM, Action, Kind
+from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, Kind
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import (
@@ -50,7 +50,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.names import matching
 from shardwise.plan.placement import Partial, PerRank, Replicate
 from shardwise.plan.plan import Plan, RankClass, class_of
-from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
 from shardwise.plan.slices import Slices
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from shardwise.plan.validate import validate_plan
@@ -77,8 +77,8 @@ class Policies(NamedTuple):
     precision: PrecisionPolicy
     group_of: Callable[[str], int]
     """Optimizer group of a parameter, by its first name."""
-    moments: tuple[str, ...] = ()
-    """Names of the optimizer's moments."""
+    updates: Sequence[UpdateRule] = (UpdateRule(),)
+    """By optimizer group."""
     microbatches: int = 1
     """Of one optimizer step."""
 
@@ -192,7 +192,12 @@ def _actions(
     if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
         actions.append(SUM)
     rows = (Action(Kind.STEP, unit.index) for unit in ranks.tables)
-    return (*actions, NORM, *update_actions(trained, strategy), *rows)
+    needs = {unit.index: plan.registry.needs_of(unit) for unit in ranks.units}
+    directed = [unit for unit, found in needs.items() if found - {"elements"}]
+    # Norms are summed over all ranks of the job, matrices are dealt among those of a stage.
+    between = [TRUST] * bool(plan.registry.needs("norm"))
+    between += [DEAL] * any("matrix" in found for found in needs.values())
+    return (*actions, NORM, *update_actions(trained, strategy, directed, between), *rows)
 
 
 def _prefetch(zero: ZeroPolicy) -> int:
@@ -222,11 +227,17 @@ def registered(ranks: RankClass, stage: int) -> StageOrder:
 
 def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies: Policies) -> Registry:
     """Every persistent tensor with its place on every axis."""
-    registry, moments = Registry(mesh), policies.moments
+    registry = Registry(mesh)
     strategy = layout.strategy_of(policies.zero, mesh)
     addends = dict.fromkeys(strategy.axes, Partial())
     for name, shape, dtype, trained, aliases in spec.parameters.values():
         dtypes = policies.precision.dtypes(name, dtype)
+        moments, needs = policies.updates[policies.group_of(name)] if trained else UpdateRule()
+        if needs == "matrix" and len(shape) != 2:
+            raise PlanError(
+                f"optimizer: {name!r} has the shape {list(shape)}, but its rule updates matrices of two dims; give it "
+                "to another rule (AdamW, say), by a group or an optimizer of its own"
+            )
         place = spec.on_tp[name] if mesh.tp > 1 else None
         cut = {} if place is None or isinstance(place.placement, Replicate) else {"tp": place.placement}
         rows = layout.buffers(strategy, dtypes, trained, moments)
@@ -251,7 +262,7 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
         registry.add(
             TensorInfo(name, shape, dtypes.grad, "gradient", placed["grad"], gradient, stages=stages)
         )
-        registry.add(TensorInfo(name, shape, dtypes.master, "master", master, stages=stages))
+        registry.add(TensorInfo(name, shape, dtypes.master, "master", master, stages=stages, needs=needs))
         for moment in moments:
             registry.add(
                 TensorInfo(name, shape, dtypes.master, "moment", master, label=moment, stages=stages)
@@ -287,7 +298,7 @@ def _class(
                     info = registry.get("parameter", each)
                     slots.append((each, slices.local_shape(info), info.aliases))
                 buffers[len(units), len(buckets)] = layout.buffers(
-                    strategy, dtypes, key.trained, policies.moments
+                    strategy, dtypes, key.trained, policies.updates[key.optimizer_group].moments
                 )
                 buckets.append(lay_out(key, slots, mesh.dp_shard))
             units.append(Unit(len(units), name, tuple(buckets)))

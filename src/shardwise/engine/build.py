@@ -13,13 +13,13 @@ everywhere.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.trace import Traffic
@@ -49,6 +49,7 @@ from shardwise.engine.parts import Parts, Site, Stage, Trained
 from shardwise.engine.pass_context import PassContext
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.program import ActionLists
+from shardwise.engine.recipe import GivenOptimizer, Recipe, recipe_of
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.step import StepEnd
@@ -61,8 +62,6 @@ from shardwise.memory.ledger import Ledger
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
-from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, moment_names
-from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
@@ -75,10 +74,11 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.parallel.zero.views import absent
 from shardwise.parallel.zero.windows import UnitWindows
-from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, PlanError, UsageError
+from shardwise.plan.errors import DamagedError, MismatchError, PlanError, UsageError
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
+from shardwise.plan.registry import UpdateRule
 from shardwise.plan.slices import Slices
 from shardwise.plan.target import load_target
 from shardwise.plan.trace import Trace
@@ -87,8 +87,6 @@ from shardwise.precision.loss_scale import LossScale
 from shardwise.precision.operations import inside_of
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
-
-GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +134,7 @@ def initialize(
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if loss is None and settings.loss is not None:
         loss = load_target("loss.target", settings.loss.target)
-    recipe = _recipe(model, settings, optimizer, elementwise)
+    recipe = recipe_of(model, settings, optimizer, elementwise)
     if mesh.pp == 1 and isinstance(model, Layers):
         model.build_all()
     original = Original(model)
@@ -217,56 +215,6 @@ def _site(world: World, config: RunConfig) -> Site:
     return Site(world, settings, mesh, groups, clock, traffic, ledger)
 
 
-# Optimizer ---------------------------------------------------------------------------------------------------------
-
-
-class _Recipe(NamedTuple):
-    """How the optimizer of a bucket is made."""
-
-    make: Make
-    group_of: Callable[[str], int]
-    """Optimizer group of a parameter, by name."""
-    moments: tuple[str, ...]
-    """Names of the moments, where they are known before the first step."""
-    groups: OptimizerGroups
-    """Where the numbers of its groups come from, step by step."""
-
-    def optimizer_of(self, bucket: BucketState) -> FlatOptimizer:
-        """That of one bucket."""
-        assert bucket.weight.master is not None, "a trained bucket has a master"
-        return FlatOptimizer(bucket.weight.master, self.make, bucket.layout.key.optimizer_group)
-
-
-def _recipe(model: nn.Module, settings: RunConfig, given: GivenOptimizer, elementwise: bool) -> _Recipe:
-    if callable(given) and not isinstance(given, optim.Optimizer):
-        given = given(model.parameters())
-    if given is None:
-        policy = settings.optimizer
-        groups = OptimizerGroups(policy, settings.schedule)
-        make = from_policy(policy)
-        return _Recipe(make, policy.group_of, moment_names(make), groups)
-    if "optimizer" in settings.model_fields_set:
-        raise ConfigError(
-            "optimizer: given in the configuration and as an argument of initialize(); keep one"
-        )
-    group_of = {id(p): i for i, group in enumerate(given.param_groups) for p in group["params"]}
-    by_name: dict[str, int] = {}
-    missing = []
-    for name, parameter in model.named_parameters():
-        if id(parameter) in group_of:
-            by_name[name] = group_of[id(parameter)]
-        elif parameter.requires_grad:
-            missing.append(name)
-    if missing:
-        raise UsageError(
-            f"optimizer: {len(missing)} trained parameters are not in it: {', '.join(missing[:5])}; give it all of "
-            "them, or set requires_grad = False on those that shall not train"
-        )
-    groups = OptimizerGroups(settings.optimizer, settings.schedule, given)
-    make = from_torch(given, elementwise)
-    return _Recipe(make, by_name.__getitem__, moment_names(make, len(given.param_groups)), groups)
-
-
 # The Plan ----------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +234,7 @@ class _Share(NamedTuple):
 
 
 def _share(
-    model: nn.Module, site: Site, recipe: _Recipe, call: Callable[[nn.Module], Any] | None = None
+    model: nn.Module, site: Site, recipe: Recipe, call: Callable[[nn.Module], Any] | None = None
 ) -> _Share:
     settings, mesh = site.settings, site.mesh
     check_renormalized(model, mesh.size("dp") * mesh.tp)
@@ -294,17 +242,19 @@ def _share(
     described = describe_cut(
         model, mesh, settings.zero, settings.tensor, settings.pipeline, call, site.world.device
     )
-    policies = policies_of(settings, recipe.group_of, recipe.moments)
+    policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates)
     planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
     blocks = repeated_blocks(model) or described.spec.units
     replay = Replay(inside_of(settings.precision))
     return _Share(described, planned, chosen(blocks, settings.recompute), replay)
 
 
-def policies_of(settings: RunConfig, group_of: Callable[[str], int], moments: tuple[str, ...]) -> Policies:
+def policies_of(
+    settings: RunConfig, group_of: Callable[[str], int], updates: Sequence[UpdateRule]
+) -> Policies:
     """Those of a Plan, out of a resolved configuration."""
     microbatches = settings.batch.accumulation or 1
-    return Policies(settings.zero, settings.pipeline, settings.precision, group_of, moments, microbatches)
+    return Policies(settings.zero, settings.pipeline, settings.precision, group_of, updates, microbatches)
 
 
 # The model, cut to the Plan ----------------------------------------------------------------------------------------
@@ -538,7 +488,7 @@ def _own_use(owners: Mapping[str, str], stages: Sequence[Stage], compiled: bool)
 def _parts(
     model: nn.Module,
     site: Site,
-    recipe: _Recipe,
+    recipe: Recipe,
     share: _Share,
     tables: Tables,
     stages: list[Stage],
@@ -574,6 +524,9 @@ def _parts(
     loss_scale = LossScale(settings.precision.loss_scale) if half else None
     noted = replace(share.plan, notes=(*share.plan.notes, *site.notes, *tables.choices))
     planned = share.planned._replace(plan=noted)
+    peers = None
+    if noted.registry.needs("matrix"):
+        peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic)
     orders = {stage.index: stage.hooks.order for stage in stages}
     return Parts(
         model=stages[0].module if mesh.pp == 1 else model,
@@ -595,4 +548,5 @@ def _parts(
             own_use=_own_use(share.described.owners, stages, settings.compile.scope == "blocks"),
         ),
         folders=Folders(world, settings.checkpoint, world.next_engine()),
+        stage_peers=peers,
     )

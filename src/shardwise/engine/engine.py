@@ -51,7 +51,7 @@ from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
-from shardwise.plan.action import Action, Kind
+from shardwise.plan.action import Action
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
@@ -63,7 +63,7 @@ OnStep = Callable[["Engine", StepResult], None]
 
 
 def _is_update(action: Action) -> bool:
-    return action.kind is Kind.STEP
+    return action.kind.updates
 
 
 class Engine:

@@ -26,12 +26,12 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig
 from shardwise.engine.differences import Differences
 from shardwise.engine.named import check_named, methods_of
+from shardwise.engine.recipe import recipe_of
 from shardwise.engine.saving import compare
 from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import check_mesh, chosen_for, register_tables, tables_of
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
-from shardwise.optim.flat import from_policy, moment_names
 from shardwise.parallel.zero.modules import repeated_blocks
 from shardwise.plan.errors import CheckpointError
 from shardwise.plan.mesh import Mesh
@@ -70,13 +70,13 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     chosen(repeated_blocks(model) or described.spec.units, settings.recompute)
     if settings.init_from is not None:
         _check_start(model, settings, settings.init_from)
-    optimizer = settings.optimizer
+    recipe = recipe_of(model, settings)
     policies = Policies(
         settings.zero,
         settings.pipeline,
         resolved(settings.precision, model)[0],
-        optimizer.group_of,
-        moment_names(from_policy(optimizer)),
+        recipe.group_of(model, described.spec),
+        recipe.updates,
         settings.batch.accumulation or 1,
     )
     plan = make_plan(described.spec, mesh, policies)

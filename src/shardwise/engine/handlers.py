@@ -5,7 +5,7 @@
     SEND, RECV     parallel/pipeline/executor.py
     UNSHARD, RESHARD, REDUCE                     parallel/zero/windows.py
     FETCH, DELIVER (and STEP of tables)          engine/table_units.py
-    SUM, NORM, STEP                              engine/step.py
+    SUM, NORM, DIRECT, TRUST, DEAL, STEP         engine/step.py
 
 A new Kind needs a line here and whoever does it.
 """
@@ -49,6 +49,9 @@ def handlers_of(
         Kind.DELIVER: tables.deliver,
         Kind.SUM: end.sum,
         Kind.NORM: end.norm,
+        Kind.DIRECT: end.direct,
+        Kind.TRUST: end.trust,
+        Kind.DEAL: end.deal,
         Kind.STEP: end.step,
     }
     if schedule is not None:

@@ -107,6 +107,8 @@ class Parts:
     """What stands around every pass."""
     folders: Folders
     """Of saved steps."""
+    stage_peers: Group | None = None
+    """The ranks that hold the same stage, where matrices are dealt among them."""
     progress: Progress = field(default_factory=Progress)
 
     @property

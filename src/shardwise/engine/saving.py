@@ -357,7 +357,11 @@ def _empty_moments(parts: Parts, manifest: Manifest) -> dict[int, dict[str, Tens
             f"{', '.join(expected)}. Use the optimizer it was saved with, or load(..., weights_only=True)"
         )
     return {
-        id(bucket): {label: torch.zeros_like(bucket.weight.master) for label in labels}
+        id(bucket): {
+            label: torch.zeros_like(bucket.weight.master)
+            for label in labels
+            if any(manifest.find(label, slot.name) is not None for slot in bucket.layout.slots)
+        }
         for bucket, _ in parts.trained
         if bucket.weight.master is not None
     }

@@ -7,6 +7,9 @@
              one of learning rates and their like, of the batches in the first step;
              a second one over the ranks that share a model, who also compare the losses that they report;
              then all ranks decide alike: scale, clip, or skip
+    DIRECT   of each Unit whose updates look beyond their own element: moments and directions; then
+    TRUST    the norms of whole tensors                                      (engine/whole_norms.py)
+    DEAL     whole matrices to their owners, and back                        (engine/whole_matrices.py)
     STEP     of each Unit: update masters and moments, round into the weights
     UNSHARD  what is kept whole but updated in pieces                         (stages 1 and 2)
 
@@ -16,7 +19,7 @@ Gradients are sums over ranks and microbatches; they are scaled once, by the glo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,7 +28,11 @@ import torch
 from shardwise.comm.collectives import Group
 from shardwise.comm.equality import are_equal, terms
 from shardwise.engine.parts import Parts, Trained
+from shardwise.engine.whole_matrices import WholeMatrices
+from shardwise.engine.whole_norms import WholeNorms
 from shardwise.optim.clip import share, square_sum
+from shardwise.optim.flat import Factor, FlatOptimizer
+from shardwise.optim.two_pass import Whole
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.action import Action
 from shardwise.plan.errors import CommError
@@ -205,7 +212,7 @@ class Update(NamedTuple):
 
 
 class StepEnd:
-    """What SUM, NORM and STEP do."""
+    """What SUM, NORM, DIRECT, TRUST, DEAL and STEP do."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
@@ -217,6 +224,10 @@ class StepEnd:
         for trained in parts.trained:
             self._units.setdefault(unit_of[trained.bucket], []).append((trained, place))
             place += len(trained.bucket.parameters)
+        self._norms = WholeNorms(
+            parts.trained, parts.shared, parts.registry, parts.groups["world"], parts.device
+        )
+        self._matrices = WholeMatrices(parts.trained, parts.slices, parts.stage_peers, parts.device)
         self.local: Local | None = None
         """What this rank brings to NORM."""
         self.totals: Totals | None = None
@@ -234,20 +245,53 @@ class StepEnd:
         assert self.local is not None, "the engine says what its rank brings"
         self.totals = exchange(self._parts, self.local)
 
+    def direct(self, action: Action) -> None:
+        """DIRECT: the first half of the updates of one Unit that look at whole tensors."""
+        for (bucket, optimizer), place in self._units[action.unit]:
+            if optimizer.needs != "elements":
+                optimizer.direct(bucket.gradient.owned, *self._told(bucket, place))
+
+    def trust(self, action: Action) -> None:
+        """TRUST: the norms of whole tensors."""
+        self._norms.trust()
+
+    def deal(self, action: Action) -> None:
+        """DEAL: whole matrices to their owners, and back."""
+        self._matrices.deal()
+
     def step(self, action: Action) -> None:
         """[step 11] STEP: update one Unit where its masters lie."""
-        assert self.totals is not None and self.update is not None, "NORM comes before STEP"
-        divisor, rates, tables_factor = self.update
+        assert self.update is not None, "NORM comes before STEP"
         if action.unit not in self._units:
-            self._parts.program.tables.step(action, tables_factor, divisor)
+            self._parts.program.tables.step(action, self.update.tables_factor, self.update.divisor)
             return
         for (bucket, optimizer), place in self._units[action.unit]:
-            used = self.totals.used[place : place + len(bucket.parameters)]
-            optimizer.step(bucket.gradient.owned, divisor, rates, unused_ranges(bucket, used))
+            if optimizer.needs == "elements":
+                optimizer.step(bucket.gradient.owned, *self._told(bucket, place))
+            else:
+                optimizer.apply(self._factors(bucket, optimizer))
             bucket.weight.copy_from_master()
+
+    def _told(
+        self, bucket: BucketState, place: int
+    ) -> tuple[float, Sequence[Mapping[str, Any]], list[tuple[int, int]]]:
+        """What an update of a bucket is told; its first parameter has that place among all."""
+        assert self.totals is not None and self.update is not None, "NORM comes before STEP"
+        used = self.totals.used[place : place + len(bucket.parameters)]
+        return self.update.divisor, self.update.rates, unused_ranges(bucket, used)
+
+    def _factors(self, bucket: BucketState, optimizer: FlatOptimizer) -> Iterator[Factor]:
+        for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
+            whole = (
+                self._norms.of(slot.name)
+                if optimizer.needs == "norm"
+                else Whole(self._parts.registry.get("master", slot.name).shape)
+            )
+            yield Factor(local, local + stop - start, optimizer.factor(whole))
 
     def forget(self) -> None:
         """Between two steps."""
+        self._norms.forget()
         self.local = self.totals = self.update = None
 
 

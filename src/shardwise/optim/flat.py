@@ -1,7 +1,10 @@
-"""Any elementwise torch optimizer on the flat masters.
+"""Optimizers on the flat masters: any elementwise one of torch, and those of two halves (two_pass.py).
 
 An elementwise update treats each element alone, so it may run on any cut of the flat buffer: 32 calls instead of 288,
 and torch's own fused kernels do the work. One optimizer object per bucket, so that masters can be updated Unit by Unit.
+
+An update that looks at whole tensors runs in two halves, ``direct`` and ``apply``; in between it is told by what each
+tensor's direction is multiplied.
 
 [Note: segments]
 torch skips a parameter without a gradient, and its step count (Adam's bias correction) stands still. The flat buffer
@@ -18,15 +21,20 @@ where that is exact enough (its scalar is fp32), else in a pass of its own.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, optim
 
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
+from shardwise.optim.muon import Muon
 from shardwise.optim.policy import OptimizerPolicy
+from shardwise.optim.two_pass import TwoPass, Whole
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.registry import Needs, UpdateRule
 
 Make = Callable[[list[Tensor], int], optim.Optimizer]
 """(flat tensors, optimizer group) -> an optimizer on them."""
@@ -44,11 +52,21 @@ _CLASSES: Mapping[str, type[optim.Optimizer]] = {
     "asgd": optim.ASGD,
     "rprop": optim.Rprop,
     "lion": Lion,
+    "lamb": Lamb,
+    "lars": Lars,
+    "muon": Muon,
 }
-"""By ``optimizer.type``."""
+"""By the type of a rule (``OptimizerPolicy.rules``)."""
 _FUSED = ("adam", "adamw", "sgd")
 """Those that torch has as one kernel on every device."""
-_ELEMENTWISE = tuple(_CLASSES.values())
+
+
+class Factor(NamedTuple):
+    """By what the direction of a tensor's elements [start, stop) of the master is multiplied."""
+
+    start: int
+    stop: int
+    factor: float
 
 
 class Segment(NamedTuple):
@@ -71,47 +89,51 @@ class Scalars(NamedTuple):
 
 
 def from_policy(policy: OptimizerPolicy) -> Make:
-    """The policy's class with its groups, fused where torch has it so.
+    """The class of each of the policy's rules, fused where torch has it so.
 
     Errors: ConfigError for numbers that the class refuses.
     """
-    options, cls = policy.options(), _CLASSES[policy.type]
-    fused = {"fused": True} if policy.type in _FUSED else {}
+    rules = policy.rules()
 
     def make(tensors: list[Tensor], group: int) -> optim.Optimizer:
-        return cls(tensors, **fused, **options[group])  # type: ignore[arg-type]
+        kind, options = rules[group]
+        fused = {"fused": True} if kind in _FUSED else {}
+        return _CLASSES[kind](tensors, **fused, **options)  # type: ignore[arg-type]
 
-    for group in range(len(options)):
+    for group, (kind, _) in enumerate(rules):
         try:
             make([torch.zeros(1)], group)
         except ValueError as error:
-            raise ConfigError(f"optimizer: {policy.type}: {error}") from None
+            raise ConfigError(f"optimizer: {kind}: {error}") from None
     return make
 
 
 def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
     """Rebuild a user's optimizer from its class and the options of its groups.
 
-    Errors: UsageError where the class needs whole tensors (its numbers would silently change on flat pieces).
+    Errors: UsageError where the class needs whole tensors in a way of its own (its numbers would silently change on
+    flat pieces).
     """
     cls = type(optimizer)
-    if not elementwise and cls not in _ELEMENTWISE:
-        known = ", ".join(known.__name__ for known in _ELEMENTWISE)
+    known = {*_CLASSES.values(), optim.Muon}
+    if not elementwise and cls not in known:
+        names = ", ".join(sorted(each.__name__ for each in {*known} - {Muon}))
         raise UsageError(
             f"optimizer: {cls.__name__} is not known to treat each element alone; on flat shards an optimizer that "
-            f"needs whole tensors (Adafactor, Muon, LBFGS, Shampoo) would give wrong numbers. Known: {known}. "
+            f"needs whole tensors (Adafactor, LBFGS, Shampoo) would give wrong numbers. Known: {names}. "
             "If yours is elementwise, say so: initialize(..., elementwise=True)"
         )
     # Adagrad has state from its making on, at step 0.
     if any(not isinstance(state, dict) or state.get("step", 1) for state in optimizer.state.values()):
         raise UsageError("optimizer: it has stepped already; hand it to initialize() before its first step")
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    known_arguments = inspect.signature(cls).parameters
+    ours: type[optim.Optimizer] = Muon if cls is optim.Muon else cls  # torch's own takes no flat pieces
+    known_arguments = inspect.signature(ours).parameters
 
     def make(tensors: list[Tensor], group: int) -> optim.Optimizer:
         # As arguments too: some have no default, and Adagrad reads its first accumulator from the argument alone.
         arguments: dict[str, Any] = {k: v for k, v in options[group].items() if k in known_arguments}
-        return cls([{"params": tensors, **options[group]}], **arguments)
+        return ours([{"params": tensors, **options[group]}], **arguments)
 
     return make
 
@@ -138,24 +160,30 @@ def make_state(optimizer: optim.Optimizer) -> None:
             leaf.grad = None
 
 
-def moment_names(make: Make, groups: int = 1) -> tuple[str, ...]:
-    """Names of the moments that optimizers made by ``make`` keep from build on, in any of its ``groups``."""
-    found: dict[str, None] = {}
+def update_rules(make: Make, groups: int = 1) -> tuple[UpdateRule, ...]:
+    """What optimizers made by ``make`` keep from build on, and look at, by group."""
+    found = []
     for group in range(groups):
         probe = torch.zeros(1)
         optimizer = make([probe], group)
         make_state(optimizer)
-        for label, value in optimizer.state.get(probe, {}).items():
-            if isinstance(value, Tensor) and value.dim() == 1:
-                found[label] = None
+        state = optimizer.state.get(probe, {})
+        moments = (label for label, value in state.items() if isinstance(value, Tensor) and value.dim() == 1)
+        found.append(UpdateRule(tuple(moments), needs_of(optimizer)))
     return tuple(found)
+
+
+def needs_of(optimizer: optim.Optimizer) -> Needs:
+    """What its update of an element looks at."""
+    return optimizer.needs if isinstance(optimizer, TwoPass) else "elements"
 
 
 class FlatOptimizer:
     """The optimizer of one bucket's owned range."""
 
     def __init__(self, master: Tensor, make: Make, group: int):
-        self._segments = [Segment(0, master.numel(), master.detach())]
+        self._master = master.detach()
+        self._segments = [Segment(0, master.numel(), self._master)]
         self._optimizer = make([self._segments[0].leaf], group)
         self._group = group
         self._remake = lambda leaf: make([leaf], group)
@@ -165,6 +193,13 @@ class FlatOptimizer:
         self._divides = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False)) and (
             master.dtype == torch.float32
         )
+        self._direction: Tensor | None = None
+        """Between the two halves of an update."""
+
+    @property
+    def needs(self) -> Needs:
+        """What the update of an element looks at; all but "elements" is done in two halves."""
+        return needs_of(self._optimizer)
 
     def step(
         self,
@@ -175,25 +210,78 @@ class FlatOptimizer:
     ) -> None:
         """Update from ``grad / divisor`` (flat, as the master) with the numbers of this bucket's group in ``rates``
         (groups.py); ``unused`` ranges are skipped. ``grad`` is spent."""
-        for start, stop in unused:
-            self._split_around(start, stop)
-        if grad.dtype != self._segments[0].leaf.dtype:
-            grad = grad.to(self._segments[0].leaf.dtype)
-        self._optimizer.param_groups[0].update(rates[self._group])
         if self._divides and divisor != 1.0:
             self._optimizer.grad_scale = torch.tensor(divisor, device=grad.device)  # type: ignore[attr-defined]
             self._optimizer.found_inf = torch.zeros((), device=grad.device)  # type: ignore[attr-defined]
-        elif divisor != 1.0:
+            divisor = 1.0
+        self._take(grad, divisor, rates, unused)
+        self._optimizer.step()
+        self._drop()
+        if self._divides:
+            self._optimizer.grad_scale = self._optimizer.found_inf = None  # type: ignore[attr-defined]
+
+    def direct(
+        self,
+        grad: Tensor,
+        divisor: float,
+        rates: Sequence[Mapping[str, Any]],
+        unused: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """The first half of an update; as ``step`` else. ``grad`` becomes the direction, where the dtypes are one."""
+        assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
+        self._direction = self._take(grad, divisor, rates, unused)
+        self._optimizer.direct()
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """(master, direction), flat, between the halves."""
+        assert self._direction is not None, "direct() comes before what looks at its directions"
+        return self._master, self._direction
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The numbers that it works with in this step."""
+        return self._optimizer.param_groups[0]
+
+    def factor(self, whole: Whole) -> float:
+        """By what a tensor's direction is multiplied."""
+        assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
+        return self._optimizer.factor(self.options, whole)
+
+    def apply(self, factors: Iterable[Factor]) -> None:
+        """The second half."""
+        assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
+        master, direction = self.halves
+        for start, stop, factor in factors:
+            self._optimizer.scale(self.options, master[start:stop], direction[start:stop], factor)
+        self._optimizer.apply()
+        self._drop()
+        self._direction = None
+
+    def _take(
+        self,
+        grad: Tensor,
+        divisor: float,
+        rates: Sequence[Mapping[str, Any]],
+        unused: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """Point the leaves into the gradient, which is returned, in the master's dtype."""
+        for start, stop in unused:
+            self._split_around(start, stop)
+        if grad.dtype != self._master.dtype:
+            grad = grad.to(self._master.dtype)
+        self._optimizer.param_groups[0].update(rates[self._group])
+        if divisor != 1.0:
             grad.mul_(1.0 / divisor)
         for place, (start, stop, leaf, is_stepped) in enumerate(self._segments):
             is_unused = any(first <= start and stop <= last for first, last in unused)
             leaf.grad = None if is_unused else grad[start:stop]
             self._segments[place] = Segment(start, stop, leaf, is_stepped or not is_unused)
-        self._optimizer.step()
+        return grad
+
+    def _drop(self) -> None:
         for segment in self._segments:
             segment.leaf.grad = None
-        if self._divides:
-            self._optimizer.grad_scale = self._optimizer.found_inf = None  # type: ignore[attr-defined]
 
     def count_bytes(self) -> int:
         """Bytes of the moments."""
@@ -224,10 +312,7 @@ class FlatOptimizer:
     ) -> None:
         """Take over state from a checkpoint: flat ``moments`` by label, and for each parameter in turn where its part
         ends and its scalars (None: it never got a gradient). Neighbours with equal scalars become one segment."""
-        elements = self._segments[-1].stop
-        whole = self._segments[0].leaf
-        if len(self._segments) > 1:
-            whole = whole.as_strided((elements,), (1,))
+        elements, whole = self._master.numel(), self._master
         merged: list[tuple[int, dict[str, float] | None]] = []
         for stop, scalars in ends or [(elements, None)]:
             if merged and merged[-1][1] == scalars:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from shardwise.optim.muon import COEFFICIENTS
 from shardwise.plan.policy import Policy
 
 
@@ -18,6 +19,11 @@ class GroupPolicy(Policy):
     """Learning rate of the group; left out, the optimizer's."""
     weight_decay: NonNegativeFloat | None = None
     """Weight decay of the group; left out, the optimizer's."""
+    trust: bool | None = None
+    """LAMB and LARS: false steps without the trust ratio, as is usual for biases and norms; left out, true."""
+    matrices: bool | None = None
+    """Muon: whether it updates the group's parameters of two dims; left out, those inside repeated blocks that are no
+    embeddings."""
 
     def matches(self, name: str) -> bool:
         """True where the parameter ``name`` belongs to the group."""
@@ -38,8 +44,34 @@ READS: Mapping[str, Mapping[str, Any]] = {
     "asgd": {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0},
     "rprop": {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)},
     "lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+    "lamb": {**_ADAM, "eps": 1e-6, "trust_bounds": (0.01, 10.0), "correct": "moments"},
+    "lars": {"momentum": 0.9, "weight_decay": 0.0, "trust_coefficient": 1e-3},
+    "muon": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "weight_decay": 0.0,
+        "ns_steps": 5,
+        "ns_coefficients": COEFFICIENTS,
+        "ns_dtype": "bf16",
+        "adjust_lr_fn": "match_rms_adamw",
+        "rest_lr": None,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+    },
 }
 """What each type reads beside ``lr``, and what it takes where the key is left out."""
+
+_OF_GROUPS = {"trust": ("lamb", "lars"), "matrices": ("muon",)}
+"""Keys of groups alone, and the types that read them."""
+_OF_MATRICES = (
+    "momentum",
+    "nesterov",
+    "ns_steps",
+    "ns_coefficients",
+    "ns_dtype",
+    "adjust_lr_fn",
+    "weight_decay",
+)
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -60,22 +92,27 @@ class OptimizerPolicy(Policy):
         "asgd",
         "rprop",
         "lion",
+        "lamb",
+        "lars",
+        "muon",
     ] = "adamw"
-    """Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101), SGD with momentum, another elementwise class of torch, or
-    Lion (arXiv:2302.06675)."""
+    """Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101), SGD with momentum, another elementwise class of torch, Lion
+    (arXiv:2302.06675); LAMB (arXiv:1904.00962) and LARS (arXiv:1708.03888), whose steps are in proportion to each
+    tensor's norm; Muon for the matrices of repeated blocks, with AdamW for the rest."""
     lr: NonNegativeFloat = 1e-3
     """Learning rate at the top of the schedule."""
     betas: tuple[Decay, Decay] | None = None
     """Decay of the two moments of Adam and its kin: [0.9, 0.999]. Lion's: of what it steps by, of what it keeps:
-    [0.9, 0.99]."""
+    [0.9, 0.99]. Muon's: of AdamW for the rest."""
     eps: PositiveFloat | None = None
-    """Addend in the denominator: 1e-8; 1e-10 for Adagrad, 1e-6 for Adadelta."""
+    """Addend in the denominator: 1e-8; 1e-10 for Adagrad, 1e-6 for Adadelta and LAMB."""
     weight_decay: NonNegativeFloat | None = None
-    """Decoupled for AdamW and Lion, added to the gradient for the others: 0. Rprop has none."""
+    """Decoupled for AdamW, Lion and Muon, added to LAMB's direction, and to the gradient for the others: 0. Rprop has
+    none."""
     momentum: NonNegativeFloat | None = None
-    """Of SGD and RMSprop: 0."""
+    """Of SGD and RMSprop: 0; of LARS: 0.9, of Muon: 0.95."""
     nesterov: bool | None = None
-    """Nesterov's form of SGD with momentum: false."""
+    """Nesterov's form of the momentum: false for SGD, true for Muon."""
     dampening: NonNegativeFloat | None = None
     """SGD: 1 minus the part of a gradient that enters the momentum: 0."""
     amsgrad: bool | None = None
@@ -102,6 +139,23 @@ class OptimizerPolicy(Policy):
     """Rprop's factors of a step that turns and of one that goes on: [0.5, 1.2]."""
     step_sizes: tuple[PositiveFloat, PositiveFloat] | None = None
     """Rprop's smallest and largest step: [1e-6, 50]."""
+    trust_bounds: tuple[NonNegativeFloat, PositiveFloat] | None = None
+    """LAMB's smallest and largest ratio of a weight's norm to its direction's: [0.01, 10]."""
+    correct: Literal["moments", "step", "none"] | None = None
+    """Where LAMB corrects Adam's bias: ``moments`` is the paper, ``step`` DeepSpeed's kernel; left out, ``moments``."""
+    trust_coefficient: PositiveFloat | None = None
+    """LARS's step as a part of the weight's norm, at lr 1: 0.001."""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
+    """Muon's rounds of Newton-Schulz: 5."""
+    ns_coefficients: tuple[float, float, float] | None = None
+    """Of Muon's polynomial a x + b x³ + c x⁵: [3.4445, -4.775, 2.0315]."""
+    ns_dtype: Literal["bf16", "fp32", "fp64"] | None = None
+    """In which Muon computes Newton-Schulz, and matrices travel to their owners and back: bf16."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    """Muon's lr by shape: ``original`` times √max(1, rows/columns), ``match_rms_adamw`` times 0.2 √max(rows, columns),
+    so that one lr and weight decay serve matrices and the rest; left out, ``match_rms_adamw``."""
+    rest_lr: NonNegativeFloat | None = None
+    """Muon: learning rate of AdamW for the rest; left out, ``lr``."""
     groups: list[GroupPolicy] = Field(default_factory=list)
     """Exceptions by parameter name."""
 
@@ -110,18 +164,19 @@ class OptimizerPolicy(Policy):
         reads = READS[self.type]
         given = [key for key in type(self).model_fields if key not in ("type", "lr", "groups")]
         unread = [key for key in given if getattr(self, key) is not None and key not in reads]
-        unread += [
-            f"groups.{place}.weight_decay"
-            for place, group in enumerate(self.groups)
-            if group.weight_decay is not None and "weight_decay" not in reads
-        ]
+        for place, group in enumerate(self.groups):
+            if group.weight_decay is not None and "weight_decay" not in reads:
+                unread.append(f"groups.{place}.weight_decay")
+            for key, types in _OF_GROUPS.items():
+                if getattr(group, key) is not None and self.type not in types:
+                    unread.append(f"groups.{place}.{key}")
         if unread:
             readers = [name for name, keys in READS.items() if unread[0] in keys]
             raise ValueError(
                 f"{self.type} does not read {', '.join(unread)}; it reads lr, {', '.join(reads)}. "
                 + (f"{unread[0]} belongs to {', '.join(readers)}" if readers else "Leave it out")
             )
-        if self.nesterov and (not self.momentum or self.dampening):
+        if self.nesterov and self.type == "sgd" and (not self.momentum or self.dampening):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
         return self
 
@@ -129,11 +184,37 @@ class OptimizerPolicy(Policy):
         """Index of the options for the parameter ``name``: 0 the optimizer's own, i+1 the i-th entry of ``groups``."""
         return next((i + 1 for i, group in enumerate(self.groups) if group.matches(name)), 0)
 
-    def options(self) -> list[dict[str, Any]]:
-        """Keyword arguments of the optimizer per group."""
+    def rule_of(self, name: str, is_hidden: bool | None) -> int:
+        """Index into ``rules`` for the parameter ``name``. ``is_hidden``: None where it has other than two dims, else
+        whether it is a hidden matrix."""
+        group = self.group_of(name)
+        if self.type != "muon":
+            return group
+        chosen = self.groups[group - 1].matrices if group else None
+        is_matrix = is_hidden is not None and (is_hidden if chosen is None else chosen)
+        return group if is_matrix else group + 1 + len(self.groups)
+
+    def rules(self) -> list[tuple[str, dict[str, Any]]]:
+        """(type, its keyword arguments) by optimizer group: 0 the optimizer's own, i+1 the i-th entry of ``groups``;
+        behind them as many of AdamW, for what is no matrix of Muon's."""
         own: dict[str, Any] = {"lr": self.lr}
         for key, default in READS[self.type].items():
             given = getattr(self, key)
             own[key] = default if given is None else given
-        exceptions = [group.model_dump(exclude={"match"}, exclude_none=True) for group in self.groups]
-        return [own, *({**own, **exception} for exception in exceptions)]
+        exceptions = [
+            group.model_dump(exclude={"match", "matrices"}, exclude_none=True) for group in self.groups
+        ]
+        merged = [own, *({**own, **exception} for exception in exceptions)]
+        if self.type != "muon":
+            return [(self.type, options) for options in merged]
+        rest = [
+            {**own, "lr": self.lr if self.rest_lr is None else self.rest_lr, **exception}
+            for exception in ({}, *exceptions)
+        ]
+        matrices = [{key: each[key] for key in ("lr", *_OF_MATRICES)} for each in merged]
+        others = [{key: each[key] for key in ("lr", "betas", "eps", "weight_decay")} for each in rest]
+        return [*(("muon", each) for each in matrices), *(("adamw", each) for each in others)]
+
+    def options(self) -> list[dict[str, Any]]:
+        """Keyword arguments of the optimizer per group, as ``rules`` has them."""
+        return [options for _, options in self.rules()]

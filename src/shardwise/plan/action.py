@@ -7,6 +7,9 @@
     FETCH, DELIVER        bring the rows that a batch asks of tables, take their gradients to their owners
     SUM                   add up the gradients that model-parallel ranks hold in common
     NORM                  the norm of all gradients, and what all ranks decide by it: scale, clip, or skip
+    DIRECT                the first half of an update that looks beyond its own element: a Unit's moments and directions
+    TRUST                 the norms of whole tensors, of weights and of directions
+    DEAL                  whole matrices of directions to one rank each, and what it makes of them back
     STEP                  update a Unit's masters and moments where they live
 
 A step is a list of Actions. Under a schedule a loop walks the list; in a user's own loop the order of Units belongs to
@@ -21,6 +24,7 @@ A stage's passes name the stage and a microbatch; what happens inside one names 
 A rank has one SUM and one NORM, between its last REDUCE or DELIVER and its first STEP:
 
     ... REDUCE(u1,5) DELIVER(u3) SUM NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) ... STEP(u3)
+    ... NORM DIRECT(u0) DIRECT(u1) ... TRUST DEAL STEP(u0) UNSHARD(u0) ...      where updates look at whole tensors
 """
 
 from enum import Enum
@@ -43,12 +47,20 @@ class Kind(Enum):
     DELIVER = "DELIVER"
     SUM = "SUM"
     NORM = "NORM"
+    DIRECT = "DIRECT"
+    TRUST = "TRUST"
+    DEAL = "DEAL"
     STEP = "STEP"
 
     @property
     def ends_step(self) -> bool:
         """True for what comes after all passes of a step."""
         return self in _ENDS_STEP
+
+    @property
+    def updates(self) -> bool:
+        """True for what comes after NORM, where a step is not skipped."""
+        return self in _UPDATES
 
     @property
     def is_announced(self) -> bool:
@@ -62,7 +74,8 @@ class Kind(Enum):
 
 
 _COMPUTES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-_ENDS_STEP = frozenset({Kind.DELIVER, Kind.SUM, Kind.NORM, Kind.STEP})
+_UPDATES = frozenset({Kind.DIRECT, Kind.TRUST, Kind.DEAL, Kind.STEP})
+_ENDS_STEP = frozenset({Kind.DELIVER, Kind.SUM, Kind.NORM, *_UPDATES})
 
 
 class Action(NamedTuple):
@@ -112,4 +125,8 @@ def RECV(stage: int, microbatch: int, other: int) -> Action:
 SUM = Action(Kind.SUM)
 """Of the whole rank, once per step."""
 NORM = Action(Kind.NORM)
+"""Of the whole rank, once per step."""
+TRUST = Action(Kind.TRUST)
+"""Of the whole rank, once per step."""
+DEAL = Action(Kind.DEAL)
 """Of the whole rank, once per step."""

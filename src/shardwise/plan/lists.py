@@ -171,9 +171,15 @@ def with_fetches(actions: Sequence[Action], behind: Mapping[int, int]) -> list[A
     return made
 
 
-def update_actions(trained: Sequence[bool], strategy: Strategy) -> list[Action]:
-    """The end of the step: update what is owned, gather what is kept whole."""
-    actions = []
+def update_actions(
+    trained: Sequence[bool], strategy: Strategy, directed: Sequence[int] = (), between: Sequence[Action] = ()
+) -> list[Action]:
+    """The end of the step: update what is owned, gather what is kept whole.
+
+    ``directed``: Units with updates that look beyond their own element; what they look at is found ``between`` the two
+    halves of the update.
+    """
+    actions = [*(Action(Kind.DIRECT, unit) for unit in directed), *between]
     for unit, is_trained in enumerate(trained):
         if is_trained:
             actions.append(Action(Kind.STEP, unit))

@@ -6,7 +6,8 @@ The ranks lie in a row-major array, slowest axis first:
 
 so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost.
 "dp" names the two data-parallel axes together: state is cut along ``dp_shard`` and copied along ``dp_replicate``.
-"model" names the axes that share one model (and one microbatch), "world" names all.
+"model" names the axes that share one model (and one microbatch), "stage" those whose ranks hold the same stage, "world"
+names all.
 
 Cost: O(number of axes) per question; ``ranks`` is O(size of the axis).
 """
@@ -25,6 +26,7 @@ from shardwise.plan.words import counted
 _TOGETHER = {
     "dp": ("dp_replicate", "dp_shard"),
     "model": ("pp", "cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
     "world": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
 }
 
@@ -60,7 +62,7 @@ class Mesh:
     @property
     def stage_axes(self) -> tuple[str, ...]:
         """The axes whose ranks hold the same stage."""
-        return tuple(axis for axis in self.axes if axis != "pp")
+        return _TOGETHER["stage"]
 
     @property
     def world_size(self) -> int:

@@ -10,15 +10,26 @@ Cost: one entry per tensor, nothing per rank.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import FLAT, Cut, Placement, Replicate, Shard, shape_on
+from shardwise.plan.unit import Unit
 
 Kind = Literal["parameter", "gradient", "master", "moment", "buffer", "table"]
+Needs = Literal["elements", "norm", "matrix"]
+"""What the update of a tensor looks at: each element alone, the norm of the whole tensor too, or the whole matrix."""
+
+
+class UpdateRule(NamedTuple):
+    """How an optimizer updates the parameters of one of its groups."""
+
+    moments: tuple[str, ...] = ()
+    """Names of what it keeps for every element."""
+    needs: Needs = "elements"
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,8 @@ class TensorInfo:
     """Further names of the same tensor (tied parameters)."""
     stages: tuple[int, ...] = (0,)
     """Pipeline stages that hold it: more than one where it is tied across stages. The first one is its owner."""
+    needs: Needs = "elements"
+    """Of a master: what its update looks at."""
     grows: bool = False
     """Rows come with their keys (a dynamic table): dim 0 of the shape is the most there may be, 0 without a limit."""
 
@@ -118,6 +131,15 @@ class Registry:
     def of_kind(self, kind: Kind) -> list[TensorInfo]:
         """All tensors of one kind, in order of registration."""
         return [info for info in self if info.kind == kind]
+
+    def needs(self, what: Needs) -> list[TensorInfo]:
+        """The masters whose update needs it, in order of registration."""
+        return [info for info in self.of_kind("master") if info.needs == what]
+
+    def needs_of(self, unit: Unit) -> set[Needs]:
+        """What the updates of a Unit's parameters look at."""
+        names = [slot.name for bucket in unit.buckets if bucket.key.trained for slot in bucket.slots]
+        return {self.get("master", name).needs for name in names}
 
     def cut_axes(self, info: TensorInfo) -> tuple[str, ...]:
         """Axes on which the tensor is not replicated."""

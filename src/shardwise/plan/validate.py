@@ -8,7 +8,8 @@
                  gathered is released; one REDUCE per step, or per microbatch where the gradient is kept cut
     tables       one FETCH of each collection per microbatch, inside its forward pass; one DELIVER after all passes
     end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
-                 tables among them, and the gather of weights that are whole but were updated in pieces
+                 tables among them, and the gather of weights that are whole but were updated in pieces; where updates
+                 look at whole tensors, DIRECT of their Units before the first STEP, then TRUST and DEAL as these need
     registry     buffers lie as their tensors are registered, every tensor in one bucket of each stage that holds it,
                  every table in one Unit of its stage, and every gradient that ranks add to is summed
 
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from shardwise.plan.action import NORM, RECV, SEND, SUM, Action, B, F, Kind
+from shardwise.plan.action import DEAL, NORM, RECV, SEND, SUM, TRUST, Action, B, F, Kind
 from shardwise.plan.dataflow import stages_of
 from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import is_inside
@@ -212,6 +213,8 @@ class _Rules(NamedTuple):
     """Its gradients are cut between microbatches."""
     returns: bool
     """Its weights are whole, but updated in pieces: gathered after STEP."""
+    directs: bool = False
+    """Its updates look at whole tensors: a DIRECT before STEP."""
 
 
 def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
@@ -230,7 +233,8 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
         moves |= ranks.windows
         cuts_gradient = any(_is_cut(registry, "gradient", name) for name in trained)
         returns = not moves and any(_is_cut(registry, "master", name) for name in trained)
-        found.append(_Rules(bool(trained), moves, cuts_gradient, returns))
+        directs = bool(registry.needs_of(unit) - {"elements"})
+        found.append(_Rules(bool(trained), moves, cuts_gradient, returns, directs))
     return found
 
 
@@ -264,16 +268,23 @@ class _RankList:
         self._gathered: set[int] = set()
         self._counts: Counter[Action] = Counter()
         """F, B, REDUCE and FETCH of Units so far."""
+        self._between: list[Action] = [TRUST] * bool(slices.registry.needs("norm"))
+        """What stands between DIRECT and STEP."""
+        if any("matrix" in slices.registry.needs_of(unit) for unit in ranks.units):
+            self._between.append(DEAL)
+        self._directed: set[int] = set()
         self._stepped: set[int] = set()
         self._returned: set[int] = set()
         self._ended: list[Action] = []
-        """DELIVER, SUM and NORM so far."""
+        """DELIVER, SUM, NORM, TRUST and DEAL so far."""
 
     def check(self) -> None:
         """Errors: PlanError."""
         for action in self._ranks.actions:
             if action.kind in (Kind.SUM, Kind.NORM):
                 self._end(action)
+            elif action in (TRUST, DEAL):
+                self._look(action)
             elif action.unit >= 0:
                 self._of_unit(action)
             elif self._ended:
@@ -305,6 +316,17 @@ class _RankList:
             self._refuse(action, f"after STEP(u{min(self._stepped)})")
         self._ended.append(action)
 
+    def _look(self, action: Action) -> None:
+        """TRUST or DEAL."""
+        if action not in self._between:
+            self._refuse(action, "though no update here needs it (registry: needs)")
+        undirected = [
+            unit for unit, rules in enumerate(self._rules) if rules.directs and unit not in self._directed
+        ]
+        if undirected:
+            self._refuse(action, f"before DIRECT({undirected[0]}), whose directions it looks at")
+        self._end(action)
+
     @property
     def _is_normed(self) -> bool:
         return NORM in self._ended
@@ -316,6 +338,9 @@ class _RankList:
         rules = self._rules[unit]
         if kind is Kind.STEP:
             self._step(action, rules)
+            return
+        if kind is Kind.DIRECT:
+            self._direct(action, rules)
             return
         if kind is Kind.UNSHARD and self._ended:
             self._return(action, rules)
@@ -377,11 +402,23 @@ class _RankList:
         elif around.kind not in wanted:
             self._refuse(action, f"inside {around}; expected inside {' or '.join(k.value for k in wanted)}")
 
+    def _direct(self, action: Action, rules: _Rules) -> None:
+        if not rules.directs:
+            self._refuse(action, "of a Unit whose updates look at each element alone")
+        if not self._is_normed:
+            self._refuse(action, "before NORM, which decides by what the gradient is scaled")
+        if action.unit in self._directed:
+            self._refuse(action, "twice; expected once per step")
+        self._directed.add(action.unit)
+
     def _step(self, action: Action, rules: _Rules) -> None:
         if not rules.trains:
             self._refuse(action, "of a Unit in which nothing trains")
         if not self._is_normed:
             self._refuse(action, "before NORM, which decides by what the gradient is scaled")
+        missing = [each for each in self._between if each not in self._ended] if rules.directs else []
+        if missing:
+            self._refuse(action, f"before {missing[0]}, which tells what its update needs of whole tensors")
         if action.unit in self._stepped:
             self._refuse(action, "twice; expected once per step")
         self._stepped.add(action.unit)
@@ -398,6 +435,9 @@ class _RankList:
     def _complete(self) -> None:
         if not self._is_normed:
             self._refuse("no NORM", "; expected one after the last REDUCE")
+        for action in self._between:
+            if action not in self._ended:
+                self._refuse(f"no {action}", "though updates need it (registry: needs)")
         for unit, rules in enumerate(self._rules):
             if unit in self._gathered:
                 self._refuse(f"Unit {unit}", "gathered to the end: its last RESHARD is missing")

@@ -1,0 +1,105 @@
+"""The recipe of the optimizers: which rule updates a parameter, and how that of a bucket is made.
+
+optimizer group     the configuration's entries of ``optimizer.groups``, or the groups of a user's optimizer; Muon's
+                    twice: for matrices, and for the rest
+update rule         of a group: what is kept for every element, and what an update looks at
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from torch import nn, optim
+
+from shardwise.compose.spec import ModelSpec
+from shardwise.config.run import RunConfig
+from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, update_rules
+from shardwise.optim.groups import OptimizerGroups
+from shardwise.optim.policy import OptimizerPolicy
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.modules import repeated_blocks
+from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.lists import is_inside
+from shardwise.plan.registry import UpdateRule
+
+GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None
+
+
+class Recipe(NamedTuple):
+    """See the module's docstring."""
+
+    make: Make
+    updates: tuple[UpdateRule, ...]
+    """By optimizer group."""
+    groups: OptimizerGroups
+    """Where the numbers of its groups come from, step by step."""
+    policy: OptimizerPolicy
+    given: Mapping[str, int] | None = None
+    """Optimizer group by name of the parameter, where the user's optimizer says it."""
+
+    def optimizer_of(self, bucket: BucketState) -> FlatOptimizer:
+        """That of one bucket."""
+        assert bucket.weight.master is not None, "a trained bucket has a master"
+        return FlatOptimizer(bucket.weight.master, self.make, bucket.layout.key.optimizer_group)
+
+    def group_of(self, model: nn.Module, spec: ModelSpec) -> Callable[[str], int]:
+        """Optimizer group of a parameter by its first name. Errors: ConfigError where Muon would update nothing."""
+        if self.given is not None:
+            return self.given.__getitem__
+        by_name = groups_by_name(self.policy, model, spec)
+        return by_name.__getitem__
+
+
+def groups_by_name(policy: OptimizerPolicy, model: nn.Module, spec: ModelSpec) -> dict[str, int]:
+    """Optimizer group of each parameter of ``model`` by its first name.
+
+    Errors: ConfigError where the type is for matrices, and it gets none.
+    """
+    blocks = (repeated_blocks(model) or spec.units) if policy.type == "muon" else ()
+    lookups = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    found = {}
+    for name, entry in spec.parameters.items():
+        names = (name, *entry.aliases)
+        inside = all(any(is_inside(each, block) for block in blocks) for each in names)
+        is_hidden = inside and lookups.isdisjoint(names) if len(entry.shape) == 2 else None
+        found[name] = policy.rule_of(name, is_hidden)
+    if policy.type == "muon" and not any(
+        found[name] <= len(policy.groups) for name, entry in spec.parameters.items() if entry.trained
+    ):
+        raise ConfigError(
+            "optimizer: muon updates the matrices of repeated blocks, and this model has none that train; name them: "
+            "optimizer.groups: [{match: PATTERN, matrices: true}], or use type: adamw"
+        )
+    return found
+
+
+def recipe_of(
+    model: nn.Module, settings: RunConfig, given: GivenOptimizer = None, elementwise: bool = False
+) -> Recipe:
+    """Errors: ConfigError, UsageError."""
+    if callable(given) and not isinstance(given, optim.Optimizer):
+        given = given(model.parameters())
+    policy = settings.optimizer
+    if given is None:
+        groups = OptimizerGroups(policy, settings.schedule)
+        make = from_policy(policy)
+        return Recipe(make, update_rules(make, len(policy.rules())), groups, policy)
+    if "optimizer" in settings.model_fields_set:
+        raise ConfigError(
+            "optimizer: given in the configuration and as an argument of initialize(); keep one"
+        )
+    group_of = {id(p): i for i, group in enumerate(given.param_groups) for p in group["params"]}
+    by_name: dict[str, int] = {}
+    missing = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in group_of:
+            by_name[name] = group_of[id(parameter)]
+        elif parameter.requires_grad:
+            missing.append(name)
+    if missing:
+        raise UsageError(
+            f"optimizer: {len(missing)} trained parameters are not in it: {', '.join(missing[:5])}; give it all of "
+            "them, or set requires_grad = False on those that shall not train"
+        )
+    groups = OptimizerGroups(policy, settings.schedule, given)
+    make = from_torch(given, elementwise)
+    return Recipe(make, update_rules(make, len(given.param_groups)), groups, policy, by_name)

@@ -1,0 +1,42 @@
+"""Which rank gets which whole matrix, and in which round: pure, the same on every rank.
+
+Orthogonalising costs rows · columns · min(rows, columns) operations a round of Newton-Schulz. The dearest matrix goes
+first, each to the rank that has least so far; no rank then has more than the mean and one matrix. A rank's matrices
+travel in rounds, so that no more than some of them are whole at a time.
+
+Source: longest processing time first, Graham 1969, doi:10.1137/0117039.
+"""
+
+from collections.abc import Sequence
+
+ROUND_ELEMENTS = 16 << 20
+"""Elements of whole matrices that a rank takes in one round; a larger matrix has a round of its own."""
+
+
+def owners(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[int]:
+    """By matrix the index of the rank that gets it."""
+    costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
+    load, found = [0] * ranks, [0] * len(shapes)
+    for place in sorted(range(len(shapes)), key=lambda place: (-costs[place], place)):
+        rank = min(range(ranks), key=load.__getitem__)
+        found[place] = rank
+        load[rank] += costs[place]
+    return found
+
+
+def rounds(
+    shapes: Sequence[tuple[int, ...]], owner: Sequence[int], limit: int = ROUND_ELEMENTS
+) -> list[list[int]]:
+    """The matrices that travel together, ascending in each round."""
+    found: list[list[int]] = []
+    at: dict[int, tuple[int, int]] = {}
+    """By rank: its last round, and the elements that it takes there."""
+    for place, (rows, columns) in enumerate(shapes):
+        last, held = at.get(owner[place], (0, 0))
+        if held and held + rows * columns > limit:
+            last, held = last + 1, 0
+        at[owner[place]] = (last, held + rows * columns)
+        while len(found) <= last:
+            found.append([])
+        found[last].append(place)
+    return found
