@@ -17,7 +17,7 @@ Cost: one look at each Action and at each tensor.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -248,6 +248,81 @@ _INSIDE = {Kind.F: (Kind.F,), Kind.FETCH: (Kind.F,), Kind.B: (Kind.B,), Kind.RED
 """In which passes of a stage an Action may stand, where not in both."""
 
 
+class _Updates:
+    """What comes after NORM. ``ended``: DELIVER, SUM, NORM and what else ends the step, so far."""
+
+    def __init__(
+        self,
+        rules: Sequence[_Rules],
+        ranks: RankClass,
+        registry: Registry,
+        ended: list[Action],
+        refuse: Callable[[Action | str, str], None],
+    ):
+        self._rules = rules
+        self._ended = ended
+        self._refuse = refuse
+        self.between: list[Action] = [TRUST] * bool(registry.needs("norm"))
+        """What stands between DIRECT and STEP."""
+        if any("matrix" in registry.needs_of(unit) for unit in ranks.units):
+            self.between.append(DEAL)
+        self._directed: set[int] = set()
+        self.stepped: set[int] = set()
+        self.returned: set[int] = set()
+
+    def of_unit(self, action: Action, rules: _Rules) -> None:
+        """DIRECT, STEP, or the UNSHARD behind it."""
+        if action.kind is Kind.UNSHARD:
+            self._return(action, rules)
+            return
+        if NORM not in self._ended:
+            self._refuse(action, "before NORM, which decides by what the gradient is scaled")
+        if action.kind is Kind.DIRECT:
+            self._direct(action, rules)
+        else:
+            self._step(action, rules)
+
+    def look(self, action: Action) -> None:
+        """TRUST or DEAL."""
+        if action not in self.between:
+            self._refuse(action, "though no update here needs it (registry: needs)")
+        for unit, rules in enumerate(self._rules):
+            if rules.directs and unit not in self._directed:
+                self._refuse(action, f"before {Action(Kind.DIRECT, unit)}, whose directions it looks at")
+
+    def complete(self) -> None:
+        """Nothing is missing between the halves of updates."""
+        for action in self.between:
+            if action not in self._ended:
+                self._refuse(f"no {action}", "though updates need it (registry: needs)")
+
+    def _direct(self, action: Action, rules: _Rules) -> None:
+        if not rules.directs:
+            self._refuse(action, "of a Unit whose updates look at each element alone")
+        if action.unit in self._directed:
+            self._refuse(action, "twice; expected once per step")
+        self._directed.add(action.unit)
+
+    def _step(self, action: Action, rules: _Rules) -> None:
+        if not rules.trains:
+            self._refuse(action, "of a Unit in which nothing trains")
+        missing = [each for each in self.between if each not in self._ended] if rules.directs else []
+        if missing:
+            self._refuse(action, f"before {missing[0]}, which tells what its update needs of whole tensors")
+        if action.unit in self.stepped:
+            self._refuse(action, "twice; expected once per step")
+        self.stepped.add(action.unit)
+
+    def _return(self, action: Action, rules: _Rules) -> None:
+        if not rules.returns:
+            self._refuse(action, "at the end of the step, where nothing is to be gathered")
+        if action.unit not in self.stepped:
+            self._refuse(action, f"before STEP(u{action.unit}), which changes what is gathered")
+        if action.unit in self.returned:
+            self._refuse(action, "twice after its STEP")
+        self.returned.add(action.unit)
+
+
 class _RankList:
     """The list of one class of ranks, looked at Action by Action."""
 
@@ -268,15 +343,9 @@ class _RankList:
         self._gathered: set[int] = set()
         self._counts: Counter[Action] = Counter()
         """F, B, REDUCE and FETCH of Units so far."""
-        self._between: list[Action] = [TRUST] * bool(slices.registry.needs("norm"))
-        """What stands between DIRECT and STEP."""
-        if any("matrix" in slices.registry.needs_of(unit) for unit in ranks.units):
-            self._between.append(DEAL)
-        self._directed: set[int] = set()
-        self._stepped: set[int] = set()
-        self._returned: set[int] = set()
         self._ended: list[Action] = []
         """DELIVER, SUM, NORM, TRUST and DEAL so far."""
+        self._updates = _Updates(self._rules, ranks, slices.registry, self._ended, self._refuse)
 
     def check(self) -> None:
         """Errors: PlanError."""
@@ -284,7 +353,8 @@ class _RankList:
             if action.kind in (Kind.SUM, Kind.NORM):
                 self._end(action)
             elif action in (TRUST, DEAL):
-                self._look(action)
+                self._updates.look(action)
+                self._end(action)
             elif action.unit >= 0:
                 self._of_unit(action)
             elif self._ended:
@@ -312,20 +382,9 @@ class _RankList:
                 action,
                 "without SUM before it, but hold addends of gradients (registry: Partial, tied or copied)",
             )
-        if self._stepped:
-            self._refuse(action, f"after STEP(u{min(self._stepped)})")
+        if self._updates.stepped:
+            self._refuse(action, f"after STEP(u{min(self._updates.stepped)})")
         self._ended.append(action)
-
-    def _look(self, action: Action) -> None:
-        """TRUST or DEAL."""
-        if action not in self._between:
-            self._refuse(action, "though no update here needs it (registry: needs)")
-        undirected = [
-            unit for unit, rules in enumerate(self._rules) if rules.directs and unit not in self._directed
-        ]
-        if undirected:
-            self._refuse(action, f"before DIRECT({undirected[0]}), whose directions it looks at")
-        self._end(action)
 
     @property
     def _is_normed(self) -> bool:
@@ -336,14 +395,8 @@ class _RankList:
         if unit >= len(self._rules):
             self._refuse(action, f"but {len(self._rules)} Units")
         rules = self._rules[unit]
-        if kind is Kind.STEP:
-            self._step(action, rules)
-            return
-        if kind is Kind.DIRECT:
-            self._direct(action, rules)
-            return
-        if kind is Kind.UNSHARD and self._ended:
-            self._return(action, rules)
+        if kind in (Kind.STEP, Kind.DIRECT) or (kind is Kind.UNSHARD and self._ended):
+            self._updates.of_unit(action, rules)
             return
         has_rows = self._ranks.units[unit].has_rows
         if has_rows != (kind in (Kind.FETCH, Kind.DELIVER)):
@@ -402,42 +455,10 @@ class _RankList:
         elif around.kind not in wanted:
             self._refuse(action, f"inside {around}; expected inside {' or '.join(k.value for k in wanted)}")
 
-    def _direct(self, action: Action, rules: _Rules) -> None:
-        if not rules.directs:
-            self._refuse(action, "of a Unit whose updates look at each element alone")
-        if not self._is_normed:
-            self._refuse(action, "before NORM, which decides by what the gradient is scaled")
-        if action.unit in self._directed:
-            self._refuse(action, "twice; expected once per step")
-        self._directed.add(action.unit)
-
-    def _step(self, action: Action, rules: _Rules) -> None:
-        if not rules.trains:
-            self._refuse(action, "of a Unit in which nothing trains")
-        if not self._is_normed:
-            self._refuse(action, "before NORM, which decides by what the gradient is scaled")
-        missing = [each for each in self._between if each not in self._ended] if rules.directs else []
-        if missing:
-            self._refuse(action, f"before {missing[0]}, which tells what its update needs of whole tensors")
-        if action.unit in self._stepped:
-            self._refuse(action, "twice; expected once per step")
-        self._stepped.add(action.unit)
-
-    def _return(self, action: Action, rules: _Rules) -> None:
-        if not rules.returns:
-            self._refuse(action, "at the end of the step, where nothing is to be gathered")
-        if action.unit not in self._stepped:
-            self._refuse(action, f"before STEP(u{action.unit}), which changes what is gathered")
-        if action.unit in self._returned:
-            self._refuse(action, "twice after its STEP")
-        self._returned.add(action.unit)
-
     def _complete(self) -> None:
         if not self._is_normed:
             self._refuse("no NORM", "; expected one after the last REDUCE")
-        for action in self._between:
-            if action not in self._ended:
-                self._refuse(f"no {action}", "though updates need it (registry: needs)")
+        self._updates.complete()
         for unit, rules in enumerate(self._rules):
             if unit in self._gathered:
                 self._refuse(f"Unit {unit}", "gathered to the end: its last RESHARD is missing")
@@ -454,7 +475,7 @@ class _RankList:
         delivered = Action(Kind.DELIVER, unit)
         if delivered not in self._ended:
             self._refuse(f"no {delivered}", "though the Unit's rows get gradients")
-        if unit not in self._stepped:
+        if unit not in self._updates.stepped:
             self._refuse(f"no STEP(u{unit})", "though the Unit trains")
 
     def _complete_unit(self, unit: int, rules: _Rules) -> None:
@@ -475,9 +496,9 @@ class _RankList:
                 f"REDUCE of Unit {unit}",
                 f"in microbatches {reduced}; its gradient's placement asks for {wanted}",
             )
-        if unit not in self._stepped:
+        if unit not in self._updates.stepped:
             self._refuse(f"no STEP(u{unit})", "though the Unit trains")
-        if rules.returns and unit not in self._returned:
+        if rules.returns and unit not in self._updates.returned:
             self._refuse(
                 f"STEP(u{unit})", f"without UNSHARD(u{unit}) after it: others would keep the old weights"
             )
