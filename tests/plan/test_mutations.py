@@ -13,12 +13,12 @@ import pytest
 import torch
 from tests.plan.described import model, plan
 
-from shardwise.plan.action import NORM, RECV, SEND, SUM, Action, B, F, Kind
+from shardwise.plan.action import DEAL, NORM, RECV, SEND, SUM, TRUST, Action, B, F, Kind
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard
 from shardwise.plan.plan import Plan
-from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
 from shardwise.plan.validate import validate_plan
 
 Rows = dict[str, list[Action]]
@@ -41,11 +41,21 @@ def good(name: str) -> Plan:
         "step": lambda: plan(
             Mesh(pp=2, dp_shard=2), 3, 2, "interleaved_1f1b", 2, reshard_after_forward=False
         ),
+        "norms": lambda: plan(Mesh(pp=2, dp_shard=2), 1, updates=[UpdateRule(("exp_avg",), "norm")]),
+        "matrices": lambda: plan(Mesh(dp_shard=2, tp=2), 1, updates=MIXED, group_of=matrix_or_rest),
         "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
         "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),
         "tables pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3, spec=with_tables()),
     }
     return made[name]()
+
+
+MIXED = (UpdateRule(("momentum_buffer",), "matrix"), UpdateRule(("exp_avg", "exp_avg_sq")))
+
+
+def matrix_or_rest(name: str) -> int:
+    """The matrices of blocks, and all else: Unit 0 has no matrix."""
+    return 0 if name.startswith("blocks") and name.endswith(("qkv.weight", "out.weight")) else 1
 
 
 def frozen_block() -> Any:
@@ -181,6 +191,21 @@ PLANTED = [
     ),
     ("tied", drop("pp 0", SUM), "pp 0 ranks have NORM without SUM"),
     ("tied", drop("pp 1", SUM), "pp 1 ranks have NORM without SUM"),
+    ("norms", drop("pp 1", TRUST), r"pp 1 ranks have STEP\(u0\) before TRUST"),
+    ("norms", double("pp 0", TRUST), "TRUST twice"),
+    ("norms", before("pp 0", TRUST, unit(Kind.DIRECT, 1)), r"TRUST before DIRECT\(u1\)"),
+    ("norms", drop("pp 0", unit(Kind.DIRECT, 1)), r"TRUST before DIRECT\(u1\)"),
+    ("norms", double("pp 0", unit(Kind.DIRECT, 1)), r"DIRECT\(u1\) twice"),
+    ("norms", before("pp 0", unit(Kind.DIRECT, 1), NORM), r"DIRECT\(u1\) before NORM"),
+    ("norms", before("pp 0", STEP1, TRUST), r"STEP\(u1\) before TRUST"),
+    ("norms", add("pp 0", DEAL), "DEAL though no update here needs it"),
+    ("matrices", drop("all", DEAL), r"STEP\(u1\) before DEAL"),
+    ("matrices", add("all", TRUST), "TRUST though no update here needs it"),
+    (
+        "matrices",
+        add("all", unit(Kind.DIRECT, 0)),
+        r"DIRECT\(u0\) of a Unit whose updates look at each element",
+    ),
     ("pp", drop("pp 0", SEND(0, 1, 1)), r"rank 0 has F\(0,1\) without SEND\(0,1,1\) after it"),
     ("pp", double("pp 0", SEND(0, 1, 1)), r"rank 0 has SEND\(0,1,1\) twice"),
     ("pp", drop("pp 1", RECV(1, 0, 0)), r"rank 1 has F\(1,0\) without RECV\(1,0,0\) before it"),
@@ -265,7 +290,7 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
         validate_plan(with_rows(good(name), rows), MICROBATCHES)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "frozen", "step", "tables"])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "frozen", "step", "tables", "norms", "matrices"])
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
     """Of every list, all of its Actions."""
     whole = good(name)
@@ -430,3 +455,24 @@ def test_a_table_that_no_unit_has(name: str) -> None:
 def test_a_table_on_another_stage_than_its_unit() -> None:
     with pytest.raises(PlanError, match="table 'users.a' is in 0 Units on stage 1"):
         validate_plan(with_registered_tables("tables pp", TABLES["tables pp"] | {"users.a": 1}), MICROBATCHES)
+
+
+def test_an_update_that_needs_a_matrix_gets_one() -> None:
+    with pytest.raises(PlanError, match=r"'norm.weight' has the shape \[16\], but its rule updates matrices"):
+        plan(Mesh(dp_shard=2), updates=[UpdateRule(("b",), "matrix")], group_of=lambda name: 0)
+
+
+def test_bytes_and_moments_are_those_of_each_group() -> None:
+    whole = good("matrices")
+    kept = {(info.name, info.label) for info in whole.registry.of_kind("moment")}
+    assert {label for name, label in kept if name == QKV} == {"momentum_buffer"}
+    assert {label for name, label in kept if name == "norm.weight"} == {"exp_avg", "exp_avg_sq"}
+    kinds = [[row.kind for row in whole.own.buffers[1, place]] for place in (0, 1)]
+    assert sorted(kinds) == [
+        ["weight", "grad", "exp_avg", "exp_avg_sq"],
+        ["weight", "grad", "momentum_buffer"],
+    ]
+    assert " ".join(map(str, whole.actions["all"])).endswith(
+        "NORM DIRECT(u1) DIRECT(u2) DIRECT(u3) DIRECT(u4) DEAL STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) STEP(u2) "
+        "UNSHARD(u2) STEP(u3) UNSHARD(u3) STEP(u4) UNSHARD(u4)"
+    )
