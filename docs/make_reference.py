@@ -6,6 +6,8 @@
     exit_codes.md      what the programs return
     run_files.md       the files of a run folder and the columns of metrics.csv
 
+and docs/deepspeed.md: what becomes of every key of a DeepSpeed configuration.
+
 One line for a key, a name or a flag, so that two changes at two places merge. tests/test_reference.py holds the pages
 equal to what this program makes, and complete.
 """
@@ -23,6 +25,7 @@ import shardwise
 from shardwise.cli import main as command_line
 from shardwise.cli.run_folder import RunFolder
 from shardwise.config import keys
+from shardwise.config.deepspeed_keys import KEYS, REQUIRED, DeepSpeedKey
 from shardwise.launch import failure
 from shardwise.launch.function import launch
 from shardwise.observe import metrics
@@ -51,6 +54,62 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
+    (folder.parent / "deepspeed.md").write_text(deepspeed(), encoding="utf-8")
+
+
+def deepspeed() -> str:
+    """docs/deepspeed.md."""
+    counts = {fate: sum(row.fate == fate for row in KEYS) for fate in FATES}
+    opening = DEEPSPEED.format(count=len(KEYS), **counts)
+    sections: dict[str, list[DeepSpeedKey]] = {}
+    for row in KEYS:
+        sections.setdefault(row.path.rpartition(".")[0], []).append(row)
+    lines = [opening]
+    for block, rows in sections.items():
+        lines += ["", f"## {block or 'Top level'}", ""]
+        lines += ["| key | type | default | fate | here |", "|---|---|---|---|---|"]
+        lines += [deepspeed_row(row) for row in rows]
+    return MADE + "\n".join(lines).rstrip() + "\n"
+
+
+FATES = {"does": "acts", "idle": "no effect", "refused": "refused"}
+DEEPSPEED = """# DeepSpeed configurations: what becomes of every key
+
+A DeepSpeed configuration is taken as it is, in place of one of ours: by `shardwise.initialize(model,
+config="ds_config.json")`, by `shardwise train ds_config.json --set model.name=gpt ...`, as a path, a dictionary or
+url-safe base64. It is recognised by its keys. Both kinds of keys in one file are refused. `shardwise convert
+ds_config.json run.yaml` writes it in our keys, and prints what became of each.
+
+Files are read as Hjson and JSON5 write them: comments (`#`, `//`, `/* */`), commas left out or one too many, names and
+text without quotes; in UTF-8 under any locale; a key given twice is an error.
+
+The table has {count} keys: those of 0.19.6 and 0.19.8, the fourteen that 0.19.8 removed, and older names. {does} act.
+{idle} have no effect here, for the reason that stands there. {refused} are refused where they ask for something, with
+what to do instead; at their default, or in a block with `enabled: false`, they ask for nothing. An unknown key is an
+error at every depth, with the nearest known one. All that is wrong in a file is named at once, before any work.
+
+- Batch sizes: `train_batch_size` = `train_micro_batch_size_per_gpu` × `gradient_accumulation_steps` × data-parallel
+  ranks; what is left out follows. Microbatches weigh the same, as there (`batch.weigh_by: batches`).
+- Defaults are theirs: gradients are clipped at 1.0 unless `gradient_clipping` says otherwise, and `Adam` is AdamW
+  unless `adam_w_mode` is false.
+- `"auto"` takes what the other keys say, else the default; without `fp16` and `bf16` the model's own dtypes stay.
+- `activation_checkpointing` wraps the model's blocks (`recompute`), with no call in the model.
+- Offloading to the CPU: on CPU ranks the state lies there already. On an accelerator it is refused."""
+"""What stands before the tables."""
+
+
+def deepspeed_row(row: DeepSpeedKey) -> str:
+    """One key; our key, where the sentence begins with one, as code."""
+    ours = {key.path for key in keys.all_keys()}
+    head = row.said.partition(";")[0].partition(":")[0].partition(",")[0]
+    said = f"`{head}`{row.said[len(head) :]}" if head in ours else row.said
+    types = f" ({', '.join(row.of)})" if row.of else ""
+    kind = row.kind.replace("|", ", ").removesuffix("?") + (" or null" if row.kind.endswith("?") else "")
+    default = (
+        REQUIRED if row.default == REQUIRED else "" if row.default in (None, {}) else f"`{row.default!r}`"
+    )
+    name = row.path.rpartition(".")[2]
+    return f"| `{name}`{types} | {kind} | {default} | {FATES[row.fate]} | {cell(said)} |"
 
 
 def prose(text: str | None) -> str:

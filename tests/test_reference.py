@@ -14,6 +14,7 @@ import yaml
 import shardwise
 from shardwise.cli.main import app
 from shardwise.config import keys
+from shardwise.config.deepspeed_keys import KEYS
 from shardwise.config.run import RunConfig, load
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,17 @@ def test_the_pages_are_what_the_code_says(maker: ModuleType) -> None:
     assert {path.name for path in FOLDER.iterdir()} == set(made)
     stale = [name for name, text in made.items() if (FOLDER / name).read_text(encoding="utf-8") != text]
     assert not stale, f"run `make reference` and commit: {stale}"
+    assert (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8") == maker.deepspeed(), (
+        "run `make reference`"
+    )
+
+
+def test_every_key_of_deepspeed_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+    for row in KEYS:
+        block, _, name = row.path.rpartition(".")
+        section = page.partition(f"\n## {block or 'Top level'}\n")[2].partition("\n## ")[0]
+        assert f"`{name}`" in section, row.path
 
 
 def test_every_key_has_a_sentence_and_a_line() -> None:

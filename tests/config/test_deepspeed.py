@@ -1,9 +1,19 @@
 """DeepSpeed configurations: every key has an answer, every mistake one too, and what acts changes something."""
 
+import base64
+import json
+import random
 import re
 from pathlib import Path
+from typing import Any
 
-from shardwise.config.deepspeed_keys import KEYS
+import pytest
+
+from shardwise.config.auto import resolve
+from shardwise.config.deepspeed import rows_of, translate
+from shardwise.config.deepspeed_keys import KEYS, REQUIRED, WITH_BLOCK, DeepSpeedKey
+from shardwise.config.run import RunConfig, load
+from shardwise.plan.errors import ConfigError
 
 NAMES = Path(__file__).parent / "deepspeed_names.txt"
 """What benchmarks/deepspeed/keys.py printed of deepspeed 0.19.8: paths and defaults."""
@@ -37,3 +47,358 @@ def test_defaults_are_those_of_the_package() -> None:
             differ += [] if is_same else [(path, default, ours)]
     # 0.19.8 writes these two as objects of its own.
     assert [path for path, *_ in differ] == ["tensor_parallel.dtype", "weight_quantization.q_type"]
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """``{"a": {"b": value}}`` of ``a.b``, with the type beside parameters that belong to one."""
+    for name in reversed(path.split(".")):
+        value = [value] if name == "[]" else {("metric" if name == "NAME" else name): value}
+    return value
+
+
+def misspelt(draws: random.Random, name: str) -> str:
+    """One letter lost, doubled, replaced, or two in each other's place."""
+    at = draws.randrange(len(name))
+    kind = draws.choice(["lost", "doubled", "replaced", "swapped"])
+    if kind == "swapped" and at + 1 < len(name):
+        return name[:at] + name[at + 1] + name[at] + name[at + 2 :]
+    middle = {"lost": "", "doubled": name[at] * 2}.get(kind, draws.choice("aeioutrnsl_"))
+    return name[:at] + middle + name[at + 1 :]
+
+
+def test_200_misspelt_keys_at_every_depth_are_errors_with_the_right_suggestion() -> None:
+    draws = random.Random(0)
+    paths = [row.path for row in KEYS if row.path.rpartition(".")[2] != "NAME" and "[]" not in row.path]
+    right = 0
+    for _ in range(200):
+        path = draws.choice(paths)
+        block, _, name = path.rpartition(".")
+        wrong = name
+        while f"{block}.{wrong}".lstrip(".") in {row.path for row in KEYS}:
+            wrong = misspelt(draws, name)
+        given = nested(f"{block}.{wrong}".lstrip("."), 1)
+        if block.endswith(".params"):
+            kind = next(row.of for row in KEYS if row.path == path) or (
+                "AdamW" if block[0] == "o" else "OneCycle",
+            )
+            given[block.partition(".")[0]]["type"] = kind[0]
+        with pytest.raises(ConfigError, match="unknown key") as caught:
+            translate(given)
+        if f"unknown key {wrong!r}; did you mean {name!r}?" not in str(caught.value):
+            print(path, wrong, caught.value)
+        right += f"unknown key {wrong!r}; did you mean {name!r}?" in str(caught.value)
+    print(right)
+    assert right >= 190
+
+
+ADAM = {"optimizer": {"type": "Adam"}}
+SGD = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
+FP16 = {"fp16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True}}
+STAGE_3 = {"zero_optimization": {"stage": 3}}
+CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "train_batch_size": ({}, 64),
+    "train_micro_batch_size_per_gpu": ({}, 4),
+    "gradient_accumulation_steps": ({"train_batch_size": 64}, 4),
+    "gradient_clipping": ({}, 0),
+    "optimizer.type": (ADAM, "SGD"),
+    "optimizer.params.lr": (ADAM, 0.5),
+    "optimizer.params.weight_decay": (ADAM, 0.1),
+    "optimizer.params.betas": (ADAM, [0.5, 0.9]),
+    "optimizer.params.eps": (ADAM, 1e-6),
+    "optimizer.params.adam_w_mode": (ADAM, False),
+    "optimizer.params.torch_adam": (ADAM, True),
+    "optimizer.params.momentum": (SGD, 0.5),
+    "optimizer.params.nesterov": (SGD, True),
+    "fp16.enabled": ({}, True),
+    "fp16.initial_scale_power": (FP16, 8),
+    "fp16.loss_scale_window": (FP16, 10),
+    "fp16.hysteresis": (FP16, 1),
+    "fp16.min_loss_scale": (FP16, 4),
+    "fp16.fp16_master_weights_and_grads": (FP16, True),
+    "bf16.enabled": ({}, True),
+    "bf16.bf16_master_weights_and_grads": (BF16, True),
+    "data_types.grad_accum_dtype": (BF16, "torch.bfloat16"),
+    "data_types.param_dtype": ({}, "half"),
+    "data_types.keep_in_fp32_modules": (BF16, ["norm"]),
+    "communication_data_type": (BF16, "bf16"),
+    "zero_optimization.stage": ({}, 3),
+    "zero_optimization.offload_param.device": (STAGE_3, "cpu"),
+    "zero_optimization.offload_optimizer.device": (STAGE_3, "cpu"),
+    "zero_optimization.cpu_offload": (STAGE_3, True),
+    "zero_optimization.cpu_offload_param": (STAGE_3, True),
+    "zero_optimization.cpu_offload_params": (STAGE_3, True),
+    "zero_optimization.stage3_prefetch_bucket_size": (STAGE_3, 0),
+    "zero_optimization.mics_shard_size": (STAGE_3, 2),
+    "activation_checkpointing.partition_activations": ({}, True),
+    "activation_checkpointing.cpu_checkpointing": ({}, True),
+    "activation_checkpointing.contiguous_memory_optimization": ({}, True),
+    "activation_checkpointing.number_checkpoints": ({}, 4),
+    "pipeline.stages": ({}, 2),
+    "pipeline.partition": ({}, "uniform"),
+    "pipeline.activation_checkpoint_interval": ({}, 1),
+    "tensor_parallel.autotp_size": ({}, 2),
+    "tensor_parallel.tp.tp_size": ({}, 2),
+    "data_parallel_size": ({"tensor_parallel": {"autotp_size": 4}}, 2),
+    "compile.deepcompile": ({}, True),
+    "checkpoint.writer.decoupled": ({}, True),
+}
+"""Of each key that acts: what stands beside it, and a value that is not its default."""
+
+
+def set_in(given: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """``given`` with a value at ``path``."""
+    name, _, rest = path.partition(".")
+    return {**given, name: set_in(given.get(name, {}), rest, value) if rest else value}
+
+
+def test_every_key_that_acts_is_in_the_table() -> None:
+    acts = {row.path for row in KEYS if row.fate == "does" and not row.stands_for and "block" not in row.kind}
+    assert acts == set(CHANGES)
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_what_acts_changes_the_run(path: str) -> None:
+    beside, value = CHANGES[path]
+    before, after = (parsed(given) for given in (beside, set_in(beside, path, value)))
+    assert before != after
+
+
+def parsed(given: dict[str, Any]) -> RunConfig:
+    """What becomes of it, which eight ranks can do."""
+    config = RunConfig.parse(translate(given).config)
+    resolve(config, 8, "cpu")
+    return config
+
+
+@pytest.mark.parametrize("row", [row for row in KEYS if row.stands_for], ids=lambda row: row.path)
+def test_an_old_name_says_the_same(row: DeepSpeedKey) -> None:
+    new = rows_of(row.stands_for)
+    assert new is not None
+    value = {"block": {}, "bool": not new.default}.get(row.kind, 7)
+    both = set_in(set_in({}, row.path, value), new.path, value)
+    with pytest.raises(ConfigError, match=f"{new.path} is given too, and both mean the same"):
+        translate(both)
+    if new.fate == "refused":
+        with pytest.raises(ConfigError, match=f"{row.path}: true is not taken here"):
+            translate(set_in({}, row.path, value))
+    else:
+        old, now = (translate(set_in({}, path, value)) for path in (row.path, new.path))
+        assert (old.config, old.values) == (now.config, now.values)
+
+
+def test_everything_at_its_default_asks_for_nothing() -> None:
+    """What is refused is refused where it asks for something; blocks that act by being there are left out."""
+    acting = ("optimizer", "scheduler", "zenflow", "zeropp", "partition_config", "sparse_att", "weight_quant")
+    given: dict[str, Any] = {}
+    for row in KEYS:
+        plain = row.default != REQUIRED and not row.stands_for and not row.kind.startswith("block")
+        if plain and not {"NAME", "[]"} & set(row.path.split(".")) and not any(w in row.path for w in acting):
+            given = set_in(given, row.path, row.default)
+    assert parsed(given) == parsed({})
+    assert {note.fate for note in translate(given).notes} == {"does", "idle", "default"}
+
+
+def test_whatever_is_refused_says_where_and_what_to_do() -> None:
+    """Alone, and as a block that is switched on; 400 keys of one kind are one test."""
+    for row in KEYS:
+        if row.fate != "refused" or row.of or row.stands_for or row.said == WITH_BLOCK:
+            continue
+        value: Any = not row.default
+        if row.kind.startswith("block"):
+            inner = next((each for each in KEYS if each.path == f"{row.path}.enabled"), None)
+            first = next(each for each in KEYS if each.path.startswith(f"{row.path}."))
+            value = {"enabled": True} if inner else {first.path.rpartition(".")[2]: other_value(first)}
+        elif row.kind != "bool":
+            value = other_value(row)
+        given = nested(row.path, value)
+        if row.path.startswith("optimizer."):
+            given = set_in(given, "optimizer.type", "AdamW")
+        if (switch := f"{row.path.partition('.')[0]}.enabled") in {each.path for each in KEYS}:
+            given = set_in(given, switch, True)
+        with pytest.raises(ConfigError) as caught:
+            translate(given)
+        assert f"{row.path}: " in str(caught.value) and row.said in str(caught.value), row.path
+
+
+def other_value(row: DeepSpeedKey) -> Any:
+    """A value of its kind that is not its default."""
+    kind = row.kind.removesuffix("?")
+    if kind.startswith("one of "):
+        return next(w for w in kind.removeprefix("one of ").split("|") if w != row.default)
+    by_kind = {
+        "bool": not row.default,
+        "texts": ["x"],
+        "numbers": [3],
+        "list": [],
+        "dtype": "bf16",
+        "any": "x",
+        "text": "x",
+    }
+    return by_kind[kind] if kind in by_kind else 0.5 if kind.startswith("num") else 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_batch_size": "many"}, 'train_batch_size: expected an integer or null .given "many".'),
+        ({"train_batch_size": 0}, "train_batch_size: expected an integer > 0"),
+        ({"train_batch_size": True}, "train_batch_size: expected an integer"),
+        ({"train_batch_size": 2.5}, "train_batch_size: expected an integer"),
+        ({"gradient_clipping": -1}, "gradient_clipping: expected a number >= 0"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping: expected a number"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected an integer <= 3 .given 4."),
+        ({"zero_optimization": 2}, "zero_optimization: expected keys and values .given 2."),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled: expected true or false"),
+        ({"fp16": True}, "fp16: expected keys and values"),
+        ({"fp16": {"enabled": 1}, "bf16": {"enabled": 1}}, "bf16.enabled: .*fp16 or bf16, not both"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.9, "x"]}}},
+            "params.betas: expected a list of numb",
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"momentum": 0.9}}}, "params: unknown key 'momentum'"),
+        ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 3}}},
+            'optimizer.type: "OneBitAdam" is not',
+        ),
+        ({"communication_data_type": "fp8"}, "communication_data_type: expected fp32, fp16 or bf16 or null"),
+        (
+            {"checkpoint": {"tag_validation": "Sometimes"}},
+            "tag_validation: expected one of warn, ignore, fail",
+        ),
+        ({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, "mics_shard_size: .*stage: 3 beside it"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+            "offload_param.device: .*instead: cpu",
+        ),
+        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}}, "offload_optimizer alone"),
+        ({"pipeline": {"stages": -2}}, "pipeline.stages: -2 is not taken"),
+        ({"pipeline": {"partition": "type:Linear|Conv"}}, "pipeline.partition: "),
+        ({"stage": 3, "fp16": {}}, "unknown key 'stage'; it belongs to zero_optimization"),
+        (
+            {"train_batch_size": 8, "zero": {"stage": 2}},
+            "zero: .*keep one kind.*train_batch_size.*batch.global_size",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_by_its_path(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(given)
+
+
+def test_all_faults_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(
+            {
+                "train_batch_sise": 8,
+                "fp16": {"enabled": 3},
+                "zero_optimization": {"zero_quantized_weights": True},
+            }
+        )
+    for said in ("train_batch_sise", "fp16.enabled: expected", "zero_optimization.zero_quantized_weights"):
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"train_batch_size": 64}, (64, 16, 1)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, (64, 4, 4)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, (64, 4, 4)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}, (64, 4, 4)),
+        ({"train_micro_batch_size_per_gpu": 4}, (16, 4, 1)),
+        ({"train_micro_batch_size_per_gpu": 4.0, "train_batch_size": "auto"}, (16, 4, 1)),
+    ],
+    ids=str,
+)
+def test_batch_sizes_follow_from_one_another_as_there(
+    given: dict[str, Any], found: tuple[int, int, int]
+) -> None:
+    batch = resolve(load(given), 4, "cpu").config.batch
+    assert (batch.global_size, batch.micro_size, batch.accumulation) == found
+
+
+def test_auto_takes_what_is_known() -> None:
+    given = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": "auto"},
+    }
+    alone = load(given)
+    assert (alone.optimizer.lr, alone.max_grad_norm, alone.precision.compute) == (1e-3, 1.0, None)
+    known = {"train_micro_batch_size_per_gpu": 2, "optimizer.params.lr": 0.5, "bf16.enabled": True}
+    made = translate(given, auto=known)
+    assert made.config["optimizer"]["lr"] == 0.5 and made.config["precision"]["compute"] == "bf16"
+    assert made.config["batch"]["micro_size"] == made.values["train_micro_batch_size_per_gpu"] == 2
+    assert made.values["zero_optimization.reduce_bucket_size"] == 500_000_000
+
+
+TUTORIAL = """
+# a configuration as tutorials print it
+{
+  "train_batch_size": 16,
+  "optimizer": {
+    "type": "Adam",
+    "params": { lr: 1e-3, betas: [ 0.8, 0.999 ] }
+  }
+  zero_optimization: {"stage": 2, "reduce_bucket_size": 5e7,}   // half
+  'fp16': {enabled: true, loss_scale: 0}, /* "é" */
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "form", ["json", "hjson", "yaml", "dictionary", "base64", "bytes of utf-8 with a mark"]
+)
+def test_all_forms_of_a_file_say_the_same(tmp_path: Path, form: str) -> None:
+    plain = {
+        "train_batch_size": 16,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999]}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7},
+        "fp16": {"enabled": True, "loss_scale": 0},
+    }
+    source: Any = tmp_path / f"ds.{form.split()[0]}"
+    if form == "dictionary":
+        source = plain
+    elif form == "base64":
+        source = base64.urlsafe_b64encode(json.dumps(plain).encode()).decode()
+    elif form == "yaml":
+        source.write_text(json.dumps(plain), encoding="utf-8")
+    else:
+        source = tmp_path / "ds.json"
+        source.write_bytes((TUTORIAL if "bytes" not in form else "\ufeff" + TUTORIAL).encode())
+    config = load(source)
+    assert (config.batch.global_size, config.zero.stage, config.optimizer.type) == (16, 2, "adamw")
+    assert config == load(plain) and config.precision.compute == "fp16"
+    assert load(source, ["zero.stage=3"]).zero.stage == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"train_batch_size": 8, "train_batch_size": 8}', "key 'train_batch_size' is given twice"),
+        ("fp16: {enabled: true\n enabled: true}", "key 'enabled' is given twice, line 2, column 2"),
+        ('{"train_batch_size": 8', "does not parse"),
+        ("[1, 2]", "holds a list"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "ds.json")
+
+
+def test_offloading_on_an_accelerator_is_refused_and_on_cpu_ranks_it_is_so() -> None:
+    config = load({"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert resolve(config, 2, "cpu").config.offload.optimizer == "host"
+    with pytest.raises(ConfigError, match="offload: optimizer in host memory, and the ranks compute on cuda"):
+        resolve(config, 2, "cuda")
+
+
+def test_mics_is_a_mesh_of_copies() -> None:
+    found = resolve(load(set_in(STAGE_3, "zero_optimization.mics_shard_size", 2)), 8, "cpu").mesh
+    assert (found.dp_replicate, found.dp_shard) == (4, 2)

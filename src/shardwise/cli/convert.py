@@ -8,6 +8,8 @@ a folder of transformers             a checkpoint of our GPT: what save_pretrain
                                      llama, mistral or gpt2 (weights alone; init_from reads such a folder as it is)
 a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
 a checkpoint that DeepSpeed saved    a folder of checkpoints of ours, which any layout loads; nothing in it is executed
+a DeepSpeed configuration, into      our configuration; what became of every key is printed
+  a .yaml file
 """
 
 import math
@@ -30,14 +32,15 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            help="Text (a file, a folder or 'stdlib'), click logs, a run or checkpoint, a Hugging Face folder, a .pt."
+            help="Text (a file, a folder or 'stdlib'), click logs, a run or checkpoint, a Hugging Face folder, a .pt, "
+            "a DeepSpeed configuration."
         ),
     ],
     out: Annotated[
         Path,
         typer.Argument(
-            help="The token file, .clicks file, Hugging Face folder, folder of vectors, folder of checkpoints or "
-            "safetensors file to write."
+            help="The token file, .clicks file, Hugging Face folder, folder of vectors, folder of checkpoints, "
+            "safetensors file or .yaml to write."
         ),
     ],
     tokenizer: Annotated[
@@ -65,8 +68,11 @@ def command(
     ] = 0,
 ) -> None:
     """Turn text into tokens, click logs into packed clicks, a checkpoint into Hugging Face's or vectors and back, a .pt
-    into tensors."""
+    into tensors, a DeepSpeed configuration into ours."""
     path = Path(source)
+    if out.suffix in (".yaml", ".yml"):
+        _translate(path, out)
+        return
     if path.suffix in _PICKLES and path.is_file():
         _weights(path, out)
     elif out.suffix == ".clicks":
@@ -102,6 +108,27 @@ def _from_deepspeed(source: Path, out: Path) -> None:
     typer.echo(f"{out}: the step that DeepSpeed saved in {step}")
     for line in left_out:
         typer.echo(f"left out: {line}")
+
+
+def _translate(source: Path, out: Path) -> None:
+    import yaml
+
+    from shardwise.config.deepspeed import translate
+    from shardwise.config.run import RunConfig, is_theirs, read_file
+
+    given = read_file(source)
+    if not is_theirs(given):
+        raise UsageError(
+            f"convert: {source} becomes a configuration, and it holds no key of DeepSpeed's; give a ds_config.json"
+        )
+    made = translate(given, str(source))
+    RunConfig.parse(made.config, str(source))
+    out.write_text(yaml.safe_dump(made.config, sort_keys=False), encoding="utf-8")
+    for note in made.notes:
+        typer.echo(printable(str(note)))
+    typer.echo(
+        f"{out}: add model, data and train for shardwise train; shardwise.initialize takes it as it is"
+    )
 
 
 def _is_checkpoint(path: Path) -> bool:

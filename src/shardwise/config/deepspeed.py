@@ -25,7 +25,7 @@ from shardwise.plan.policy import nearest
 _SHOWN = 80
 _FAULTS = 20
 SHARED = ("optimizer", "pipeline", "compile", "checkpoint")
-"""Keys of the top level that DeepSpeed and we have."""
+"""Blocks of the top level that DeepSpeed and we have."""
 
 
 class Note(NamedTuple):
@@ -57,11 +57,13 @@ class Translation(NamedTuple):
         return f"{acts} keys act{rest} (shardwise convert says what became of each)"
 
 
-def is_deepspeed(given: Mapping[str, Any]) -> bool:
-    """True of a configuration with a key that DeepSpeed has and we have not."""
-    optimizer = given.get("optimizer")
-    return any(key in _TOP_ONLY for key in given) or (
-        isinstance(optimizer, Mapping) and "params" in optimizer
+def is_deepspeed(given: Mapping[str, Any], shared: Mapping[str, Iterable[str]]) -> bool:
+    """True of a configuration with a key that DeepSpeed has and we have not. ``shared`` are the blocks of the top level
+    that both have, and our keys in them."""
+    inner = {name: value for name in shared if isinstance(value := given.get(name), Mapping)}
+    theirs = {name: {*_CHILDREN[name]} - {*shared[name]} for name in inner}
+    return any(key in _CHILDREN[""] and key not in shared for key in given) or any(
+        theirs[name] & {*keys} for name, keys in inner.items()
     )
 
 
@@ -108,7 +110,6 @@ _CHILDREN: dict[str, list[str]] = {}
 for _row in KEYS:
     _parent, _, _name = _row.path.rpartition(".")
     _CHILDREN.setdefault(_parent, []).append(_name)
-_TOP_ONLY = frozenset(name for name in _CHILDREN[""] if name not in SHARED)
 _TYPED = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
 
 
@@ -286,6 +287,9 @@ class _View:
         self._reading = reading
         self.faults: list[str] = []
         self.off = {row.path for rows in _ROWS.values() for row in rows if self._is_off(row)}
+        for row in KEYS:
+            if row.default == REQUIRED and row.fate == "does" and self._is_missing(row):
+                self.faults.append(f"{row.path} is missing; it has no default")
         for place, row in reading.rows.items():
             if row.fate == "refused" and self._asks(row, reading.said[place]):
                 self.refuse(place, reading.said[place], row.said)
@@ -326,7 +330,13 @@ class _View:
         switch = f"{row.path}.enabled"
         if switch in _ROWS:
             return not (self.given(row.path) and self(switch))
-        return not self.given(row.path) or self(row.path) is None
+        inner = (self(path) for path in self._reading.found if path.startswith(f"{row.path}."))
+        return not any(value is not None for value in inner)
+
+    def _is_missing(self, row: DeepSpeedKey) -> bool:
+        block = row.path.rpartition(".")[0]
+        is_wanted = not row.of or self._reading.kinds.get(block) in row.of
+        return is_wanted and self.given(block.partition(".")[0]) and row.path not in self._reading.said
 
     def _asks(self, row: DeepSpeedKey, value: Any) -> bool:
         """True where a key that is refused asks for something."""
@@ -440,8 +450,6 @@ def _precision(v: _View) -> dict[str, Any]:
 
 
 def _loss_scale(v: _View) -> dict[str, Any]:
-    if v("fp16.loss_scale"):
-        v.refuse("fp16.loss_scale", v("fp16.loss_scale"), "0, which is a dynamic scale")
     return {
         "init_scale": 2.0 ** v("fp16.initial_scale_power"),
         "growth_interval": int(v("fp16.loss_scale_window")),
@@ -455,6 +463,8 @@ def _optimizer(v: _View) -> dict[str, Any] | None:
         return None
     word = v("optimizer.type")
     kind = str(word).lower()
+    if word is None:
+        return None
     if kind not in ("adam", "adamw", "sgd"):
         known = ("Adam", "AdamW", "SGD")
         v.refuse("optimizer.type", word, f"one of {', '.join(known)}, or an optimizer object of torch's")

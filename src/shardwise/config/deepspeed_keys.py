@@ -264,7 +264,7 @@ _PRECISION = [
         does("fp16", "block", {}, "precision"),
         does("enabled", "bool", False, "precision.compute: fp16"),
         idle("auto_cast", "bool", False, "floating inputs are cast at the root of the model in any case"),
-        does("loss_scale", "num >= 0", 0.0, "precision.loss_scale; a fixed scale is refused"),
+        refused("loss_scale", "num >= 0", 0.0, "0, which is a scale that follows the gradients"),
         does("initial_scale_power", "int >= 0", 16, "precision.loss_scale.init_scale: 2 to that power"),
         does("loss_scale_window", "int > 0", 1000, "precision.loss_scale.growth_interval"),
         does("hysteresis", "int > 0", 2, "precision.loss_scale.hysteresis"),
@@ -707,7 +707,7 @@ def _curriculum() -> list[DeepSpeedKey]:
 
 _ORDER = "the data in the order that the run needs; leave the block out"
 _DATA = [
-    does("dataloader_drop_last", "bool", False, "the loader that shardwise.deepspeed.initialize makes"),
+    idle("dataloader_drop_last", "bool", False, "the loader that initialize is given says so itself"),
     *block(
         refused("data_efficiency", "block", {}, _ORDER),
         refused("enabled", "bool", False, WITH_BLOCK),

@@ -185,11 +185,11 @@ def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequen
         given, where = _plain(source), "config"
     else:
         given, where = _found(source)
-    if is_deepspeed(given):
+    if is_theirs(given):
         if both := sorted(set(given) & _OURS_ALONE):
             known = [f"{key!r}; here it is {ours}" for key in given if (ours := known_elsewhere("", key))]
             raise ConfigError(
-                f"{where}: {', '.join(both)} are keys of ours in a DeepSpeed configuration; keep one kind: "
+                f"{where}: {', '.join(both)}: keys of ours in a DeepSpeed configuration; keep one kind: "
                 f"{', '.join(known) or 'shardwise convert translates the other keys'}"
             )
         made = translate(given, where)
@@ -198,6 +198,17 @@ def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequen
     for override in overrides:
         _override(given, override)
     return RunConfig.parse(given, where)
+
+
+def is_theirs(given: Mapping[str, Any]) -> bool:
+    """True of a DeepSpeed configuration."""
+    blocks: dict[str, type[Policy]] = {
+        "optimizer": OptimizerPolicy,
+        "pipeline": PipelinePolicy,
+        "compile": CompilePolicy,
+    }
+    blocks["checkpoint"] = CheckpointPolicy
+    return is_deepspeed(given, {name: blocks[name].model_fields for name in SHARED})
 
 
 def _found(source: str | Path) -> tuple[dict[str, Any], str]:
