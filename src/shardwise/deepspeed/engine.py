@@ -12,13 +12,14 @@ Whatever is not here is the module's. ``engine.ours`` is our engine, with all th
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 from shardwise.comm import default_group
-from shardwise.deepspeed import getters
+from shardwise.deepspeed import getters, saved
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
@@ -337,6 +338,64 @@ class DeepSpeedEngine(nn.Module):
         return whole if self.global_rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    # Saving ----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save a step as ``save_dir/tag`` (default: ``global_stepN``); see saved.py. Collective.
+
+        ``client_state``: numbers, text, tensors, lists and dictionaries, which ``load_checkpoint`` returns.
+        ``exclude_frozen_parameters``: leave them out of the file for torch. Errors: UsageError names the key of what
+        could be read back by running code alone; CheckpointError.
+        """
+        return saved.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load ``load_dir/tag`` (default: what ``latest`` names), ours or one that DeepSpeed saved, whatever ranks and
+        stage saved it; (its folder, the client's state), or (None, {}) where ``load_dir`` names no latest. Collective.
+
+        Errors: CheckpointError, MismatchError where it is of another model and ``load_module_strict``.
+        """
+        if custom_load_fn is not None:
+            raise UsageError(
+                "load_checkpoint: custom_load_fn: load what it needs yourself, and the rest here"
+            )
+        return saved.load(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """The whole model in its 16 bits, as one file for torch. Collective; rank 0 holds it on the CPU meanwhile."""
+        return saved.save_16bit(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
 
     def empty_partition_cache(self) -> None:
         """Nothing: no weights are kept between passes."""

@@ -233,6 +233,11 @@ NAMES: dict[str, Rows] = {
     "utils.nvtx": _all("logs", "instrument_w_nvtx"),
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": _all(
+        "saved",
+        "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
+        "load_state_dict_from_zero_checkpoint",
+    ),
     "zero": {**_PARTITIONED, **_none(_TILES, "TiledLinear TiledLinearReturnBias")},
 }
 """By path and name."""

@@ -1,0 +1,338 @@
+"""``save_checkpoint`` and ``load_checkpoint``: DeepSpeed's folders with our steps in them.
+
+    DIR/latest                            the newest tag, written last
+    DIR/TAG/step_00000003/                our step: any ranks, any stage, any mesh load it; every byte has a checksum
+    DIR/TAG/mp_rank_00_model_states.pt    for torch alone: ["module"], and beside it counters, the scheduler's and the
+                                          client's state
+
+``torch.load(..., weights_only=True)["module"]`` is the whole model at every stage. It is written from the map of the
+step that was just saved, so no rank ever holds it. Of steps that DeepSpeed itself saved, see their_checkpoint.py.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest
+from shardwise.deepspeed.living import find
+from shardwise.deepspeed.their_checkpoint import convert, find_step
+from shardwise.formats.safetensors import read_header
+from shardwise.plan.errors import CheckpointError, UsageError
+
+_log = logging.getLogger(__name__)
+
+DeepSpeedEngine = Any
+"""That of engine.py, which calls these functions."""
+LATEST = "latest"
+FOR_TORCH = "mp_rank_00_model_states.pt"
+_RESERVED = {
+    "module",
+    "counters",
+    "lr_scheduler",
+    "saved_by",
+    *("global_steps", "global_samples", "skipped_steps"),
+}
+
+
+def save(
+    engine: DeepSpeedEngine,
+    save_dir: str | Path,
+    tag: str | int | None,
+    client_state: Mapping[str, Any] | None,
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> bool:
+    """See ``DeepSpeedEngine.save_checkpoint``."""
+    name = _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    client = dict(client_state or {})
+    _check_client(client)
+    ours, folder = engine.ours, Path(save_dir) / name
+    counters = vars(engine.counters)
+    ours.save(folder, {"counters": counters, "client": sorted(client)}, asynchronous=False)
+    error = ""
+    if ours.is_main:
+        try:
+            _write_for_torch(engine, folder, client, exclude_frozen)
+            if save_latest:
+                _write(Path(save_dir) / LATEST, lambda path: path.write_text(name, encoding="utf-8"))
+        except OSError as found:
+            error = str(found)
+    if ours.agree(bool(error)):
+        raise CheckpointError(
+            f"save_checkpoint: {folder}: {error or 'rank 0 could not write it; see its log'}"
+        )
+    return True
+
+
+def _checked(tag: str) -> str:
+    if Path(tag).name != tag or tag in ("", ".", "..") or not tag.isprintable():
+        raise UsageError(
+            f"checkpoint: the tag {tag!r} is not a plain name; a tag is one folder below the checkpoints'"
+        )
+    return tag
+
+
+def _check_client(client: Mapping[str, Any]) -> None:
+    """Errors: UsageError by key, for what could not be read back without running code."""
+    taken = _RESERVED & client.keys()
+    if taken:
+        raise UsageError(
+            f"save_checkpoint: client_state[{min(taken)!r}] is the engine's own key; give it another name"
+        )
+
+    def check(value: Any, where: str) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                if not isinstance(key, str | int | float | bool):
+                    raise UsageError(
+                        f"save_checkpoint: {where} has a key of type {type(key).__name__}; use text"
+                    )
+                check(inner, f"{where}[{key!r}]")
+        elif isinstance(value, list | tuple | set):
+            for number, inner in enumerate(value):
+                check(inner, f"{where}[{number}]")
+        elif value is not None and type(value) not in (
+            bool,
+            int,
+            float,
+            str,
+            bytes,
+            Tensor,
+            torch.nn.Parameter,
+        ):
+            kind = type(value)
+            raise UsageError(
+                f"save_checkpoint: {where} is a {kind.__module__}.{kind.__qualname__}, which could be read back by "
+                "running code alone; give numbers, text, tensors, lists and dictionaries, such as its state_dict()"
+            )
+
+    for key, value in client.items():
+        check(value, f"client_state[{key!r}]")
+
+
+def _write_for_torch(
+    engine: DeepSpeedEngine, folder: Path, client: Mapping[str, Any], exclude_frozen: bool
+) -> None:
+    """Rank 0: the file that torch reads, from the map of the step's own."""
+    newest = max(folder.glob("step_*/manifest.json"), key=lambda path: path.stat().st_mtime_ns).parent
+    tensors: dict[str, Tensor] = {}
+    for file in sorted((newest / "model").glob("*.safetensors")):
+        for name, stored in read_header(file).items():
+            tensors[name] = stored.read(0, stored.elements).view(stored.shape)
+    manifest = Manifest.decode((newest / "manifest.json").read_bytes(), str(newest))
+    for name, others in manifest.aliases.items():
+        tensors |= {other: tensors[name] for other in others if name in tensors}
+    frozen = {
+        name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad
+    }
+    left_out = frozen if exclude_frozen else set()
+    scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
+    content = {
+        **client,
+        "module": {name: tensor for name, tensor in tensors.items() if name not in left_out},
+        "lr_scheduler": scheduler,
+        "counters": dict(vars(engine.counters)),
+        **{name: vars(engine.counters)[name] for name in ("global_steps", "global_samples", "skipped_steps")},
+        "saved_by": "shardwise",
+    }
+    _write(folder / FOR_TORCH, lambda path: torch.save(content, path))
+
+
+def _write(path: Path, write: Any) -> None:
+    """Whole, or not at all."""
+    fresh = path.with_name(f".{path.name}.new")
+    write(fresh)
+    with fresh.open("rb") as file:
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def load(
+    engine: DeepSpeedEngine,
+    load_dir: str | Path,
+    tag: str | int | None,
+    strict: bool,
+    wants_optimizer: bool,
+    wants_scheduler: bool,
+    module_only: bool,
+) -> tuple[str | None, dict[str, Any]]:
+    """See ``DeepSpeedEngine.load_checkpoint``."""
+    root = Path(load_dir)
+    if tag is None and not (root / LATEST).is_file():
+        _log.warning("load_checkpoint: %s has no file %r; nothing was loaded", root, LATEST)
+        return None, {}
+    name = _checked((root / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag))
+    folder = root / name
+    is_ours = any(folder.glob("step_*/manifest.json"))
+    step = None if is_ours else find_step(root, name)
+    if not is_ours and step is None:
+        raise CheckpointError(
+            f"load_checkpoint: {folder} holds no step, neither ours nor DeepSpeed's; there are "
+            f"{', '.join(sorted(path.name for path in root.iterdir() if path.is_dir())[:8]) or 'no tags'}"
+        )
+    weights_only = module_only or not wants_optimizer
+    extra = {} if strict else {"missing": ["*"], "unexpected": ["*"]}
+    if step is None:
+        user = engine.ours.load(folder, weights_only=weights_only, **extra)
+        told = torch.load(folder / FOR_TORCH, map_location="cpu", weights_only=True, mmap=True)
+        told.pop("module")
+        client = {key: value for key, value in told.items() if key not in _RESERVED}
+        scheduler = told.get("lr_scheduler")
+    else:
+        user = _load_theirs(engine, step, weights_only, extra)
+        client, scheduler = dict(user["client"]), user["lr_scheduler"]
+    assert user is not None, "a step was found"
+    if not module_only:
+        for key, value in user["counters"].items():
+            setattr(engine.counters, key, int(value))
+        if wants_scheduler and scheduler is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+            engine.lr_scheduler.load_state_dict(scheduler)
+    return str(folder), client
+
+
+def _load_theirs(
+    engine: DeepSpeedEngine, step: Path, weights_only: bool, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A step of DeepSpeed's: rank 0 writes it anew beside itself, all load that, and it goes again."""
+    ours, error = engine.ours, ""
+    converted = step.with_name(f".{step.name}.shardwise")
+    if ours.is_main:
+        try:
+            shutil.rmtree(converted, ignore_errors=True)
+            for line in convert(step, converted, _names_by_group(engine)):
+                _log.warning("load_checkpoint: %s: left out: %s", step, line)
+        except (CheckpointError, OSError) as found:
+            error = str(found)
+    if ours.agree(bool(error)):
+        raise CheckpointError(
+            error
+            or f"load_checkpoint: rank 0 could not read {step}; see its log. Where the folder cannot be written, "
+            "`shardwise convert` writes the step elsewhere"
+        )
+    try:
+        user = ours.load(converted, weights_only=weights_only, **extra)
+        ours.barrier()  # the last rank has read it
+    finally:
+        if ours.is_main:
+            shutil.rmtree(converted, ignore_errors=True)
+    assert user is not None, "it was written a moment ago"
+    return user
+
+
+def _names_by_group(engine: DeepSpeedEngine) -> list[list[str]] | None:
+    """Names of the optimizer's parameters, which stage 0 saves by number alone."""
+    if engine.optimizer is None:
+        return None
+    found = [[find(p) for p in group["params"]] for group in engine.optimizer.param_groups]
+    return [[each[1] for each in group if each is not None] for group in found]
+
+
+# Whole states out of either kind -----------------------------------------------------------------------------------
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    **ignored: Any,
+) -> dict[str, Tensor]:
+    """The whole model in fp32, from masters where there are any, under all its names. On the CPU, of this process.
+
+    Of steps that we saved and of those that DeepSpeed did. Errors: CheckpointError.
+    """
+    root = Path(checkpoint_dir)
+    name = tag if tag is not None else (root / LATEST).read_text(encoding="utf-8").strip()
+    folder = root / _checked(name)
+    if any(folder.glob("step_*/manifest.json")):
+        return _whole(folder)
+    step = find_step(root, name)
+    if step is None:
+        raise CheckpointError(f"{folder} holds no step, neither ours nor DeepSpeed's")
+    with tempfile.TemporaryDirectory(prefix="shardwise_") as scratch:
+        convert(step, Path(scratch) / "ours")
+        return _whole(Path(scratch) / "ours")
+
+
+def _whole(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+
+    def choose(manifest: Manifest) -> list[Item]:
+        masters = {tensor.name for tensor in manifest.tensors if tensor.kind == "master"}
+        items = []
+        for tensor in manifest.tensors:
+            is_asked = tensor.kind in ("master", "buffer") or (
+                tensor.kind == "weight" and tensor.name not in masters
+            )
+            pieces = []
+            if is_asked:
+                wide = torch.float32 if tensor.torch_dtype.is_floating_point else tensor.torch_dtype
+                found[tensor.name] = torch.empty(tensor.shape, dtype=wide)
+                flat = found[tensor.name].view(-1)
+                pieces = [FlatSlice(0, flat.numel(), flat)]
+                names.update({name: tensor.name for name in manifest.names_of(tensor.name)})
+            dtype = found[tensor.name].dtype if is_asked else tensor.torch_dtype
+            items.append(Item(tensor.kind, tensor.name, tuple(tensor.shape), dtype, pieces))
+        return items
+
+    Checkpoints(folder).load(choose)
+    return {name: found[home] for name, home in names.items()}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the whole fp32 model as ``pytorch_model.bin``, or as ``model.safetensors``, into ``output_dir``."""
+    from safetensors.torch import save_file
+
+    out = Path(output_dir)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    out.mkdir(parents=True, exist_ok=True)
+    if safe_serialization:
+        _write(
+            out / "model.safetensors", lambda path: save_file({k: v.clone() for k, v in state.items()}, path)
+        )
+    else:
+        _write(out / "pytorch_model.bin", lambda path: torch.save(state, path))
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> torch.nn.Module:
+    """``model`` on the CPU with the weights of a checkpoint, in fp32."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def save_16bit(engine: DeepSpeedEngine, save_dir: str | Path, filename: str, exclude_frozen: bool) -> bool:
+    """See ``DeepSpeedEngine.save_16bit_model``."""
+    state = engine.ours.state_dict(trained_only=exclude_frozen)
+    dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
+    error = ""
+    if engine.ours.is_main:
+        try:
+            folder = Path(save_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            if dtype is not None:
+                state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+            _write(folder / filename, lambda path: torch.save(state, path))
+        except OSError as found:
+            error = str(found)
+    if engine.ours.agree(bool(error)):
+        raise CheckpointError(
+            f"save_16bit_model: {save_dir}: {error or 'rank 0 could not write it; see its log'}"
+        )
+    return True
