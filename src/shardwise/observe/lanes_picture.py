@@ -17,12 +17,11 @@ whatever time. Times are those of ``time.perf_counter``.
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-from shardwise.observe.schedule_picture import IDLE, INK, PALETTE
+from shardwise.observe.bars import PALETTE, Bar, Panel, draw_bars
 
 LaneName = Literal["read", "keys", "compute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
@@ -31,7 +30,6 @@ _KEPT_SPANS = 32 * _KEPT_STEPS
 """Of reading and keys: a step is read in as many pieces as it has microbatches, and some time before it computes."""
 _STEPS = 6
 """In a picture."""
-_HEIGHT = 0.84
 
 
 class LaneSpan(NamedTuple):
@@ -157,90 +155,27 @@ def draw_picture(
     panels: Mapping[str, Sequence[LaneSpan]], path: str | os.PathLike[str], title: str = ""
 ) -> None:
     """Draw lanes above one another into a PNG file, a panel for each name, all on one scale; a colour for each step."""
-    # Imported here: half a second that only this needs. No pyplot: it keeps global state and looks for a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    ranges = [_range_of(spans) for spans in panels.values()]
-    longest_s = max((stop - start for start, stop in ranges), default=0.0) or 1.0
-    figure = Figure(figsize=(12, 0.9 + 1.75 * max(1, len(panels))), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes_of = figure.subplots(max(1, len(panels)), 1, squeeze=False, sharex=True)[:, 0]
-    for axes, (name, spans), (start_s, stop_s) in zip(axes_of, panels.items(), ranges, strict=False):
-        _draw_lanes(axes, spans, start_s, stop_s, longest_s)
-        axes.set_yticks(range(len(LANES)), LANES)
-        axes.set_ylim(len(LANES) - 0.5, -0.5)
-        axes.set_xlim(0, longest_s * 1e3)
-        axes.tick_params(length=0, labelsize=9, colors=INK)
-        axes.spines[:].set_visible(False)
-        axes.set_title(_headline(name, spans), loc="left", fontsize=9, color=INK)
-    axes_of[-1].set_xlabel("ms; a colour and a number for each step", fontsize=8, color=INK)
-    figure.suptitle(title, fontsize=11, x=0.006, ha="left")
-    path = Path(path)
-    fresh = path.with_name("." + path.name)
-    figure.savefig(fresh, format="png")
-    fresh.replace(path)
+    shown = []
+    for name, spans in panels.items():
+        start_s, stop_s = _range_of(spans)
+        length_ms = (stop_s - start_s) * 1e3
+        bars = list(_bars(spans, start_s, stop_s))
+        keys = LANES.index("keys")
+        is_inside = bool(spans) and all(bar.row != keys for bar in bars)
+        notes = {keys: "found and exchanged inside compute"} if is_inside else {}
+        shown.append(Panel(_headline(name, spans), LANES, length_ms, bars, notes))
+    draw_bars(shown, path, title, "ms; a colour and a number for each step", 0.42)
 
 
-def _draw_lanes(
-    axes: Any, spans: Sequence[LaneSpan], start_s: float, stop_s: float, longest_s: float
-) -> None:
-    """Bars over grey, so that what is grey is idle; readers that work at the same time share the height."""
+def _bars(spans: Sequence[LaneSpan], start_s: float, stop_s: float) -> Iterator[Bar]:
+    """What lies in the range; readers that work at the same time share the height."""
     for place, lane in enumerate(LANES):
-        axes.barh(place, (stop_s - start_s) * 1e3, height=_HEIGHT, color=IDLE)
         rows = _side_by_side([span for span in spans if span.lane == lane])
-        height = _HEIGHT / max(1, len(rows))
         for number, row in enumerate(rows):
-            middle = place - _HEIGHT / 2 + (number + 0.5) * height
-            for span, following in zip(row, [*row[1:], None], strict=True):
-                left, right = max(span.start_s, start_s), min(span.stop_s, stop_s)
+            for span in row:
+                left, right = max(span.start_s, start_s) - start_s, min(span.stop_s, stop_s) - start_s
                 colour = PALETTE[span.step % len(PALETTE)]
-                axes.barh(
-                    middle,
-                    (right - left) * 1e3,
-                    left=(left - start_s) * 1e3,
-                    height=height,
-                    color=colour,
-                    edgecolor="white",
-                    linewidth=0.6 if (right - left) / longest_s > _SEEN else 0,
-                )
-                room = (stop_s if following is None else following.start_s) - right
-                _write_step(
-                    axes, span.step, (left - start_s, right - start_s), room, middle, height, longest_s
-                )
-        if lane == "keys" and not rows and spans:
-            axes.text(
-                (stop_s - start_s) * 500, place, "found and exchanged inside compute", ha="center",
-                va="center_baseline", fontsize=8, color="#888888",
-            )  # fmt: skip
-
-
-_SEEN = 0.004
-"""Share of the picture's width from which a bar is one to the eye."""
-
-
-def _write_step(
-    axes: Any,
-    step: int,
-    bar: tuple[float, float],
-    room_s: float,
-    middle: float,
-    height: float,
-    longest_s: float,
-) -> None:
-    """The number in its bar, or beside a narrow one where there is room; none beside a bar too narrow to be seen."""
-    label = str(step)
-    needed_s = len(label) * longest_s / 125
-    size = min(9.0, 18 * height)
-    if size < 4:
-        return
-    if bar[1] - bar[0] > needed_s:
-        at, side, colour = (bar[0] + bar[1]) / 2, "center", "white"
-    elif room_s > 1.5 * needed_s and bar[1] - bar[0] > _SEEN * longest_s:
-        at, side, colour = bar[1] + longest_s / 400, "left", PALETTE[step % len(PALETTE)]
-    else:
-        return
-    axes.text(at * 1e3, middle, label, ha=side, va="center_baseline", fontsize=size, color=colour)
+                yield Bar(place, left * 1e3, right * 1e3, colour, str(span.step), part=(number, len(rows)))
 
 
 def _side_by_side(spans: Sequence[LaneSpan]) -> list[list[LaneSpan]]:

@@ -11,19 +11,15 @@ With several stages per rank the stage comes first: ``2F0`` is the forward of st
 import colorsys
 import math
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardwise.observe.bars import IDLE, INK, PALETTE, Bar, Panel, draw_bars
 from shardwise.plan.action import Kind
 from shardwise.plan.timeline import Span, Timeline
 
 _SHADE = {Kind.F: 0.55, Kind.I: 0.1, Kind.B: 0.0, Kind.W: -0.35}
 """Towards white (1) or black (-1)."""
-_HEIGHT = 0.84
-IDLE, INK = "#ededed", "#333333"
-PALETTE = ("#3b6ea5", "#d1622b", "#4b8f6b", "#8a5fa3", "#b8883b", "#3c8f9c", "#b0506a", "#6b7280")
-"""Of the stages, and as many of them as the key has room for."""
 
 
 def draw_text(timeline: Timeline, tick_s: float | None = None, columns: int = 400, row: str = "rank") -> str:
@@ -64,64 +60,29 @@ def draw_picture(
 
     A colour per stage, F light, B dark, idle grey. ``row``: what the rows are called.
     """
-    # Imported here: half a second that only this needs. No pyplot: it keeps global state and looks for a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = sum(len(timeline.spans) for timeline in timelines.values())
     stages = 1 + max((stage for timeline in timelines.values() for stage in _stages(timeline)), default=0)
-    longest_s = max((timeline.makespan_s for timeline in timelines.values()), default=0.0) or 1.0
+    longest_s = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
     factor, unit = (1e3, "ms") if longest_s < 1 else (1.0, "s")
-    figure = Figure(figsize=(12, 0.9 + 0.5 * len(timelines) + 0.36 * rows), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(
-        len(timelines), 1, squeeze=False, sharex=True,
-        gridspec_kw={"height_ratios": [max(1, len(timeline.spans)) for timeline in timelines.values()]},
-    )[:, 0]  # fmt: skip
-    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
-        _draw_rows(axes, timeline, stages, factor, longest_s)
-        axes.set_yticks(range(len(timeline.spans)), [f"{row} {rank}" for rank in timeline.spans])
-        axes.set_ylim(max(1, len(timeline.spans)) - 0.5, -0.5)
-        axes.set_xlim(0, longest_s * factor)
-        axes.tick_params(length=0, labelsize=8, colors=INK)
-        axes.spines[:].set_visible(False)
-        length = f"{timeline.makespan_s * factor:.3g} {unit}"
-        axes.set_title(f"{name}: {length}, idle {timeline.idle_share:.1%}", loc="left", fontsize=9, color=INK)
-    if len(panels):
-        panels[-1].set_xlabel(unit, fontsize=8, color=INK)
-        _add_key(panels[0], timelines, stages)
-    figure.suptitle(title, fontsize=11, x=0.006, ha="left")
-    path = Path(path)
-    fresh = path.with_name("." + path.name)
-    figure.savefig(fresh, format="png")
-    fresh.replace(path)
+    panels = []
+    for name, timeline in timelines.items():
+        length = timeline.makespan_s * factor
+        said = f"{name}: {length:.3g} {unit}, idle {timeline.idle_share:.1%}"
+        rows = [f"{row} {rank}" for rank in timeline.spans]
+        panels.append(Panel(said, rows, length, list(_bars(timeline, stages, factor))))
+    draw_bars(panels, path, title, unit, 0.36, lambda axes: _add_key(axes, timelines, stages))
 
 
-def _draw_rows(axes: Any, timeline: Timeline, stages: int, factor: float, longest_s: float) -> None:
-    """A bar per pass over a grey one for the whole time, so that what is grey is idle."""
+def _bars(timeline: Timeline, stages: int, factor: float) -> Iterator[Bar]:
+    """One for each pass."""
     with_stage = _has_several_stages(timeline)
     for place, rank in enumerate(timeline.spans):
-        axes.barh(place, timeline.makespan_s * factor, height=_HEIGHT, color=IDLE)
         for span in timeline.passes(rank):
-            length = span.stop_s - span.start_s
-            start = (span.start_s - timeline.start_s) * factor
-            colour = _colour(max(0, span.action.stage), stages, span.action.kind)
-            axes.barh(
-                place,
-                length * factor,
-                left=start,
-                height=_HEIGHT,
-                color=colour,
-                edgecolor="white",
-                linewidth=0.6,
+            start, stop = ((time - timeline.start_s) * factor for time in (span.start_s, span.stop_s))
+            kind = span.action.kind
+            colour = _colour(max(0, span.action.stage), stages, kind)
+            yield Bar(
+                place, start, stop, colour, _label(span, with_stage), "black" if kind is Kind.F else "white"
             )
-            label = _label(span, with_stage)
-            size = min(8.0, length / longest_s * 1050 / len(label))
-            if size >= 4:
-                axes.text(
-                    start + length * factor / 2, place, label, ha="center", va="center_baseline", fontsize=size,
-                    color="black" if span.action.kind is Kind.F else "white",
-                )  # fmt: skip
 
 
 def _add_key(axes: Any, timelines: Mapping[str, Timeline], stages: int) -> None:
@@ -129,7 +90,7 @@ def _add_key(axes: Any, timelines: Mapping[str, Timeline], stages: int) -> None:
     from matplotlib.patches import Patch
 
     kinds = {s.action.kind for t in timelines.values() for rank in t.spans for s in t.passes(rank)}
-    if not kinds or stages > len(PALETTE):
+    if not kinds or stages > len(PALETTE):  # more than the key has room for
         return
     dark = Kind.B if Kind.B in kinds else Kind.F
     patches = [Patch(color=_colour(stage, stages, dark), label=f"stage {stage}") for stage in range(stages)]
