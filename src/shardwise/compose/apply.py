@@ -34,7 +34,8 @@ from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.parallel.embedding.collection import as_before
-from shardwise.parallel.pipeline.cut import check_cut, cut
+from shardwise.parallel.pipeline.check_cut import check_cut
+from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnTp, ParameterSpec
 from shardwise.parallel.embedding.collection import collections_of
-from shardwise.parallel.pipeline.cut import blocks_around, find_blocks, positions, weigh
+from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, positions, weigh
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.uses import Uses, order_of_use

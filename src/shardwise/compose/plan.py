@@ -186,8 +186,8 @@ def _actions(
     def backward(stage: int, last: bool) -> list[Action]:
         return backward_actions(known[stage].boundaries, strategy, trained, last, prefetch)
 
-    once = not policies.zero.reshard_after_forward and strategy.has_windows
-    actions = add_sharding({0: row}, forward, backward, "step" if once else "microbatch")[0]
+    reshards = policies.zero.reshard_after_forward or not strategy.has_windows
+    actions = add_sharding({0: row}, forward, backward, reshards)[0]
     actions += [Action(Kind.DELIVER, unit.index) for unit in ranks.tables]
     if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
         actions.append(SUM)

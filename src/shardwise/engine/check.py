@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from shardwise.compose.apply import recompute_blocks
 from shardwise.config.run import RunConfig
@@ -137,7 +137,7 @@ class Check:
         if not self._is_known:
             self._running.clear()
         elif self._uncut is not None:
-            self._running.append(tree_map(_cloned, (args, dict(kwargs))))
+            self._running.append(tree_map_only(Tensor, _cloned, (args, dict(kwargs))))
 
     def returned(self, output: Any) -> None:
         """What that pass gave."""
@@ -443,8 +443,8 @@ def _has_hooks(module: nn.Module) -> bool:
     return False
 
 
-def _cloned(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _undropped(model: nn.Module) -> nn.Module:

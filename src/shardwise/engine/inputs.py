@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.plan.errors import UsageError
-from shardwise.plan.pytree import part_named
+from shardwise.plan.pytree import part_named, rebuilt
 from shardwise.plan.ragged import Ragged
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -48,15 +48,9 @@ def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> 
         return value.to(device)
     if isinstance(value, Ragged) and value.weights is None and value.values.device == device:
         return value  # a batch has dozens, and each would be walked and made anew in every cast
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_inputs(inner, device, dtype) for inner in value))
-    if isinstance(value, tuple | list):
-        return type(value)(cast_inputs(inner, device, dtype) for inner in value)
-    if isinstance(value, dict):
-        return {key: cast_inputs(inner, device, dtype) for key, inner in value.items()}
     if isinstance(value, PreparedFeatures):
         return value.changed(lambda inner: cast_inputs(inner, device, dtype))
-    return value
+    return rebuilt(value, lambda inner: cast_inputs(inner, device, dtype))
 
 
 def find_loss(output: Any) -> Tensor:

@@ -22,11 +22,11 @@ from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.weighing import Weighing
 from shardwise.observe.schedule_picture import draw_text
-from shardwise.parallel.pipeline.cut import kind_of
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, pack, refusal, unpack
 from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.errors import PlanError, UsageError

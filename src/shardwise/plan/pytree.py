@@ -1,7 +1,7 @@
 """Values made of tensors: what models take and return."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -45,3 +45,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
+    """A tuple, list or dictionary again, of what ``of`` makes of its parts; anything else as it is."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(of, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(of, value))
+    if isinstance(value, dict):
+        return {key: of(inner) for key, inner in value.items()}
+    return value

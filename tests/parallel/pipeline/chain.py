@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.pipeline.cut import StageModule, cut
+from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.parallel.pipeline.stage_module import StageModule
 
 
 def forward_backward(stages: dict[int, StageModule], call: Callable[[nn.Module], Tensor]) -> Tensor:

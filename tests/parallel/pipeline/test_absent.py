@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.parallel.pipeline.cut import cut, kind_of
+from shardwise.parallel.pipeline.cut import cut
+from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.plan.errors import PlanError
 from tests.parallel.pipeline.chain import forward_backward
 from tests.parallel.pipeline.ordinary import Doubled

@@ -11,14 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models.gpt import Gpt, GptPolicy
-from shardwise.parallel.pipeline.cut import (
-    blocks_around,
-    check_cut,
-    cut,
-    find_blocks,
-    owners,
-    weigh,
-)
+from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, stages_of_modules, weigh
+from shardwise.parallel.pipeline.check_cut import check_cut
+from shardwise.parallel.pipeline.cut import cut
 from shardwise.plan.errors import PlanError
 from tests.engine.nets import Language, seeded
 from tests.parallel.pipeline.chain import error_of_cut, forward_backward, gradients_of
@@ -170,13 +165,13 @@ def test_every_parameter_belongs_to_one_stage_under_its_own_name(case: str) -> N
     for starts in cuts:
         model = make()
         before = {name: (p, p.clone()) for name, p in model.named_parameters(remove_duplicate=False)}
-        owner = owners(model, starts)
+        stage_of = stages_of_modules(model, starts)
         found: dict[str, int] = {}
         for number, stage in cut(model, starts, range(len(starts) + 1)).items():
             for name, _ in stage.module.named_parameters(remove_duplicate=False):
                 assert name not in found, f"{name} is on two stages"
                 found[name] = number
-        assert found == {name: owner[name] for name in before}
+        assert found == {name: stage_of[name.rpartition(".")[0]] for name in before}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             assert parameter is before[name][0] and torch.equal(parameter, before[name][1]), (
                 "the model changed"
@@ -195,8 +190,8 @@ def test_a_rank_holds_its_own_stages_alone() -> None:
 
 def test_tied_weights_are_a_parameter_on_each_stage() -> None:
     model = gpt(family="gpt2")
-    owner = owners(model, ("blocks.1", "blocks.2"))
-    assert (owner["embed.weight"], owner["head.weight"]) == (0, 2)
+    stage_of = stages_of_modules(model, ("blocks.1", "blocks.2"))
+    assert (stage_of["embed"], stage_of["head"]) == (0, 2)
     stages = cut(model, ("blocks.1", "blocks.2"), range(3))
     assert not {"embed.weight", "head.weight"} & {name for name, _ in stages[1].module.named_parameters()}
     first, last = stages[0].module.embed.weight, stages[2].module.head.weight

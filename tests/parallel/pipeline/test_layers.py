@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.parallel.pipeline.cut import check_cut, cut, find_blocks, owners
+from shardwise.parallel.pipeline.blocks import find_blocks, stages_of_modules
+from shardwise.parallel.pipeline.check_cut import check_cut
+from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers, LayerSpec, TiedSpec
 from shardwise.plan.errors import PlanError, UsageError
 from tests.engine.nets import Block
@@ -96,8 +98,8 @@ def test_start_weights_do_not_depend_on_the_cut_nor_touch_torchs_generator() -> 
 
 def test_tied_layers_are_told() -> None:
     model = language()
-    owner = owners(model, ("3",))
-    assert (owner["0.weight"], owner["5.weight"]) == (0, 1)
+    stage_of = stages_of_modules(model, ("3",))
+    assert (stage_of["0"], stage_of["5"]) == (0, 1)
     one = cut(model, (), [0])[0].module
     assert one.get_parameter("0.weight") is one.get_parameter("5.weight")
     assert find_blocks(model) == tuple("012345")

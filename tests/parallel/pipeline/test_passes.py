@@ -1,7 +1,6 @@
 """Messages and Unit Actions find their places."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import pytest
 
@@ -92,20 +91,20 @@ def test_unit_actions_follow_their_pass() -> None:
 
 
 def test_weights_gathered_once_per_step() -> None:
-    lists = add_sharding(schedule("1f1b", 1, 2), unit_forward, unit_backward, "step")
+    lists = add_sharding(schedule("1f1b", 1, 2), unit_forward, unit_backward, reshard_after_forward=False)
     assert words(lists[0]) == (
         "UNSHARD(u0) F(0,0) F(u0,0) B(0,0) B(u0,0) F(0,1) F(u0,1) B(0,1) B(u0,1) RESHARD(u0,1) REDUCE(u0,1)"
     )
-    evaluation = add_sharding(forward_only(1, 2), unit_forward, unit_backward, "step")
+    evaluation = add_sharding(forward_only(1, 2), unit_forward, unit_backward, reshard_after_forward=False)
     assert words(evaluation[0]) == "UNSHARD(u0) F(0,0) F(u0,0) F(0,1) F(u0,1) RESHARD(u0,1)"
 
 
-@pytest.mark.parametrize("regather", ["microbatch", "step"])
-def test_passes_in_either_order_give_one_list_that_is_proved(regather: Literal["microbatch", "step"]) -> None:
+@pytest.mark.parametrize("reshards", [True, False])
+def test_passes_in_either_order_give_one_list_that_is_proved(reshards: bool) -> None:
     for shape in SHAPES[::5] + WIDE:
         bare = schedule(*shape)
-        one = add_sharding(add_communication(bare, shape.ranks), unit_forward, unit_backward, regather)
+        one = add_sharding(add_communication(bare, shape.ranks), unit_forward, unit_backward, reshards)
         validate(one, shape.ranks, shape.microbatches)
         gathers = sum(action.kind is Kind.UNSHARD for row in one.values() for action in row)
         stages = shape.ranks * shape.virtual_stages
-        assert gathers == stages * (1 if regather == "step" else 2 * shape.microbatches)
+        assert gathers == stages * (2 * shape.microbatches if reshards else 1)

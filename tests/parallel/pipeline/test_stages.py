@@ -12,7 +12,9 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.models.gpt import Gpt, GptPolicy
-from shardwise.parallel.pipeline.cut import check_cut, cut, find_blocks, weigh
+from shardwise.parallel.pipeline.blocks import find_blocks, weigh
+from shardwise.parallel.pipeline.check_cut import check_cut
+from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.plan.errors import PlanError

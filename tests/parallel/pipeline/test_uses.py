@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.pipeline.cut import cut, find_blocks, owners, weigh
+from shardwise.parallel.pipeline.blocks import find_blocks, stages_of_modules, weigh
+from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.uses import Uses, order_of_use
 from shardwise.plan.errors import PlanError
 from tests.parallel.pipeline.chain import forward_backward, gradients_of
@@ -115,8 +116,8 @@ def test_where_they_belong() -> None:
     places = uses.places(blocks)
     assert (places["embed"], places["middle"], places["norm"]) == (0, 2, 4)
     assert places["first.head"] == places["first.head.out_proj"] == 4
-    stage_of = owners(Between(), blocks[2:3], uses)
-    assert stage_of["middle.weight"] == stage_of["first.head.out_proj.weight"] == 1
+    stage_of = stages_of_modules(Between(), blocks[2:3], uses)
+    assert stage_of["middle"] == stage_of["first.head.out_proj"] == 1
     assert weigh(Between(), blocks, uses)[2] > weigh(Between(), blocks)[2]
 
 

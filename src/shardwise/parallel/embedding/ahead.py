@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardwise.plan.pytree import Laden
+from shardwise.plan.pytree import Laden, rebuilt
 from shardwise.plan.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -121,9 +121,7 @@ def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Fea
     def walk(value: Any) -> Any:
         if isinstance(value, Ragged):
             return value
-        if isinstance(value, dict):
-            if not value or not all(isinstance(each, Ragged) for each in value.values()):
-                return {key: walk(inner) for key, inner in value.items()}
+        if isinstance(value, dict) and value and all(isinstance(each, Ragged) for each in value.values()):
             readers = [each for each, its in zip(collections, names, strict=True) if its <= value.keys()]
             found.missing += [
                 name for its in names if its & value.keys() for name in sorted(its - value.keys())
@@ -132,11 +130,7 @@ def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Fea
                 return value
             found.mappings.append(PreparedFeatures(value, cast(value), readers))
             return found.mappings[-1]
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(walk, value))
-        if isinstance(value, tuple | list):
-            return type(value)(map(walk, value))
-        return value
+        return rebuilt(value, walk)
 
     found.batch = walk(batch)
     return found

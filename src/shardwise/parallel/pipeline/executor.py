@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.peers import Message, Peers
 from shardwise.comm.trace import Purpose
@@ -135,7 +135,7 @@ class ScheduleExecutor:
             tensors = packed.tensors
         else:
             tensors = list(tensors_of(output))
-            self._results[action.microbatch] = tree_map(_detached, output)
+            self._results[action.microbatch] = tree_map_only(Tensor, Tensor.detach, output)
         if self._trains:
             self._outputs[key] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
@@ -184,10 +184,6 @@ def _ends_step(action: Action) -> bool:
 
 
 _END = "the end of a walk"
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _name(action: Action) -> str:

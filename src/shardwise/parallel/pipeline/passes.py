@@ -16,7 +16,6 @@ schedule costs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 from shardwise.plan.action import RECV, SEND, Action, Kind
 from shardwise.plan.dataflow import Lists, stages_of, walk
@@ -98,14 +97,16 @@ def add_sharding(
     lists: Mapping[int, Sequence[Action]],
     forward: UnitActions,
     backward: UnitActions,
-    regather: Literal["microbatch", "step"] = "microbatch",
+    reshard_after_forward: bool = True,
 ) -> Lists:
     """Add the Actions of the Units inside a stage, after each F and B of that stage.
 
-    ``regather``: "microbatch" leaves them as given; "step" gathers a stage's Units once, before its first F, and frees
-    them in its last pass: less traffic, and the stage's full weights live for the whole step.
+    ``reshard_after_forward``: False gathers a stage's Units once, before its first F, and frees them in its last pass:
+    less traffic, and the stage's full weights live for the whole step.
     """
-    return {rank: _with_units(row, forward, backward, regather == "step") for rank, row in lists.items()}
+    return {
+        rank: _with_units(row, forward, backward, not reshard_after_forward) for rank, row in lists.items()
+    }
 
 
 def _with_units(
