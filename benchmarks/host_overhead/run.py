@@ -110,9 +110,11 @@ def shardwise(passes: int) -> Step:
     as each backward pass of FSDP2 does.
     """
     from shardwise import initialize
+    from shardwise.comm.collectives import Group
     from shardwise.comm.world import World
 
     ranks = dist.get_world_size()
+    Group.all_equal = lambda *_: True  # type: ignore[method-assign]  # a fake sum is that of one rank
     config = {
         "zero": {"stage": 3},
         "batch": {"global_size": TOKENS * ranks * passes, "micro_size": TOKENS},

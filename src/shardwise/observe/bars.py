@@ -21,7 +21,7 @@ _POINTS = 1050
 Colour = str | tuple[float, float, float]
 
 
-class Bar(NamedTuple):
+class SpanBar(NamedTuple):
     """One span, in the unit of the picture."""
 
     row: int
@@ -42,7 +42,7 @@ class Panel(NamedTuple):
     rows: Sequence[str]
     length: float
     """From the first start to the last stop."""
-    bars: Sequence[Bar]
+    bars: Sequence[SpanBar]
     notes: Mapping[int, str] = MappingProxyType({})
     """Said in a row that has no bar."""
 
@@ -93,7 +93,7 @@ def draw_bars(
 
 
 def _draw(axes: Any, panel: Panel, longest: float) -> None:
-    lines: dict[tuple[int, tuple[int, int]], list[Bar]] = {}
+    lines: dict[tuple[int, tuple[int, int]], list[SpanBar]] = {}
     for bar in panel.bars:
         lines.setdefault((bar.row, bar.part), []).append(bar)
     for (row, (place, count)), bars in lines.items():
@@ -111,7 +111,7 @@ def _draw(axes: Any, panel: Panel, longest: float) -> None:
                 _write(axes, bar, room, middle, min(8.0, 18 * height), longest)
 
 
-def _write(axes: Any, bar: Bar, room: float, middle: float, size: float, longest: float) -> None:
+def _write(axes: Any, bar: SpanBar, room: float, middle: float, size: float, longest: float) -> None:
     """The label in its bar, or beside a narrow one where there is ``room``."""
     fits = _POINTS / max(1, len(bar.label)) / longest
     inside = min(size, (bar.stop - bar.start) * fits)

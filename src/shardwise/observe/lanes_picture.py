@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import Literal, NamedTuple, get_args
 
-from shardwise.observe.bars import PALETTE, Bar, Panel, draw_bars
+from shardwise.observe.bars import PALETTE, Panel, SpanBar, draw_bars
 
 LaneName = Literal["read", "keys", "compute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
@@ -167,7 +167,7 @@ def draw_picture(
     draw_bars(shown, path, title, "ms; a colour and a number for each step", 0.42)
 
 
-def _bars(spans: Sequence[LaneSpan], start_s: float, stop_s: float) -> Iterator[Bar]:
+def _bars(spans: Sequence[LaneSpan], start_s: float, stop_s: float) -> Iterator[SpanBar]:
     """What lies in the range; readers that work at the same time share the height."""
     for place, lane in enumerate(LANES):
         rows = _side_by_side([span for span in spans if span.lane == lane])
@@ -175,7 +175,9 @@ def _bars(spans: Sequence[LaneSpan], start_s: float, stop_s: float) -> Iterator[
             for span in row:
                 left, right = max(span.start_s, start_s) - start_s, min(span.stop_s, stop_s) - start_s
                 colour = PALETTE[span.step % len(PALETTE)]
-                yield Bar(place, left * 1e3, right * 1e3, colour, str(span.step), part=(number, len(rows)))
+                yield SpanBar(
+                    place, left * 1e3, right * 1e3, colour, str(span.step), part=(number, len(rows))
+                )
 
 
 def _side_by_side(spans: Sequence[LaneSpan]) -> list[list[LaneSpan]]:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.observe.bars import IDLE, INK, PALETTE, Bar, Panel, draw_bars
+from shardwise.observe.bars import IDLE, INK, PALETTE, Panel, SpanBar, draw_bars
 from shardwise.plan.action import Kind
 from shardwise.plan.timeline import Span, Timeline
 
@@ -72,7 +72,7 @@ def draw_picture(
     draw_bars(panels, path, title, unit, 0.36, lambda axes: _add_key(axes, timelines, stages))
 
 
-def _bars(timeline: Timeline, stages: int, factor: float) -> Iterator[Bar]:
+def _bars(timeline: Timeline, stages: int, factor: float) -> Iterator[SpanBar]:
     """One for each pass."""
     with_stage = _has_several_stages(timeline)
     for place, rank in enumerate(timeline.spans):
@@ -80,7 +80,7 @@ def _bars(timeline: Timeline, stages: int, factor: float) -> Iterator[Bar]:
             start, stop = ((time - timeline.start_s) * factor for time in (span.start_s, span.stop_s))
             kind = span.action.kind
             colour = _colour(max(0, span.action.stage), stages, kind)
-            yield Bar(
+            yield SpanBar(
                 place, start, stop, colour, _label(span, with_stage), "black" if kind is Kind.F else "white"
             )
 
