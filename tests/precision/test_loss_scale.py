@@ -56,7 +56,9 @@ def test_an_overflow_that_is_tolerated_at_the_floor_is_not_the_end() -> None:
 def test_one_number_is_a_scale_that_stays() -> None:
     policy = PrecisionPolicy.model_validate({"compute": "fp16", "loss_scale": 128}).loss_scale
     assert run(policy, "-++" * 500 + "-") == [128] * 1501
-    assert LossScale(policy).is_spent
+    scale = LossScale(policy)
+    scale.load_state(LossScale(LossScalePolicy()).state())
+    assert scale.is_spent and scale.scale == 128
 
 
 def test_overflows_that_must_come_in_a_row() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.world import World, join
 from shardwise.config.run import RunConfig
+from shardwise.kernels.rms_norm import rms_norm
 from shardwise.plan.errors import ConfigError
 from shardwise.precision import operations
 from shardwise.precision.operations import DtypeByOperation, functions_named
@@ -53,7 +54,7 @@ def squared(net: nn.Module, x: Tensor) -> Tensor:
         ("class:LayerNorm", {"1.weight", "1.bias"}),
         ("class:torch.nn.LayerNorm", {"1.weight", "1.bias"}),
         ("class:torch.nn.modules.linear.Lin*", {"0.weight", "0.bias", "2.linear.weight", "2.linear.bias"}),
-        ("class:Router", {"2.bias", "2.count", "2.other"}),
+        ("class:Router", {"2.bias", "2.count", "2.other", "2.linear.weight", "2.linear.bias"}),
         ("class:Norm", set()),
         ("1.*", set()),
     ],
@@ -120,6 +121,31 @@ def test_gradients_of_products_on_a_narrow_wire(ranks: Any, stage: int) -> None:
         )
 
 
+def in_kept_modules(world: World, config: dict[str, Any]) -> list[torch.dtype]:
+    net, seen = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Router(), Router())), []
+    engine = shardwise.initialize(
+        net,
+        {"precision": {"amp": "O1", "keep_fp32": ["class:Router"], "loss_scale": 8}, **config},
+        loss=squared,
+        world=world,
+    )
+    for name in ("0", "1.0.linear"):
+        net.get_submodule(name).register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    engine.backward(engine(torch.randn(3, 4)))
+    engine.step()
+    engine.close()
+    assert "forward" not in vars(net[1])
+    return seen
+
+
+@pytest.mark.parametrize(
+    "config", [{"zero": {"stage": 2}}, {"recompute": "full", "zero": {"units": ["1"]}}], ids=str
+)
+def test_kept_modules_compute_in_fp32(config: dict[str, Any]) -> None:
+    found = in_kept_modules(join(quiet=True), config)
+    assert found == [F16, F32] + [F32] * (len(found) - 2) and (len(found) > 2) == ("recompute" in config)
+
+
 # Lists -------------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +187,16 @@ def test_mixed_dtypes_meet() -> None:
     assert (x @ x.mT).dtype == F32
 
 
+def test_linear_keeps_the_weight_and_no_copy() -> None:
+    layer, x = nn.Linear(4, 8), torch.randn(3, 4)
+    with DtypeByOperation("bf16"):
+        y = layer(x)
+        with torch.no_grad():
+            assert torch.equal(layer(x), y)
+    kept = y.grad_fn.saved_tensors
+    assert kept[1] is layer.weight and kept[0].dtype == B16
+
+
 def test_gradients_inside_a_pass_keep_their_dtypes() -> None:
     """A penalty on a gradient, taken by the loss: backward passes are not cast once more, and twice differentiable."""
     layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
@@ -176,6 +212,13 @@ def test_gradients_inside_a_pass_keep_their_dtypes() -> None:
     penalty(lambda x: F.linear(x.bfloat16(), plain.weight.bfloat16(), plain.bias.bfloat16())).backward()
     assert layer.weight.grad is not None and plain.weight.grad is not None
     assert torch.allclose(layer.weight.grad, plain.weight.grad, rtol=2e-2)
+
+
+def test_the_backward_of_a_function_in_python_is_let_alone() -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4)
+    exact = torch.autograd.grad(rms_norm(x, weight, 0.0).square().sum(), x)[0]
+    with DtypeByOperation("bf16"):
+        assert torch.equal(torch.autograd.grad(rms_norm(x, weight, 0.0).square().sum(), x)[0], exact)
 
 
 # Refused -----------------------------------------------------------------------------------------------------------

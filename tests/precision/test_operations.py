@@ -284,3 +284,31 @@ def test_o1_of_cut_models(ranks: Any, narrow: str, mesh: dict[str, int], model: 
         assert abs(found - wanted) <= (1e-6 if "pp" in mesh else 2e-2) * wanted
         if "tp" in mesh:
             assert worst(gradients, whole) <= 2e-2
+
+
+def all_fp16(world: World, stage: int) -> float:
+    """O3 on two ranks: gradients of a plain loop in fp16, summed in fp16."""
+    engine = shardwise.initialize(
+        Net(),
+        {"precision": {"amp": "O3"}, "zero": {"stage": stage}, "optimizer": {"type": "sgd"}},
+        world=world,
+    )
+    model = Net().half()
+    for rank in range(world.size):
+        x, labels = pieces(rank)
+        (model(x.half(), labels) / world.size).backward()
+    engine.backward(engine(*pieces(world.rank)))
+    wanted = {name: each.grad for name, each in model.named_parameters()}
+    error = worst(engine.gradients(), wanted)  # type: ignore[arg-type]
+    engine.close()
+    return error
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_under_two_ranks(ranks: Any, stage: int) -> None:
+    """The levels' dtypes, and O3's numbers."""
+    pool = ranks(2)
+    for level in ("O1", "O3"):
+        for found in pool.run(seen, {"amp": level}, stage):
+            assert found == {name: dtype for name, dtype in LEVELS[level].items() if name in found}
+    assert max(pool.run(all_fp16, stage)) <= 2e-3

@@ -99,7 +99,7 @@ class TextTrainer(Trainer):
 
     def _peaks(self) -> float | None:
         """FLOP/s of all devices together, and how that is known."""
-        world, dtype = self.world, self.config.precision.compute_dtype or torch.float32
+        world, dtype = self.world, self.config.precision.product_dtype or torch.float32
         peak = peak_of(world.device, dtype)
         if peak is not None or world.device.type != "cpu" or world.rank != 0:
             return None if peak is None else peak * world.size

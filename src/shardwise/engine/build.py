@@ -84,7 +84,7 @@ from shardwise.plan.target import load_target
 from shardwise.plan.trace import Trace
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
-from shardwise.precision.operations import inside_of
+from shardwise.precision.operations import Operations
 from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
 
@@ -226,6 +226,8 @@ class _Share(NamedTuple):
     to_recompute: list[str]
     """Names of blocks, of the whole model."""
     replay: Replay
+    operations: Operations
+    """Their dtypes."""
 
     @property
     def plan(self) -> Plan:
@@ -245,8 +247,9 @@ def _share(
     policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates)
     planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
     blocks = repeated_blocks(model) or described.spec.units
-    replay = Replay(inside_of(settings.precision))
-    return _Share(described, planned, chosen(blocks, settings.recompute), replay)
+    operations = Operations(settings.precision)
+    to_recompute = chosen(blocks, settings.recompute)
+    return _Share(described, planned, to_recompute, Replay(operations), operations)
 
 
 def policies_of(
@@ -343,14 +346,16 @@ def _stage(
         _gather_around_methods(made, settings.zero, mesh)
         return made
 
+    def recompute(module: nn.Module) -> None:
+        share.operations.keep(module)  # inside of what runs again
+        recompute_blocks(module, share.to_recompute, settings.recompute, share.replay)
+
     made, handles = apply_to_stage(
         module,
         buffers=lambda module: _move_buffers(module, device, settings.precision),
         weights=lambda module: _unit_states(module, index, share, _bucket_context(strategy, site), start),
         compile_backend=settings.compile.backend if settings.compile.scope == "blocks" else None,
-        recompute=lambda module: recompute_blocks(
-            module, share.to_recompute, settings.recompute, share.replay
-        ),
+        recompute=recompute,
         hooks=hooks,
         casts=lambda module: _cast_at_the_root(module, settings, device, casts_output and is_last),
     )

@@ -42,12 +42,9 @@ class BatchPosition:
 class Replay:
     """The place that random numbers are drawn at. Outside ``at`` there is none."""
 
-    def __init__(
-        self, inside: Callable[[bool], AbstractContextManager[Any]] = lambda again: nullcontext()
-    ) -> None:
+    def __init__(self, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.inside = inside
-        """What passes run in: a context that chooses the dtype of each operation, say. Its argument is true for a piece
-        that runs again."""
+        """What passes run in: a context that chooses the dtype of each operation, say."""
         self._place: BatchPosition | None = None
         self._calls: dict[str, int] = {}
         self.whole_sequence = False
@@ -92,7 +89,7 @@ class Replay:
         before = self._place, self._calls
         self._place, self._calls = place, {}
         try:
-            with self.inside(False):
+            with self.inside():
                 yield
         finally:
             self._place, self._calls = before
@@ -114,7 +111,7 @@ class _Again(AbstractContextManager[None]):
         self._before.append((self._replay._place, self._replay._calls, self._replay.whole_sequence))
         place, calls, self._replay.whole_sequence = self._then
         self._replay._place, self._replay._calls = place, dict(calls)
-        self._inside.append(self._replay.inside(True))
+        self._inside.append(self._replay.inside())
         self._inside[-1].__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -60,7 +60,9 @@ class LossScale:
         return {"scale": self.scale, "clean_steps": self.clean_steps, "overflows_left": self.overflows_left}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """From the checkpoint."""
+        """From the checkpoint. A scale that stays is the configuration's."""
+        if not self.policy.dynamic:
+            return
         self.scale = float(state["scale"])
         self.clean_steps = int(state["clean_steps"])
         self.overflows_left = int(state["overflows_left"])

@@ -8,7 +8,8 @@
 
 fp64 stays fp64, and so does a result whose ``dtype`` or ``out`` the caller names. The lists are ours, the same on every
 device: torch's autocast differs between devices (on the CPU it leaves softmax in 16 bits), keeps 16-bit copies of
-weights that ZeRO has released since, and does not reach into kernels of our own.
+weights that ZeRO has released since, and does not reach into kernels of our own. Inside modules all of whose parameters
+``keep_fp32`` names, products are computed in fp32 too.
 
 A mode of torch's functions, entered around each pass (``engine/pass_context.py``) and around each recomputation
 (``memory/replay.py``), in no other run. Backward passes keep the dtypes of their forward passes. It sees what a model
@@ -23,7 +24,7 @@ Cost:  a few microseconds per operation; a product casts its weights anew each t
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from types import FunctionType
 from typing import Any
 
@@ -73,27 +74,61 @@ _LINALG_PRODUCTS = ("matmul", "multi_dot")
 Rule = Callable[["DtypeByOperation", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class DtypeByOperation(TorchFunctionMode):
-    """Entered around a pass. ``again``: entered in a backward pass, around a part of a forward pass that runs again."""
+class Operations:
+    """Of one engine: makes what its passes run in (``Replay.inside``), and knows the modules that stay in fp32."""
 
-    def __init__(self, narrow: SixteenBits, again: bool = False) -> None:
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        self._policy = policy
+        self.kept = 0
+        """Modules that stay in fp32 and run now, one in another perhaps."""
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """Around a pass, or a part of one that runs again."""
+        narrow = self._policy.operations
+        return nullcontext() if narrow is None else DtypeByOperation(narrow, self)
+
+    def keep(self, root: nn.Module) -> None:
+        """Products too are computed in fp32 in those of the modules all of whose parameters ``keep_fp32`` names.
+
+        Wraps their ``forward``, for hooks stay outside where a module runs again.
+        """
+        if self._policy.operations is None or not self._policy.keep_fp32:
+            return
+        for name, module in root.named_modules():  # those inside of others too: they may run again alone
+            prefix = f"{name}." if name else ""
+            held = [prefix + each for each, _ in module.named_parameters()]
+            if held and all(map(self._policy.keeps, held)):
+                module.forward = self._in_fp32(module.forward)  # type: ignore[method-assign]
+
+    def _in_fp32(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.kept += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.kept -= 1
+
+        return run
+
+
+class DtypeByOperation(TorchFunctionMode):
+    """Entered around a pass. Backward passes inside it do not see it: torch calls them as one operation."""
+
+    def __init__(self, narrow: SixteenBits, of: Operations | None = None) -> None:
         super().__init__()
         self.narrow = DTYPES[narrow]
-        self._again = again
+        self._of = of
         self._rules = _rules()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = self._rules.get(func) or _OWN.get(getattr(func, KIND, None))
-        if rule is None or (not self._again and torch._C._current_graph_task_id() >= 0):
+        if rule is None:
             return func(*args, **kwargs)
+        if self._of is not None and self._of.kept and rule in _OF_PRODUCTS:
+            rule = _in_fp32
         return rule(self, func, args, kwargs)
-
-
-def inside_of(policy: PrecisionPolicy) -> Callable[[bool], AbstractContextManager[Any]]:
-    """What passes run in: see ``Replay.inside``."""
-    narrow = policy.operations
-    return lambda again: nullcontext() if narrow is None else DtypeByOperation(narrow, again)
 
 
 # Rules -------------------------------------------------------------------------------------------------------------
@@ -170,6 +205,7 @@ def _never(*_: Any) -> bool:
     return False
 
 
+_OF_PRODUCTS = (_product, _linear, _attention)
 _OWN: dict[Any, Rule] = {"product": _product, "fp32": _in_fp32}
 
 

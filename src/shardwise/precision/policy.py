@@ -98,8 +98,9 @@ class PrecisionPolicy(Policy):
     buffers: Name | None = None
     """Dtype of floating buffers; left out, they stay as they are."""
     keep_fp32: list[str] = Field(default_factory=list)
-    """Patterns of names of parameters and buffers that stay in fp32 under 16 bits; ``class:LayerNorm`` means those of
-    modules of this class or one derived from it. Norms with wide running statistics do so without being named."""
+    """Patterns of names of parameters and buffers that stay in fp32 under 16 bits; ``class:LayerNorm`` means all that
+    modules of this class, or one derived from it, hold. Norms with wide running statistics do so without being named.
+    Under ``operations`` a module all of whose parameters are named computes its products in fp32 too."""
     narrow_reduce: list[str] = Field(default_factory=list)
     """Patterns, as those of ``keep_fp32``, of parameters whose gradients travel between ranks in the dtype of
     ``operations``."""
@@ -154,6 +155,11 @@ class PrecisionPolicy(Policy):
         return made
 
     @property
+    def product_dtype(self) -> torch.dtype | None:
+        """Dtype of products; None where it follows from the model."""
+        return DTYPES[self.operations] if self.operations else self.compute_dtype
+
+    @property
     def compute_dtype(self) -> torch.dtype | None:
         """Dtype to which floating inputs are cast; None where they stay."""
         return None if self.compute is None else DTYPES[self.compute]
@@ -163,7 +169,7 @@ class PrecisionPolicy(Policy):
         if not own.is_floating_point:
             return Dtypes(own, own, own, own)
         compute = self.compute_dtype or own
-        if compute in SIXTEEN_BITS and self._keeps(name):
+        if compute in SIXTEEN_BITS and self.keeps(name):
             compute = torch.float32
         wide = torch.float32 if compute in SIXTEEN_BITS else compute
         grad = DTYPES[self.grad] if self.grad else wide
@@ -175,9 +181,10 @@ class PrecisionPolicy(Policy):
     def buffer_dtype(self, name: str, own: torch.dtype) -> torch.dtype:
         """Dtype of the buffer ``name`` whose dtype in the model is ``own``."""
         dtype = DTYPES[self.buffers] if self.buffers and own.is_floating_point else own
-        return torch.float32 if dtype in SIXTEEN_BITS and self._keeps(name) else dtype
+        return torch.float32 if dtype in SIXTEEN_BITS and self.keeps(name) else dtype
 
-    def _keeps(self, name: str) -> bool:
+    def keeps(self, name: str) -> bool:
+        """Whether the parameter or buffer ``name`` stays in fp32."""
         return name in self._kept or _matches(name, self.keep_fp32)
 
 

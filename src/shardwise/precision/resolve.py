@@ -1,7 +1,7 @@
 """Which tensors of a model a precision policy means: modules by class, and norms that keep fp32 weights unasked.
 
-    class:LayerNorm, class:torch.nn.Linear     parameters and buffers that a module of the class, or of one derived from
-                                               it, holds itself; with dots as in an import, or ``*`` in it
+    class:LayerNorm, class:torch.nn.Linear     parameters and buffers in a module of the class, or of one derived from
+                                               it; with dots as in an import, or ``*`` in it
     norms with wide running statistics         y = (x - mean) / sqrt(var + eps) · weight + bias
                                                x and y in 16 bits; mean, var, weight, bias in fp32
 
@@ -67,9 +67,8 @@ def names_of(pattern: str, model: nn.Module) -> Iterator[str]:
             names = _names_of_class(type(module))
             classes[type(module)] = any(fnmatchcase(name, wanted) for name in names)
         if classes[type(module)]:
-            for each in (*module._parameters.values(), *module._buffers.values()):
-                if each is not None:
-                    yield first[id(each)]
+            for each in chain(module.parameters(), module.buffers()):
+                yield first[id(each)]
 
 
 def _names_of_class(kind: type) -> Iterator[str]:
