@@ -41,6 +41,7 @@ from shardwise.engine.nonfinite import origin
 from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.plain_backward import PlainBackward
 from shardwise.engine.prefetch import Prefetcher, PrefetcherMaker
 from shardwise.engine.record import StepInputs
 from shardwise.engine.saves import Saves
@@ -95,6 +96,7 @@ class Engine:
         self._saves = Saves(parts, self._loaders)
         self._stop_wanted = False
         self._stop_seen = False
+        self._plain: PlainBackward | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -178,16 +180,48 @@ class Engine:
                 "that trains; return the tensor that the model computed (a rank without data runs any batch with "
                 "weight 0)"
             )
+        weight, scale = self._enter_backward(
+            weight, lambda: self.weighing.of_loss(loss, self._record.batch(step.passes))
+        )
+        # After an error half of the gradients may have landed; the next step may not start from them.
+        with self._discard_on_error():
+            parts.hooks[0].run_backward(
+                lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+            )
+        self._leave_backward(loss, weight)
+
+    def adopt_backward(self) -> None:
+        """From here on ``loss.backward()`` is ``engine.backward(loss, weight=1)``, for scripts that call it themselves.
+
+        Gradients of any tensor that the model returned will do. Errors: UsageError with mesh.pp above 1.
+        """
+        if self._pipeline is not None:
+            raise UsageError(
+                "adopt_backward: with mesh.pp above 1 train_step(batches) runs the backward passes"
+            )
+        if self._plain is None:
+            parts = self._parts
+            self._plain = PlainBackward(
+                parts.model,
+                parts.hooks[0],
+                lambda: self._enter_backward(1.0, lambda: 1.0)[1],
+                self._end_plain_backward,
+            )
+
+    def _end_plain_backward(self) -> None:
+        self._parts.hooks[0].end_backward()
+        self._leave_backward(None, 1.0)
+
+    def _enter_backward(self, weight: float | None, found: Callable[[], float]) -> tuple[float, float]:
+        """A backward pass begins: (what it counts, what its loss is multiplied by)."""
+        step, parts = self._accumulation, self._parts
         if step.is_summed:
             raise UsageError(
                 "backward: engine.gradients() has summed up the gradients of this step; call engine.step() first"
             )
         if step.passes == 0:
             parts.clock.step = self.step_count + 1
-        weight = step.weight_of(
-            None if weight is None else float(weight),
-            lambda: self.weighing.of_loss(loss, self._record.batch(step.passes)),
-        )
+        weight = step.weight_of(None if weight is None else float(weight), found)
         parts.passes.own_use.end()
         scale = step.scale_of(weight)
         hooks = parts.hooks[0]
@@ -197,19 +231,24 @@ class Engine:
             step.passes + step.left if step.is_last else max(parts.program.microbatches, step.passes + 2)
         )
         hooks.begin_backward(last=is_last)
-        # After an error half of the gradients may have landed; the next step may not start from them.
-        with self._discard_on_error():
-            hooks.run_backward(lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph))
-        hooks.marks.set()
-        self._record.counts(weight)
-        if self.check is not None:
-            self.check.counts(loss, weight)
-        step.count(loss, weight)
+        return weight, scale
 
-    def step(self) -> StepResult | None:
+    def _leave_backward(self, loss: Tensor | None, weight: float) -> None:
+        """It has run."""
+        self._parts.hooks[0].marks.set()
+        self._record.counts(weight)
+        if loss is None:
+            self._record.check = None  # there is no loss to compare
+        elif self.check is not None:
+            self.check.counts(loss, weight)
+        self._accumulation.count(loss, weight)
+
+    def step(self, weight: float | None = None) -> StepResult | None:
         """End a microbatch. After the last one of a step: update the weights; else return None.
 
-        Losses of several ``backward`` calls since the last ``step()`` add up.
+        Losses of several ``backward`` calls since the last ``step()`` add up. ``weight``: what sums of gradients and
+        losses are divided by on this rank, in place of the weights of its microbatches, for losses that are parts of a
+        fixed number.
         Errors: UsageError where there was none, and inside ``no_sync``.
         """
         parts, end, step = self._parts, self._end, self._accumulation
@@ -231,7 +270,7 @@ class Engine:
                 hooks.marks.clear(at_step=True)
             rates = parts.optimizer_groups.rates(self.applied_steps)
             end.local = Local(
-                step.weight,
+                step.weight if weight is None else weight,
                 float(step.loss),
                 float(self._stop_wanted),
                 mark_of(rates),
@@ -782,6 +821,8 @@ class Engine:
         if self._accumulation.passes:  # its gradients would stay on the model
             self.discard()
         self._record.close()
+        if self._plain is not None:
+            self._plain.remove()
         self._held.give_back(whole and sys.exc_info()[0] is None)
         if self.world.ends_with_engine:
             self.world.release()

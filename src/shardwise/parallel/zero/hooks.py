@@ -135,6 +135,8 @@ class UnitHooks:
         self._is_differentiated_twice = False
         """[Note: second derivatives]"""
         self._root_is_held = False
+        self.adopts: Callable[[], bool] | None = None
+        """Takes a backward pass that is not the engine's for one of it, or says that it is none (plain_backward.py)."""
         units = {id(state.module) for state in self.states}
         self._inside = [list(_own_modules(state.module, units)) for state in self.states]
         """Modules of each Unit, those of Units inside it left out."""
@@ -173,6 +175,11 @@ class UnitHooks:
         if self._pass is not Pass.NONE:
             self.windows.close_all()
             self._enter(Pass.NONE)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no backward pass runs."""
+        return not self._is_backward
 
     @property
     def _is_backward(self) -> bool:
@@ -376,7 +383,7 @@ class UnitHooks:
         state = self.states[index]
         if state.is_in_backward:
             return
-        if not self._is_backward:
+        if not self._is_backward and not (self.adopts is not None and self.adopts()):
             self._begin_foreign()
         if not self._walker.run_to(Kind.B, self.windows.first + index):  # [step 6]
             self._walker.diverge(f"backward of {state.unit.title} is not next in the list")
