@@ -182,3 +182,93 @@ def test_every_getter_answers() -> None:
     assert found["zero_offload_optimizer"] is None and found["dynamic_loss_scale"] is True
     assert engine._config.zero_config.stage == engine._config.zero_optimization_stage == 2
     engine.destroy()
+
+
+def one_step(engine: Any, calls: Callable[[Any, Any], None]) -> Tensor:
+    """The weights after a step in which ``calls(engine, loss_of)`` did what it does."""
+    inputs = [torch.full((2, 4), 0.1 * place, dtype=torch.float64) for place in range(4)]
+    calls(engine, lambda place: engine(inputs[place]).square().mean())
+    assert engine.global_steps == 1
+    found = torch.cat([tensor.flatten() for tensor in engine.module_state_dict().values()])
+    engine.destroy()
+    return found
+
+
+def counted(engine: Any, loss_of: Any) -> None:
+    for place in range(PARTS):
+        engine.backward(loss_of(place))
+        engine.step()
+
+
+def boundary_of_the_script(engine: Any, loss_of: Any) -> None:
+    """Accelerate's way: one call of step() for all microbatches."""
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(loss_of(0))
+    assert not engine.is_gradient_accumulation_boundary()
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(loss_of(1))
+    engine.step()
+
+
+def held_back(engine: Any, loss_of: Any) -> None:
+    with engine.no_sync():
+        engine.backward(loss_of(0))
+        with pytest.raises(UsageError, match="no_sync"):
+            engine.step()
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(loss_of(1))
+    engine.step()
+
+
+def divided_by_the_script(engine: Any, loss_of: Any) -> None:
+    for place in range(PARTS):
+        loss = loss_of(place) / PARTS
+        assert engine.backward(loss, scale_wrt_gas=False) is loss
+        engine.step()
+
+
+def plain_backward(engine: Any, loss_of: Any) -> None:
+    for place in range(PARTS):
+        engine.scale(loss_of(place)).backward()
+        engine.step()
+
+
+def larger_batch(engine: Any, loss_of: Any) -> None:
+    """Four microbatches of which two count as before: the others' losses are 0."""
+    engine.set_train_batch_size(2 * engine.train_batch_size())
+    assert engine.get_batch_info() == (8, 2, 4)
+    for place in range(4):
+        engine.backward(loss_of(place) * (2 if place < PARTS else 0))
+        engine.step()
+    assert engine.global_samples == 8
+
+
+def another_loss_passed_through(engine: Any, loss_of: Any) -> None:
+    """A generator's loss leaves gradients in the discriminator, which zero_grad() drops."""
+    loss_of(3).backward()
+    engine.zero_grad()
+    counted(engine, loss_of)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        boundary_of_the_script,
+        held_back,
+        divided_by_the_script,
+        plain_backward,
+        larger_batch,
+        another_loss_passed_through,
+    ],
+)
+def test_ways_to_the_same_step(calls: Callable[[Any, Any], None]) -> None:
+    keys = configuration(1, optimizer={"type": "SGD", "params": {"lr": 0.5}}, gradient_clipping=0)
+    usual, other = (one_step(made(config=keys)[0], each) for each in (counted, calls))
+    torch.testing.assert_close(other, usual, rtol=1e-12, atol=1e-15)
+
+
+def test_no_sync_where_gradients_lie_in_pieces() -> None:
+    engine, *_ = made(config=configuration(2))
+    with pytest.raises(UsageError, match="stage 2"), engine.no_sync():
+        pass
+    engine.destroy()

@@ -10,7 +10,8 @@ Whatever is not here is the module's. ``engine.ours`` is our engine, with all th
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ class DeepSpeedEngine(nn.Module):
         self._result: StepResult | None = None
         """Of the last step at a boundary."""
         self._applied = False
+        if optimizer is not None and ours.plan.mesh.pp == 1:
+            ours.adopt_backward()
         live(self)
 
     # Training --------------------------------------------------------------------------------------------------
@@ -104,7 +107,7 @@ class DeepSpeedEngine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a microbatch. At the boundary: update, and let the scheduler step."""
         self._refuse_without_optimizer("step")
-        result = self.ours.step()
+        result = self.ours.step(weight=float(self.gradient_accumulation_steps()))
         self.counters.micro_steps += 1
         self._applied = result is not None and not result.skipped
         if result is None:
@@ -135,7 +138,27 @@ class DeepSpeedEngine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether ``step()`` will update."""
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self.ours.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the microbatch that comes ends a step, in place of counting."""
+        self.ours.set_boundary(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients stay on their rank; ``step()`` comes after it.
+
+        Errors: UsageError at stages 2 and 3, whose gradients lie in pieces.
+        """
+        if self.zero_optimization_partition_gradients():
+            raise UsageError(
+                f"no_sync: at zero stage {self.zero_optimization_stage()} gradients lie in pieces on all ranks, so "
+                "they travel with every backward pass; use stage 1 or 0"
+            )
+        with self.ours.no_sync():
+            yield
+
+    coalesce_grad_reduction = no_sync
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` changed weights."""
@@ -145,7 +168,20 @@ class DeepSpeedEngine(nn.Module):
         return self._result is not None and self._result.skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine drops gradients when it has used them; ``engine.ours.discard()`` gives up a step."""
+        """Drop the gradients of a microbatch that ``step()`` has not ended, as of another engine's loss that passed
+        through this model. After ``step()`` nothing is left to drop.
+
+        Errors: UsageError in the middle of an accumulation, for those of its earlier microbatches would go too.
+        """
+        if not self.ours.open_backwards:
+            return
+        if self.ours.open_microbatches:
+            raise UsageError(
+                f"zero_grad: {self.ours.open_microbatches} microbatches of this step have ended, and their gradients "
+                "lie with those of the running one; call it before the first backward of a step, or "
+                "engine.ours.discard() to give up the step"
+            )
+        self.ours.discard()
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
         """The model's training mode."""
@@ -165,6 +201,18 @@ class DeepSpeedEngine(nn.Module):
             self.train_micro_batch_size_per_gpu(),
             self.gradient_accumulation_steps(),
         )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another global batch from the next step on, by more or fewer microbatches. Errors: UsageError."""
+        part = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size < part or train_batch_size % part:
+            raise UsageError(
+                f"set_train_batch_size: {train_batch_size} does not divide into microbatches of "
+                f"{self.train_micro_batch_size_per_gpu()} on {self.dp_world_size} ranks; give a multiple of {part}"
+            )
+        self.ours.set_accumulation(train_batch_size // part)
+        self._config.change("train_batch_size", train_batch_size)
+        self._config.change("gradient_accumulation_steps", train_batch_size // part)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another microbatch from the next one on; the script brings it."""

@@ -353,6 +353,16 @@ class Engine:
         """Microbatches of a step."""
         return self._accumulation.microbatches
 
+    @property
+    def open_microbatches(self) -> int:
+        """Microbatches of the running step that ``step()`` has ended."""
+        return self._accumulation.done
+
+    @property
+    def open_backwards(self) -> int:
+        """Backward passes since the last ``step()``."""
+        return self._accumulation.backwards
+
     def set_accumulation(self, microbatches: int) -> None:
         """From the next step on, as many microbatches make one: another global batch. Collective, between two steps.
 

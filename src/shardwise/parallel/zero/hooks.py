@@ -120,7 +120,6 @@ class UnitHooks:
 
     def __init__(self, windows: UnitWindows, order: Order, walker: Walker, stage: int, is_driven: bool):
         self.windows = windows
-        self.states = windows.states
         self.order = order
         self.marks = Marks([bucket for state in self.states for bucket in state.buckets])
         self.microbatch = -1
@@ -175,6 +174,11 @@ class UnitHooks:
         if self._pass is not Pass.NONE:
             self.windows.close_all()
             self._enter(Pass.NONE)
+
+    @property
+    def states(self) -> list[UnitState]:
+        """The stage's Units, in order of their index."""
+        return self.windows.states
 
     @property
     def is_idle(self) -> bool:
