@@ -17,7 +17,9 @@ from shardwise.data.batched import BatchedDataset
 from shardwise.engine.prefetch import keep_for
 from shardwise.observe.lanes_picture import LANES, Lanes
 from shardwise.parallel.embedding.ahead import PreparedFeatures
+from shardwise.plan.action import Kind
 from shardwise.plan.errors import DataError, UsageError
+from shardwise.plan.lists import keys_ahead
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.ragged import Ragged
 from tests.engine.tables_net import FEATURES, ROWS, batch, build, rows_of
@@ -76,13 +78,35 @@ def wait_for_threads() -> list[str]:
         time.sleep(0.02)
 
 
+class AsksInOrder:
+    """Looks at every step of ``engine``: its keys went ahead as its list says, and before it."""
+
+    def __init__(self, engine: Any, depth: int):
+        self._depth = depth
+        self.departures: list[str] = []
+        self._planned = engine.plan.own.actions
+        engine.on_step.append(self._after)
+
+    def _after(self, engine: Any, result: Any) -> None:
+        trace, planned = engine.trace, self._planned
+        self._planned = engine.plan.own.actions
+        wanted = keys_ahead(planned) if self._depth else []
+        if [done.action for done in trace.ahead] != wanted:
+            self.departures.append(f"step {result.step}: {trace.ahead} instead of {wanted}")
+        if any(done.stop_s > trace.starts_s[0] or done.stop_s < done.start_s for done in trace.ahead):
+            self.departures.append(f"step {result.step}: keys came while it ran")
+        sends = engine.world.size > 1 and result.weight > 0
+        if self._depth and any((done.bytes > 0) != sends for done in trace.ahead):
+            self.departures.append(f"step {result.step}: {trace.ahead} sent something else than keys")
+
+
 def losses_and_rows(
     world: World, placements: dict[str, str], depth: int, accumulation: int, slow: str, config: dict[str, Any]
 ) -> Any:
     """Every number that a run of 30 steps makes, evaluations ahead of it and between its steps included."""
     micro = 12 // world.size // accumulation
     engine = build(world, placements, batch={"global_size": 12, "micro_size": micro}, **config)
-    waits = random.Random(world.rank + 1)
+    asks, waits = AsksInOrder(engine, depth), random.Random(world.rank + 1)
     loader = loader_of(world, slow == "reader", micro)
     found: list[Any] = []
     with engine.prefetch(loader, depth) as steps:
@@ -101,6 +125,7 @@ def losses_and_rows(
                 assert engine.table_tallies() == before, "an evaluation inserts no key"
             if result.step == STEPS:
                 break
+    assert not asks.departures, asks.departures
     tallies = engine.table_tallies()
     assert tallies["tables.grows"].evicted > 0 and tallies["tables.rare"].rows > 0
     dense = {name: value.tolist() for name, value in engine.state_dict().items()}
@@ -376,6 +401,25 @@ def test_the_features_stay_readable_and_are_prepared_once() -> None:
     assert len(tables.rows_here("grows").keys) > 0
     again = tables(sparse)  # prepares on the spot
     assert all(torch.equal(vectors[name], again[name]) for name in FEATURES)
+    engine.close()
+
+
+def test_the_thread_walks_the_asks_of_the_plan() -> None:
+    engine = build(World(0, 1), batch={"accumulation": 2})
+    tables, handlers, ran = engine.tables["tables"], engine._parts.walker.handlers, []
+    ask = handlers[Kind.ASK]
+    handlers[Kind.ASK] = lambda action: (ran.append(str(action)), ask(action))
+    wanted = [str(action) for action in keys_ahead(engine.plan.own.actions)]
+    (step,) = list(engine.prefetch([[batch(0), batch(1)]], 1))
+    assert ran == wanted and len(ran) == 2
+    (three,) = list(
+        engine.prefetch([[batch(0), batch(1), batch(2)]], 1)
+    )  # an evaluation has as many as it likes
+    assert ran[2:] == [*wanted, wanted[-1].replace(",1)", ",2)")]
+    assert all(each["sparse"].of(tables) is not None for each in (*step, *three))
+    engine._parts.program.asks = lambda: lambda microbatches: []
+    (step,) = list(engine.prefetch([[batch(0), batch(1)]], 1))
+    assert [each["sparse"].of(tables) for each in step] == [None, None]
     engine.close()
 
 

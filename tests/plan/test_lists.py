@@ -11,6 +11,7 @@ from shardwise.plan.lists import (
     backward_actions,
     forward_actions,
     is_inside,
+    keys_ahead,
     registration_boundaries,
     update_actions,
     with_absent,
@@ -36,6 +37,7 @@ def opens(*units: int) -> list[Boundary]:
 def test_rows_are_fetched_once_behind_a_unit_that_runs_twice() -> None:
     made = with_fetches(forward_actions(opens(1, 2, 1), ZERO1), {5: 1, 4: 1, 3: 0})
     assert text(made) == "F(u0) FETCH(u3) F(u1) FETCH(u5) FETCH(u4) F(u2) F(u1)"
+    assert text(keys_ahead(made)) == "ASK(u3) ASK(u5) ASK(u4)"
 
 
 def test_lists_of_a_row() -> None:

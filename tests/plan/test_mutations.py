@@ -265,6 +265,11 @@ PLANTED = [
     ("tables", add("all", unit(Kind.DELIVER, 1)), r"DELIVER\(u1\) of a Unit of parameters"),
     (
         "tables",
+        lambda rows: rows["all"].insert(1, unit(Kind.ASK, 5, 0)),
+        r"ASK\(u5,0\) in the list of a step",
+    ),
+    (
+        "tables",
         lambda rows: rows["all"].insert(2, unit(Kind.F, 5, 0)),
         r"F\(u5,0\) of a Unit of embedding tables",
     ),

@@ -4,7 +4,7 @@
                    of a Unit: nobody announced it, so the cursor went by it
     SEND, RECV     parallel/pipeline/executor.py
     UNSHARD, RESHARD, REDUCE                     parallel/zero/windows.py
-    FETCH, DELIVER (and STEP of tables)          engine/table_units.py
+    ASK, FETCH, DELIVER (and STEP of tables)     engine/table_units.py
     SUM, NORM, DIRECT, TRUST, DEAL, STEP         engine/step.py
 
 A new Kind needs a line here and whoever does it.
@@ -45,6 +45,7 @@ def handlers_of(
         Kind.UNSHARD: of_unit(UnitWindows.unshard),
         Kind.RESHARD: of_unit(UnitWindows.reshard),
         Kind.REDUCE: of_unit(UnitWindows.reduce),
+        Kind.ASK: tables.ask,
         Kind.FETCH: tables.passed_by,
         Kind.DELIVER: tables.deliver,
         Kind.SUM: end.sum,

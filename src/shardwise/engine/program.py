@@ -2,25 +2,27 @@
 
     a step         the Plan's list, in the order of Units that all ranks follow now
     an evaluation  forward passes alone, in the same order
+    keys ahead     of either, what a thread may do before it
 
 The Plan is made anew, and validated, when the ranks agree on another order of Units, and for a step of another number
 of passes. A user's own loop tells that number as it goes: lists of more and of fewer passes begin alike, so the rest of
 one takes the place of the rest of another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from shardwise.compose.plan import Orders, Planned, StageOrder
 from shardwise.engine.table_units import TableUnits
 from shardwise.parallel.zero.order import Order
 from shardwise.plan.action import Action
 from shardwise.plan.dataflow import Lists
-from shardwise.plan.lists import Boundary
+from shardwise.plan.lists import Boundary, keys_ahead
 from shardwise.plan.plan import Plan
 from shardwise.plan.walker import Walker
 
 _KEPT = 8
-"""Plans of unlike numbers of passes."""
+"""Plans, and lists of keys ahead, of unlike numbers of passes."""
 
 
 class ActionLists:
@@ -36,6 +38,7 @@ class ActionLists:
         """Of the list under way: pairs of a forward and a backward pass."""
         self._orders = orders
         self._plans: dict[int, Plan] = {self.microbatches: planned.plan}
+        self._asks: Callable[[int], list[Action]] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -69,6 +72,23 @@ class ActionLists:
         """As many forward passes of a pipeline."""
         return self.planned.forward_list(self._in_force(), batches)
 
+    def asks(self) -> Callable[[int], list[Action]]:
+        """By a number of microbatches the ASKs for them, in the order that is followed now. A thread may call it while
+        this one adopts another order: ranks that took it after the same step get the same."""
+        if self._asks is None:
+            planned, orders = self.planned, self._in_force()
+            usual = planned.policies.microbatches
+            step = keys_ahead(self._of(usual).own.actions)
+
+            @lru_cache(_KEPT)
+            def asks(microbatches: int) -> list[Action]:
+                if microbatches == usual:
+                    return step
+                return keys_ahead(planned.forward_list(orders, microbatches)) if microbatches else []
+
+            self._asks = asks
+        return self._asks
+
     @property
     def passes(self) -> Lists:
         """Passes of stages and messages of a step, by place on "pp"."""
@@ -81,6 +101,7 @@ class ActionLists:
         """All ranks have seen one order of Units: the next list follows it."""
         if any([*(order.adopt() for order in self._orders.values()), self.tables.adopt()]):
             self._plans.clear()
+            self._asks = None
 
     def _in_force(self) -> Orders:
         """By their numbers on the rank."""

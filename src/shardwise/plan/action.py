@@ -4,6 +4,7 @@
     SEND, RECV            an activation or its gradient, between pipeline stages
     UNSHARD, RESHARD      gather a Unit's weights, give the memory back
     REDUCE                reduce a Unit's gradients over the data-parallel ranks
+    ASK                   tell the owners of rows the keys of a batch, ahead of its step
     FETCH, DELIVER        bring the rows that a batch asks of tables, take their gradients to their owners
     SUM                   add up the gradients that model-parallel ranks hold in common
     NORM                  the norm of all gradients, and what all ranks decide by it: scale, clip, or skip
@@ -25,6 +26,9 @@ A rank has one SUM and one NORM, between its last REDUCE or DELIVER and its firs
 
     ... REDUCE(u1,5) DELIVER(u3) SUM NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) ... STEP(u3)
     ... NORM DIRECT(u0) DIRECT(u1) ... TRUST DEAL STEP(u0) UNSHARD(u0) ...      where updates look at whole tensors
+
+ASK is the half of FETCH that reads no weight. It stands in a list of its own, which a thread walks while the steps
+before are computed (``plan.lists.keys_ahead``); a FETCH whose keys nobody asked for does both halves.
 """
 
 from enum import Enum
@@ -43,6 +47,7 @@ class Kind(Enum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE = "REDUCE"
+    ASK = "ASK"
     FETCH = "FETCH"
     DELIVER = "DELIVER"
     SUM = "SUM"

@@ -10,7 +10,7 @@ A microbatch runs a list. In the forward pass Units open and close like brackets
 
 so gathers come in the reverse order of closing and reductions in the reverse order of opening, on every rank alike,
 whatever order the gradients arrive in. Vectors of embedding tables come where the model asks for them: FETCH(t) behind
-some F(u).
+some F(u). Their keys may go ahead of the step, in a list of their own: ASK(t) (``keys_ahead``).
 
 Cost: one look at each Action.
 """
@@ -169,6 +169,12 @@ def with_fetches(actions: Sequence[Action], behind: Mapping[int, int]) -> list[A
             made += [Action(Kind.FETCH, table) for table in asked]
             left = {table: unit for table, unit in left.items() if table not in asked}
     return made
+
+
+def keys_ahead(actions: Sequence[Action]) -> list[Action]:
+    """What of the list ``actions`` may be done while the steps before it are computed: of each FETCH the half that
+    reads no weights, in the order of FETCHes."""
+    return [action._replace(kind=Kind.ASK) for action in actions if action.kind is Kind.FETCH]
 
 
 def update_actions(

@@ -10,8 +10,9 @@ Cost: two looks at a clock and four appends per Action; a step's trace lives unt
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardwise.plan.action import Action
 from shardwise.plan.timeline import Span
@@ -27,6 +28,15 @@ class SentBytes(Protocol):
     """All so far."""
 
 
+class Done(NamedTuple):
+    """One Action that ran: when, and what it sent."""
+
+    action: Action
+    start_s: float
+    stop_s: float
+    bytes: int
+
+
 @dataclass
 class Trace:
     """The running step. ``sent``: None where nothing is sent."""
@@ -39,6 +49,8 @@ class Trace:
     bytes: list[int] = field(default_factory=list)
     """What each Action sent, those inside it included: a pass contains what its Units do."""
     divergences: list[str] = field(default_factory=list)
+    ahead: list[Done] = field(default_factory=list)
+    """What was done for the step ahead of it, in a list of its own (ASK), as far as the step made use of it."""
     diverged: int = 0
     """Divergences of the step, also those that are not kept."""
 
@@ -85,6 +97,10 @@ class Trace:
             del column[actions:]
         del self.divergences[diverged:]
         self.diverged = diverged
+
+    def rows(self) -> Iterator[Done]:
+        """The Actions, one by one."""
+        return map(Done, self.actions, self.starts_s, self.stops_s, self.bytes)
 
     def spans(self, rank: int) -> list[Span]:
         """The Actions as spans of ``rank``, in seconds of the host's monotonic clock."""

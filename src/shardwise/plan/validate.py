@@ -395,6 +395,8 @@ class _RankList:
         if unit >= len(self._rules):
             self._refuse(action, f"but {len(self._rules)} Units")
         rules = self._rules[unit]
+        if kind is Kind.ASK:
+            self._refuse(action, "in the list of a step; it goes ahead of the step, in a list of its own")
         if kind in (Kind.STEP, Kind.DIRECT) or (kind is Kind.UNSHARD and self._ended):
             self._updates.of_unit(action, rules)
             return

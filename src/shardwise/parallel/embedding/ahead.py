@@ -10,7 +10,8 @@ result.
     ahead    {"dense": Tensor, "sparse": PreparedFeatures}
 
     found = find_features(batch, collections, cast)     # no traffic, so that ranks can compare what they found
-    batch = found.prepare()                             # collective
+    found.ask(collection, microbatch)                   # collective; what the Action ASK does
+    found.batch
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,11 +60,11 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
         """The keys, by collection."""
         return self.prepared.values()
 
-    def prepare(self) -> None:
-        """By each of the readers. Collective."""
-        for each in self.readers:
-            self.prepared[each] = each.prepare(self._seen)
-        self._seen = {}
+    def ask(self, reader: Reader) -> None:
+        """Let one of the readers prepare. Collective."""
+        self.prepared[reader] = reader.prepare(self._seen)
+        if len(self.prepared) == len(self.readers):
+            self._seen = {}
 
     def __getitem__(self, name: str) -> Ragged:
         return self._features[name]
@@ -98,16 +99,22 @@ class Found:
 
     batch: Any
     mappings: list[PreparedFeatures]
-    """In the order in which they are prepared."""
+    """In the order in which they stand in the batch."""
     missing: list[str]
     """Features that a mapping lacks, though it has others of the same collection."""
 
-    def prepare(self) -> Any:
-        """The batch, its keys exchanged. Collective over the collections' lane ahead: every rank has found the same
-        collections in the same order."""
-        for each in self.mappings:
-            each.prepare()
-        return self.batch
+    def read_by(self, reader: Reader) -> list[PreparedFeatures]:
+        """The mappings that one collection reads: one for each microbatch."""
+        return [each for each in self.mappings if reader in each.readers]
+
+    def ask(self, reader: Reader, microbatch: int) -> None:
+        """Let a collection prepare its features of one microbatch. Collective over its lane ahead: every rank has found
+        the same collections in the same order, and asks in one order."""
+        self.read_by(reader)[microbatch].ask(reader)
+
+    def asked(self, reader: Reader, microbatch: int) -> "Prepared":
+        """What came of it."""
+        return self.read_by(reader)[microbatch].prepared[reader]
 
 
 def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Features], Features]) -> Found:

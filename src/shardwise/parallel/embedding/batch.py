@@ -19,6 +19,7 @@ from shardwise.parallel.embedding.store import Store
 from shardwise.parallel.embedding.ways import Asked, Way
 from shardwise.plan.errors import UsageError
 from shardwise.plan.ragged import Ragged
+from shardwise.plan.trace import Done
 
 
 class Sequences(NamedTuple):
@@ -43,6 +44,8 @@ class Prepared:
     gradients_came: bool = False
     weights: list[Tensor | None] = field(default_factory=list)
     """Of each group the weights of its keys where they want gradients: [N]."""
+    ahead: Done | None = None
+    """The ASK that prepared it, where that was not the forward pass itself."""
 
 
 class Part(NamedTuple):

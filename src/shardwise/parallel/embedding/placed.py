@@ -101,8 +101,8 @@ class PlacedTables:
         self._here, self._ahead = Lane(group, Scratch()), Lane(keys_group, Scratch())
         self._open: list[Prepared] = []
         """Forward passes whose gradients have not been delivered."""
-        self.on_fetch: Callable[[bool], None] | None = None
-        """Told before vectors are fetched, and whether they learn."""
+        self.on_fetch: Callable[[Prepared, bool], None] | None = None
+        """Told before vectors are fetched: of what, and whether they learn."""
 
     @property
     def keys_group(self) -> Group:
@@ -182,7 +182,7 @@ class PlacedTables:
         """Vectors of each run of each part. Where it ``learns``, new keys get rows, and gradients are kept for
         ``deliver``."""
         if self.on_fetch is not None:
-            self.on_fetch(learns)
+            self.on_fetch(prepared, learns)
         weighs = torch.is_grad_enabled() and any(weights is not None for weights in prepared.weights)
         with torch.no_grad():
             fetched = [

@@ -1,0 +1,182 @@
+"""KeysAhead: what the thread of keys does for a step: it looks for features, agrees with the other ranks, and walks the
+step's ASKs.
+
+    the step's list     F(0,0) FETCH(t,0) ... F(0,1) FETCH(t,1) ...        the Plan's
+    what goes ahead     ASK(t,0) ASK(t,1)                                  plan/lists.py: keys_ahead
+
+The list is that of the order in force when the caller asked for the step, with as many microbatches as the step has; a
+walker of its own runs it through the handlers of the step's own walker. What ran stands in the trace of the step that
+makes use of it (``Trace.ahead``).
+
+[Note: ranks that fail] Before each step all ranks say whether they have it, and which ASKs they will walk. Where one
+has not, because its reader failed or its data ended early, or where they would ask differently, all stop there; a batch
+that one rank's tables refuse ends the step on all (embedding/collection.py). What a rank does not live to say, the
+transport's deadline says.
+
+Cost: one exchange of four numbers a rank and step, beside the keys.
+"""
+
+import contextlib
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.comm.exchange import share
+from shardwise.engine.inputs import cast_inputs
+from shardwise.engine.parts import Parts
+from shardwise.engine.step_source import Step
+from shardwise.observe.lanes_picture import Lanes
+from shardwise.parallel.embedding.ahead import Features, Found, Reader, find_features
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.plan.action import Action
+from shardwise.plan.errors import CommError, DataError
+from shardwise.plan.trace import Trace
+from shardwise.plan.walker import Walker
+from shardwise.plan.words import named_ranks
+
+Asks = Callable[[int], Sequence[Action]]
+"""By a number of microbatches the ASKs for them (``ActionLists.asks``)."""
+
+_HAS_STEP, _HAS_NONE, _FAILED = 0, 1, 2
+_UNKNOWN = -1
+
+
+class _Word(NamedTuple):
+    """What a rank says of its part of a step: numbers."""
+
+    state: int
+    asked: int = 0
+    """How often a collection will be asked to prepare keys."""
+    order: int = 0
+    """Which collections, one after another: a checksum."""
+    missing: int = _UNKNOWN
+    """The first feature that a mapping lacks: its place among those of all collections."""
+
+
+class KeysAhead:
+    """See the module's docstring. ``depth``: steps ahead; 0 where no thread is."""
+
+    def __init__(self, parts: Parts, lanes: Lanes | None, depth: int):
+        self._parts = parts
+        self._lanes = lanes
+        sent = self._collections[0].placed.keys_group.traffic if self._collections else None
+        self._walker = Walker(parts.walker.handlers, Trace(sent))
+        self.stream: torch.Stream | None = None
+        """Of the thread, on an accelerator."""
+        if depth and parts.device.type != "cpu":
+            self.stream = torch.Stream(parts.device)
+
+    @torch.no_grad()
+    def prepared(self, read: Callable[[], Step | None], asks: Asks) -> Step | None:
+        """The step with its keys exchanged, None behind the last. Collective: once for every job, whatever happens."""
+        actions: list[Action] = []
+        try:
+            step = read()
+            started = time.perf_counter()
+            with self._on_stream():
+                found = None if step is None else self._find(step.batches)
+                if found is not None:
+                    actions = self._actions(found, asks)
+            stopped = time.perf_counter()
+        except Exception:
+            with contextlib.suppress(CommError):
+                self._agree(_Word(_FAILED))
+            raise
+        refusal = self._agree(_Word(_HAS_NONE) if found is None else self._word_of(found, actions))
+        if refusal:
+            raise DataError(refusal)
+        if step is None or found is None:
+            return None
+        resumed = time.perf_counter()  # until then it waited for readers of other ranks
+        with self._on_stream():
+            self._walk(found, actions)
+        if self.stream is not None:
+            self.stream.synchronize()
+        if self._lanes is not None:
+            self._lanes.record("keys", step.number, started, stopped)
+            self._lanes.record("keys", step.number, resumed, time.perf_counter())
+        return step._replace(batches=found.batch)
+
+    def _walk(self, found: Found, actions: Sequence[Action]) -> None:
+        units = self._parts.program.tables
+        units.at_hand = found
+        try:
+            self._walker.begin(actions)
+            self._walker.run()
+        finally:
+            units.at_hand = None
+        for done in self._walker.trace.rows():
+            found.asked(units.collection(done.action), done.action.microbatch).ahead = done
+
+    def _actions(self, found: Found, asks: Asks) -> list[Action]:
+        """The step's ASKs, of those collections that find their features."""
+        asked = {each: len(found.read_by(each)) for each in self._collections}
+        collection = self._parts.program.tables.collection
+        row = asks(max(asked.values(), default=0))
+        return [action for action in row if action.microbatch < asked[collection(action)]]
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.stream is None else self.stream
+
+    def _find(self, batches: Any) -> Found:
+        device, dtype = self._parts.device, self._parts.config.precision.compute_dtype
+
+        def cast(features: Features) -> Features:
+            found: Features = cast_inputs(features, device, dtype)
+            return found
+
+        return find_features(cast_inputs(batches, device, None), self._collections, cast)
+
+    def _word_of(self, found: Found, actions: Sequence[Action]) -> _Word:
+        places: dict[Reader, int] = {each: place for place, each in enumerate(self._collections)}
+        readers = [[places[reader] for reader in each.readers] for each in found.mappings]
+        missing = self._features.index(found.missing[0]) if found.missing else _UNKNOWN
+        will_do = " ".join(map(str, (readers, *actions)))
+        return _Word(_HAS_STEP, sum(map(len, readers)), zlib.crc32(will_do.encode()), missing)
+
+    @property
+    def _collections(self) -> list[EmbeddingCollection]:
+        return list(self._parts.tables.collections.values())
+
+    @property
+    def _features(self) -> list[str]:
+        """Of all collections, alike on all ranks."""
+        return [name for each in self._collections for name in each.feature_names]
+
+    def _agree(self, word: _Word) -> str:
+        """What is wrong where ranks do not all bring a step with the same features, or have not all come to their end;
+        "" where nothing is. Collective."""
+        if not self._collections or self._collections[0].placed.keys_group.size == 1:
+            return ""
+        group = self._collections[0].placed.keys_group
+        told = share(torch.tensor([word] * group.size), group, "whether there is a step")[:, 0].tolist()
+        words = {rank: _Word(*each) for rank, each in zip(group.ranks, told, strict=True)}
+        failed = [rank for rank, each in words.items() if each.state == _FAILED]
+        if failed:
+            return f"prefetch: {named_ranks(failed)} could not read a part of a step and said why; all ranks stop at it"
+        ended = [rank for rank, each in words.items() if each.state == _HAS_NONE]
+        if ended and len(ended) < group.size:
+            return (
+                f"prefetch: no further step on {named_ranks(ended)}, while the others have one; every rank must bring "
+                "the same number of steps, where data runs out with empty batches"
+            )
+        if len({(each.asked, each.order) for each in words.values()}) == 1:
+            return ""
+        return "prefetch: ranks differ in the features of a step: " + self._difference(words)
+
+    def _difference(self, words: Mapping[int, _Word]) -> str:
+        most = max(each.asked for each in words.values())
+        fewer = {rank: each for rank, each in words.items() if each.asked < most}
+        said = [
+            f"on rank {rank} {each.asked} of {most} times a collection finds all its features"
+            + ("" if each.missing == _UNKNOWN else f", {self._features[each.missing]!r} is missing")
+            for rank, each in fewer.items()
+        ]
+        return (
+            "; ".join(said or ["mappings of features follow one another in different orders"])
+            + ". Every rank must bring batches of one structure, where a feature has no keys with empty lists "
+            "(Ragged.of_lists)"
+        )
