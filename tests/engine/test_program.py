@@ -113,6 +113,10 @@ class Own(Enum):
     computes = False
     ends_step = True
 
+    @property
+    def updates(self) -> bool:
+        return False
+
 
 def look_before_the_sum(world: Any) -> list[str]:
     """A new Kind is a handler, and an Action in the list."""

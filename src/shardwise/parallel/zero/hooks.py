@@ -70,6 +70,8 @@ class Pass(Enum):
     FOREIGN = auto()
     """A backward pass that is not the engine's. [Note: foreign backward]"""
 
+    __hash__ = object.__hash__  # Enum's own runs in Python
+
 
 _NEXT = {
     Pass.NONE: {Pass.FORWARD, Pass.BACKWARD, Pass.FOREIGN},

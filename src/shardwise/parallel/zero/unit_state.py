@@ -30,6 +30,8 @@ class Window(Enum):
     DISPLACED = auto()
     """BACKWARD, but the memory is lent to a Unit that recomputes."""
 
+    __hash__ = object.__hash__  # Enum's own runs in Python
+
 
 _NEXT = {
     Window.CLOSED: {Window.FORWARD, Window.BACKWARD, Window.RECOMPUTING},
