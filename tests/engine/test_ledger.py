@@ -25,6 +25,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"mesh": {"pp": 2}, "batch": {"global_size": 4, "micro_size": 2}},
     {"optimizer": {"type": "sgd", "lr": 0.1, "momentum": 0.9}},
     {"optimizer": {"type": "sgd", "lr": 0.1}},
+    {"optimizer": {"type": "lamb"}, "precision": "bf16"},
+    {"optimizer": {"type": "muon"}, "zero": {"stage": 1}},
 ]
 
 

@@ -50,7 +50,7 @@ def fingerprint(engine: Any) -> dict[str, list[float]]:
     for bucket, optimizer in engine._parts.trained:
         flats = {label: torch.zeros_like(bucket.weight.master) for label in ("exp_avg", "exp_avg_sq")}
         for label, start, stop, tensor in optimizer.moments():
-            flats[label][start:stop] = tensor
+            flats.setdefault(label, torch.zeros_like(bucket.weight.master))[start:stop] = tensor
         flats["master"] = bucket.weight.master
         for label, flat in flats.items():
             full = bucket.weight.gathered_copy(flat)

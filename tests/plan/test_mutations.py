@@ -463,7 +463,9 @@ def test_a_table_on_another_stage_than_its_unit() -> None:
 
 
 def test_an_update_that_needs_a_matrix_gets_one() -> None:
-    with pytest.raises(PlanError, match=r"'norm.weight' has the shape \[16\], but its rule updates matrices"):
+    with pytest.raises(
+        PlanError, match=r"'blocks.0.norm.weight' has the shape \[16\], but its rule updates matrices"
+    ):
         plan(Mesh(dp_shard=2), updates=[UpdateRule(("b",), "matrix")], group_of=lambda name: 0)
 
 

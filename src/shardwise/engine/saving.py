@@ -185,7 +185,9 @@ Pieces = dict[tuple[str, str], list[FlatSlice]]
 """By (kind, name)."""
 
 
-def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str]) -> list[Item]:
+def _items_to_save(
+    parts: Parts, labels: Mapping[str, Sequence[str]], stateless: frozenset[str]
+) -> list[Item]:
     """Every tensor of the whole model's state, with the pieces that this rank writes."""
     held: Pieces = {}
     optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
@@ -214,7 +216,7 @@ def _items_to_save(parts: Parts, labels: Sequence[str], stateless: frozenset[str
             items.append(
                 Item("master", info.name, info.shape, info.dtype, held.get(("master", info.name), []))
             )
-        for label in labels if info.name not in stateless else ():
+        for label in labels[info.name] if info.name not in stateless else ():
             items.append(Item(label, info.name, info.shape, info.dtype, held.get((label, info.name), [])))
     return items + _buffer_items(parts, to_write=True)
 
@@ -269,17 +271,18 @@ def _pieces(
 
 def _agree_on_scalars(
     parts: Parts,
-) -> tuple[tuple[dict[str, float], dict[str, dict[str, float]]], frozenset[str], list[str]]:
-    """((common scalars, exceptions by name), parameters without state, labels of moments) over all ranks."""
+) -> tuple[tuple[dict[str, float], dict[str, dict[str, float]]], frozenset[str], dict[str, list[str]]]:
+    """((common scalars, exceptions by name), parameters without state, labels of moments by name) over all ranks."""
     own: dict[str, dict[str, float] | None] = {}
-    labels: set[str] = set()
+    labels: dict[str, list[str]] = {}
     for bucket, optimizer in parts.trained:
-        labels |= {label for label, *_ in optimizer.moments()}
+        kept = sorted({label for label, *_ in optimizer.moments()})
+        labels |= {slot.name: kept for slot in bucket.layout.slots}
         rows = optimizer.scalars()
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             row = next(row for row in rows if row.start < local + stop - start and local < row.stop)
             own[slot.name] = row.scalars if row.has_state else None
-    mine = json.dumps({"scalars": own, "labels": sorted(labels)})
+    mine = json.dumps({"scalars": own, "labels": labels})
     answers: list[dict[str, Any]] = [json.loads(text) for text in parts.folders.exchange("scalars", mine)]
     told: dict[str, dict[str, float] | None] = {}
     for rank, answer in enumerate(answers):
@@ -292,11 +295,7 @@ def _agree_on_scalars(
     common: dict[str, float] = json.loads(counted.most_common(1)[0][0]) if counted else {}
     exceptions = {name: scalars for name, scalars in told.items() if scalars not in (None, common)}
     stateless = frozenset(name for name, scalars in told.items() if scalars is None)
-    return (
-        (common, exceptions),
-        stateless,
-        sorted({label for answer in answers for label in answer["labels"]}),
-    )
+    return (common, exceptions), stateless, {k: v for answer in answers for k, v in answer["labels"].items()}
 
 
 # Loading -----------------------------------------------------------------------------------------------------------

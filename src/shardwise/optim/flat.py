@@ -343,7 +343,10 @@ class FlatOptimizer:
         probe = torch.zeros(1, dtype=whole.dtype, device=whole.device)
         probe.grad = torch.zeros_like(probe)
         optimizer = self._remake(probe)
-        optimizer.step()
+        if isinstance(optimizer, TwoPass):
+            optimizer.direct()
+        else:
+            optimizer.step()
         return dict(optimizer.state.get(probe, {}))
 
     def _fresh_state(self, leaf: Tensor) -> dict[str, Any]:
