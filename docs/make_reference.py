@@ -61,6 +61,7 @@ def deepspeed() -> str:
     """docs/deepspeed.md."""
     counts = {fate: sum(row.fate == fate for row in KEYS) for fate in FATES}
     opening = DEEPSPEED.format(count=len(KEYS), **counts)
+    ours = {key.path for key in keys.all_keys()}
     sections: dict[str, list[DeepSpeedKey]] = {}
     for row in KEYS:
         sections.setdefault(row.path.rpartition(".")[0], []).append(row)
@@ -68,7 +69,7 @@ def deepspeed() -> str:
     for block, rows in sections.items():
         lines += ["", f"## {block or 'Top level'}", ""]
         lines += ["| key | type | default | fate | here |", "|---|---|---|---|---|"]
-        lines += [deepspeed_row(row) for row in rows]
+        lines += [deepspeed_row(row, ours) for row in rows]
     return MADE + "\n".join(lines).rstrip() + "\n"
 
 
@@ -98,9 +99,8 @@ error at every depth, with the nearest known one. All that is wrong in a file is
 """What stands before the tables."""
 
 
-def deepspeed_row(row: DeepSpeedKey) -> str:
+def deepspeed_row(row: DeepSpeedKey, ours: set[str]) -> str:
     """One key; our key, where the sentence begins with one, as code."""
-    ours = {key.path for key in keys.all_keys()}
     head = row.said.partition(";")[0].partition(":")[0].partition(",")[0]
     said = f"`{head}`{row.said[len(head) :]}" if head in ours else row.said
     types = f" ({', '.join(row.of)})" if row.of else ""

@@ -92,9 +92,10 @@ def test_200_misspelt_keys_at_every_depth_are_errors_with_the_right_suggestion()
 
 
 ADAM = {"optimizer": {"type": "Adam"}}
-SGD = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
 FP16 = {"fp16": {"enabled": True}}
 BF16 = {"bf16": {"enabled": True}}
+AMP = {"amp": {"enabled": True}}
+AUTOCAST = {"torch_autocast": {"enabled": True}}
 STAGE_3 = {"zero_optimization": {"stage": 3}}
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "train_batch_size": ({}, 64),
@@ -102,15 +103,19 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "gradient_accumulation_steps": ({"train_batch_size": 64}, 4),
     "gradient_clipping": ({}, 0),
     "optimizer.type": (ADAM, "SGD"),
-    "optimizer.params.lr": (ADAM, 0.5),
-    "optimizer.params.weight_decay": (ADAM, 0.1),
-    "optimizer.params.betas": (ADAM, [0.5, 0.9]),
-    "optimizer.params.eps": (ADAM, 1e-6),
-    "optimizer.params.adam_w_mode": (ADAM, False),
-    "optimizer.params.torch_adam": (ADAM, True),
-    "optimizer.params.momentum": (SGD, 0.5),
-    "optimizer.params.nesterov": (SGD, True),
     "fp16.enabled": ({}, True),
+    "fp16.loss_scale": (FP16, 128),
+    "fp16.consecutive_hysteresis": (FP16, True),
+    "bf16.check_grad_overflow": (BF16, False),
+    "amp.enabled": ({}, True),
+    "amp.opt_level": (AMP, "O2"),
+    "amp.loss_scale": (AMP, 256),
+    "amp.min_loss_scale": (AMP, 2),
+    "torch_autocast.enabled": ({}, True),
+    "torch_autocast.dtype": (AUTOCAST, "float16"),
+    "torch_autocast.lower_precision_safe_modules": (AUTOCAST, ["torch.nn.Linear"]),
+    "data_types.buffer_dtype": (BF16, "bf16"),
+    "scheduler.type": ({"scheduler": {"type": "WarmupLR"}}, "LRRangeTest"),
     "fp16.initial_scale_power": (FP16, 8),
     "fp16.loss_scale_window": (FP16, 10),
     "fp16.hysteresis": (FP16, 1),
@@ -154,7 +159,39 @@ def set_in(given: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 def test_every_key_that_acts_is_in_the_table() -> None:
     acts = {row.path for row in KEYS if row.fate == "does" and not row.stands_for and "block" not in row.kind}
-    assert acts == set(CHANGES)
+    assert {path for path in acts if ".params." not in path} == set(CHANGES)
+
+
+OF_TYPES = [(row, kind) for row in KEYS if row.fate == "does" for kind in row.of]
+OTHERS: dict[str, Any] = {
+    "betas": [0.5, 0.6],
+    "etas": [0.4, 1.3],
+    "step_sizes": [1e-5, 40],
+    "decay_lr_rate": 0.5,
+    "rho": 0.5,
+    "total_num_steps": 7,
+}
+"""Values that are valid and not the default, where ``other_value`` has none."""
+BESIDE: dict[str, dict[str, Any]] = {
+    "nesterov": {"momentum": 0.9},
+    "decay_lr_rate": {"decay_step_size": 5},
+    "decay_mom_rate": {"decay_step_size": 5},
+    "cycle_second_stair_count": {"cycle_first_stair_count": 5},
+}
+
+
+@pytest.mark.parametrize(("row", "kind"), OF_TYPES, ids=[f"{kind}-{row.path}" for row, kind in OF_TYPES])
+def test_a_parameter_that_acts_changes_the_run(row: DeepSpeedKey, kind: str) -> None:
+    block, _, name = row.path.rpartition(".params.")
+    required = {
+        each.path.rpartition(".")[2]: 3 for each in KEYS if kind in each.of and each.default == REQUIRED
+    }
+    given = {block: {"type": kind, "params": {**required, **BESIDE.get(name, {})}}}
+    if kind.startswith(("onebit", "zeroone")):
+        with pytest.raises(ConfigError, match="optimizer.type"):
+            translate(given)
+    elif (kind, name) != ("adamw", "adam_w_mode"):  # which is AdamW whatever it says
+        assert parsed(given) != parsed(set_in(given, row.path, OTHERS.get(name, other_value(row))))
 
 
 @pytest.mark.parametrize("path", CHANGES)
@@ -226,6 +263,8 @@ def other_value(row: DeepSpeedKey) -> Any:
     kind = row.kind.removesuffix("?")
     if kind.startswith("one of "):
         return next(w for w in kind.removeprefix("one of ").split("|") if w != row.default)
+    if kind == "rates":
+        return 0.25
     by_kind = {
         "bool": not row.default,
         "texts": ["x"],
@@ -251,12 +290,16 @@ def other_value(row: DeepSpeedKey) -> Any:
         ({"zero_optimization": 2}, "zero_optimization: expected keys and values .given 2."),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled: expected true or false"),
         ({"fp16": True}, "fp16: expected keys and values"),
-        ({"fp16": {"enabled": 1}, "bf16": {"enabled": 1}}, "bf16.enabled: .*fp16 or bf16, not both"),
+        ({"fp16": {"enabled": 1}, "bf16": {"enabled": 1}}, "bf16.enabled: .*fp16 or bf16 alone"),
         (
             {"optimizer": {"type": "Adam", "params": {"betas": [0.9, "x"]}}},
             "params.betas: expected a list of numb",
         ),
         ({"optimizer": {"type": "Adam", "params": {"momentum": 0.9}}}, "params: unknown key 'momentum'"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"cycle_min_lr": 1}}},
+            "'cycle_min_lr'; it belongs to OneCycle",
+        ),
         ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
         (
             {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 3}}},
@@ -273,6 +316,19 @@ def other_value(row: DeepSpeedKey) -> Any:
             "offload_param.device: .*instead: cpu",
         ),
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}}, "offload_optimizer alone"),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.params.cycle_min_lr is missing"),
+        ({"scheduler": {"type": "WarmupLr"}}, "scheduler.type: .WarmupLr.*did you mean 'WarmupLR'"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
+            "scheduler.params.total_num_steps is missing",
+        ),
+        ({"fp16": {"enabled": True}, "amp": {"enabled": True}}, "amp.enabled: .*fp16 or amp alone"),
+        ({"amp": {"enabled": True, "opt_level": "O5"}}, "amp.opt_level: expected one of O0, O1, O2, O3"),
+        ({"amp": {"enabled": True, "opt_level": "O3", "loss_scale": 8}}, "amp.loss_scale: 8.*O3 has none"),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "int8"}},
+            "torch_autocast.dtype: expected fp32, fp16 or bf16",
+        ),
         ({"pipeline": {"stages": -2}}, "pipeline.stages: -2 is not taken"),
         ({"pipeline": {"partition": "type:Linear|Conv"}}, "pipeline.partition: "),
         ({"stage": 3, "fp16": {}}, "unknown key 'stage'; it belongs to zero_optimization"),

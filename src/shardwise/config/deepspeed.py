@@ -17,6 +17,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch.optim import lr_scheduler
+
 from shardwise.config.deepspeed_keys import KEYS, REQUIRED, DeepSpeedKey
 from shardwise.config.relaxed_json import read_json
 from shardwise.plan.errors import ConfigError
@@ -161,9 +163,10 @@ class _Reading:
             name for name in _CHILDREN.get(path, ()) if rows_of(prefix + name, kind) and name.isidentifier()
         ]
         hint = nearest(key, known)
-        elsewhere = [row.path for row in KEYS if row.path.rpartition(".")[2] == key]
+        elsewhere = [row for row in KEYS if row.path.rpartition(".")[2] == key]
         if "did you mean" not in hint and elsewhere:
-            hint = f"; it belongs to {elsewhere[0].rpartition('.')[0] or 'the top level'}"
+            home = ", ".join(elsewhere[0].of) or elsewhere[0].path.rpartition(".")[0] or "the top level"
+            hint = f"; it belongs to {home}"
         return f"{place or '(top level)'}: unknown key {key!r:.100}{hint}"
 
     def _take(self, row: DeepSpeedKey, place: str, value: Any) -> None:
@@ -208,7 +211,9 @@ def _known_types(path: str) -> set[str]:
 
 
 def type_word(block: str, word: str) -> str:
-    """A type of optimizer or scheduler as the table writes it."""
+    """A type of optimizer as the table writes it; those of schedulers are case-sensitive, as there."""
+    if block == "scheduler":
+        return word
     known = _known_types(f"{block}.params")
     return next((kind for kind in known if kind.lower() == word.lower()), word)
 
@@ -239,6 +244,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "list": ("a list", lambda v: isinstance(v, list)),
     "texts": ("a list of text", lambda v: isinstance(v, list) and all(isinstance(each, str) for each in v)),
     "numbers": ("a list of numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_number, v))),
+    "rates": ("a number >= 0 or a list of them", lambda v: all(_is_number(n) and n >= 0 for n in _many(v))),
     "block": ("keys and values", lambda v: isinstance(v, Mapping)),
     "dtype": (
         "fp32, fp16 or bf16",
@@ -270,6 +276,10 @@ def _fault(kind: str, value: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _many(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _shown(value: Any) -> str:
@@ -305,6 +315,16 @@ class _View:
     def given(self, path: str) -> bool:
         """True where the file says it."""
         return path in self._reading.found
+
+    def does(self, name: str, kind: str) -> bool:
+        """True of a parameter that optimizers of type ``kind`` act by."""
+        row = rows_of(f"optimizer.params.{name}", kind)
+        return row is not None and row.fate == "does"
+
+    def parameters(self, path: str) -> Mapping[str, Any]:
+        """What a block holds, as it was given."""
+        found = self._reading.said.get(path)
+        return found if isinstance(found, Mapping) else {}
 
     def refuse(self, place: str, value: Any, instead: str) -> None:
         """Note a fault."""
@@ -424,66 +444,230 @@ def _offload(v: _View) -> dict[str, Any]:
     return found
 
 
+_HALVES = ("fp16", "bf16", "amp", "torch_autocast")
+"""Blocks that each say in which dtypes to compute."""
+_SAFE = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"]
+"""Modules whose gradients travel in 16 bits under torch_autocast, where none are named."""
+
+
 def _precision(v: _View) -> dict[str, Any]:
-    on = [name for name in ("fp16", "bf16") if v(f"{name}.enabled")]
-    if len(on) == 2:
-        v.refuse("bf16.enabled", True, "fp16 or bf16, not both")
-    compute = on[0] if on else v("data_types.param_dtype")
-    grad = v("data_types.grad_accum_dtype")
-    narrow = (v("fp16.enabled") and v("fp16.fp16_master_weights_and_grads")) or (
-        v("bf16.enabled") and v("bf16.bf16_master_weights_and_grads")
-    )
+    on = [name for name in _HALVES if v(f"{name}.enabled")]
+    if len(on) > 1:
+        v.refuse(f"{on[1]}.enabled", True, f"{' or '.join(on)} alone")
+    half = on[0] if on else ""
     keep = v("data_types.keep_in_fp32_modules")
     if keep != "auto" and _fault("texts", keep):
         v.refuse("data_types.keep_in_fp32_modules", keep, 'a list of patterns, or "auto"')
         keep = "auto"
     return _some(
-        compute=compute,
-        grad=grad or (compute if narrow else None),
-        master=compute if narrow else None,
+        **{"amp": _amp, "torch_autocast": _autocast}.get(half, _sixteen)(v, half),
         reduce=v("communication_data_type"),
-        keep_fp32=None
-        if keep == "auto"
-        else [pattern if "*" in pattern else f"*{pattern}*" for pattern in keep],
-        loss_scale=_loss_scale(v) if v("fp16.enabled") else None,
+        buffers=v("data_types.buffer_dtype"),
+        keep_fp32=None if keep == "auto" else [f"*{pattern}*" for pattern in keep],
     )
 
 
-def _loss_scale(v: _View) -> dict[str, Any]:
+def _sixteen(v: _View, half: str) -> dict[str, Any]:
+    """``fp16``, ``bf16``, or neither."""
+    compute = half or v("data_types.param_dtype")
+    is_narrow = half and v(f"{half}.{half}_master_weights_and_grads")
+    skips = (half == "bf16" and v("bf16.check_grad_overflow")) or (half == "fp16" and v("fp16.loss_scale"))
+    return _some(
+        compute=compute,
+        grad=v("data_types.grad_accum_dtype") or (compute if is_narrow else None),
+        master=compute if is_narrow else None,
+        loss_scale=_loss_scale(v) if half == "fp16" else None,
+        nonfinite="skip" if skips else None,
+    )
+
+
+def _loss_scale(v: _View) -> Any:
+    if v("fp16.loss_scale"):
+        return float(v("fp16.loss_scale"))
     return {
         "init_scale": 2.0 ** v("fp16.initial_scale_power"),
         "growth_interval": int(v("fp16.loss_scale_window")),
+        "growth_delay": 1,
         "hysteresis": int(v("fp16.hysteresis")),
+        "consecutive_hysteresis": bool(v("fp16.consecutive_hysteresis")),
         "min_scale": float(v("fp16.min_loss_scale")),
     }
 
 
+def _amp(v: _View, half: str) -> dict[str, Any]:
+    level, scale = v("amp.opt_level"), v("amp.loss_scale")
+    if not (scale in (None, "dynamic") or (_is_number(scale) and scale > 0)):
+        v.refuse("amp.loss_scale", scale, "dynamic, or a number above 0")
+        return {}
+    if level in ("O0", "O3"):
+        if scale not in (None, 1):
+            v.refuse("amp.loss_scale", scale, f"opt_level: O1 or O2; {level} has none")
+        return {"amp": level}
+    follows = _some(growth_interval=2000, hysteresis=1, min_scale=v("amp.min_loss_scale"))
+    return {"amp": level, "loss_scale": float(scale) if _is_number(scale) else follows}
+
+
+def _autocast(v: _View, half: str) -> dict[str, Any]:
+    dtype = v("torch_autocast.dtype") or "bf16"
+    if dtype == "fp32":
+        v.refuse("torch_autocast.dtype", dtype, "bf16 or fp16")
+    safe = v("torch_autocast.lower_precision_safe_modules")
+    classes = _SAFE if safe is None else safe
+    return {
+        "operations": dtype,
+        "narrow_reduce": [f"class:{name.rpartition('.')[2]}" for name in classes],
+        "loss_scale": {"growth_interval": 2000, "hysteresis": 1} if dtype == "fp16" else None,
+    }
+
+
+_OPTIMIZER_TYPES = (
+    *("Adam", "AdamW", "Lamb", "Lion", "Adagrad", "Muon"),
+    *("SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"),
+)
+_PASSED_ON = (
+    *(
+        "weight_decay",
+        "betas",
+        "eps",
+        "amsgrad",
+        "momentum",
+        "nesterov",
+        "dampening",
+        "alpha",
+        "centered",
+        "lr_decay",
+    ),
+    *("initial_accumulator_value", "rho", "momentum_decay", "decoupled_weight_decay", "lambd", "t0", "etas"),
+    "step_sizes",
+)
+"""Parameters that mean the same here."""
+
+
 def _optimizer(v: _View) -> dict[str, Any] | None:
-    if v("optimizer") is None:
-        return None
-    word = v("optimizer.type")
-    kind = str(word).lower()
+    word = v("optimizer.type") if v("optimizer") is not None else None
     if word is None:
         return None
-    if kind not in ("adam", "adamw", "sgd"):
-        known = ("Adam", "AdamW", "SGD")
-        v.refuse("optimizer.type", word, f"one of {', '.join(known)}, or an optimizer object of torch's")
+    kind = str(word).lower()
+    if kind not in [known.lower() for known in _OPTIMIZER_TYPES]:
+        v.refuse(
+            "optimizer.type", word, f"one of {', '.join(_OPTIMIZER_TYPES)}, or an optimizer object of torch's"
+        )
         return None
-    if kind == "adam" and v("optimizer.params.adam_w_mode"):
-        kind = "adamw"
-    decay = v("optimizer.params.weight_decay")
-    if v("optimizer.params.torch_adam") and kind == "adamw" and not v.given("optimizer.params.weight_decay"):
-        decay = 0.01
-    betas = v("optimizer.params.betas")
-    return _some(
-        type=kind,
-        lr=float(v("optimizer.params.lr")),
-        weight_decay=float(decay),
-        betas=list(betas) if betas is not None else None,
-        eps=v("optimizer.params.eps"),
-        momentum=v("optimizer.params.momentum"),
-        nesterov=v("optimizer.params.nesterov"),
+
+    def of(name: str) -> Any:
+        return v(f"optimizer.params.{name}")
+
+    made = _some(
+        type=kind, lr=float(of("lr")), **{name: of(name) for name in _PASSED_ON if v.does(name, kind)}
     )
+    if kind == "adam" and of("adam_w_mode"):
+        made["type"] = "adamw"
+    if made["type"] == "adamw" and of("torch_adam") and not v.given("optimizer.params.weight_decay"):
+        made["weight_decay"] = 0.01
+    if kind == "lamb":
+        made["trust_bounds"] = [of("min_coeff"), of("max_coeff")]
+        made["correct"] = "step" if of("bias_correction") else "none"
+    if kind == "muon":
+        made |= _muon(v)
+    return made
+
+
+def _muon(v: _View) -> dict[str, Any]:
+    """Muon for everything of two dims but embeddings and heads, by their names, as there."""
+    lr, of_matrices, of_rest = (v(f"optimizer.params.{name}") for name in ("lr", "muon_lr", "adam_lr"))
+    embeddings = "|".join(
+        "*" + "".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in w) + "*" for w in _NO_MATRIX
+    )
+    return {
+        "lr": float(lr if of_matrices is None else of_matrices),
+        "rest_lr": float(of_rest if of_rest is not None else lr if v.given("optimizer.params.lr") else 1e-3),
+        "adjust_lr_fn": "original",
+        "groups": [{"match": embeddings, "matrices": False}, {"match": "*", "matrices": True}],
+    }
+
+
+_NO_MATRIX = ("embed", "lm_head")
+"""Parts of names whose weights Muon leaves to Adam."""
+
+_SCHEDULES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "LRRangeTest": (
+        "range_test",
+        {
+            "min_lr": "lr_range_test_min_lr",
+            "interval_steps": "lr_range_test_step_size",
+            "rate": "lr_range_test_step_rate",
+            "staircase": "lr_range_test_staircase",
+        },
+    ),
+    "OneCycle": (
+        "one_cycle",
+        {
+            "min_lr": "cycle_min_lr",
+            "max_lr": "cycle_max_lr",
+            "rise_steps": "cycle_first_step_size",
+            "fall_steps": "cycle_second_step_size",
+            "rise_stairs": "cycle_first_stair_count",
+            "fall_stairs": "cycle_second_stair_count",
+            "decay_steps": "decay_step_size",
+            "decay_lr_rate": "decay_lr_rate",
+            "cycle_momentum": "cycle_momentum",
+            "min_momentum": "cycle_min_mom",
+            "max_momentum": "cycle_max_mom",
+            "decay_momentum_rate": "decay_mom_rate",
+        },
+    ),
+    "WarmupLR": (
+        "warmup",
+        {
+            "min_lr": "warmup_min_lr",
+            "max_lr": "warmup_max_lr",
+            "warmup_steps": "warmup_num_steps",
+            "rise": "warmup_type",
+        },
+    ),
+    "WarmupDecayLR": (
+        "warmup_linear",
+        {
+            "min_lr": "warmup_min_lr",
+            "max_lr": "warmup_max_lr",
+            "warmup_steps": "warmup_num_steps",
+            "rise": "warmup_type",
+            "total_steps": "total_num_steps",
+        },
+    ),
+    "WarmupCosineLR": (
+        "warmup_cosine",
+        {
+            "warmup_steps": "warmup_num_steps",
+            "rise": "warmup_type",
+            "start_ratio": "warmup_min_ratio",
+            "min_ratio": "cos_min_ratio",
+            "total_steps": "total_num_steps",
+        },
+    ),
+}
+"""Their schedulers as types of ours, and our keys of each by theirs."""
+
+
+def _schedule(v: _View) -> dict[str, Any] | None:
+    word = v("scheduler.type") if v("scheduler") is not None else None
+    if word is None:
+        return None
+    if word not in _SCHEDULES:
+        if not hasattr(lr_scheduler, word):
+            known = nearest(word, [*_SCHEDULES, *(name for name in dir(lr_scheduler) if name.endswith("LR"))])
+            v.refuse("scheduler.type", word, f"one of {', '.join(_SCHEDULES)}, or of torch{known}")
+            return None
+        return {"type": "torch", "scheduler": word, "arguments": dict(v.parameters("scheduler.params"))}
+    kind, keys = _SCHEDULES[word]
+    made = {ours: _number(v(f"scheduler.params.{theirs}")) for ours, theirs in keys.items()}
+    if kind == "one_cycle":
+        made["second_beta"] = 0.99
+        has_betas = v("optimizer") is None or v("optimizer.params.betas") is not None
+        made["cycle_momentum"] = bool(made["cycle_momentum"] and has_betas)
+        if not made["decay_steps"]:  # their decay is off then, whatever its rates
+            del made["decay_lr_rate"], made["decay_momentum_rate"]
+    return {"type": kind, **_some(**made)}
 
 
 _RECOMPUTES = (
@@ -525,6 +709,7 @@ _BLOCKS: Mapping[str, Callable[[_View], Any]] = {
     "batch": _batch,
     "precision": _precision,
     "optimizer": _optimizer,
+    "schedule": _schedule,
     "max_grad_norm": _clip,
     "compile": _compile,
     "checkpoint": _checkpoint,
