@@ -272,3 +272,44 @@ def test_no_sync_where_gradients_lie_in_pieces() -> None:
     with pytest.raises(UsageError, match="stage 2"), engine.no_sync():
         pass
     engine.destroy()
+
+
+def test_optimizers_by_the_names_of_their_kernels() -> None:
+    """Each is the rule of the same name; DeepSpeed's LAMB corrects the step."""
+    from shardwise.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from shardwise.deepspeed.ops.lamb import FusedLamb
+    from shardwise.deepspeed.ops.lion import FusedLion
+
+    model = net()
+    assert type(FusedAdam(model.parameters())) is torch.optim.AdamW
+    assert type(DeepSpeedCPUAdam(model.parameters(), adamw_mode=False)) is torch.optim.Adam
+    keys = {key: value for key, value in configuration(1).items() if key not in ("optimizer", "scheduler")}
+    for make in (FusedLamb, FusedLion):
+        model = net()
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=make(model.parameters(), lr=0.1), config=keys
+        )
+        before = model[0].weight.detach().clone()
+        counted(engine, lambda place, engine=engine: engine(torch.ones(2, 4).double()).square().mean())
+        moved = (model[0].weight - before).abs()
+        assert engine.global_steps == 1 and moved.max() > 0
+        if make is FusedLion:
+            torch.testing.assert_close(moved, torch.full_like(moved, 0.1))
+        engine.destroy()
+
+
+def test_groups_of_parameters_keep_their_own_numbers() -> None:
+    model = net()
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "lr": 0.5},
+    ]
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=configuration(0, scheduler=None)
+    )
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.01, 0.1),
+        (0.5, 0.0),
+    ]
+    assert engine.get_lr() == [0.01, 0.5] and engine.optimizer_name() == "AdamW"
+    engine.destroy()

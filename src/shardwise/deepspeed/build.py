@@ -21,11 +21,11 @@ from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
-from shardwise.deepspeed.optimizer_classes import DeepSpeedCPUAdagrad, FusedAdam, FusedLion
 from shardwise.deepspeed.rate_schedulers import CLASSES
 from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
 from shardwise.engine.build import initialize as build_engine
-from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.optim.named_rules import NamedRules
+from shardwise.plan.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _optimizer_of(
     elif given is not None:
         made = given(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
     elif settings.value("optimizer.type") is not None:
-        made = _named(settings, groups if groups is not None else _trained(model.parameters()))
+        made = _named(model, settings, groups if groups is not None else _trained(model.parameters()))
     else:
         return None
     made.param_groups[:] = [group for group in made.param_groups if group["params"]]
@@ -165,35 +165,25 @@ def _trained(parameters: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _named(settings: DeepSpeedConfig, groups: list[Any]) -> optim.Optimizer:
-    """What ``optimizer:`` names. Errors: ConfigError."""
-    name = str(settings.value("optimizer.type"))
-    options = dict((settings.given.get("optimizer") or {}).get("params") or {})
-    if "max_grad_norm" in options:
-        raise DeepSpeedConfigError("optimizer.params.max_grad_norm: say gradient_clipping at the top level")
-    is_torchs = bool(options.pop("torch_adam", False))
-    for key in ("fp32_optimizer_states", "fused", "foreach"):  # how, not what
-        options.pop(key, None)
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
-    word = name.lower()
-    if word in ("adam", "adamw"):
-        adam_w = bool(options.pop("adam_w_mode", True)) or word == "adamw"
-        if is_torchs and adam_w:
-            options.setdefault("weight_decay", 0.01)  # torch's default, which is then theirs
-        return FusedAdam(groups, adam_w_mode=adam_w, **options)  # type: ignore[return-value]
-    if word == "lion":
-        return FusedLion(groups, **options)  # type: ignore[return-value]
-    if word == "adagrad":
-        return DeepSpeedCPUAdagrad(groups, **options)  # type: ignore[return-value]
-    known = {each.lower(): each for each in dir(optim) if each[0].isupper()}
-    cls = getattr(optim, known.get(word, ""), None)
-    if cls is None:
-        raise ConfigError(
-            f"optimizer.type: {name!r} is neither DeepSpeed's nor torch's; known: {', '.join(known)}"
-        )
-    made: optim.Optimizer = cls(groups, **options)
-    return made
+def _named(model: nn.Module, settings: DeepSpeedConfig, given: list[Any]) -> optim.Optimizer:
+    """What ``optimizer:`` names, on groups of parameters whose own keys win."""
+    policy = RunConfig.parse({"optimizer": settings.translation.config["optimizer"]}).optimizer
+    rules, names = policy.rules(), {id(p): name for name, p in model.named_parameters()}
+    groups = [each for each in given if isinstance(each, Mapping)]
+    loose = [each[1] if isinstance(each, tuple) else each for each in given if not isinstance(each, Mapping)]
+    found: list[dict[str, Any]] = []
+    for group in [{"params": loose}, *groups]:
+        by_rule: dict[int, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            # Every matrix that no pattern of the policy's leaves out.
+            place = policy.rule_of(names.get(id(parameter), ""), True if parameter.dim() == 2 else None)
+            by_rule.setdefault(place, []).append(parameter)
+        own = {key: value for key, value in group.items() if key != "params"}
+        found += [
+            {"type": rules[place][0], **rules[place][1], **own, "params": by_rule[place]}
+            for place in sorted(by_rule)
+        ]
+    return NamedRules(found)
 
 
 def _freeze_others(model: nn.Module, optimizer: optim.Optimizer) -> None:

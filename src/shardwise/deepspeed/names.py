@@ -170,6 +170,8 @@ NAMES: dict[str, Rows] = {
     "ops.adam": _ADAM,
     "ops.adam.cpu_adam": _all("optimizer_classes", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _all("optimizer_classes", "FusedAdam"),
+    "ops.lamb": _all("optimizer_classes", "FusedLamb"),
+    "ops.lamb.fused_lamb": _all("optimizer_classes", "FusedLamb"),
     "ops.lion": _LION,
     "ops.lion.cpu_lion": _LION,
     "ops.lion.fused_lion": _LION,

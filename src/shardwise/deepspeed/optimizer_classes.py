@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import optim
 
+from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
 from shardwise.plan.errors import UsageError
 
@@ -87,3 +88,36 @@ class FusedLion:
 
 
 DeepSpeedCPULion = FusedLion
+
+
+class FusedLamb:
+    """Makes LAMB with the correction of DeepSpeed's kernel: of the step, not of the moments (optim/lamb.py)."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Groups,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> optim.Optimizer:
+        if eps_inside_sqrt or amsgrad or max_grad_norm:
+            raise UsageError(
+                "FusedLamb: eps_inside_sqrt, amsgrad and max_grad_norm are not here; leave them out, and say "
+                "gradient_clipping in the configuration"
+            )
+        return Lamb(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            trust_bounds=(min_coeff, max_coeff),
+            correct="step" if bias_correction else "none",
+        )

@@ -31,6 +31,7 @@ from shardwise.optim.lamb import Lamb
 from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon
+from shardwise.optim.named_rules import NamedRules
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.two_pass import TwoPass, Whole
 from shardwise.plan.errors import ConfigError, UsageError
@@ -93,8 +94,10 @@ def from_policy(policy: OptimizerPolicy) -> Make:
 
     Errors: ConfigError for numbers that the class refuses.
     """
-    rules = policy.rules()
+    return _from_rules(policy.rules())
 
+
+def _from_rules(rules: Sequence[tuple[str, dict[str, Any]]]) -> Make:
     def make(tensors: list[Tensor], group: int) -> optim.Optimizer:
         kind, options = rules[group]
         fused = {"fused": True} if kind in _FUSED else {}
@@ -108,12 +111,22 @@ def from_policy(policy: OptimizerPolicy) -> Make:
     return make
 
 
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group's keys those that its rule's class takes."""
+    if group["type"] not in _CLASSES:
+        raise UsageError(f"optimizer: there is no rule {group['type']!r}; known: {', '.join(_CLASSES)}")
+    known = inspect.signature(_CLASSES[group["type"]]).parameters
+    return {key: value for key, value in group.items() if key in known and key not in ("params", "type")}
+
+
 def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
     """Rebuild a user's optimizer from its class and the options of its groups.
 
     Errors: UsageError where the class needs whole tensors in a way of its own (its numbers would silently change on
     flat pieces).
     """
+    if isinstance(optimizer, NamedRules):
+        return _from_rules([(group["type"], _numbers(group)) for group in optimizer.param_groups])
     cls = type(optimizer)
     known = {*_CLASSES.values(), optim.Muon}
     if not elementwise and cls not in known:
