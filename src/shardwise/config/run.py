@@ -6,13 +6,12 @@ command line does. A DeepSpeed configuration is recognised by its keys and trans
 """
 
 import json
-import logging
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PrivateAttr, ValidationError, model_validator
 
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
@@ -40,7 +39,6 @@ ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope", "i
 """Policies that one word sets, and the key that it stands for."""
 
 
-_log = logging.getLogger("shardwise")
 _FILE_LIMIT_BYTES = 256 << 10
 """No configuration is larger."""
 _SHOWN = 300
@@ -145,6 +143,12 @@ class RunConfig(Policy):
     """Where numbers go."""
     output_dir: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] = "runs/run"
     """Folder of the run."""
+    _translated: str = PrivateAttr(default="")
+
+    @property
+    def translated(self) -> str:
+        """What became of another tool's configuration that this one was made of; empty of one of ours."""
+        return self._translated
 
     @model_validator(mode="before")
     @classmethod
@@ -185,6 +189,7 @@ def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequen
         given, where = _plain(source), "config"
     else:
         given, where = _found(source)
+    translated = ""
     if is_theirs(given):
         if both := sorted(set(given) & _OURS_ALONE):
             known = [f"{key!r}; here it is {ours}" for key in given if (ours := known_elsewhere("", key))]
@@ -193,11 +198,12 @@ def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequen
                 f"{', '.join(known) or 'shardwise convert translates the other keys'}"
             )
         made = translate(given, where)
-        _log.info("%s is a DeepSpeed configuration: %s", where, made.summary())
-        given = made.config
+        given, translated = made.config, f"a DeepSpeed configuration: {made.summary()}"
     for override in overrides:
         _override(given, override)
-    return RunConfig.parse(given, where)
+    config = RunConfig.parse(given, where)
+    config._translated = translated
+    return config
 
 
 def is_theirs(given: Mapping[str, Any]) -> bool:

@@ -208,6 +208,8 @@ def _start_from_step(engine: Engine) -> None:
 
 def _site(world: World, config: RunConfig) -> Site:
     settings, mesh, _ = resolve(config, world.size, world.device.type)
+    if config.translated and world.rank == 0:
+        _log.info("config: %s", config.translated)
     clock, traffic = world.clock(settings.comm), Traffic()
     groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
     ledger = Ledger()

@@ -1,14 +1,15 @@
 """Patterns in a configuration that are to name something of the model, held against it before any work is done.
 
-    optimizer.groups      parameters; the first group that matches has one, and one that gets none changes nothing
-    precision.keep_fp32   parameters and buffers, or classes of modules that hold some
-    zero.forward_methods  methods of Units
+    optimizer.groups         parameters; the first group that matches has one, and one that gets none changes nothing
+    precision.keep_fp32      parameters and buffers, or classes of modules that hold some
+    precision.narrow_reduce  the same of parameters; a list of kinds of layers, of which a model may lack some
+    zero.forward_methods     methods of Units
 
 A pattern without effect is a typing error, or was written for another model: the run would not be what its
-configuration says.
+configuration says. A group that only keeps parameters from Muon's matrices may find that the model has none of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -27,17 +28,22 @@ def check_named(model: nn.Module, settings: RunConfig) -> None:
     known = f"the model's are {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
     owners = {settings.optimizer.group_of(name) for name in names}
     for place, group in enumerate(settings.optimizer.groups):
-        if place + 1 in owners:
+        if place + 1 in owners or (group.matrices is False and len(group.model_fields_set) == 2):
             continue
         taken = any(group.matches(name) for name in names)
         why = "only parameters of groups before it; put it in front" if taken else f"no parameter; {known}"
         raise ConfigError(f"optimizer.groups: group {place} matches {why} (match: {group.match!r})")
     buffers = [name for name, _ in model.named_buffers()]
     for key, held in (("keep_fp32", [*names, *buffers]), ("narrow_reduce", names)):
-        for pattern in getattr(settings.precision, key):
-            by_class = set(names_of(pattern, model)).intersection(held)
-            if not by_class and not any(fnmatchcase(name, pattern) for name in held):
-                raise ConfigError(f"precision.{key}: pattern {pattern!r} matches no parameter; {known}")
+        patterns = getattr(settings.precision, key)
+        idle = [pattern for pattern in patterns if not _names_some(pattern, model, held)]
+        if idle and (key == "keep_fp32" or idle == patterns):
+            raise ConfigError(f"precision.{key}: pattern {idle[0]!r} matches no parameter; {known}")
+
+
+def _names_some(pattern: str, model: nn.Module, held: Sequence[str]) -> bool:
+    by_class = set(names_of(pattern, model)).intersection(held)
+    return bool(by_class) or any(fnmatchcase(name, pattern) for name in held)
 
 
 def methods_of(units: Mapping[str, nn.Module], zero: ZeroPolicy, mesh: Mesh) -> list[tuple[str, str]]:

@@ -1,0 +1,146 @@
+"""A DeepSpeed configuration in place of ours: the same run, and what acts in it changes numbers."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.comm.world import World, join
+from tests.config.test_deepspeed import set_in
+
+THEIRS: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 2, "overlap_comm": True},
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.99], "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+}
+OURS: dict[str, Any] = {
+    "batch": {"micro_size": 4, "accumulation": 2},
+    "max_grad_norm": 0.5,
+    "zero": {"stage": 2},
+    "optimizer": {"type": "adamw", "lr": 0.01, "betas": [0.8, 0.99], "weight_decay": 0.1},
+    "schedule": {"type": "warmup", "warmup_steps": 4, "rise": "linear"},
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """One process."""
+    yield join(quiet=True)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(torch.tanh(self.inner(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().pow(2).mean()
+
+
+def trained(world: World, config: dict[str, Any], steps: int = 3) -> dict[str, Tensor]:
+    """Weights after a few steps, and the norms of their gradients."""
+    torch.manual_seed(0)
+    model = Model()
+    engine = shardwise.initialize(model, copy.deepcopy(config), world=world)
+    generator, norms = torch.Generator().manual_seed(1), []
+    for _ in range(steps * engine.config.batch.accumulation):
+        loss = engine(torch.randn(4, 6, generator=generator))
+        engine.backward(loss)
+        if (result := engine.step()) is not None:
+            norms.append(result.grad_norm)
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.close()
+    return {**state, "norms": torch.tensor(norms)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_it_is_the_run_that_our_keys_say_and_said_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        theirs = trained(world, THEIRS)
+    said = [record.getMessage() for record in caplog.records if "DeepSpeed" in record.getMessage()]
+    assert len(said) == 1 and "11 keys act; 1 have no effect here: zero_optimization.overlap_comm" in said[0]
+    assert same(theirs, trained(world, OURS))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "beside"),
+    [
+        ("gradient_clipping", 0, {}),
+        ("gradient_accumulation_steps", 1, {}),
+        ("optimizer.type", "Lion", {}),
+        ("optimizer.type", "Muon", {}),
+        ("optimizer.type", "Lamb", {}),
+        ("optimizer.params.lr", 0.02, {}),
+        ("optimizer.params.betas", [0.9, 0.999], {}),
+        ("optimizer.params.eps", 0.1, {}),
+        ("optimizer.params.weight_decay", 0.0, {}),
+        ("optimizer.params.adam_w_mode", False, {}),
+        ("optimizer.params.amsgrad", True, {}),
+        ("scheduler.type", "WarmupCosineLR", {"scheduler": {"params": {"total_num_steps": 9}}}),
+        ("scheduler.params.warmup_num_steps", 9, {}),
+        ("scheduler.params.warmup_max_lr", 0.5, {}),
+        ("bf16.enabled", True, {}),
+        ("data_types.keep_in_fp32_modules", ["norm"], {"bf16": {"enabled": True}}),
+        ("data_types.grad_accum_dtype", "bf16", {"bf16": {"enabled": True}}),
+        ("bf16.bf16_master_weights_and_grads", True, {"bf16": {"enabled": True}}),
+        ("torch_autocast.enabled", True, {}),
+        ("amp.enabled", True, {}),
+        ("amp.opt_level", "O3", {"amp": {"enabled": True}}),
+    ],
+    ids=str,
+)
+def test_what_acts_changes_numbers(world: World, path: str, value: Any, beside: dict[str, Any]) -> None:
+    config = {**THEIRS, **beside}
+    other = set_in(config, path, value)
+    if value == "Muon":
+        other = set_in(other, "optimizer.params", {"lr": 0.01})
+    if "warmup_max_lr" in path or path == "scheduler.type":
+        config = THEIRS
+    assert not same(trained(world, config), trained(world, other))
+
+
+@pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing", "number_checkpoints"])
+def test_activation_checkpointing_runs_blocks_again(world: World, key: str) -> None:
+    """With no call in the model; the weights stay those of the plain run."""
+    counts = []
+    original = Block.forward
+
+    def counted(self: Block, x: Tensor) -> Tensor:
+        counts.append(1)
+        return original(self, x)
+
+    Block.forward = counted  # type: ignore[method-assign]
+    try:
+        plain = trained(world, THEIRS, steps=1)
+        first = len(counts)
+        again = trained(world, {**THEIRS, "activation_checkpointing": {key: 1}}, steps=1)
+    finally:
+        Block.forward = original  # type: ignore[method-assign]
+    assert (first, len(counts) - first) == (4, 8)
+    assert same(plain, again)
