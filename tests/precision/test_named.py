@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.world import World, join
 from shardwise.config.run import RunConfig
+from shardwise.deepspeed.recompute_calls import checkpoint
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.plan.errors import ConfigError
 from shardwise.precision import operations
@@ -111,7 +112,9 @@ def sent(world: World, stage: int, narrow: list[str]) -> tuple[int, dict[str, Te
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_of_products_on_a_narrow_wire(ranks: Any, stage: int) -> None:
     """Those of products are 16-bit numbers already: nothing is lost on the way, and half of the bytes."""
-    (wide, wanted), (narrow, found) = (ranks(2).run(sent, stage, each)[0] for each in ([], ["class:Linear"]))
+    (wide, wanted), (narrow, found) = (
+        ranks(2).run(sent, stage, each)[0] for each in ([], ["class:Linear", "class:Conv1d"])
+    )
     linears = 4 * (4 * 4 + 4) * 2
     assert narrow < wide - linears // 4
     for name, gradient in found.items():
@@ -219,6 +222,21 @@ def test_the_backward_of_a_function_in_python_is_let_alone() -> None:
     exact = torch.autograd.grad(rms_norm(x, weight, 0.0).square().sum(), x)[0]
     with DtypeByOperation("bf16"):
         assert torch.equal(torch.autograd.grad(rms_norm(x, weight, 0.0).square().sum(), x)[0], exact)
+
+
+def test_deepspeeds_checkpoint_runs_again_in_the_same_dtypes() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    seen: list[torch.dtype] = []
+
+    def block(x: Tensor) -> Tensor:
+        y = layer(x)
+        seen.append(y.dtype)
+        return y.exp()
+
+    with DtypeByOperation("bf16"):
+        y = checkpoint(block, x)
+    y.sum().backward()
+    assert seen == [B16, B16] and y.dtype == F32
 
 
 # Refused -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """``deepspeed.checkpointing``: a function whose activations are computed again in the backward pass.
 
 torch's own checkpoint, in its form without reentrance, which knows every gradient. What runs again draws the same
-random numbers and sees the same autocast. Models whose blocks are alike need no call: ``recompute: full`` in our
-configuration, ``activation_checkpointing`` in DeepSpeed's, wraps the blocks.
+random numbers and sees the same autocast and dtypes of operations. Models whose blocks are alike need no call:
+``recompute: full`` in our configuration, ``activation_checkpointing`` in DeepSpeed's, wraps the blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 
 from shardwise.comm import default_group
 from shardwise.plan.errors import UsageError
+from shardwise.precision.operations import running_dtypes_again
 
 _SAID: dict[str, Any] = {}
 """What ``configure`` was told, until ``reset``: scripts ask ``is_configured``."""
@@ -46,7 +47,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """What ``function`` returns; what it computes on the way is not kept."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, context_fn=running_dtypes_again
+    )
 
 
 non_reentrant_checkpoint = checkpoint

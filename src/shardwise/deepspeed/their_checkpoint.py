@@ -453,9 +453,11 @@ class TheirStep:
             if not told.get("dynamic_loss_scale"):
                 return None
         clean = int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1
+        # The first growth after an overflow takes them a step more: precision.loss_scale.growth_delay.
+        window = int(told.get("scale_window") or 0)
         return {
             "scale": float(told["cur_scale"]),
-            "clean_steps": max(clean, 0),
+            "clean_steps": (clean - 1) % window if clean > 0 and window else clean - 1,
             "overflows_left": int(told.get("cur_hysteresis", 1)),
         }
 
