@@ -8,7 +8,8 @@ import pytest
 from shardwise.observe.metrics import ClickRecord, MetricsFile, StepRecord, read
 from shardwise.plan.errors import DataError
 
-HEADER = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
+BEFORE = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
+HEADER = f"{BEFORE},forward_s,backward_s,update_s,loss_scale"
 
 
 def write(path: Path, steps: range, resume_step: int = 0, loss: float = 1.0) -> None:
@@ -39,7 +40,7 @@ def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
 def test_columns_are_in_the_promised_order_and_absent_numbers_are_empty(tmp_path: Path) -> None:
     with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
         metrics.write(StepRecord(7, 2.5, grad_norm=1.0))
-    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,\n"
+    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,\n"
 
 
 def test_numpy_numbers_are_written_as_plain_ones(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_a_click_through_model_has_columns_of_its_own(tmp_path: Path) -> None:
         for record in records:
             metrics.write(record)
     assert read(path) == records
-    assert path.read_text().splitlines()[2].endswith(",10,12,2")
+    assert path.read_text().splitlines()[2].endswith(",10,12,2,,,")
     assert [record.validation for record in records] == [None, 0.45]
     with closing(MetricsFile(path, 1, ClickRecord)):
         assert read(path) == records[:1]
@@ -133,3 +134,19 @@ def test_records_of_two_kinds_do_not_share_a_file(tmp_path: Path) -> None:
         MetricsFile(tmp_path / "metrics.csv", 2, ClickRecord)
     with closing(MetricsFile(tmp_path / "metrics.csv", 0, ClickRecord)):
         pass  # nothing of the earlier run is kept
+
+
+def test_a_file_of_before_the_last_columns_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text(f"{BEFORE}\n1,2.5,,,,,,,,,,0.5\n2,2.0,,,,,,,,,,\n")
+    with closing(MetricsFile(path, resume_step=1)) as metrics:
+        metrics.write(StepRecord(2, 2.25, update_s=0.5))
+    assert path.read_text().startswith(f"{HEADER}\n1,2.5,")
+    assert read(path) == [StepRecord(1, 2.5, mfu=0.5), StepRecord(2, 2.25, update_s=0.5)]
+
+
+def test_two_that_write_one_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    with closing(MetricsFile(path)), pytest.raises(DataError, match="output_dir of its own"):
+        MetricsFile(path)
+    MetricsFile(path).close()

@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.observe.metrics import ClickRecord, StepRecord, read
-from shardwise.observe.sinks import MonitorPolicy, Sinks, TensorBoardEvents, open_sinks
+from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, TensorBoardEvents, open_sinks
 from shardwise.plan.errors import ConfigError
 
 
@@ -106,6 +106,56 @@ def test_a_missing_wandb_is_said_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"monitor.wandb.*pip install wandb"):
         open_sinks(tmp_path, MonitorPolicy(wandb="p", picture=False, tensorboard=False))
+
+
+def test_tags_and_samples(tmp_path: Path) -> None:
+    policy = MonitorPolicy(csv=False, picture=False, tensorboard=str(tmp_path / "events"))
+    naming = Naming({"loss": "Train/Samples/train_loss", "loss_scale": "scale"}, samples_per_step=8)
+    sinks = open_sinks(tmp_path / "run", policy, naming=naming)
+    sinks.write(StepRecord(1, 3.5, lr=0.25))
+    sinks.write(StepRecord(2, 3.0, loss_scale=4.0))
+    sinks.send({"mine": 7.0}, 12)
+    sinks.close()
+    assert scalars(tmp_path / "events", "Train/Samples/train_loss") == [(8, 3.5), (16, 3.0)]
+    assert scalars(tmp_path / "events", "scale") == [(16, 4.0)]
+    assert scalars(tmp_path / "events", "mine") == [(12, 7.0)]
+    assert set(EventAccumulator(str(tmp_path / "events")).Reload().Tags()["scalars"]) == {
+        "Train/Samples/train_loss",
+        "scale",
+        "mine",
+    }
+    assert not (tmp_path / "run").exists()
+
+
+def test_comet_is_said_to_be_missing_and_continues_the_same_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = MonitorPolicy(
+        csv=False, picture=False, tensorboard=False, comet="project", comet_experiment="one"
+    )
+    monkeypatch.setitem(sys.modules, "comet_ml", None)
+    with pytest.raises(ConfigError, match=r"monitor.comet.*pip install comet_ml"):
+        open_sinks(tmp_path, policy)
+    told: list[Any] = []
+
+    class Experiment:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **named: told.append((name, *args, *named.items())) or "key1"
+
+    class Module:
+        @staticmethod
+        def start(**arguments: Any) -> Experiment:
+            told.append(arguments)
+            return Experiment()
+
+    monkeypatch.setitem(sys.modules, "comet_ml", Module)
+    for resume_step in (0, 3):
+        sinks = open_sinks(tmp_path, policy, resume_step)
+        sinks.write(StepRecord(resume_step + 1, 2.0))
+        sinks.close()
+    started = [each["experiment_key"] for each in told if isinstance(each, dict)]
+    assert started == [None, "key1"]
+    assert ("log_metrics", {"loss/train": 2.0}, ("step", 4)) in told and told[-1] == ("end",)
 
 
 def test_wandb_continues_the_same_page_after_a_resume(

@@ -9,7 +9,6 @@ from torch import nn, ones, optim
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
 from shardwise.optim.groups import OptimizerGroups
-from shardwise.optim.scheduler import Scheduler
 from shardwise.plan.errors import ConfigError
 
 LRS = (0.4, 0.1)
@@ -174,22 +173,3 @@ def test_rates_of_tables_follow_as_parts() -> None:
     ]
     for schedule, part in wanted:
         assert groups_of(schedule).tables_factor(2) == pytest.approx(part), schedule
-
-
-def test_the_object_steps_as_the_function_counts() -> None:
-    config = RunConfig.parse({"schedule": CYCLE})
-
-    class Holder:
-        param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.4, "betas": (0.7, 0.9)}]
-
-    scheduler = Scheduler(Holder(), config.schedule)
-    seen = []
-    for _ in range(5):
-        seen.append(scheduler.get_last_lr()[0])
-        assert scheduler.get_last_lr() == scheduler.get_lr()
-        scheduler.step()
-    assert seen == near([0.1, 0.2, 0.3, 0.4, 0.5])
-    state = scheduler.state_dict()
-    other = Scheduler(Holder(), config.schedule)
-    other.load_state_dict(state)
-    assert other.get_lr() == near([0.3]) and other.numbers()[0]["betas"] == (pytest.approx(0.85), 0.9)

@@ -17,6 +17,7 @@ from shardwise.cli.trainer import Trainer
 from shardwise.comm.world import join
 from shardwise.config.auto import resolve
 from shardwise.data.clicks import ClickPolicy
+from shardwise.engine.monitor import Monitor
 from shardwise.launch.environment import is_in_job
 from shardwise.launch.terminal import lasting_console
 from shardwise.observe.lanes_picture import draw_picture as draw_lanes
@@ -24,7 +25,6 @@ from shardwise.observe.lanes_picture import draw_text as draw_lanes_text
 from shardwise.observe.log import rank_log
 from shardwise.observe.progress import ConsoleHandler, open_progress
 from shardwise.observe.schedule_picture import draw_picture, draw_text
-from shardwise.observe.sinks import Sinks, open_sinks
 
 
 def train(request: Request) -> int:
@@ -60,32 +60,27 @@ def train(request: Request) -> int:
     return code
 
 
-def _open_sinks(trainer: Trainer, console: Console) -> Sinks:
-    if trainer.world.rank != 0:
-        return Sinks([], [])
-    config, first = trainer.config, trainer.engine.step_count
-    best = trainer.best if isinstance(trainer, ClickTrainer) else None
-    sinks = open_sinks(
-        trainer.folder.root,
-        config.monitor,
-        first,
-        config.model_dump(mode="json"),
-        trainer.record_kind,
-        None if best is None else best.auc,
-    )
-    sinks.add(open_progress(console, config.train.steps, first))
-    return sinks
+def _open_monitor(trainer: Trainer, console: Console) -> Monitor:
+    monitor, first = trainer.engine.monitor, trainer.engine.step_count
+    is_main = trainer.world.rank == 0
+    best = trainer.best if isinstance(trainer, ClickTrainer) and is_main else None
+    monitor.open(first, trainer.record_kind, None if best is None else best.auc)
+    if is_main:
+        policy = trainer.config.monitor
+        steps = trainer.config.train.steps
+        monitor.add(open_progress(console, steps, first, policy.print_every, policy.breakdown))
+    return monitor
 
 
 def _train(trainer: Trainer, console: Console, request: Request) -> int:
     """The loop with everything that must be given back after it."""
-    sinks = _open_sinks(trainer, console)
+    monitor = _open_monitor(trainer, console)
     stop = StopFlag(trainer.engine.request_stop)
     try:
         with stop.listening():
-            is_done = trainer.run(sinks)
+            is_done = trainer.run(monitor)
     finally:
-        sinks.close()
+        monitor.close()
     engine = trainer.engine
     trainer.finish_saving()
     _show_schedule(trainer, console)

@@ -4,6 +4,7 @@ config.yaml        the resolved configuration of the last start
 metrics.csv        one row per optimizer step
 loss.png           its picture
 auc.png            of a click-through model: its AUC
+lr_range.png       with ``schedule.type: range_test``: the loss over the learning rate
 lanes.png          of a click-through model: reading, keys and compute of a few steps
 schedule.png       the last step of a pipeline, predicted and measured
 tensorboard/       the same as TensorBoard events

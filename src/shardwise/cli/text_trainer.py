@@ -95,6 +95,7 @@ class TextTrainer(Trainer):
             flops=flops,
             pf_days=None if flops is None else pf_days(self.flops),
             mfu=None if flops is None else mfu(flops, step_s, self.peaks),
+            loss_scale=self.engine.loss_scale,
         )
 
     def _peaks(self) -> float | None:

@@ -234,7 +234,8 @@ class Trainer(ABC):
         step_s = time.perf_counter() - started
         if self.is_last_step or self.engine.stop_requested:
             self.timelines = self.engine.timeline()  # before an evaluation, which is another walk
-        record = self.record(result, step_s, weights is not None)
+        seconds = self.engine.trace.seconds()._asdict()
+        record = self.record(result, step_s, weights is not None)._replace(**seconds)
         every = self.config.train.eval_every
         if self.validation is not None and ((every and result.step % every == 0) or self.is_last_step):
             self.evaluations.judge(self.engine.step_count, self.evaluate())

@@ -37,6 +37,7 @@ from shardwise.engine.forward import Forward
 from shardwise.engine.held import Held
 from shardwise.engine.inputs import Loss, find_loss
 from shardwise.engine.loaders import Loaders
+from shardwise.engine.monitor import Monitor
 from shardwise.engine.nonfinite import origin
 from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts
@@ -94,6 +95,8 @@ class Engine:
         self._held = Held(parts, original, self.close, self._record.before_pass)
         self._loaders = Loaders(parts.config, parts.dp, parts.accumulation.microbatches)
         self._saves = Saves(parts, self._loaders)
+        self.monitor = Monitor(parts.config, parts.world.rank == 0, parts.device)
+        """Where numbers go after every step."""
         self._stop_wanted = False
         self._stop_seen = False
         self._plain: PlainBackward | None = None
@@ -456,6 +459,7 @@ class Engine:
         walker = self._parts.walker
         news = walker.trace.news(walker.last)
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped, news, self.skipped_steps)
+        seconds = walker.trace.seconds()
         walker.close()
         for hooks in self._parts.hooks:
             hooks.end_step()
@@ -463,6 +467,7 @@ class Engine:
         self._end.forget()
         self._parts.clock.step_ended()
         self._parts.passes.own_use.step_ended()
+        self.monitor.note(result, seconds, self.loss_scale)
         for callback in self.on_step:
             callback(self, result)
         return result
@@ -833,6 +838,7 @@ class Engine:
         self._record.close()
         if self._plain is not None:
             self._plain.remove()
+        self.monitor.close()
         self._held.give_back(whole and sys.exc_info()[0] is None)
         if self.world.ends_with_engine:
             self.world.release()

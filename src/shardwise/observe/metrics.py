@@ -8,13 +8,17 @@ opening the file for step 100 cuts the later rows off first. A last line without
 kill cut short; it is dropped, because ``12`` may be the beginning of ``123``.
 
 A run of a language model writes ``StepRecord``s, one of a click-through model ``ClickRecord``s: the header says which.
+A file without the last columns is one of before they came: they are empty.
 
 Cost: one small write and one flush per step, on rank 0 alone.
 """
 
+import contextlib
+import errno
+import fcntl
 import os
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from shardwise.plan.errors import DataError
 
@@ -48,6 +52,14 @@ class StepRecord(NamedTuple):
     mfu: float | None = None
     """Model FLOP/s utilisation, a share of 1: ``flops / step_s`` over the peak of all devices. The peak is the data
     sheet's, on a processor that of a matrix product which rank 0 measures at the start; empty where it is not known."""
+    forward_s: float | None = None
+    """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
+    backward_s: float | None = None
+    """Seconds of rank 0 in its backward passes, reductions beside them included."""
+    update_s: float | None = None
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights."""
+    loss_scale: float | None = None
+    """What losses are multiplied by in the next step under fp16; empty otherwise."""
 
     @property
     def validation(self) -> float | None:
@@ -84,6 +96,12 @@ class ClickRecord(NamedTuple):
     """Rows that came since step 0."""
     evicted: int | None = None
     """Rows that went since step 0."""
+    forward_s: float | None = None
+    """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
+    backward_s: float | None = None
+    """Seconds of rank 0 in its backward passes, reductions beside them included."""
+    update_s: float | None = None
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights."""
 
     @property
     def validation(self) -> float | None:
@@ -107,6 +125,8 @@ class Sink(Protocol):
 _KINDS: tuple[type[StepRecord] | type[ClickRecord], ...] = (StepRecord, ClickRecord)
 _INTEGERS = frozenset({"step", "tokens", "samples", "memory", "rows", "inserted", "evicted"})
 _ALWAYS = frozenset({"step", "loss"})
+_FEWEST = 10
+"""Columns that every version had, at least."""
 
 
 def _header(kind: type[Record]) -> str:
@@ -122,20 +142,20 @@ def _row(record: Record) -> str:
     return ",".join(cells) + "\n"
 
 
-def _parse(path: Path, number: int, line: str, kind: type[Record]) -> Record:
+def _parse(path: Path, number: int, line: str, kind: type[Record], columns: int) -> Record:
     cells = line.rstrip("\n").split(",")
     try:
-        if len(cells) != len(kind._fields):
+        if len(cells) != columns:
             raise ValueError(f"it has {len(cells)} cells")
         values: list[int | float | None] = []
-        for name, cell in zip(kind._fields, cells, strict=True):
+        for name, cell in zip(kind._fields, cells, strict=False):
             if cell == "" and name not in _ALWAYS:
                 values.append(None)
             else:
                 values.append(int(cell) if name in _INTEGERS else float(cell))
     except ValueError as error:
         raise DataError(
-            f"{path}, line {number}: {line.rstrip()[:400]!r} is not a row of {len(kind._fields)} numbers "
+            f"{path}, line {number}: {line.rstrip()[:400]!r} is not a row of {columns} numbers "
             f"({str(error)[:200]}); repair or remove the line"
         ) from None
     return kind(*values)  # type: ignore[arg-type]
@@ -152,14 +172,17 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
     if not lines:
         return []
     header = lines[0].rstrip("\n")
-    kind = next((kind for kind in _KINDS if _header(kind) == header), None)
+    columns = header.count(",") + 1
+    kind = next(
+        (kind for kind in _KINDS if columns > _FEWEST and f"{_header(kind)},".startswith(f"{header},")), None
+    )
     if kind is None:
         expected = " or ".join(repr(_header(kind)) for kind in _KINDS)
         raise DataError(
             f"{path}: the header is {header[:400]!r}, expected {expected}; "
             f"this is not a metrics file of this version, move it away"
         )
-    return [_parse(path, number, line, kind) for number, line in enumerate(lines[1:], start=2)]
+    return [_parse(path, number, line, kind, columns) for number, line in enumerate(lines[1:], start=2)]
 
 
 class MetricsFile:
@@ -169,6 +192,9 @@ class MetricsFile:
         self, path: str | os.PathLike[str], resume_step: int = 0, kind: type[Record] = StepRecord
     ) -> None:
         self.path = Path(path)
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                self._claim(file)
         kept = [r for r in read(self.path) if r.step <= resume_step] if self.path.exists() else []
         if any(not isinstance(record, kind) for record in kept):
             raise DataError(
@@ -185,6 +211,20 @@ class MetricsFile:
             os.fsync(file.fileno())
         fresh.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8", newline="")
+        self._claim(self._file)
+
+    def _claim(self, file: IO[Any]) -> None:
+        """Two that write here would each lose what the other one wrote. Errors: DataError."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (
+                errno.EWOULDBLOCK,
+                errno.EACCES,
+            ):  # a file system without locks does not stop a run
+                raise DataError(
+                    f"{self.path}: another engine or run writes it now; give each one an output_dir of its own"
+                ) from None
 
     def write(self, record: Record) -> None:
         """Append one row and hand it to the operating system at once."""
@@ -193,4 +233,7 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file; every row is in it already."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked data worker would go on holding it
         self._file.close()

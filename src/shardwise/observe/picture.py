@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardwise.observe.metrics import ClickRecord, Record
 
-_TRAIN, _VALIDATION = "#3b6ea5", "#d1622b"
+TRAIN, VALIDATION = "#3b6ea5", "#d1622b"
 
 
 def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
@@ -44,9 +44,9 @@ def draw_loss(records: Sequence[Record], path: str | os.PathLike[str], title: st
     axes = _axes(title)
     steps, losses = [r.step for r in records], [r.loss for r in records]
     lone_point = "o" if len(records) == 1 else None
-    axes.plot(steps, losses, color=_TRAIN, alpha=0.3, linewidth=0.8)
+    axes.plot(steps, losses, color=TRAIN, alpha=0.3, linewidth=0.8)
     axes.plot(
-        steps, smoothed(losses), color=_TRAIN, linewidth=1.8, marker=lone_point, label="training, smoothed"
+        steps, smoothed(losses), color=TRAIN, linewidth=1.8, marker=lone_point, label="training, smoothed"
     )
     is_clicks = any(isinstance(record, ClickRecord) for record in records)
     evaluated = [(r.step, r.validation) for r in records if r.validation is not None]
@@ -54,13 +54,13 @@ def draw_loss(records: Sequence[Record], path: str | os.PathLike[str], title: st
         digits = 4 if is_clicks else 3
         axes.plot(
             *zip(*evaluated, strict=True),
-            color=_VALIDATION, marker="o", markersize=5, linewidth=1.2,
+            color=VALIDATION, marker="o", markersize=5, linewidth=1.2,
             label=f"validation, last {evaluated[-1][1]:.{digits}f}",
         )  # fmt: skip
     axes.set_ylabel("log loss (nats per sample)" if is_clicks else "loss (nats per token)")
     if records:
         axes.legend(frameon=False, loc="upper right")
-    _write(axes, path)
+    write_picture(axes, path)
 
 
 def draw_auc(
@@ -72,30 +72,37 @@ def draw_auc(
     if evaluated:
         axes.plot(
             *zip(*evaluated, strict=True),
-            color=_VALIDATION, marker="o", markersize=5, linewidth=1.2,
+            color=VALIDATION, marker="o", markersize=5, linewidth=1.2,
             label=f"validation, last {evaluated[-1][1]:.4f}",
         )  # fmt: skip
     if best is not None:
-        axes.axhline(best, color=_TRAIN, linewidth=1.2, linestyle="--", label=f"best possible, {best:.4f}")
+        axes.axhline(best, color=TRAIN, linewidth=1.2, linestyle="--", label=f"best possible, {best:.4f}")
     axes.set_ylabel("area under the ROC curve")
     if evaluated:
         # Above the axes: inside, its marker would read as one more measurement.
         axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
-    _write(axes, path)
+    write_picture(axes, path)
 
 
 def _axes(title: str) -> Any:
     """An empty drawing over optimizer steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes = empty_axes(title, "optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return axes
+
+
+def empty_axes(title: str, across: str) -> Any:
+    """An empty drawing."""
     # Imported here: half a second that only this needs. No pyplot: it keeps global state and looks for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set_xlabel("optimizer step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(across)
     axes.margins(x=0.01)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -104,7 +111,7 @@ def _axes(title: str) -> Any:
     return axes
 
 
-def _write(axes: Any, path: str | os.PathLike[str]) -> None:
+def write_picture(axes: Any, path: str | os.PathLike[str]) -> None:
     """Beside and renamed: who looks at the picture sees the old one or the new one."""
     path = Path(path)
     fresh = path.with_name("." + path.name)

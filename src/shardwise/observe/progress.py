@@ -63,17 +63,25 @@ _SAID: Mapping[str, Callable[[float], str]] = {
     "mfu": lambda value: f"MFU {100 * value:.1f}%",
 }
 """What a column says, in the order in which it is said."""
+_BREAKDOWN: Mapping[str, Callable[[float], str]] = {
+    "forward_s": lambda value: f"forward {step_time_text(value)}",
+    "backward_s": lambda value: f"backward {step_time_text(value)}",
+    "update_s": lambda value: f"update {step_time_text(value)}",
+}
+"""The same, where ``monitor.breakdown`` asks for it."""
 
 _OF_EVALUATIONS = ("val_loss", "log_loss", "auc")
 _NEEDED_LEAST_FIRST = (
-    "memory", "step_s", "mfu", "val_loss", "log_loss", "tokens_per_s", "samples_per_s", "auc", "left",
+    "update_s", "backward_s", "forward_s", "memory", "step_s", "mfu", "val_loss", "log_loss", "tokens_per_s",
+    "samples_per_s", "auc", "left",
 )  # fmt: skip
 
 
-def words(record: Record, left_s: float | None) -> dict[str, str]:
+def words(record: Record, left_s: float | None, breakdown: bool = False) -> dict[str, str]:
     """What is said of one step, in order; what is not known is left out."""
     known = record._asdict()
-    said = {name: text(known[name]) for name, text in _SAID.items() if known.get(name) is not None}
+    texts = {**_SAID, **_BREAKDOWN} if breakdown else _SAID
+    said = {name: text(known[name]) for name, text in texts.items() if known.get(name) is not None}
     if left_s is not None:
         said["left"] = f"{duration_text(left_s)} left"
     return said
@@ -134,7 +142,8 @@ class ConsoleHandler(logging.Handler):
 
 
 class Lines:
-    """Sink for a pipe: the first step, the last, every evaluation, and one line every few seconds between them."""
+    """Sink for a pipe: the first step, the last, every evaluation, and one line every few seconds between them, or
+    every ``every_steps``."""
 
     def __init__(
         self,
@@ -142,21 +151,27 @@ class Lines:
         total_steps: int,
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        every_steps: int | None = None,
+        breakdown: bool = False,
     ) -> None:
         self._console, self._total_steps, self._every_s, self._clock = console, total_steps, every_s, clock
+        self._every_steps, self._breakdown = every_steps, breakdown
         self._pace = Pace(total_steps, clock)
         self._printed_at: float | None = None
         self._held_back: str | None = None
 
     def write(self, record: Record) -> None:
         """Print the step, or hold it back in case it is the last."""
-        said = words(record, self._pace.left_s(record.step, record.step_s))
+        said = words(record, self._pace.left_s(record.step, record.step_s), self._breakdown)
         line = f"step {record.step}/{self._total_steps}  " + "  ".join(said.values())
-        due = self._printed_at is None or self._clock() - self._printed_at >= self._every_s
+        due = self._printed_at is None or self._is_due(record.step, self._clock() - self._printed_at)
         if due or record.validation is not None or record.step == self._total_steps:
             self._print(line)
         else:
             self._held_back = line
+
+    def _is_due(self, step: int, since_s: float) -> bool:
+        return since_s >= self._every_s if self._every_steps is None else step % self._every_steps == 0
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -177,7 +192,9 @@ class Bar:
         total_steps: int,
         first_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        breakdown: bool = False,
     ) -> None:
+        self._breakdown = breakdown
         self._pace = Pace(total_steps, clock)
         self._total_steps = total_steps
         self._evaluated: dict[str, float] = {}
@@ -196,7 +213,8 @@ class Bar:
         """Move the bar."""
         known = record._asdict()
         self._evaluated |= {name: known[name] for name in _OF_EVALUATIONS if known.get(name) is not None}
-        said = words(record._replace(**self._evaluated), self._pace.left_s(record.step, record.step_s))  # type: ignore[arg-type]
+        left_s = self._pace.left_s(record.step, record.step_s)
+        said = words(record._replace(**self._evaluated), left_s, self._breakdown)  # type: ignore[arg-type]
         taken = len(f"step {record.step}/{self._total_steps} ") + _LEAST_BAR
         text = fitting(said, self._progress.console.width - taken)
         self._progress.update(self._task, completed=record.step, description=text)
@@ -206,8 +224,31 @@ class Bar:
         self._progress.stop()
 
 
-def open_progress(console: Console, total_steps: int, first_step: int = 0) -> Sink:
+class PrintedLines:
+    """Sink of a loop of the user's own: a line every few steps."""
+
+    def __init__(self, every_steps: int, breakdown: bool = False) -> None:
+        self._every_steps, self._breakdown = every_steps, breakdown
+
+    def write(self, record: Record) -> None:
+        """Print the step where it is one of them."""
+        if record.step % self._every_steps == 0:
+            said = words(record, None, self._breakdown)
+            rate = "" if record.lr is None else f"  lr {record.lr:.3g}"
+            print(f"step {record.step}{rate}  " + "  ".join(said.values()), flush=True)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+def open_progress(
+    console: Console,
+    total_steps: int,
+    first_step: int = 0,
+    every_steps: int | None = None,
+    breakdown: bool = False,
+) -> Sink:
     """A bar on a terminal, lines elsewhere."""
     if console.is_terminal and not console.is_dumb_terminal:
-        return Bar(console, total_steps, first_step)
-    return Lines(console, total_steps)
+        return Bar(console, total_steps, first_step, breakdown=breakdown)
+    return Lines(console, total_steps, every_steps=every_steps, breakdown=breakdown)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from shardwise.plan.action import Action
+from shardwise.plan.action import Action, Kind
 from shardwise.plan.timeline import Span
 
 _MOST = 100
@@ -35,6 +35,14 @@ class Done(NamedTuple):
     start_s: float
     stop_s: float
     bytes: int
+
+
+class PassSeconds(NamedTuple):
+    """A step's seconds on one rank."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
 
 
 @dataclass
@@ -81,6 +89,10 @@ class Trace:
         self.stops_s.append(now)
         self.bytes.append(0)
 
+    def passed_at(self, place: int) -> None:
+        """The pass at ``place``, which ``passed`` began, is over."""
+        self.stops_s[place] = time.perf_counter()
+
     def diverge(self, text: str) -> None:
         """Something was done otherwise than the list had it."""
         self.diverged += 1
@@ -101,6 +113,19 @@ class Trace:
     def rows(self) -> Iterator[Done]:
         """The Actions, one by one."""
         return map(Done, self.actions, self.starts_s, self.stops_s, self.bytes)
+
+    def seconds(self) -> "PassSeconds":
+        """Where the step's time went. In a user's own loop a pass lasts until its hooks are through; what the loop does
+        between passes is nobody's."""
+        spent = dict.fromkeys("FB", 0.0)
+        ends_at: float | None = None
+        for action, start_s, stop_s, _ in self.rows():
+            if action.kind.ends_step and ends_at is None:
+                ends_at = start_s
+            if action.unit < 0 and action.kind.computes:
+                spent["F" if action.kind is Kind.F else "B"] += stop_s - start_s
+        update_s = 0.0 if ends_at is None else max(self.stops_s) - ends_at
+        return PassSeconds(spent["F"], spent["B"], update_s)
 
     def spans(self, rank: int) -> list[Span]:
         """The Actions as spans of ``rank``, in seconds of the host's monotonic clock."""

@@ -189,6 +189,7 @@ class Walker:
         if self._before_pass is not None:
             self._cursor = self._stop = self._point
             self.trace.cut(*self._before_pass)
+            self._before_pass = None
 
     def _is_next(self, place: int, kind: Kind, stage: int) -> bool:
         return place < len(self._actions) and self._actions[place][:2] == (kind, -1)
@@ -214,6 +215,8 @@ class Walker:
         """Do what is left of the pass."""
         self.target = None
         self._serve(self._stop)
+        if self._before_pass is not None:
+            self.trace.passed_at(self._before_pass[0])
 
     def _serve(self, place: int) -> None:
         while self._cursor < place:

@@ -1,0 +1,126 @@
+"""Where the engine's numbers go after every step, without a word of the loop: ``monitor:`` of the configuration.
+
+    a loop of your own   what is set under ``monitor:``; nothing is written unless asked
+    shardwise train      all of ``monitor:``, defaults included, with records of its own (evaluations, tokens, MFU)
+
+Rank 0 alone writes. Files are opened with the first step, when it is known which one that is: a run that was resumed
+goes on in its ``metrics.csv``, and so does one that loads a step in between.
+"""
+
+import time
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from shardwise.config.run import RunConfig
+from shardwise.engine.step import StepResult
+from shardwise.observe.memory import in_use_bytes
+from shardwise.observe.metrics import ClickRecord, Record, Sink, StepRecord
+from shardwise.observe.progress import PrintedLines
+from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, open_sinks
+from shardwise.optim.schedule_policy import RangeTestPolicy
+from shardwise.plan.errors import ConfigError
+from shardwise.plan.policy import nearest
+from shardwise.plan.trace import PassSeconds
+
+
+class Monitor:
+    """See the module's docstring; ``engine.monitor``."""
+
+    def __init__(self, config: RunConfig, is_main: bool, device: torch.device) -> None:
+        self._config, self._is_main, self._device = config, is_main, device
+        self._naming = _naming(config)
+        self._asked = config.monitor.asked()
+        self._watches = is_main and not self._asked.is_silent
+        self._sinks = Sinks([], [])
+        self._close = weakref.finalize(self, self._sinks.close)  # at the latest when the process ends
+        self._last: tuple[int, float] | None = None
+        """The last step that was noted, and when it was over."""
+
+    def open(self, step: int, kind: type[Record] = StepRecord, best_auc: float | None = None) -> None:
+        """Whoever calls this ``write``s the records itself: all that ``monitor:`` says, after ``step``."""
+        self._watches = False
+        self._open(self._config.monitor, step, kind, best_auc)
+
+    def add(self, sink: Sink) -> None:
+        """One more that is handed each record."""
+        self._sinks.add(sink)
+
+    def write(self, record: Record) -> None:
+        """Hand a record to all of them."""
+        self._sinks.write(record)
+
+    def send(self, scalars: Mapping[str, float], step: int | None = None) -> None:
+        """Numbers of your own to TensorBoard, Weights & Biases and Comet, under their own names, at ``step`` (left out:
+        the last one). Nothing on ranks other than 0."""
+        if self._watches and self._last is None:
+            self._begin(0 if step is None else step)
+        self._sinks.send(scalars, self._naming.place((self._last or (0, 0.0))[0] if step is None else step))
+
+    def close(self) -> None:
+        """Write out what is held back."""
+        self._close()
+
+    def note(self, result: StepResult, seconds: PassSeconds, loss_scale: float | None) -> None:
+        """A step is over, in a loop that keeps no records itself."""
+        if not self._watches:
+            return
+        now = time.perf_counter()
+        if self._last is None or self._last[0] != result.step - 1:
+            self._begin(result.step - 1)
+            step_s = None
+        else:
+            step_s = now - self._last[1]
+        self.write(
+            StepRecord(
+                step=result.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                step_s=step_s,
+                memory=in_use_bytes(self._device),
+                loss_scale=loss_scale,
+                **seconds._asdict(),
+            )
+        )
+        self._last = result.step, time.perf_counter()
+
+    def _begin(self, step: int) -> None:
+        self._open(self._asked, step, StepRecord, None)
+        self._last = step, time.perf_counter()
+        if self._asked.print_every is not None:
+            self.add(PrintedLines(self._asked.print_every, self._asked.breakdown))
+
+    def _open(self, policy: MonitorPolicy, step: int, kind: type[Record], best_auc: float | None) -> None:
+        self._close()
+        if not self._is_main:
+            return
+        config = self._config
+        self._sinks = open_sinks(
+            config.output_dir,
+            policy,
+            step,
+            config.model_dump(mode="json"),
+            kind,
+            best_auc,
+            self._naming,
+            isinstance(config.schedule, RangeTestPolicy),
+        )
+        self._close = weakref.finalize(self, self._sinks.close)
+
+
+def _naming(config: RunConfig) -> Naming:
+    monitor, samples = config.monitor, config.batch.global_size
+    columns = {*StepRecord._fields, *ClickRecord._fields} - {"step"}
+    for column in monitor.tags:
+        if column not in columns:
+            raise ConfigError(f"monitor.tags: metrics.csv has no column {column!r}{nearest(column, columns)}")
+    if monitor.axis == "steps":
+        return Naming(monitor.tags)
+    if samples is None:
+        raise ConfigError(
+            "monitor.axis: samples cannot be counted without a batch size; give batch.global_size or batch.micro_size, "
+            "or axis: steps"
+        )
+    return Naming(monitor.tags, samples)
