@@ -88,7 +88,7 @@ def test_counting_a_step_gives_the_formula(family: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_runs_again_is_not_counted_twice(reentrant: bool) -> None:
-    """Seen by eye: without the rule in ``_is_repeated`` the second figure is a third larger."""
+    """Seen by eye: without the rule in ``is_repeated`` the second figure is a third larger."""
     block, found = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), []
     for again in (False, True):
         x = torch.randn(5, 8, requires_grad=True)

@@ -98,6 +98,11 @@ RULES = (
         ),
     ),
     Rule(
+        "module profile",
+        lambda c: c.module_profile is None or c.compile.scope == "none",
+        lambda c: "module_profile: modules of compiled blocks cannot be told apart; set compile: none for it",
+    ),
+    Rule(
         "warm-up",
         lambda c: (
             not isinstance(c.schedule, SchedulePolicy)

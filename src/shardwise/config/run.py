@@ -23,6 +23,7 @@ from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.recompute import RecomputePolicy
 from shardwise.models.policy import ModelPolicy, reads_clicks
+from shardwise.observe.module_profile import ModuleProfilePolicy
 from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.schedule_policy import AnySchedulePolicy, SchedulePolicy
@@ -141,6 +142,8 @@ class RunConfig(Policy):
     """When the state is saved."""
     monitor: MonitorPolicy = Field(default_factory=MonitorPolicy)
     """Where numbers go."""
+    module_profile: ModuleProfilePolicy | None = None
+    """What each module costs, in one step."""
     output_dir: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] = "runs/run"
     """Folder of the run."""
     _translated: str = PrivateAttr(default="")

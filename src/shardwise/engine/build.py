@@ -43,6 +43,7 @@ from shardwise.engine.folders import Folders
 from shardwise.engine.handlers import handlers_of
 from shardwise.engine.held import take_back
 from shardwise.engine.inputs import Loss, call_model, cast_inputs
+from shardwise.engine.module_profile import ModuleProfile
 from shardwise.engine.named import check_named, methods_of
 from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts, Site, Stage, Trained
@@ -452,6 +453,12 @@ def _cast_at_the_root(
     return handles
 
 
+def _modules_of(stages: Sequence[Stage]) -> list[tuple[str, nn.Module]]:
+    """Modules of all stages here, each once."""
+    found = {id(m): (name, m) for stage in stages for name, m in stage.module.named_modules()}
+    return list(found.values())
+
+
 # Parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +559,7 @@ def _parts(
             clock=site.clock,
             replay=share.replay,
             vocabulary=vocabulary,
+            profile=ModuleProfile(settings, world, share.plan.registry, _modules_of(stages)),
             own_use=_own_use(share.described.owners, stages, settings.compile.scope == "blocks"),
         ),
         folders=Folders(world, settings.checkpoint, world.next_engine()),

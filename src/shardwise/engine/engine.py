@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from shardwise.engine.saves import Saves
 from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
 from shardwise.engine.weighing import Weighing
 from shardwise.observe.lanes_picture import Lanes
+from shardwise.observe.module_profile import ModuleTree
 from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
 from shardwise.parallel.embedding.collection import EmbeddingCollection
@@ -66,6 +68,14 @@ OnStep = Callable[["Engine", StepResult], None]
 
 def _is_update(action: Action) -> bool:
     return action.kind.updates
+
+
+@dataclass
+class _Stop:
+    """A request to stop: this rank's, and what all ranks knew after the last step."""
+
+    wanted: bool = False
+    seen: bool = False
 
 
 class Engine:
@@ -97,8 +107,7 @@ class Engine:
         self._saves = Saves(parts, self._loaders)
         self.monitor = Monitor(parts.config, parts.world.rank == 0, parts.device)
         """Where numbers go after every step."""
-        self._stop_wanted = False
-        self._stop_seen = False
+        self._stop = _Stop()
         self._plain: PlainBackward | None = None
 
     @property
@@ -187,7 +196,7 @@ class Engine:
             weight, lambda: self.weighing.of_loss(loss, self._record.batch(step.passes))
         )
         # After an error half of the gradients may have landed; the next step may not start from them.
-        with self._discard_on_error():
+        with self._discard_on_error(), parts.passes.profile.backward():
             parts.hooks[0].run_backward(
                 lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             )
@@ -275,7 +284,7 @@ class Engine:
             end.local = Local(
                 step.weight if weight is None else weight,
                 float(step.loss),
-                float(self._stop_wanted),
+                float(self._stop.wanted),
                 mark_of(rates),
                 self._record.fingerprint,
             )
@@ -311,7 +320,7 @@ class Engine:
             parts.loss_scale.update(finite)
         if totals.orders_agree:
             parts.program.adopt_order()
-        self._stop_seen = totals.flags > 0
+        self._stop.seen = totals.flags > 0
         return self._close_step(totals, norm, lr, skipped=not applies)
 
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
@@ -467,6 +476,7 @@ class Engine:
         self._end.forget()
         self._parts.clock.step_ended()
         self._parts.passes.own_use.step_ended()
+        self._parts.passes.profile.step_ended(self.step_count, seconds)
         self.monitor.note(result, seconds, self.loss_scale)
         for callback in self.on_step:
             callback(self, result)
@@ -578,6 +588,11 @@ class Engine:
         return self._parts.walker.last
 
     @property
+    def module_costs(self) -> ModuleTree | None:
+        """Parameters, FLOPs and seconds of every module in the step that ``module_profile:`` names; None before it."""
+        return self._parts.passes.profile.tree
+
+    @property
     def graph_breaks(self) -> dict[str, int]:
         """With ``compile: blocks``: graph breaks in this process so far, by reason. None is what to aim at."""
         return views.graph_breaks(self.config)
@@ -673,12 +688,12 @@ class Engine:
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the running step; safe in a signal handler."""
-        self._stop_wanted = True
+        self._stop.wanted = True
 
     @property
     def stop_requested(self) -> bool:
         """True on all ranks alike after the step in which any rank had called ``request_stop``."""
-        return self._stop_seen
+        return self._stop.seen
 
     def agree(self, flag: bool) -> bool:
         """True on all ranks where it is true on any. Collective."""

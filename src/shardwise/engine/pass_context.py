@@ -3,6 +3,7 @@
 replay        random numbers belong to the samples' place in the run                           memory/replay.py
 vocabulary    tokens outside the model's are named before a device works on them               vocabulary.py
 own_use       slices are used by their owners alone, in the first passes                       parallel/tensor
+profile       modules are counted in one step, if wished                                       module_profile.py
 shapes        a first pass over slices that ends in shapes which do not fit is told as a table that does not fit
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.comm.collectives import Clock, Group
+from shardwise.engine.module_profile import ModuleProfile
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.parallel.tensor.own_use import OwnUse
@@ -32,13 +34,16 @@ class PassContext:
     """What the tokens of a batch may be."""
     own_use: OwnUse
     """Who uses which slice."""
+    profile: ModuleProfile
+    """What modules cost, in the step that is counted."""
 
     @contextmanager
     def at(self, step: int, microbatch: int, batch: Any) -> Iterator[None]:
         """Around a pass: random numbers are drawn at its place. Errors: DataError where tokens are outside the model's
         vocabulary."""
         place, looked_at = self.place(step, microbatch, batch), self.own_use.looked_at()
-        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at:
+        counted = self.profile.forward()
+        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at, counted:
             yield
 
     def place(self, step: int, microbatch: int, batch: Any) -> BatchPosition:

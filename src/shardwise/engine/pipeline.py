@@ -270,7 +270,8 @@ class _Training(_Forward):
         loss = self._losses.pop(microbatch) if stage == self._last_stage else None
         first = None if loss is None else torch.full_like(loss, self._scales.pop(microbatch))
         hooks.begin_backward(last=microbatch == self._last_microbatch[stage])
-        hooks.run_backward(lambda: run(first))
+        with self._parts.passes.profile.backward():
+            hooks.run_backward(lambda: run(first))
 
 
 def _plain(output: Any) -> Any:

@@ -149,7 +149,7 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not _is_repeated():
+        if not is_repeated():
             name = str(getattr(func, "_overloadpacket", func))
             count = _COUNTS.get(name.removesuffix("_"))  # in place as otherwise
             if count is not None:
@@ -173,5 +173,6 @@ def _attention(query: Tensor, key: Tensor) -> int:
     return 4 * query.numel() * key.shape[-2]
 
 
-def _is_repeated() -> bool:
+def is_repeated() -> bool:
+    """True inside of a forward pass that a backward pass runs again."""
     return torch._C._current_autograd_node() is not None and torch.is_grad_enabled()

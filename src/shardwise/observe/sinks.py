@@ -55,7 +55,7 @@ class MonitorPolicy(Policy):
     """Columns of ``metrics.csv`` and the names under which TensorBoard, Weights & Biases and Comet get them; the others
     are then not sent. Left out, all are, as ``loss/train``, ``step/lr`` ..."""
     axis: Literal["steps", "samples"] = "steps"
-    """What TensorBoard, Weights & Biases and Comet count by: steps, or samples of all ranks since step 0."""
+    """What TensorBoard, Weights & Biases and Comet count by: steps, or samples (steps times ``batch.global_size``)."""
 
     def asked(self) -> "MonitorPolicy":
         """This without what nobody set: no default writes a file."""

@@ -1,0 +1,151 @@
+"""The step that ``module_profile:`` counts, put together from all ranks.
+
+    data-parallel ranks, microbatches    each computed other samples: their counts are added
+    stages                               each ran other modules: added
+    ranks along tp                       cut modules: added. What each of them computes alike (a module that is kept
+                                         whole, a head of keys and values that several hold) is counted once, by the
+                                         placements in the registry:
+                                             share = elements of the whole matrix / elements on all ranks
+
+so the numbers are those of one process with the whole batch.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from shardwise.comm.world import World
+from shardwise.config.run import RunConfig
+from shardwise.observe.module_profile import Costs, ModuleCounter, ModuleTree, scaled
+from shardwise.plan.placement import Cut, Partial, Shard, shape_on
+from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.trace import PassSeconds
+
+
+class ModuleProfile:
+    """Of one engine. ``modules``: this rank's, by their names in the whole model."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        registry: Registry,
+        modules: Sequence[tuple[str, torch.nn.Module]],
+    ) -> None:
+        self._policy = config.module_profile
+        self._world, self._registry, self._modules = world, registry, modules
+        self._limit_s = config.comm.limit_s
+        self._counter: ModuleCounter | None = None
+        self.tree: ModuleTree | None = None
+        """What the counted step came to; None before it."""
+        self.step_begins(1)
+
+    def step_begins(self, step: int) -> None:
+        """Count it, if it is the one."""
+        if self._policy is not None and step == self._policy.step:
+            self._counter = ModuleCounter(self._modules)
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward pass; those without gradients are none of a step."""
+        counts = self._counter is not None and torch.is_grad_enabled()
+        return self._counter.forward() if counts and self._counter is not None else nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around a backward pass."""
+        return nullcontext() if self._counter is None else self._counter.backward()
+
+    def step_ended(self, step: int, seconds: PassSeconds) -> None:
+        """``step`` is over. Collective where it was counted."""
+        if self._counter is not None:
+            counter, self._counter = self._counter, None
+            self.tree = self._together(counter)
+            if self._world.rank == 0:
+                self._write(step, seconds)
+        self.step_begins(step + 1)
+
+    def _together(self, counter: ModuleCounter) -> ModuleTree:
+        kinds = {name: type(module).__name__ for name, module in self._modules}
+        key = f"profile/{self._world.next_engine()}/modules"
+        self._world.post(key, json.dumps([kinds, counter.costs]))
+        told = [json.loads(text) for text in self._world.collect(key, self._limit_s)]
+        costs: dict[str, Costs] = {}
+        for _, its in told:
+            for name, numbers in its.items():
+                new, known = Costs(*numbers), costs.get(name, Costs())
+                costs[name] = known.plus(new)._replace(seconds=max(known.seconds, new.seconds))
+        parameters = {info.name: info for info in self._registry.of_kind("parameter")}
+        shares = _Shares(parameters, self._registry.mesh.tp)
+        whole = {name: scaled(own, shares.of(name)) for name, own in costs.items()}
+        return ModuleTree(
+            _merged([its for its, _ in told]),
+            {name: info.elements for name, info in parameters.items()},
+            whole,
+        )
+
+    def _write(self, step: int, seconds: PassSeconds) -> None:
+        assert self._policy is not None and self.tree is not None, "counted"
+        times = ", ".join(
+            f"{name.removesuffix('_s')} {value:.3g} s" for name, value in seconds._asdict().items()
+        )
+        text = (
+            self.tree.text(self._policy, f"step {step} on {self._world.size} ranks: ") + f"\nrank 0: {times}"
+        )
+        if self._policy.output is None:
+            print(text, flush=True)
+        else:
+            path = Path(self._policy.output)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")
+
+
+class _Shares:
+    """Which part of what the ranks along "tp" did for a module is the model's own."""
+
+    def __init__(self, parameters: Mapping[str, TensorInfo], tp: int) -> None:
+        self._tp = tp
+        self._matrices = {name: info for name, info in parameters.items() if len(info.shape) > 1}
+
+    def of(self, module: str) -> Fraction:
+        """1 where nothing was done twice."""
+        if self._tp == 1:
+            return Fraction(1)
+        own = [info for name, info in self._matrices.items() if name.rpartition(".")[0] == module]
+        if own:
+            return self._of_matrix(own[0])
+        inside = [
+            info for name, info in self._matrices.items() if name.startswith(f"{module}." if module else "")
+        ]
+        if not inside and module:
+            return self.of(module.rpartition(".")[0])
+        is_cut = any(self._of_matrix(info) != Fraction(1, self._tp) for info in inside)
+        return Fraction(1) if is_cut else Fraction(1, self._tp)
+
+    def _of_matrix(self, info: TensorInfo) -> Fraction:
+        where = info.on("tp")
+        if isinstance(where, Shard):
+            shapes = [shape_on(info.shape, [Cut(where, index, self._tp)]) for index in range(self._tp)]
+            return Fraction(info.elements, sum(map(math.prod, shapes)))
+        return Fraction(1) if isinstance(info.gradient_on("tp"), Partial) else Fraction(1, self._tp)
+
+
+def _merged(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Names and classes of all ranks' modules, each level in the order in which it is met."""
+    inside: dict[str, dict[str, None]] = {}
+    kinds: dict[str, str] = {}
+    for its in told:
+        for name, kind in its.items():
+            kinds.setdefault(name, kind)
+            if name:
+                inside.setdefault(name.rpartition(".")[0], {})[name] = None
+
+    def walk(name: str) -> Iterator[str]:
+        yield name
+        for inner in inside.get(name, {}):
+            yield from walk(inner)
+
+    return {name: kinds[name] for name in walk("")}
