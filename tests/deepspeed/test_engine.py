@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 import shardwise.deepspeed as deepspeed
 from shardwise.comm.world import World
 from shardwise.deepspeed import getters
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import ConfigError, UsageError
 from tests.ranks import RankPool
 
 STEPS, PARTS, MICRO = 3, 2, 2
@@ -28,7 +28,8 @@ def samples() -> list[tuple[Tensor, int]]:
 
 
 def configuration(stage: int, **more: Any) -> dict[str, Any]:
-    return {
+    """A None leaves a key out."""
+    keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": PARTS,
         "gradient_clipping": 0.3,
@@ -37,6 +38,7 @@ def configuration(stage: int, **more: Any) -> dict[str, Any]:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_num_steps": 2}},
         **more,
     }
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 class Seen(NamedTuple):
@@ -132,7 +134,7 @@ def test_two_configurations_or_none() -> None:
 
 
 def test_callables_make_optimizer_and_scheduler() -> None:
-    keys = {key: value for key, value in configuration(0).items() if key not in ("optimizer", "scheduler")}
+    keys = configuration(0, optimizer=None, scheduler=None)
     engine, optimizer, loader, scheduler = made(
         config=keys,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5, momentum=0.9),
@@ -283,7 +285,7 @@ def test_optimizers_by_the_names_of_their_kernels() -> None:
     model = net()
     assert type(FusedAdam(model.parameters())) is torch.optim.AdamW
     assert type(DeepSpeedCPUAdam(model.parameters(), adamw_mode=False)) is torch.optim.Adam
-    keys = {key: value for key, value in configuration(1).items() if key not in ("optimizer", "scheduler")}
+    keys = configuration(1, optimizer=None, scheduler=None)
     for make in (FusedLamb, FusedLion):
         model = net()
         engine, *_ = deepspeed.initialize(
@@ -312,4 +314,43 @@ def test_groups_of_parameters_keep_their_own_numbers() -> None:
         (0.5, 0.0),
     ]
     assert engine.get_lr() == [0.01, 0.5] and engine.optimizer_name() == "AdamW"
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "name"),
+    [
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}, "OneCycle"),
+        ("StepLR", {"step_size": 1, "gamma": 0.1}, "StepLR"),
+        ("LRRangeTest", {"lr_range_test_step_size": 1}, "LRRangeTest"),
+    ],
+)
+def test_schedulers_of_the_configuration(kind: str, parameters: dict[str, Any], name: str) -> None:
+    """An object that engine.step() steps; the optimizer's groups have its rates."""
+    block = {"type": kind, "params": parameters}
+    engine, optimizer, _, scheduler = made(config=configuration(0, scheduler=block))
+    before, group = engine.get_lr(), optimizer.param_groups[0]
+    assert type(scheduler).__name__ == name
+    counted(engine, lambda place: engine(torch.ones(2, 4, dtype=torch.float64)).square().mean())
+    assert engine.get_lr() == scheduler.get_last_lr() != before and group["lr"] == engine.get_lr()[0]
+    if kind == "OneCycle":
+        assert group["betas"] == (pytest.approx(0.85), 0.99) and before == [0.1]
+    with pytest.raises(ConfigError, match="scheduler"):
+        made(config=configuration(0, scheduler={"type": kind, "params": {"step_sice": 3}}))
+    engine.destroy()
+
+
+def test_muon_takes_every_matrix_but_embeddings_and_heads() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(5, 4), "body": nn.Linear(4, 4), "lm_head": nn.Linear(4, 5)}
+    ).double()
+    model.forward = lambda tokens: model.lm_head(model.body(model.embed(tokens)))
+    block = {"type": "Muon", "params": {"lr": 0.1, "momentum": 0.9, "muon_lr": 0.02, "adam_lr": 0.01}}
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, config=configuration(0, optimizer=block, scheduler=None)
+    )
+    kinds = {group["type"]: (group["lr"], len(group["params"])) for group in optimizer.param_groups}
+    assert kinds["muon"] == (0.02, 1) and kinds["adamw"][0] == 0.01
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 5
+    counted(engine, lambda place: engine(torch.arange(5)).square().mean())
     engine.destroy()

@@ -21,7 +21,7 @@ from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
-from shardwise.deepspeed.rate_schedulers import CLASSES
+from shardwise.deepspeed.rate_schedulers import scheduler_of
 from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
 from shardwise.engine.build import initialize as build_engine
 from shardwise.optim.named_rules import NamedRules
@@ -206,15 +206,9 @@ def _freeze_others(model: nn.Module, optimizer: optim.Optimizer) -> None:
 def _scheduler_of(settings: DeepSpeedConfig, optimizer: optim.Optimizer | None, given: Any) -> Any:
     if given is not None:
         return given(optimizer) if callable(given) and not hasattr(given, "step") else given
-    name = settings.value("scheduler.type")
-    if name is None:
+    said = settings.translation.config.get("schedule")
+    if said is None:
         return None
     if optimizer is None:
         raise DeepSpeedConfigError("scheduler: there is no optimizer whose rates it could set; name one")
-    options = dict((settings.given.get("scheduler") or {}).get("params") or {})
-    cls = CLASSES.get(str(name)) or getattr(optim.lr_scheduler, str(name), None)
-    if cls is None:
-        raise DeepSpeedConfigError(
-            f"scheduler.type: {name!r} is neither one of {', '.join(CLASSES)} nor in torch.optim.lr_scheduler"
-        )
-    return cls(optimizer, **options)
+    return scheduler_of(RunConfig.parse({"schedule": said}).schedule, optimizer)

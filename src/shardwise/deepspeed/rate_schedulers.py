@@ -18,6 +18,7 @@ from shardwise.optim.schedule import check_groups, rates
 from shardwise.optim.schedule_policy import (
     OneCyclePolicy,
     RangeTestPolicy,
+    TorchSchedulePolicy,
     WarmupCosinePolicy,
     WarmupPolicy,
 )
@@ -235,14 +236,32 @@ class WarmupCosineLR(RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
-CLASSES: dict[str, type[RateScheduler]] = {
-    "LRRangeTest": LRRangeTest,
-    "OneCycle": OneCycle,
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
+_BY_TYPE: dict[str, type[RateScheduler]] = {
+    "range_test": LRRangeTest,
+    "one_cycle": OneCycle,
+    "warmup": WarmupLR,
+    "warmup_linear": WarmupDecayLR,
+    "warmup_cosine": WarmupCosineLR,
 }
-"""By the name under ``scheduler.type``."""
+
+
+def scheduler_of(policy: Any, optimizer: optim.Optimizer) -> Any:
+    """The object of what stands under ``schedule:`` of our configuration: one of these, or torch's.
+
+    Errors: ConfigError for arguments that torch's refuses.
+    """
+    if isinstance(policy, TorchSchedulePolicy):
+        try:
+            return getattr(optim.lr_scheduler, policy.scheduler)(optimizer, **policy.arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"scheduler.params: {policy.scheduler} of torch refuses them: {error}"
+            ) from None
+    cls = _BY_TYPE[policy.type]
+    made = cls.__new__(cls)
+    RateScheduler.__init__(made, optimizer, policy)
+    return made
+
 
 _ARGUMENTS = {
     "lr_range_test_min_lr": 0.001,

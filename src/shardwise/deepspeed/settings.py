@@ -55,9 +55,7 @@ class DeepSpeedConfig:
         auto: Mapping[str, Any] | None = None,
     ):
         self.given = read(given)
-        # Schedulers are objects here (rate_schedulers.py), whose own arguments are checked as they are made.
-        keys = {key: value for key, value in self.given.items() if key != "scheduler"}
-        self.translation = translate(keys, _title(given), auto)
+        self.translation = translate(self.given, _title(given), auto)
         self._changed: dict[str, Any] = {}
 
     def value(self, path: str) -> Any:
@@ -66,7 +64,7 @@ class DeepSpeedConfig:
         if path in self._changed:
             return self._changed[path]
         values = self.translation.values
-        if path in values and not path.startswith("scheduler"):
+        if path in values:
             return values[path]
         given: Any = self.given
         for step in path.split("."):
