@@ -30,6 +30,9 @@ _NOTHING_ON_CPU = frozenset(
         "synchronize",
         "range_push",
         "range_pop",
+        "default_stream",
+        "register_host_memory",
+        "unregister_host_memory",
     }
 )
 _PEAK = frozenset({"max_memory_allocated", "max_memory_reserved", "max_memory_cached"})
@@ -172,6 +175,46 @@ class DeepSpeedAccelerator:
         """Whether it lies there."""
         return self._is_cpu or tensor.is_pinned()
 
+    def unpin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is: torch gives page-locked memory back with it."""
+        return tensor
+
+    def pin_empty(self, *size: Any, **options: Any) -> torch.Tensor:
+        """An empty tensor in page-locked memory; on a CPU in host memory."""
+        return torch.empty(*size, pin_memory=not self._is_cpu, **options)
+
+    def pin_empty_like(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        """As ``pin_empty``, of the shape and dtype of ``tensor``."""
+        return self.pin_empty(tensor.shape, dtype=tensor.dtype, **options)
+
+    def pin_memory_alignment(self) -> int:
+        """Bytes; torch's own."""
+        return 1
+
+    def default_generator(self, device_index: int = 0) -> torch.Generator:
+        """The device's generator."""
+        own = torch.get_device_module(self._kind)
+        return torch.default_generator if self._is_cpu else own.default_generators[device_index]
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether a graph of the device's is recorded."""
+        return not self._is_cpu and bool(torch.get_device_module(self._kind).is_current_stream_capturing())
+
+    def create_graph(self) -> Any:
+        """A graph of the device's; None on a CPU."""
+        return None if self._is_cpu else torch.get_device_module(self._kind).CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        """A context that records into ``graph``; on a CPU one that does nothing."""
+        if self._is_cpu:
+            return contextlib.nullcontext()
+        return torch.get_device_module(self._kind).graph(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        """Run what was recorded."""
+        if graph is not None:
+            graph.replay()
+
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether it lies on this device."""
         return tensor.device.type == self._kind
@@ -188,10 +231,36 @@ class DeepSpeedAccelerator:
         """Of torch.compile."""
         return "inductor"
 
+    def set_compile_backend(self, backend: str) -> None:
+        """Nothing: ``compile`` in the configuration names one."""
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
+        """Choose the devices of a process that is to be started with ``current_env``."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def export_envs(self) -> list[str]:
+        """Variables that a launcher hands on: the launcher hands on all."""
+        return []
+
+    def op_builder_dir(self) -> str:
+        """Where builders of kernels are: nowhere; see ``create_op_builder``."""
+        return "deepspeed.ops.op_builder"
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """False: experts are not here."""
+        return False
+
     def create_op_builder(self, class_name: str) -> None:
         """None: there is no kernel to build; every operation is torch's."""
 
     get_op_builder = create_op_builder
+
+    def build_extension(self) -> Any:
+        """torch's, for extensions of a script's own."""
+        from torch.utils.cpp_extension import BuildExtension
+
+        return BuildExtension
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
