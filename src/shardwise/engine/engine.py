@@ -30,7 +30,7 @@ from shardwise.data.adopt import Collate
 from shardwise.data.evaluation import Weighted
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
-from shardwise.engine import metrics, state, views
+from shardwise.engine import metrics, single_tensors, state, views
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.check import Check
@@ -638,10 +638,60 @@ class Engine:
         sees them before clipping. Collective; parameters that no rank used are left out."""
         return views.gradients(self._parts)
 
-    def full_parameters(self, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """A context in which every parameter is whole; with ``write`` it may be edited, alike on all ranks."""
+    def full_parameters(
+        self, which: state.Which = None, write: bool = False, from_rank: int | None = None
+    ) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """A context in which parameters are whole on every rank, by name: all, or of ``which`` and no others (names,
+        parameters, modules, or several of them). Collective: every rank enters, and says the same.
+
+        With ``write`` they may be edited, alike on all ranks; with ``from_rank`` that rank's edits are everybody's, and
+        other ranks' are dropped. Edits reach weights and masters, so that the next step goes on from them; an element
+        that stays as it was keeps its master. Without a pipeline they are the model's own parameters; under tp and pp
+        whole copies of them on every rank, also of what other stages hold, which are named (pp: by names alone).
+        Contexts may lie one in another.
+        Errors: UsageError for names that the model has not, for edits without ``write``, and for edits that differ
+        between ranks without ``from_rank``.
+        """
         self._held.check("full_parameters")
-        return state.full_parameters(self._parts, write)
+        return state.full_parameters(self._parts, which, write, from_rank)
+
+    def full_tensor(self, name: str, of: str = "master") -> Tensor | None:
+        """What belongs to one parameter, whole, a copy on every rank; nothing else is gathered. Collective.
+
+        ``of``: ``parameter`` (in the compute dtype), ``master`` (what the optimizer updates), ``gradient`` (the mean
+        before clipping, after the last backward of a step and before ``step()``), or a moment of the optimizer by
+        torch's name (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``). None where there is none: of a frozen
+        parameter, or a gradient of one that no rank used.
+        Errors: UsageError for an unknown name or moment; as ``gradients`` for gradients.
+        """
+        return single_tensors.full_tensor(self._parts, name, of)
+
+    def set_full_tensor(self, name: str, value: Tensor, of: str = "master") -> None:
+        """Write what ``full_tensor`` reads, from the same whole ``value`` on all ranks. Collective.
+
+        A master is rounded into its weight; a parameter is written as its master is. A gradient counts in this step's
+        norm, and as used.
+        Errors: UsageError for another shape, for values that differ between ranks, and for a frozen parameter's
+        gradient or moments.
+        """
+        single_tensors.set_full_tensor(self._parts, name, value, of)
+        self._forget_check(of)
+
+    def local_tensor(self, name: str, of: str = "master") -> Tensor | None:
+        """This rank's own elements of what ``full_tensor`` gives, flat, a copy; they may be none. None where this rank
+        holds no part of the parameter, on another stage of a pipeline, and as there."""
+        return single_tensors.local_tensor(self._parts, name, of)
+
+    def set_local_tensor(self, name: str, value: Tensor, of: str = "master") -> None:
+        """Write what ``local_tensor`` reads: each rank its own elements. Collective. Ranks that own the same elements
+        (stage 0, replicas) bring the same values."""
+        single_tensors.set_local_tensor(self._parts, name, value, of)
+        self._forget_check(of)
+
+    def _forget_check(self, of: str) -> None:
+        """Gradients are not those of the uncut model any more, nor are weights in the middle of a step."""
+        if self._accumulation.passes and of in ("gradient", "master", "parameter"):
+            self._record.check = None
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context for many passes without gradients: the weights that this rank computes with are gathered once.

@@ -59,9 +59,7 @@ class ModelCalls:
         parts = self._parts
         if parts.groups["model"].size > 1:
             return f"with mesh.tp {parts.mesh.tp} and mesh.pp {parts.mesh.pp} this rank holds a part of the model alone"
-        if parts.strategy.has_windows and not all(
-            bucket.weight.is_summoned for bucket in state.buckets(parts)
-        ):
+        if parts.strategy.has_windows and not all(bucket.weight.is_whole for bucket in state.buckets(parts)):
             return "at zero stage 3 the weights lie in pieces on all ranks"
         return None
 
@@ -77,9 +75,7 @@ class ModelCalls:
     def _check_loading(self) -> None:
         pieces = self._in_pieces()
         held = state.buckets(self._parts)
-        if pieces is None and all(
-            bucket.weight.is_summoned or bucket.weight.shares_master for bucket in held
-        ):
+        if pieces is None and all(bucket.weight.is_whole or bucket.weight.shares_master for bucket in held):
             return
         why = pieces or "the masters that the optimizer updates would overwrite what is loaded into the model"
         raise UsageError(

@@ -5,21 +5,26 @@ from the stage that holds it. One Unit at a time, so that a rank never holds mor
 state (``full_parameters`` and ``gradients`` hold all).
 """
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import Group
+from shardwise.comm.equality import are_equal, terms
 from shardwise.engine.parts import Parts
 from shardwise.engine.start_weights import StartWeights
-from shardwise.engine.step import finish_reductions
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import MismatchError, UsageError
+from shardwise.plan.policy import nearest
 from shardwise.plan.registry import TensorInfo
 from shardwise.plan.unit import Slot
+
+_CHUNK_BYTES = 1 << 26
+"""Of weights that are read at a time to compare them between ranks."""
 
 
 def buckets(parts: Parts) -> list[BucketState]:
@@ -29,7 +34,6 @@ def buckets(parts: Parts) -> list[BucketState]:
 
 def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
     """What was summed over ranks and microbatches, by ``divisor``, by name."""
-    finish_reductions(parts.trained)
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.gradient.used]
     vector = torch.tensor(votes, dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(vector, "which parameters were used", purpose="control").wait()
@@ -42,7 +46,7 @@ def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
             if used[place]:
                 found[slot.name] = view / divisor
             place += 1
-    return _assembled(parts, found, "gradient")
+    return assembled(parts, found, parts.registry.of_kind("gradient"))
 
 
 @contextmanager
@@ -52,56 +56,140 @@ def summoned_parameters(parts: Parts) -> Iterator[None]:
     try:
         yield
     finally:
-        for bucket, full in summoned:
-            bucket.weight.restore(full, keep=False)
+        for bucket, places in summoned:
+            bucket.weight.restore(places, keep=False)
+
+
+Which = str | nn.Parameter | nn.Module | Iterable[str | nn.Parameter | nn.Module] | None
+"""Some of a model's parameters; None: all."""
 
 
 @contextmanager
-def full_parameters(parts: Parts, write: bool) -> Iterator[dict[str, nn.Parameter]]:
+def full_parameters(
+    parts: Parts, which: Which, write: bool, from_rank: int | None
+) -> Iterator[dict[str, nn.Parameter]]:
     """See ``Engine.full_parameters``."""
-    summoned = _summon(parts)
+    names = None if which is None else _names_of(parts, which)
+    world = parts.groups["world"]
+    if from_rank is not None and not 0 <= from_rank < world.size:
+        raise UsageError(
+            f"full_parameters: from_rank is {from_rank}; the engine's ranks are 0 to {world.size - 1}"
+        )
+    keep = write or from_rank is not None
+    summoned = _summon(parts, names)
     is_cut = parts.groups["model"].size > 1
-    whole: dict[str, nn.Parameter] = {}
+    whole = {
+        bucket.layout.slots[place].name: bucket.parameters[place]
+        for bucket, _ in summoned
+        for place in _places(bucket, names)
+    }
     versions: dict[str, int] = {}
     if is_cut:
-        own = {
-            slot.name: view
-            for bucket, full in summoned
-            for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True)
+        own = {name: parameter.detach() for name, parameter in whole.items()}
+        infos = [info for info in parts.registry.of_kind("parameter") if names is None or info.name in names]
+        whole = {
+            name: nn.Parameter(tensor, requires_grad=False)
+            for name, tensor in assembled(parts, own, infos).items()
         }
-        for name, tensor in _assembled(parts, own, "parameter").items():
-            whole[name] = nn.Parameter(tensor, requires_grad=False)
-            versions[name] = whole[name]._version
-        for alias, name in parts.spec.canonical.items():
-            whole[alias] = whole[name]
+        versions = {name: parameter._version for name, parameter in whole.items()}
+    aliases = parts.spec.canonical.items()
     edited: list[str] = []
+    is_alike = True
     try:
         with torch.no_grad():
-            yield whole or dict(parts.model.named_parameters(remove_duplicate=False))
+            yield {alias: whole[name] for alias, name in aliases if name in whole}
+            if from_rank is not None:
+                for name in sorted(whole):
+                    _send(world, whole[name], from_rank, name)
+            elif write:
+                is_alike = are_alike(parts, [whole[name] for name in sorted(whole)])
     finally:
-        for bucket, full in summoned:
-            if is_cut and write:
-                with torch.no_grad():
-                    for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
-                        _take(parts, slot.name, whole[slot.name].data, view)
-            edited += bucket.weight.restore(full, keep=write)
+        for bucket, places in summoned:
+            for place in places if is_cut and keep else ():
+                name = bucket.layout.slots[place].name
+                take(parts, name, whole[name].data, bucket.parameters[place].data)
+            edited += bucket.weight.restore(places, keep and is_alike)
         edited += [name for name, version in versions.items() if whole[name]._version != version]
-    if edited and not write:
+    if edited and not keep:
         raise UsageError(
             f"full_parameters: {', '.join(edited[:5])} was edited in a context for reading, in which some ranks "
             "and stages lose the edit; use full_parameters(write=True)"
         )
+    if not is_alike:
+        raise UsageError(
+            "full_parameters: the ranks edited the weights to unlike values; edit alike on all ranks, or say whose "
+            "edits count: full_parameters(..., from_rank=0)"
+        )
 
 
-def _summon(parts: Parts) -> list[tuple[BucketState, Tensor]]:
-    """Every bucket and the copy, whole over the data-parallel ranks, that its parameters point into until
+def _names_of(parts: Parts, which: Which) -> set[str]:
+    """First names of the parameters that a user means. Errors: UsageError."""
+    canonical, found = parts.spec.canonical, set()
+    held = {
+        id(parameter): slot.name
+        for bucket in buckets(parts)
+        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+    }
+    one = isinstance(which, str | nn.Parameter | nn.Module)
+    for each in (which,) if one else which or ():  # type: ignore[union-attr]
+        if isinstance(each, str):
+            if each not in canonical:
+                raise UsageError(
+                    f"full_parameters: no parameter is called {each!r}{nearest(each, [*canonical])}"
+                )
+            found.add(canonical[each])
+        elif not isinstance(each, nn.Parameter | nn.Module):
+            raise UsageError(
+                f"full_parameters: expected names, parameters or modules, given a {type(each).__name__}"
+            )
+        elif parts.mesh.pp > 1:
+            raise UsageError(
+                "full_parameters: with mesh.pp above 1 no rank has all parameters, so all ranks say which by name"
+            )
+        else:
+            objects = [each] if isinstance(each, nn.Parameter) else list(each.parameters())
+            if not all(id(parameter) in held for parameter in objects):
+                raise UsageError(
+                    f"full_parameters: a {type(each).__name__} that is not the engine's (a copy, another model's, or "
+                    "of a layer that was cut along tp); take it from engine.module, or say which by name"
+                )
+            found |= {held[id(parameter)] for parameter in objects}
+    return found
+
+
+def _places(bucket: BucketState, names: Collection[str] | None) -> list[int]:
+    slots = enumerate(bucket.layout.slots)
+    return [place for place, slot in slots if names is None or slot.name in names]
+
+
+def _summon(parts: Parts, names: Collection[str] | None = None) -> list[tuple[BucketState, list[int]]]:
+    """The buckets of ``names`` (default: all), and the places of their parameters that show whole weights until
     ``restore``."""
-    summoned = []
-    for bucket in buckets(parts):
-        full = bucket.weight.gathered_copy()
-        bucket.weight.summon(full)
-        summoned.append((bucket, full))
-    return summoned
+    wanted = [(bucket, _places(bucket, names)) for bucket in buckets(parts)]
+    return [(bucket, bucket.weight.summon(places)) for bucket, places in wanted if places]
+
+
+def _send(group: Group, tensor: Tensor, root: int, what: str) -> None:
+    """``tensor`` becomes that of one rank."""
+    flat = tensor.detach().contiguous().view(-1)
+    group.broadcast(flat, root, what).wait()
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def are_alike(parts: Parts, tensors: Sequence[Tensor]) -> bool:
+    """Whether all ranks hold the same bits. Collective."""
+    world = parts.groups["world"]
+    if world.size == 1:
+        return True
+    mark = 0
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for start in range(0, len(bits), _CHUNK_BYTES):
+            mark = zlib.crc32(bits[start : start + _CHUNK_BYTES].cpu().numpy().tobytes(), mark)
+    sums = torch.tensor(terms(mark, 32), dtype=torch.float64, device=parts.device)
+    world.all_reduce(sums, "whether edits are alike", purpose="control").wait()
+    return are_equal(world.size, sums.tolist())
 
 
 def give_back(parts: Parts) -> None:
@@ -130,7 +218,7 @@ def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tens
         full = bucket.weight.gathered_copy()
         for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
             whole[slot.name] = view.detach().to("cpu", copy=True)
-    whole = _assembled(parts, whole, "parameter", to_cpu=True)
+    whole = assembled(parts, whole, parts.registry.of_kind("parameter"), to_cpu=True)
     return {alias: whole[name] for alias, name in parts.spec.canonical.items() if name in whole}
 
 
@@ -202,14 +290,13 @@ def own_buffers(parts: Parts) -> dict[str, Tensor]:
 # Whole tensors -----------------------------------------------------------------------------------------------------
 
 
-def _assembled(
-    parts: Parts, own: Mapping[str, Tensor], kind: Literal["parameter", "gradient"], to_cpu: bool = False
+def assembled(
+    parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInfo], to_cpu: bool = False
 ) -> dict[str, Tensor]:
     """Whole tensors on every rank, from pieces that are whole over the data-parallel ranks already."""
     model, stages = parts.groups["model"], parts.stage_group
     if model.size == 1:
         return dict(own)
-    infos = parts.registry.of_kind(kind)
     is_owner = [parts.owner(info) == stages.index and info.name in own for info in infos]
     present = torch.tensor(is_owner, dtype=torch.float64, device=parts.device)
     model.all_reduce(present, "which parameters were used", purpose="control").wait()
@@ -240,7 +327,7 @@ def _put_together(parts: Parts, info: TensorInfo, piece: Tensor, full: Tensor) -
             whole.copy_(theirs)
 
 
-def _take(parts: Parts, name: str, full: Tensor, piece: Tensor) -> None:
+def take(parts: Parts, name: str, full: Tensor, piece: Tensor) -> None:
     """Write this rank's part of ``full`` into ``piece``."""
     for theirs, mine in parts.slices.views(parts.registry.get("parameter", name), full, piece):
         mine.copy_(theirs)

@@ -12,6 +12,7 @@ from shardwise.engine import state
 from shardwise.engine.metrics import agree
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.step import finish_reductions
 from shardwise.memory.ledger import PREDICTED
 from shardwise.plan.action import Kind
 from shardwise.plan.errors import UsageError
@@ -59,6 +60,11 @@ def end_passes(parts: Parts) -> None:
 
 def gradients(parts: Parts) -> dict[str, Tensor]:
     """See ``Engine.gradients``."""
+    return state.gradients(parts, settled_divisor(parts))
+
+
+def settled_divisor(parts: Parts) -> float:
+    """No gradient comes any more, and all lie summed where their masters do; what those sums are divided by."""
     step = parts.accumulation
     if not step.is_complete:
         raise UsageError(
@@ -69,7 +75,8 @@ def gradients(parts: Parts) -> dict[str, Tensor]:
     parts.walker.run(until=lambda action: action.kind is Kind.NORM)  # SUM comes before it
     weight = torch.tensor([step.weight], dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()
-    return state.gradients(parts, step.divisor_of(float(weight)))
+    finish_reductions(parts.trained)
+    return step.divisor_of(float(weight))
 
 
 def save_pretrained(parts: Parts, folder: str | Path, options: dict[str, Any]) -> None:

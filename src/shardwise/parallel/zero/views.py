@@ -11,7 +11,7 @@ backward pass that reaches a weight which is not there fails in autograd's own c
 Cost: a quarter of a microsecond per parameter and move; no memory but the views.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,13 +70,16 @@ class ParameterViews:
         """Values are back that autograd may have saved. [Note: stale memory]"""
         _set_versions(self.parameters, self._fresh)
 
-    def withhold(self) -> None:
-        """The parameters show nothing. [Note: stale memory]"""
-        give(self.parameters)
-        for parameter, nothing in zip(self.parameters, self.absent, strict=True):
-            parameter.data = nothing
-        withhold(self.parameters, self._said_of_withheld, self._withheld)
-        _set_versions(self.parameters, self._stale)
+    def withhold(self, places: Collection[int] | None = None) -> None:
+        """The parameters at ``places`` (default: all) show nothing. [Note: stale memory]"""
+        parameters, nothing, stale = self.parameters, self.absent, self._stale
+        if places is not None:
+            parameters, nothing, stale = ([each[i] for i in places] for each in (parameters, nothing, stale))  # type: ignore[assignment]
+        give(parameters)
+        for parameter, shown in zip(parameters, nothing, strict=True):
+            parameter.data = shown
+        withhold(parameters, self._said_of_withheld, self._withheld)
+        _set_versions(parameters, stale)
 
     def renew(self, is_shown: bool) -> None:
         """The values changed: what autograd saved before may not be used any more."""

@@ -21,8 +21,9 @@ A master of the compute dtype is the kept weight itself or this rank's range of 
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ from torch import Tensor
 from shardwise.comm.collectives import DONE, Pending
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.views import ParameterViews
-from shardwise.plan.unit import Bucket
+from shardwise.plan.errors import UsageError
+from shardwise.plan.unit import Bucket, Slot
 from shardwise.precision.policy import Dtypes
 
 
@@ -53,6 +55,14 @@ _NEXT: dict[WeightState, tuple[WeightState, ...]] = {
     _GATHERING: (_SHARDED, _UNSHARDED),
     _UNSHARDED: (_SUMMONED, _SHARDED),
 }
+
+
+class Shown(NamedTuple):
+    """What a summoned parameter shows."""
+
+    whole: Tensor
+    version: int
+    """The parameter's, before any edit."""
 
 
 class Weight:
@@ -91,7 +101,8 @@ class Weight:
             around.ledger.take("master", what, self.master.nbytes)
         self._full: Tensor | None = None if self.has_window else self.shard
         self._gathering: Pending = DONE
-        self._summoned_versions: list[int] = []
+        self._shown: dict[int, Shown] = {}
+        """Parameters that show memory outside, by place."""
 
     @property
     def first(self) -> int:
@@ -151,8 +162,13 @@ class Weight:
 
     @property
     def is_summoned(self) -> bool:
-        """True while the parameters show memory outside, whole."""
+        """True while parameters show memory outside: some of them, or all."""
         return self.state is _SUMMONED
+
+    @property
+    def is_whole(self) -> bool:
+        """True while all parameters show memory outside."""
+        return self.is_summoned and len(self._shown) == len(self.layout.slots)
 
     def gathered_copy(self, source: Tensor | None = None) -> Tensor:
         """The whole weight (or another tensor that is cut like the master) in new memory; collective."""
@@ -163,38 +179,89 @@ class Weight:
         self._around.shard.all_gather(full, source, self.what, purpose="control").wait()
         return full
 
-    def summon(self, full: Tensor) -> None:
-        """Let the parameters show ``full`` until ``restore``; nothing is unsharded or resharded meanwhile."""
-        self.reshard()
-        self._enter(_SUMMONED)
-        for parameter, view in zip(self.views.parameters, self.views.fresh(full), strict=True):
-            parameter.data = view
-        self._summoned_versions = [parameter._version for parameter in self.views.parameters]
+    def gathered_slot(self, place: int, source: Tensor | None = None) -> Tensor:
+        """One parameter of it, whole, in its shape: each rank sends the range that it has. Collective."""
+        source, slot = self.shard if source is None else source, self.layout.slots[place]
+        if source.numel() == self.layout.elements:
+            return source[slot.offset : slot.offset + slot.elements].view(slot.shape)
+        group, piece = self._around.shard, self.layout.shard_elements
+        full = torch.empty(slot.elements, dtype=source.dtype, device=source.device)
+        for rank in range(group.size):
+            start, stop, local = _overlap(slot, rank * piece, (rank + 1) * piece)
+            if start < stop:
+                part = full[start:stop]
+                if rank == group.index:
+                    part.copy_(source[local : local + stop - start])
+                group.broadcast(part, rank, slot.name).wait()
+        return full.view(slot.shape)
 
-    def restore(self, full: Tensor, keep: bool) -> list[str]:
-        """End ``summon``; with ``keep`` this rank's range of the edited values becomes shard and master.
+    def summon(self, places: Collection[int]) -> list[int]:
+        """Let the parameters at ``places`` show their whole weights until ``restore``; nothing is unsharded or
+        resharded meanwhile. Returns the places of those that did not show them before. Collective."""
+        new = [place for place in places if place not in self._shown]
+        if len(new) == len(self.layout.slots):
+            whole = self.views.fresh(self.gathered_copy())
+            self._show(dict(zip(new, whole, strict=True)))
+        else:
+            self._show({place: self.gathered_slot(place) for place in new})
+        return new
+
+    def _show(self, whole: Mapping[int, Tensor]) -> None:
+        if not self.is_summoned:
+            self.reshard()
+            self._enter(_SUMMONED)
+        for place, view in whole.items():
+            parameter = self.views.parameters[place]
+            parameter.data = view
+            self._shown[place] = Shown(view, parameter._version)
+
+    def restore(self, places: Collection[int], keep: bool) -> list[str]:
+        """End ``summon`` for these parameters; with ``keep`` this rank's range of the edited values becomes shard and
+        master. Where a rounded master is what it was, it stays as precise as it is.
 
         Returns the names of the parameters that were edited.
         """
         assert self.is_summoned, (
             f"{self.what}: {self.state.value} does not become what it was before a summon"
         )
-        edited = [
-            slot.name
-            for slot, parameter, version in zip(
-                self.layout.slots, self.views.parameters, self._summoned_versions, strict=True
-            )
-            if parameter._version != version
-        ]
-        if keep:
-            if full is not self.shard:
-                self.shard.copy_(full[self._own] if self._around.strategy.cuts_weight else full)
-            if self.master is not None and not self.shares_master:
-                self.master.copy_(full[self._own] if self._around.strategy.cuts_master else full)
-        self.attach()
+        edited = []
+        for place in places:
+            view, version = self._shown.pop(place)
+            slot, parameter = self.layout.slots[place], self.views.parameters[place]
+            is_replaced = parameter.data_ptr() != view.data_ptr()
+            if parameter._version != version or is_replaced:
+                edited.append(slot.name)
+            if keep and tuple(parameter.shape) != slot.shape:
+                raise UsageError(
+                    f"full_parameters: {slot.name} was given the shape {tuple(parameter.shape)}; expected {slot.shape}"
+                )
+            if keep:
+                self._take_over(slot, parameter.detach().reshape(-1))
+        left = {
+            place: self.views.parameters[place]._version - shown.version
+            for place, shown in self._shown.items()
+        }
+        if not left:
+            self.attach()
+        elif self.has_window:
+            self.views.withhold(places)
         if keep:
             self.renew()
+        for place, edits in left.items():
+            version = self.views.parameters[place]._version - edits
+            self._shown[place] = self._shown[place]._replace(version=version)
         return edited
+
+    def _take_over(self, slot: Slot, whole: Tensor) -> None:
+        """This rank's part of a parameter's new values."""
+        kept_apart = [] if self.master is None or self.shares_master else [self.master]
+        for held in (self.shard, *kept_apart):
+            first = 0 if held.numel() == self.layout.elements else self._own.start
+            start, stop, local = _overlap(slot, first, first + held.numel())
+            mine, new = held[local : local + stop - start], whole[start:stop]
+            if start < stop and mine.data_ptr() != new.data_ptr():
+                kept = mine.to(new.dtype) == new
+                mine.copy_(torch.where(kept, mine, new.to(mine.dtype)))
 
     def give_back(self, dtypes: Sequence[torch.dtype]) -> None:
         """The engine ends: the parameters hold their values, whole, in these dtypes, from the master where it is more
@@ -204,7 +271,7 @@ class Weight:
         same = all(dtype == self.dtypes.compute for dtype in dtypes)
         source = self.shard if same or self.master is None else self.master
         if source is not self._full:
-            self.summon(self.gathered_copy(source))
+            self._show(dict(enumerate(self.views.fresh(self.gathered_copy(source)))))
         for parameter, dtype in zip(self.views.parameters, dtypes, strict=True):
             parameter.data = parameter.data.to(dtype)
 
@@ -235,3 +302,10 @@ class Weight:
     def renew(self) -> None:
         """The values changed: what autograd saved before may not be used any more."""
         self.views.renew(is_shown=self._full is not None)
+
+
+def _overlap(slot: Slot, first: int, last: int) -> tuple[int, int, int]:
+    """(start, stop, local): elements of a parameter in the range [first, last) of its bucket, none where stop <= start,
+    and where in the range they begin."""
+    start, stop = max(first, slot.offset), min(last, slot.offset + slot.elements)
+    return start - slot.offset, stop - slot.offset, start - first
