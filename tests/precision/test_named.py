@@ -200,6 +200,33 @@ def test_linear_keeps_the_weight_and_no_copy() -> None:
     assert kept[1] is layer.weight and kept[0].dtype == B16
 
 
+class Mixed(nn.Module):
+    """Parts that take one dtype, or fp32 alone, given what a product has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.lstm = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True)
+        self.losses = nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2, 4], div_value=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z, state = self.lstm(y)
+        z, _ = self.lstm(y, state)
+        kept = torch.zeros(3, 4)
+        kept[torch.tensor([True, False, True])] = z[:2, 0]
+        pooled = F.avg_pool3d(y[None, None], 1) + F.rrelu(y, training=True) + self.linear(x[0, 0])
+        assert (y.dtype, z.dtype, pooled.dtype) == (F16, F16, F32)
+        return kept.sum() + pooled.sum() + self.losses(z[:, 0], torch.tensor([0, 5, 3]))[1]
+
+
+def test_parts_that_take_one_dtype() -> None:
+    config = {"precision": {"amp": "O1", "loss_scale": 8.0}}
+    engine = shardwise.initialize(Mixed(), config, world=join(quiet=True))
+    assert not engine.train_step([torch.randn(3, 2, 4)]).skipped
+    engine.close()
+    assert "forward" not in vars(engine.module.lstm)
+
+
 def test_gradients_inside_a_pass_keep_their_dtypes() -> None:
     """A penalty on a gradient, taken by the loss: backward passes are not cast once more, and twice differentiable."""
     layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)

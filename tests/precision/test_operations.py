@@ -18,6 +18,7 @@ from shardwise.kernels.rotary import angles, rotate
 from shardwise.models.ctr.interaction import pairwise_dots
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.precision import operations
+from shardwise.precision.operations import DtypeByOperation
 
 F16, F32, F64, B16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 LABELS = torch.tensor([0, 3, 1])
@@ -263,10 +264,11 @@ def cut(
         batches.append((tokens, tokens.roll(1)))
     seen: list[dict[str, Tensor]] = []
     if mesh.get("pp", 1) == 1:
-        for batch in batches:
+        for i, batch in enumerate(batches):
             engine.backward(engine(*batch))
-        seen.append(engine.gradients())
-        result = engine.step()
+            if i == 1:
+                seen.append(engine.gradients())
+            result = engine.step()
     else:
         result = engine.train_step(batches)
     seen.append(engine.state_dict())
@@ -312,3 +314,13 @@ def test_under_two_ranks(ranks: Any, stage: int) -> None:
         for found in pool.run(seen, {"amp": level}, stage):
             assert found == {name: dtype for name, dtype in LEVELS[level].items() if name in found}
     assert max(pool.run(all_fp16, stage)) <= 2e-3
+
+
+def test_our_attention_is_the_formula_with_softmax_in_fp32() -> None:
+    q, k, v = (torch.randn(2, 2, 70, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    with DtypeByOperation("bf16"):
+        found = causal_attention(q, k, v)
+    later = torch.ones(70, 70, dtype=torch.bool).triu(1)
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    scores = ((q @ k.mT) * 8**-0.5).float().masked_fill(later, -torch.inf)
+    assert torch.equal(found, scores.softmax(-1).bfloat16() @ v)

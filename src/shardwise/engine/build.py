@@ -350,7 +350,7 @@ def _stage(
         return made
 
     def recompute(module: nn.Module) -> None:
-        share.operations.keep(module)  # inside of what runs again
+        share.operations.apply_to(module)  # inside of what runs again
         recompute_blocks(module, share.to_recompute, settings.recompute, share.replay)
 
     made, handles = apply_to_stage(

@@ -54,9 +54,10 @@ IN_FP32 = _words(
     "native_layer_norm native_group_norm native_batch_norm _weight_norm "
     "cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div "
     "sum nansum mean nanmean prod cumsum cumprod var std var_mean std_mean trace dist cdist pdist pairwise_distance "
-    "cosine_similarity cov corrcoef quantile nanquantile "
+    "cosine_similarity cov corrcoef quantile nanquantile avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d "
     "exp exp2 expm1 log log2 log10 log1p logaddexp logaddexp2 xlogy pow __pow__ __rpow__ float_power square "
-    "sinh cosh tan acos asin acosh atanh erfinv lgamma digamma reciprocal rsqrt softplus "
+    "sinh cosh tan acos asin acosh atanh erfinv lgamma digamma reciprocal rsqrt softplus rrelu "
     "stft istft cholesky cholesky_solve cholesky_inverse inverse det logdet slogdet pinverse svd qr lu lu_solve "
     "triangular_solve matrix_exp matrix_power ormqr geqrf svd_lowrank pca_lowrank lobpcg"
 )
@@ -67,7 +68,7 @@ WIDEST = _words(
 )
 IN_PLACE = _words(
     "addmm_ addbmm_ baddbmm_ addmv_ addr_ addcmul_ addcdiv_ lerp_ index_put_ index_add_ index_copy_ put_ scatter_ "
-    "scatter_add_ scatter_reduce_ masked_scatter_"
+    "scatter_add_ scatter_reduce_ masked_scatter_ __setitem__"
 )
 _LINALG_PRODUCTS = ("matmul", "multi_dot")
 
@@ -87,12 +88,18 @@ class Operations:
         narrow = self._policy.operations
         return nullcontext() if narrow is None else DtypeByOperation(narrow, self)
 
-    def keep(self, root: nn.Module) -> None:
-        """Products too are computed in fp32 in those of the modules all of whose parameters ``keep_fp32`` names.
+    def apply_to(self, root: nn.Module) -> None:
+        """Wrap ``forward`` of those modules that need it; hooks would stay outside where a module runs again.
 
-        Wraps their ``forward``, for hooks stay outside where a module runs again.
+        Recurrent ones get inputs of the dtype of their weights, which they check for before they call torch. Products
+        too are computed in fp32 in modules all of whose parameters ``keep_fp32`` names.
         """
-        if self._policy.operations is None or not self._policy.keep_fp32:
+        if self._policy.operations is None:
+            return
+        for module in root.modules():
+            if isinstance(module, nn.RNNBase):
+                module.forward = _with_wide_inputs(module.forward)  # type: ignore[method-assign]
+        if not self._policy.keep_fp32:
             return
         for name, module in root.named_modules():  # those inside of others too: they may run again alone
             prefix = f"{name}." if name else ""
@@ -110,6 +117,14 @@ class Operations:
                 self.kept -= 1
 
         return run
+
+
+def _with_wide_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*_widened(args), **_widened(kwargs))
+
+    return run
 
 
 class DtypeByOperation(TorchFunctionMode):
@@ -300,9 +315,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows, inputs = (each.flatten(0, -2) if each.dim() > 1 else each[None] for each in (grad, x))
         return (
             grad.matmul(weight.to(x.dtype)) if needs_x else None,
-            rows.mT.mm(x.reshape(-1, x.shape[-1])).to(weight.dtype) if needs_weight else None,
+            rows.mT.mm(inputs).to(weight.dtype) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
