@@ -11,10 +11,11 @@ The Plan comes first and touches no module; here the module is cut to it. On the
 
 and on each stage:
 
-    6  buffers         to the device: those of layers that were built only here are new
+    6  buffers         to the device, in their dtypes: those of layers that were built only here are new
     7  weights         into flat buffers, the stage's real parameters, of which all that follows keeps hold
     8  compile         blocks, inside of recomputation: a compiler cannot trace a checkpoint's contexts
-    9  recompute       wraps forwards of blocks, inside of hooks: a Unit's weights are gathered around both its passes
+    9  recompute       wraps forwards of blocks, inside of hooks: a Unit's weights are gathered around both its passes;
+                       before it, for they run again too, those of modules that need it under dtypes by operation
     10 hooks           of Units, around forward as it is now; a Unit's methods beside forward
     11 casts           last, at the root: hooks run in the order in which they were registered, and those of the Units
                        find inputs as the user gave them, the module's own code finds them cast
