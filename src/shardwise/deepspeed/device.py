@@ -279,10 +279,10 @@ class DeepSpeedAccelerator:
 
 def _process_bytes(is_peak: bool) -> int:
     """Resident memory of this process, now or at its peak."""
-    if is_peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+        now = int(file.read().split()[1]) * resource.getpagesize()
+    # The kernel notes the peak now and then.
+    return max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) if is_peak else now
 
 
 @cache

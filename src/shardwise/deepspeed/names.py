@@ -49,7 +49,13 @@ _ENGINE: Rows = {
     "DeepSpeedSchedulerCallable": "deepspeed.build:Scheduler",
 }
 _LOGS = _all("logs", "logger log_dist log_dist_once set_log_level_from_string")
-_FRAGMENTS = _all("fragments", "safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_grad")
+_FRAGMENTS = _all(
+    "fragments",
+    "safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_optimizer_state safe_set_full_optimizer_state "
+    "safe_get_full_grad safe_set_full_grad safe_update_full_grad_vectorized safe_get_local_fp32_param "
+    "safe_set_local_fp32_param safe_get_local_optimizer_state safe_set_local_optimizer_state safe_get_local_grad "
+    "safe_set_local_grad",
+)
 _LEAVES = _all(
     "leaf_modules",
     "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix set_z3_leaf_module "

@@ -49,22 +49,21 @@ def GatheredParameters(  # noqa: N802
     if not enabled or not given:
         yield
         return
-    engines: dict[Any, list[nn.Parameter]] = {}
+    names: dict[Any, list[str]] = {}
     free: list[nn.Parameter] = []
     for parameter in given:
         found = find(parameter)
         if found is None:
             free.append(parameter)
         else:
-            engines.setdefault(found[0], []).append(parameter)
-    writes = modifier_rank is not None
+            names.setdefault(found[0], []).append(found[1])
     with contextlib.ExitStack() as stack:
-        for engine in engines:
-            stack.enter_context(engine.ours.full_parameters(write=writes))
+        for engine, some in names.items():
+            stack.enter_context(engine.ours.full_parameters(some, from_rank=modifier_rank))
         yield
         if modifier_rank is not None and default_group.size() > 1:
             with torch.no_grad():
-                for parameter in given:
+                for parameter in free:
                     default_group.broadcast(parameter.data, modifier_rank)
 
 
