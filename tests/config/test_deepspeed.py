@@ -151,6 +151,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
 """Of each key that acts: what stands beside it, and a value that is not its default."""
 
 
+ELSEWHERE = {"dataloader_drop_last": "tests/deepspeed/test_loader.py"}
+"""Keys that act in shardwise.deepspeed, and where that is tested."""
+
+
 def set_in(given: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """``given`` with a value at ``path``."""
     name, _, rest = path.partition(".")
@@ -159,7 +163,7 @@ def set_in(given: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 def test_every_key_that_acts_is_in_the_table() -> None:
     acts = {row.path for row in KEYS if row.fate == "does" and not row.stands_for and "block" not in row.kind}
-    assert {path for path in acts if ".params." not in path} == set(CHANGES)
+    assert {path for path in acts if ".params." not in path} == {*CHANGES, *ELSEWHERE}
 
 
 OF_TYPES = [(row, kind) for row in KEYS if row.fate == "does" for kind in row.of]
@@ -386,6 +390,14 @@ def test_auto_takes_what_is_known() -> None:
     }
     alone = load(given)
     assert (alone.optimizer.lr, alone.max_grad_norm, alone.precision.compute) == (1e-3, 1.0, None)
+    decays = {"total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+    top = translate({**given, "scheduler": {"type": "WarmupDecayLR", "params": decays}}).config["schedule"]
+    assert top == {
+        "type": "warmup_linear",
+        "min_lr": 0,
+        "warmup_steps": 1000,
+        "rise": "log",
+    }  # to the optimizer's lr
     known = {"train_micro_batch_size_per_gpu": 2, "optimizer.params.lr": 0.5, "bf16.enabled": True}
     made = translate(given, auto=known)
     assert made.config["optimizer"]["lr"] == 0.5 and made.config["precision"]["compute"] == "bf16"
@@ -446,6 +458,13 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "ds.json")
+
+
+def test_infinity_is_a_number_of_steps_and_a_password_is_not_shown() -> None:
+    assert translate({"steps_per_print": float("inf")}).values["steps_per_print"] == float("inf")
+    with pytest.raises(ConfigError) as caught:
+        translate({"comet": {"enabled": True, "api_key": "secret", "online": 3}})
+    assert "secret" not in str(caught.value)
 
 
 def test_offloading_on_an_accelerator_is_refused_and_on_cpu_ranks_it_is_so() -> None:

@@ -41,7 +41,7 @@ class Note(NamedTuple):
 
     def __str__(self) -> str:
         marks = {"does": "->", "idle": "no effect here:", "default": "left out, so as there:"}
-        return f"{self.path}: {_shown(self.given)} {marks[self.fate]} {self.said}"
+        return f"{self.path}: {_shown(self.given, self.path)} {marks[self.fate]} {self.said}"
 
 
 class Translation(NamedTuple):
@@ -179,7 +179,11 @@ class _Reading:
             return
         if value == "auto":
             value = self.auto.get(path, None if row.default == REQUIRED else row.default)
+            if path in _AUTO_IS_NONE and path not in self.auto:
+                self.rows[place], self.found[path] = row, None
+                return
             if value is None:
+                self.rows[place] = row
                 return
         if path == "zero_optimization" and isinstance(value, bool):
             value = {"stage": int(value)}
@@ -202,6 +206,9 @@ class _Reading:
         else:
             self.found[path] = value
 
+
+_AUTO_IS_NONE = ("scheduler.params.warmup_max_lr",)
+"""What "auto" leaves to other keys, and not to the default: the learning rate of the optimizer."""
 
 _LISTS = {row.path.partition(".[]")[0] + ".[]" for row in KEYS if ".[]" in row.path}
 
@@ -245,6 +252,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "texts": ("a list of text", lambda v: isinstance(v, list) and all(isinstance(each, str) for each in v)),
     "numbers": ("a list of numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_number, v))),
     "rates": ("a number >= 0 or a list of them", lambda v: all(_is_number(n) and n >= 0 for n in _many(v))),
+    "count": (
+        "an integer > 0, or inf",
+        lambda v: v == math.inf or (_is_number(v) and v > 0 and float(v).is_integer()),
+    ),
     "block": ("keys and values", lambda v: isinstance(v, Mapping)),
     "dtype": (
         "fp32, fp16 or bf16",
@@ -282,7 +293,11 @@ def _many(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, place: str = "") -> str:
+    if place.endswith("api_key"):
+        return '"..."'
+    if isinstance(value, Mapping) and "api_key" in value:
+        value = {**value, "api_key": "..."}
     text = json.dumps(value, default=str)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -328,7 +343,7 @@ class _View:
 
     def refuse(self, place: str, value: Any, instead: str) -> None:
         """Note a fault."""
-        self.faults.append(f"{place}: {_shown(value)} is not taken here; instead: {instead}")
+        self.faults.append(f"{place}: {_shown(value, place)} is not taken here; instead: {instead}")
 
     def places(self) -> Iterable[tuple[str, DeepSpeedKey, Any]]:
         """Place, row and value of everything that was given, blocks with keys left out."""
@@ -730,7 +745,7 @@ def _notes(v: _View, config: Mapping[str, Any]) -> Iterable[Note]:
         off = next((path for path in _outer(row.path) if path in v.off and f"{path}.enabled" in _ROWS), None)
         if off is not None and not row.path.endswith(".enabled"):
             yield Note(place, value, "idle", f"{off}.enabled is false")
-        elif row.fate == "does":
+        elif row.fate == "does" and (value != row.default or row.default is not False):
             yield Note(place, value, "does", _ours(row, config))
         else:
             yield Note(place, value, "idle", row.said if row.fate == "idle" else "it asks for nothing")

@@ -12,6 +12,7 @@ and ``scheduler.params`` depends on the type beside it: ``of`` names the types. 
 
     bool int num text list texts numbers block any      a value of that type; ``num >= 0 <= 1``: and in that range
     rates               a number, or a list of one for each group of the optimizer
+    count               an integer above 0, or infinity
     dtype               fp32, fp16, bf16, or the words that torch has for them
     one of a|b          a word, in any case
     a trailing ?        or null
@@ -702,7 +703,7 @@ _CHECKPOINT = [
 
 _LATER = "numbers of a run are in what engine.step() returns"
 _OBSERVE = [
-    idle("steps_per_print", "num > 0?", None, _LATER),
+    idle("steps_per_print", "count?", None, _LATER),
     idle("wall_clock_breakdown", "bool", False, "shardwise train --profile N traces whole steps"),
     idle("memory_breakdown", "bool", False, "engine.plan says the bytes of a rank"),
     idle("dump_state", "bool", False, "engine.plan and engine.config print the state"),
@@ -794,7 +795,7 @@ def _curriculum() -> list[DeepSpeedKey]:
 
 _ORDER = "the data in the order that the run needs; leave the block out"
 _DATA = [
-    idle("dataloader_drop_last", "bool", False, "the loader that initialize is given says so itself"),
+    does("dataloader_drop_last", "bool", False, "the loader that shardwise.deepspeed.initialize makes"),
     *block(
         refused("data_efficiency", "block", {}, _ORDER),
         refused("enabled", "bool", False, WITH_BLOCK),
