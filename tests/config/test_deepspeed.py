@@ -96,6 +96,8 @@ FP16 = {"fp16": {"enabled": True}}
 BF16 = {"bf16": {"enabled": True}}
 AMP = {"amp": {"enabled": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True}}
+COMET = {"comet": {"enabled": True, "project": "a"}}
+PROFILER = {"flops_profiler": {"enabled": True}}
 STAGE_3 = {"zero_optimization": {"stage": 3}}
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "train_batch_size": ({}, 64),
@@ -147,6 +149,28 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "data_parallel_size": ({"tensor_parallel": {"autotp_size": 4}}, 2),
     "compile.deepcompile": ({}, True),
     "checkpoint.writer.decoupled": ({}, True),
+    "steps_per_print": ({}, 10),
+    "wall_clock_breakdown": ({}, True),
+    "tensorboard.enabled": ({}, True),
+    "tensorboard.output_path": ({"tensorboard": {"enabled": True}}, "logs"),
+    "tensorboard.job_name": ({"tensorboard": {"enabled": True}}, "mine"),
+    "csv_monitor.enabled": ({}, True),
+    "csv_monitor.output_path": ({"csv_monitor": {"enabled": True}}, "logs"),
+    "csv_monitor.job_name": ({"csv_monitor": {"enabled": True}}, "mine"),
+    "wandb.enabled": ({}, True),
+    "wandb.group": ({"wandb": {"enabled": True}}, "a"),
+    "wandb.team": ({"wandb": {"enabled": True}}, "a"),
+    "wandb.project": ({"wandb": {"enabled": True}}, "a"),
+    "comet.enabled": ({"comet": {"project": "a"}}, True),
+    "comet.project": (COMET, "b"),
+    "comet.workspace": (COMET, "b"),
+    "comet.experiment_name": (COMET, "b"),
+    "flops_profiler.enabled": ({}, True),
+    "flops_profiler.profile_step": (PROFILER, 5),
+    "flops_profiler.module_depth": (PROFILER, 2),
+    "flops_profiler.top_modules": (PROFILER, 3),
+    "flops_profiler.detailed": (PROFILER, False),
+    "flops_profiler.output_file": (PROFILER, "flops.txt"),
 }
 """Of each key that acts: what stands beside it, and a value that is not its default."""
 
@@ -464,6 +488,10 @@ def test_infinity_is_a_number_of_steps_and_a_password_is_not_shown() -> None:
     assert translate({"steps_per_print": float("inf")}).values["steps_per_print"] == float("inf")
     with pytest.raises(ConfigError) as caught:
         translate({"comet": {"enabled": True, "api_key": "secret", "online": 3}})
+    with pytest.raises(
+        ConfigError, match="comet.project: null is not taken here; instead: the name of a project"
+    ):
+        translate({"comet": {"enabled": True}})
     assert "secret" not in str(caught.value)
 
 

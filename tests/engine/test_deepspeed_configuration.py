@@ -1,8 +1,10 @@
 """A DeepSpeed configuration in place of ours: the same run, and what acts in it changes numbers."""
 
 import copy
+import csv
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,3 +146,24 @@ def test_activation_checkpointing_runs_blocks_again(world: World, key: str) -> N
         Block.forward = original  # type: ignore[method-assign]
     assert (first, len(counts) - first) == (4, 8)
     assert same(plain, again)
+
+
+def test_numbers_go_where_their_monitors_say(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = {
+        **THEIRS,
+        "steps_per_print": 2,
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "events"},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "numbers"},
+        "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": str(tmp_path / "flops.txt")},
+    }
+    assert same(trained(world, THEIRS), trained(world, watched))
+    with (tmp_path / "numbers" / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+    (events,) = (tmp_path / "events").iterdir()
+    written = events.read_bytes()
+    assert b"Train/Samples/train_loss" in written and b"Train/Samples/lr" in written
+    assert "Linear" in (tmp_path / "flops.txt").read_text()
+    said = capsys.readouterr()
+    assert "step 2" in said.out + said.err

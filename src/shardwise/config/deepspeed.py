@@ -14,6 +14,7 @@ import base64
 import binascii
 import json
 import math
+import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -715,6 +716,55 @@ def _checkpoint(v: _View) -> dict[str, Any]:
     return {"asynchronous": bool(v("checkpoint.writer.decoupled"))}
 
 
+_TAGS = {
+    "loss": "Train/Samples/train_loss",
+    "lr": "Train/Samples/lr",
+    "loss_scale": "Train/Samples/loss_scale",
+}
+"""Their names of our columns."""
+
+
+def _monitor(v: _View) -> dict[str, Any]:
+    every = v("steps_per_print")
+    made = _some(
+        tensorboard=_folder(v, "tensorboard"),
+        csv=_folder(v, "csv_monitor"),
+        print_every=int(every) if every not in (None, math.inf) else None,
+        breakdown=True if v("wall_clock_breakdown") else None,
+    )
+    if v("wandb.enabled"):
+        made |= _some(wandb=v("wandb.project"), wandb_group=v("wandb.group"), wandb_team=v("wandb.team"))
+    if v("comet.enabled"):
+        if v("comet.project") is None:
+            v.refuse("comet.project", None, "the name of a project")
+        places = {"comet": "project", "comet_workspace": "workspace", "comet_experiment": "experiment_name"}
+        made |= _some(**{ours: v(f"comet.{theirs}") for ours, theirs in places.items()})
+    if {"tensorboard", "wandb", "comet"} & {*made}:
+        made["tags"] = dict(_TAGS)
+        if v("train_batch_size") is not None or v("train_micro_batch_size_per_gpu") is not None:
+            made["axis"] = "samples"
+    return made
+
+
+def _folder(v: _View, name: str) -> str | None:
+    if not v(f"{name}.enabled"):
+        return None
+    return posixpath.join(v(f"{name}.output_path"), v(f"{name}.job_name")) or "."
+
+
+def _module_profile(v: _View) -> dict[str, Any]:
+    if not v("flops_profiler.enabled"):
+        return {}
+    depth = int(v("flops_profiler.module_depth"))
+    return _some(
+        step=int(v("flops_profiler.profile_step")),
+        depth=None if depth < 0 else max(depth, 1),
+        top=int(v("flops_profiler.top_modules")),
+        tree=bool(v("flops_profiler.detailed")),
+        output=v("flops_profiler.output_file"),
+    )
+
+
 _BLOCKS: Mapping[str, Callable[[_View], Any]] = {
     "mesh": _mesh,
     "zero": _zero,
@@ -728,6 +778,8 @@ _BLOCKS: Mapping[str, Callable[[_View], Any]] = {
     "max_grad_norm": _clip,
     "compile": _compile,
     "checkpoint": _checkpoint,
+    "monitor": _monitor,
+    "module_profile": _module_profile,
 }
 
 

@@ -9,7 +9,6 @@ Counters, as such scripts read them: ``micro_steps`` calls of ``step``, ``global
 Whatever is not here is the module's. ``engine.ours`` is our engine, with all that it can do.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from shardwise.deepspeed.settings import DeepSpeedConfig
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
 from shardwise.plan.errors import UsageError
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -119,15 +116,6 @@ class DeepSpeedEngine(nn.Module):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.counters.global_steps += 1
         self.counters.global_samples += self.train_batch_size()
-        every = self.steps_per_print()
-        if every and self.global_rank == 0 and self.counters.global_steps % every == 0:
-            _log.info(
-                "step %d: skipped %d, lr %s, momentum %s",
-                self.counters.global_steps,
-                self.counters.skipped_steps,
-                self.get_lr(),
-                self.get_mom(),
-            )
 
     def _refuse_without_optimizer(self, call: str) -> None:
         if self.optimizer is None:
