@@ -42,6 +42,14 @@ def test_no_file_of_ours_has_the_name_of_a_path() -> None:
     assert not files & set(NAMES[""]), "importing the file would put it in the name's place"
 
 
+def test_a_name_wins_over_a_module_of_the_same_name() -> None:
+    importlib.import_module("shardwise.deepspeed.utils.z3_leaf_module")
+    assert callable(deepspeed.utils.z3_leaf_module)
+    assert not {path for path in importer.paths() if path in NAMES[""]}, (
+        "the package itself is no table module"
+    )
+
+
 @pytest.mark.parametrize(
     ("statement", "near"),
     [

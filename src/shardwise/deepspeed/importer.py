@@ -104,6 +104,11 @@ class TableModule(ModuleType):
         root, path = _cut(self.__name__)
         return attribute(root, path, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python sets each module on the one above; where a name of the table is called the same, that one is meant.
+        if not (isinstance(value, TableModule) and name in NAMES.get(_cut(self.__name__)[1], {})):
+            super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         return sorted([*vars(self), *names_in(_cut(self.__name__)[1])])
 
