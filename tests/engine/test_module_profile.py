@@ -76,11 +76,11 @@ def test_a_tree_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFixt
         engine.close()
     text = path.read_text()
     lines = text.splitlines()
-    assert lines[0].startswith("step 1 on 1 ranks: 161 parameters; forward 0.00115 MFLOP (0.000576 MMAC)")
+    assert lines[0].startswith("step 1 on 1 ranks: 161 parameters; forward 1.15 kFLOP (576 MAC)")
     assert [line.split()[:2] for line in lines if "Linear " in line] == [["0", "Linear"], ["0", "Linear"]]
     assert lines[-1].startswith("rank 0: forward ")
     printed = capsys.readouterr().out
-    assert "most FLOPs: 0 0.00102 MFLOP;" in printed and "Tanh" not in printed
+    assert "most FLOPs: 0 1.02 kFLOP;" in printed and "Tanh" not in printed
 
 
 def test_compiled_blocks_are_refused() -> None:

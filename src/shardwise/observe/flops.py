@@ -105,10 +105,10 @@ def mfu(flops: float, step_s: float, peaks: float | None) -> float | None:
 
 def flops_text(flops: float) -> str:
     """``45.2 GFLOP``."""
-    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if flops >= factor:
             return f"{flops / factor:.3g} {letter}FLOP"
-    return f"{flops / 1e6:.3g} MFLOP"
+    return f"{flops:.3g} FLOP"
 
 
 def pf_days(flops: float) -> float:
