@@ -131,7 +131,8 @@ class PrecisionPolicy(Policy):
             same = LossScalePolicy.model_validate if key == "loss_scale" else str
             if key in given and same(given[key]) != same(value):
                 raise ValueError(
-                    f"amp: {given['amp']} sets {key}: {value}, beside which {key}: {given[key]} is given"
+                    f"amp: {given['amp']} sets {key}: {value}, beside which {key}: {given[key]} is given; leave one "
+                    "of them out"
                 )
         return {**given, **filled}
 
