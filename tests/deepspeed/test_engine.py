@@ -1,6 +1,7 @@
 """A loop in DeepSpeed's names against plain torch on the same batches, and what such scripts read on the way."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -182,6 +183,7 @@ def test_every_getter_answers() -> None:
     assert found["zero_optimization_partition_gradients"] and not found["zero_optimization_partition_weights"]
     assert found["optimizer_params"]["lr"] == 0.01 and found["scheduler_name"] == "WarmupLR"
     assert found["zero_offload_optimizer"] is None and found["dynamic_loss_scale"] is True
+    assert engine.dynamic_loss_scale_args()["init_scale"] == 2**16 and not found["is_compiled"]
     assert engine._config.zero_config.stage == engine._config.zero_optimization_stage == 2
     engine.destroy()
 
@@ -354,3 +356,18 @@ def test_muon_takes_every_matrix_but_embeddings_and_heads() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 5
     counted(engine, lambda place: engine(torch.arange(5)).square().mean())
     engine.destroy()
+
+
+def test_numbers_and_clocks_of_a_script(tmp_path: Path) -> None:
+    """A script's own numbers go where the configuration's monitors write."""
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine, *_ = made(config=configuration(0, tensorboard=block))
+    counted(engine, lambda place: engine(torch.ones(2, 4, dtype=torch.float64)).square().mean())
+    engine.monitor.write_events([("Train/own", 0.5, engine.global_samples)])
+    spent = engine.get_wall_clock_timers()
+    assert set(spent) == {"fwd", "bwd", "step"} and min(spent.values()) > 0
+    engine.offload_states()
+    engine.reload_states()
+    engine.destroy()
+    events = b"".join(file.read_bytes() for file in tmp_path.rglob("events*"))
+    assert b"Train/own" in events and b"Train/Samples/lr" in events

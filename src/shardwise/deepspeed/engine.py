@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.data import IterableDataset
 
 from shardwise.comm import default_group
 from shardwise.deepspeed import getters, saved
+from shardwise.deepspeed.events import EngineEvents, milliseconds
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
@@ -356,6 +358,49 @@ class DeepSpeedEngine(nn.Module):
         return self.ours.plan.mesh.index("tp", self.global_rank)
 
     get_model_parallel_rank = get_tensor_parallel_rank
+
+    # Numbers and clocks ----------------------------------------------------------------------------------------
+
+    @property
+    def monitor(self) -> EngineEvents:
+        """Where a script writes numbers of its own: ``write_events([(tag, value, samples)])``."""
+        return EngineEvents(self.ours.monitor, self.train_batch_size())
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last step by what they went to: ``fwd``, ``bwd``, ``step``."""
+        return milliseconds(self.ours.trace)
+
+    def get_sequence_parallel_group(self) -> Any:
+        """None: no sequence is cut over ranks of its own."""
+
+    def is_map_style_dataset(self, obj: Any) -> bool:
+        """Whether samples are found by their place."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    def is_iterable_style_dataset(self, obj: Any) -> bool:
+        """Whether samples come one after another."""
+        return isinstance(obj, IterableDataset)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Of the scale that moves."""
+        return {
+            "init_scale": 2 ** self._config.value("fp16.initial_scale_power"),
+            "scale_window": self._config.value("fp16.loss_scale_window"),
+            "min_scale": self._config.value("fp16.min_loss_scale"),
+            "delayed_shift": self._config.value("fp16.hysteresis"),
+            "consecutive_hysteresis": self._config.value("fp16.consecutive_hysteresis"),
+        }
+
+    def offload_states(self, include: Any = None, device: Any = "cpu", **ignored: Any) -> None:
+        """Nothing on a CPU, where the state lies there already. Errors: UsageError on an accelerator."""
+        if self.device.type != "cpu":
+            raise UsageError(
+                "offload_states: state does not move between steps here; save a checkpoint, or run the other model on "
+                "ranks of its own"
+            )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Nothing: what ``offload_states`` left where it was."""
 
     # The whole model -------------------------------------------------------------------------------------------
 

@@ -116,6 +116,18 @@ _MORE: dict[str, Callable[[Callable[[str], Any]], Any]] = {
     ),
     "checkpoint_tag_validation_fail": lambda key: str(key("checkpoint.tag_validation")).lower() == "fail",
     "zero_compute_grad_norm": lambda key: True,
+    "zero_parameter_alignment": lambda key: None,
+    "checkpoint_writer_enabled": lambda key: key("checkpoint.writer") is not None,
+    "cpuadam_cores_perc": lambda key: (key(f"{_ZERO}.offload_optimizer") or {}).get(
+        "cpuadam_cores_perc", 0.9
+    ),
+    "compile_zero_optimization_stage": lambda key: bool({"z1", "z3"} & {*(key("compile.passes") or ())}),
+    "uses_parallelization_pass_only": lambda key: bool(
+        {"autosp", "autotp"} & {*(key("compile.passes") or ())}
+    ),
+    "autotuning_profile_model_info": lambda key: False,
+    "autotuning_model_info_path": lambda key: key("autotuning.model_info_path"),
+    "is_compiled": lambda key: bool(key("compile.deepcompile")),
     "compile_autosp": lambda key: "autosp" in (key("compile.passes") or ()),
     "compile_autotp": lambda key: "autotp" in (key("compile.passes") or ()),
     "swap_tensor_config": lambda key: key("aio"),
