@@ -21,6 +21,7 @@ PROMISES = {
     "07_recompute": "selective",
     "08_change_the_mesh": "model state on this rank",
     "09_tables_of_keys": "tables.user: ",
+    "10_optimizers": "DEAL",
 }
 
 

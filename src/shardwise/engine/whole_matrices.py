@@ -86,26 +86,38 @@ class WholeMatrices:
                 for slot in each.bucket.layout.slots
             ]
             shapes = [info.shape for _, _, info in found]
-            owner = owners(shapes, self._group.size)
-            placed = [self._placed(*each, owner[place]) for place, each in enumerate(found)]
+            spread = [self._ranges(each, slot) for each, slot, _ in found]
+            owner = owners(shapes, [[stop - start for start, stop, _ in ranges] for ranges in spread])
+            placed = [
+                self._placed(*each, ranges, to) for each, ranges, to in zip(found, spread, owner, strict=True)
+            ]
             for places in rounds(shapes, owner):
                 self._rounds.append(self._round_of(dtype, [placed[place] for place in places]))
 
-    def _placed(self, trained: Trained, slot: Slot, info: TensorInfo, owner: int) -> _Matrix:
-        mesh, ranks, layout = self._slices.mesh, self._group.ranks, trained.bucket.layout
-        count = trained.bucket.owned_range[1]
+    def _ranges(self, trained: Trained, slot: Slot) -> list[tuple[int, int, int]]:
+        """By index in the group: elements [start, stop) of its slice; where they begin in its part of the bucket."""
+        mesh, layout, count = self._slices.mesh, trained.bucket.layout, trained.bucket.owned_range[1]
         size = layout.elements // count
-        slicing = self._slices.cut_axes(info)
-        cut = {*slicing, *(("dp_shard",) if count > 1 else ())}
-        alike = [axis for axis in mesh.stage_axes if axis not in cut]
-        held = []
-        for rank in ranks:
+        found = []
+        for rank in self._group.ranks:
             first = (mesh.index("dp_shard", rank) if count > 1 else 0) * size
             start = max(first, slot.offset)
             stop = max(min(first + size, slot.offset + slot.elements), start)
+            found.append((start - slot.offset, stop - slot.offset, start - first))
+        return found
+
+    def _placed(
+        self, trained: Trained, slot: Slot, info: TensorInfo, ranges: list[tuple[int, int, int]], owner: int
+    ) -> _Matrix:
+        mesh, ranks = self._slices.mesh, self._group.ranks
+        slicing = self._slices.cut_axes(info)
+        cut = {*slicing, *(("dp_shard",) if trained.bucket.owned_range[1] > 1 else ())}
+        alike = [axis for axis in mesh.stage_axes if axis not in cut]
+        held = []
+        for rank, range_ in zip(ranks, ranges, strict=True):
             brings = all(mesh.index(axis, rank) == mesh.index(axis, ranks[owner]) for axis in alike)
             place = tuple(mesh.index(axis, rank) for axis in slicing)
-            held.append(_Held(start - slot.offset, stop - slot.offset, start - first, place, brings))
+            held.append(_Held(*range_, place, brings))
         return _Matrix(info, slot, trained.optimizer, owner, held)
 
     def _round_of(self, dtype: torch.dtype, matrices: Sequence[_Matrix]) -> _Round:

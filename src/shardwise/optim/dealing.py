@@ -1,8 +1,8 @@
 """Which rank gets which whole matrix, and in which round: pure, the same on every rank.
 
 Orthogonalising costs rows · columns · min(rows, columns) operations a round of Newton-Schulz. The dearest matrix goes
-first, each to the rank that has least so far; no rank then has more than the mean and one matrix. A rank's matrices
-travel in rounds, so that no more than some of them are whole at a time.
+first, each to the rank that has least so far, of several to the one that holds most of it; no rank then has more than
+the mean and one matrix. A rank's matrices travel in rounds, so that no more than some of them are whole at a time.
 
 Source: longest processing time first, Graham 1969, doi:10.1137/0117039.
 """
@@ -13,12 +13,13 @@ ROUND_ELEMENTS = 16 << 20
 """Elements of whole matrices that a rank takes in one round; a larger matrix has a round of its own."""
 
 
-def owners(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[int]:
-    """By matrix the index of the rank that gets it."""
+def owners(shapes: Sequence[tuple[int, ...]], held: Sequence[Sequence[int]]) -> list[int]:
+    """By matrix the index of the rank that gets it. ``held``: by matrix how many of its elements each rank has."""
     costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
-    load, found = [0] * ranks, [0] * len(shapes)
+    ranks = range(len(held[0])) if held else range(0)
+    load, found = [0] * len(ranks), [0] * len(shapes)
     for place in sorted(range(len(shapes)), key=lambda place: (-costs[place], place)):
-        rank = min(range(ranks), key=load.__getitem__)
+        rank = min(ranks, key=lambda rank: (load[rank], -held[place][rank]))
         found[place] = rank
         load[rank] += costs[place]
     return found

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -67,10 +68,10 @@ class Lamb(TwoPass):
         m, v = state["exp_avg"], state["exp_avg_sq"]
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        below = v.sqrt().mul_(first / math.sqrt(second)).add_(group["eps"] * first)
-        gradient.copy_(m).div_(below)
-        if group["weight_decay"]:
-            gradient.add_(weights, alpha=group["weight_decay"])
+        # m̂ / (√v̂ + ε) = √second / first · m / (√v + √second ε): few passes over memory.
+        below = v.sqrt().add_(group["eps"] * math.sqrt(second))
+        torch.mul(weights, group["weight_decay"], out=gradient)
+        gradient.addcdiv_(m, below, value=math.sqrt(second) / first)
 
     def factor(self, group: Mapping[str, Any], whole: Whole) -> float:
         """lr times the trust ratio."""

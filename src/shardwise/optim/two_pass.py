@@ -19,8 +19,8 @@ from torch import Tensor, optim
 
 from shardwise.plan.registry import Needs
 
-_CHUNK = 1 << 15
-"""Elements that stay in a core's cache through an update's passes over them."""
+_CHUNK = 1 << 17
+"""Elements that stay in a core's cache through the passes over them."""
 
 
 class Whole(NamedTuple):
@@ -90,27 +90,23 @@ class TwoPass(optim.Optimizer):
         for group, weights, gradient in self._each():
             if self.counts:
                 self.state[weights]["step"] += 1
-            self._in_chunks(self.direct_part, group, weights, gradient)
+            self._direct_in_chunks(group, weights, gradient)
 
     @torch.no_grad()
     def apply(self) -> None:
         """The second half."""
         for group, weights, direction in self._each():
-            self._in_chunks(self.apply_part, group, weights, direction)
+            self.apply_part(group, weights, direction, self.state[weights])
 
-    def _in_chunks(
-        self, part: Callable[..., None], group: dict[str, Any], weights: Tensor, other: Tensor
-    ) -> None:
+    def _direct_in_chunks(self, group: Mapping[str, Any], weights: Tensor, gradient: Tensor) -> None:
         state = self.state[weights]
         if weights.dim() != 1 or weights.device.type != "cpu":
-            part(group, weights, other, state)
+            self.direct_part(group, weights, gradient, state)
             return
-        held = [state[moment] for moment in self.moments]
-        rest = {key: value for key, value in state.items() if key not in self.moments}
         for start in range(0, weights.numel(), _CHUNK):
             here = slice(start, start + _CHUNK)
-            moments = {name: moment[here] for name, moment in zip(self.moments, held, strict=True)}
-            part(group, weights[here], other[here], {**rest, **moments})
+            part = {key: value[here] if key in self.moments else value for key, value in state.items()}
+            self.direct_part(group, weights[here], gradient[here], part)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
