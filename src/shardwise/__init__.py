@@ -28,6 +28,7 @@ _HOME = {
     "TiedSpec": "shardwise.parallel.pipeline.layers",
     "Vectors": "shardwise.models.vectors",
     "initialize": "shardwise.engine.build",
+    "sharded_init": "shardwise.engine.sharded_init",
 }
 __all__ = [
     "DynamicPolicy",
@@ -44,6 +45,7 @@ __all__ = [
     "Vectors",
     "initialize",
     "launch",
+    "sharded_init",
 ]
 
 

@@ -1,13 +1,17 @@
-"""Contexts in which a model is made: ``deepspeed.OnDevice``, and ``deepspeed.zero.Init`` as far as it stands.
+"""Contexts in which a model is made: ``deepspeed.OnDevice`` and ``deepspeed.zero.Init``.
 
 ``OnDevice(dtype, "meta")`` makes a model without memory, for weights that are loaded by slices (``init_from``).
 """
 
+import contextlib
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+
+from shardwise.engine.sharded_init import cut_made, sharded_init
+from shardwise.plan.errors import UsageError
 
 
 class OnDevice:
@@ -44,8 +48,14 @@ class OnDevice:
 
 
 class Init:
-    """A context around the making of a model for stage 3. Modules are made whole, in host memory, in ``dtype`` where
-    one is given; ``initialize`` then keeps 1/N of them on each rank."""
+    """A context around the making of a model for stage 3: each rank keeps 1/N of every parameter as soon as it is made
+    (engine/sharded_init.py), its floating tensors in ``dtype`` where one is given. ``initialize`` takes the pieces, at
+    any stage.
+
+    ``module``: a model that is made already is cut at once. ``pin_memory`` and ``mem_efficient_linear`` say how pieces
+    and products are held, which is as it is; ``data_parallel_group`` and ``mpu`` are all ranks here.
+    Errors: UsageError for a remote device beyond host memory.
+    """
 
     def __init__(
         self,
@@ -61,19 +71,26 @@ class Init:
         mpu: Any = None,
         **others: Any,
     ):
+        if remote_device not in (None, "cpu", "none"):
+            raise UsageError(
+                f"zero.Init: remote_device {remote_device!r}: pieces are kept where they are made, on the CPU or "
+                "on the device; leave it out"
+            )
         self.dtype = dtype
         self.enabled = enabled
-        self._before: torch.dtype | None = None
+        self._context = contextlib.ExitStack()
+        if module is not None and enabled:
+            cut_made(module)
 
     def __enter__(self) -> "Init":
-        if self.enabled and self.dtype is not None:
-            self._before = torch.get_default_dtype()
-            torch.set_default_dtype(self.dtype)
+        if self.enabled:
+            if self.dtype is not None:
+                self._context.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self.dtype)
+            self._context.enter_context(sharded_init())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            torch.set_default_dtype(self._before)
-            self._before = None
+        self._context.__exit__(kind, error, trace)

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.comm import default_group
 from shardwise.deepspeed.living import find
+from shardwise.engine.sharded_init import PieceTensor
 
 
 class ZeroParamStatus(Enum):
@@ -60,10 +61,15 @@ def GatheredParameters(  # noqa: N802
     with contextlib.ExitStack() as stack:
         for engine, some in names.items():
             stack.enter_context(engine.ours.full_parameters(some, from_rank=modifier_rank))
+        for parameter in free:
+            if isinstance(parameter, PieceTensor):
+                stack.enter_context(parameter.piece.whole(modifier_rank))
         yield
         if modifier_rank is not None and default_group.size() > 1:
             with torch.no_grad():
                 for parameter in free:
+                    if isinstance(parameter, PieceTensor):
+                        continue  # sent when it is cut again
                     default_group.broadcast(parameter.data, modifier_rank)
 
 

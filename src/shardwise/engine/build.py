@@ -51,6 +51,7 @@ from shardwise.engine.pass_context import PassContext
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.program import ActionLists
 from shardwise.engine.recipe import GivenOptimizer, Recipe, recipe_of
+from shardwise.engine.sharded_init import deal, take_pieces, world_of
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.step import StepEnd
@@ -125,6 +126,7 @@ def initialize(
     """
     policies = load({} if config is None else config)
     take_back(model)
+    world = world or world_of(model)
     if world is None:
         world = join(timeout_s=policies.comm.join_timeout_s, device=policies.comm.device)
         world.ends_with_engine = True
@@ -135,6 +137,7 @@ def initialize(
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if loss is None and settings.loss is not None:
         loss = load_target("loss.target", settings.loss.target)
+    pieces = take_pieces(model, is_cut=mesh.tp * mesh.pp > 1)
     recipe = recipe_of(model, settings, optimizer, elementwise)
     if mesh.pp == 1 and isinstance(model, Layers):
         model.build_all()
@@ -155,6 +158,8 @@ def initialize(
         )
     uncut = _uncut(model, site)
     start = start_weights(model, settings, initial, share.described.spec)
+    pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
+    start = start.or_later(pieces)
     cut = _cut(model, site, share, start)
     tables = _tables(model, cut, site, share)
     start = start.of_pieces(Slices(share.plan.registry, mesh, site.world.rank))
@@ -163,6 +168,7 @@ def initialize(
         _stage(index, module, run, site, share, start, loss is not None, walker)
         for index, (module, run) in cut.items()
     ]
+    deal(pieces, [bucket for stage in stages for state in stage.hooks.states for bucket in state.buckets])
     _forget_foreign(model, stages)
     original.compare()
     parts = _parts(model, site, recipe, share, tables, stages, vocabulary, walker)

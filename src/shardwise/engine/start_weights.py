@@ -3,7 +3,8 @@
     init_from          a folder or file of weights, read in ranges; a checkpoint is loaded when the engine stands
                        (saving.py), over what the next two give
     initial rules      drawn, for a model on ``meta``: from the caller, or the model's own ``initial_rules()``
-    the model itself   what it brings, weights and buffers, is rank 0's everywhere
+    the model itself   what it brings, weights and buffers, is rank 0's everywhere; made in pieces (sharded_init.py),
+                       each parameter is dealt out when the engine stands
 
 The first two make any elements of any whole parameter, so that a rank asks for those that it owns and no rank ever
 holds a whole model.
@@ -59,6 +60,19 @@ class StartWeights(NamedTuple):
             return out
 
         return self._replace(fill=fill_piece)
+
+    def or_later(self, names: Collection[str]) -> "StartWeights":
+        """The same, where the values of ``names`` are written when the engine stands (sharded_init.py)."""
+        if not names:
+            return self
+        fill, later = self.fill, frozenset(names)
+
+        def fill_others(slot: Slot, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+            if slot.name in later or fill is None:
+                return torch.zeros((), dtype=dtype).expand(stop - start)
+            return fill(slot, start, stop, dtype)
+
+        return self._replace(fill=fill_others, names=frozenset(self.names) | later)
 
     def or_own(self, holdings: Mapping[str, Holding]) -> Fill:
         """Elements of any parameter: what is not made anew is read from the model as it is now."""

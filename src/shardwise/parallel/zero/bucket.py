@@ -46,8 +46,12 @@ class BucketState:
         return self.layout.elements // self.owned_range[1]
 
     def fill(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
-        """Write weights from outside, those of ``wanted`` slots: each rank asks for the elements that it owns and no
-        others."""
+        """Weights from outside, those of ``wanted`` slots: each rank asks for the elements that it owns alone."""
+        self.write(fill, wanted)
+        self.settle()
+
+    def write(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
+        """The first half of ``fill``: into what this rank updates."""
         weight = self.weight
         target, (index, count) = weight.master, self.owned_range
         if target is None:  # frozen
@@ -57,6 +61,10 @@ class BucketState:
             if not wanted(slot):
                 continue
             target[local : local + stop - start].copy_(fill(slot, start, stop, target.dtype))
+
+    def settle(self) -> None:
+        """The second half: the weights are the masters', rounded. Collective."""
+        weight = self.weight
         if weight.master is None:
             weight.renew()
         else:
