@@ -21,6 +21,8 @@ from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
+from shardwise.deepspeed.pipeline_engine import PipelineEngine, train_loss
+from shardwise.deepspeed.pipeline_module import PipelineModule
 from shardwise.deepspeed.rate_schedulers import scheduler_of
 from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
 from shardwise.engine.build import initialize as build_engine
@@ -65,16 +67,19 @@ def initialize(
     settings = DeepSpeedConfig(given)
     _check_mesh(mpu, mesh_param)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    pipeline = _pipeline_of(model, settings)
     basic = _optimizer_of(model, settings, optimizer, model_parameters)
     scheduler = _scheduler_of(settings, basic, lr_scheduler)
-    ours = build_engine(model, _run_config(settings), optimizer=basic)
+    loss = train_loss if isinstance(model, PipelineModule) else None
+    ours = build_engine(model, _run_config(settings, pipeline), loss=loss, optimizer=basic)
     batch = ours.config.batch
     settings.change("train_batch_size", batch.global_size)
     settings.change("train_micro_batch_size_per_gpu", batch.micro_size)
     settings.change("gradient_accumulation_steps", batch.accumulation)
-    engine = DeepSpeedEngine(ours, settings, basic, scheduler, collate_fn, mpu)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    engine = kind(ours, settings, basic, scheduler, collate_fn, mpu)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
+        engine.take_training_data(training_data)
     if ours.is_main:
         _log.info("DeepSpeed's configuration: %s", settings.translation.summary())
     return engine, engine.optimizer, engine.training_dataloader, scheduler
@@ -117,8 +122,25 @@ def _check_mesh(mpu: Any, mesh_param: Any) -> None:
         )
 
 
-def _run_config(settings: DeepSpeedConfig) -> RunConfig:
-    """Ours, without what the optimizer and the scheduler objects say."""
+def _pipeline_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
+    """What a PipelineModule says of our configuration. Collective. Errors: DeepSpeedConfigError, UsageError."""
+    if not isinstance(model, PipelineModule):
+        return {}
+    stages = settings.value("pipeline.stages")
+    if stages not in ("auto", model.num_stages):
+        raise DeepSpeedConfigError(
+            f"pipeline.stages: {stages}, but the PipelineModule has num_stages {model.num_stages}; keep one"
+        )
+    said = model.begin()
+    interval = (
+        settings.value("pipeline.activation_checkpoint_interval") or model.activation_checkpoint_interval
+    )
+    names = model.recomputed() if interval else []
+    return said | {"recompute": {"scope": "full", "blocks": names} if names else {}}
+
+
+def _run_config(settings: DeepSpeedConfig, pipeline: Mapping[str, Any]) -> RunConfig:
+    """Ours, without what the optimizer and the scheduler objects say, with what the model does (``pipeline``)."""
     ours = {
         key: value
         for key, value in settings.translation.config.items()
@@ -126,6 +148,9 @@ def _run_config(settings: DeepSpeedConfig) -> RunConfig:
     }
     # A rank whose loader was not divided trains on the same data as another there, and is not refused.
     ours["batch"] = {**ours.get("batch", {}), "duplicates": "allow"}
+    for block, values in pipeline.items():
+        if values:
+            ours[block] = {**ours.get(block, {}), **values}
     return RunConfig.parse(ours)
 
 

@@ -108,10 +108,13 @@ class DeepSpeedEngine(nn.Module):
         self._refuse_without_optimizer("step")
         result = self.ours.step(weight=float(self.gradient_accumulation_steps()))
         self.counters.micro_steps += 1
-        self._applied = result is not None and not result.skipped
-        if result is None:
-            return
+        self._applied = False
+        if result is not None:
+            self._note_step(result, lr_kwargs)
+
+    def _note_step(self, result: StepResult, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         self._result = result
+        self._applied = not result.skipped
         if result.skipped:
             self.counters.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -262,6 +265,10 @@ class DeepSpeedEngine(nn.Module):
             bool(self.dataloader_drop_last()),
             shuffle=route == "train",
         )
+
+    def take_training_data(self, dataset: Any) -> None:
+        """``training_data`` of ``initialize``."""
+        self.training_dataloader = self.deepspeed_io(dataset)
 
     # Who and where ---------------------------------------------------------------------------------------------
 

@@ -117,6 +117,11 @@ _TOPOLOGY = _all(
     "topology",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
 )
+_PIPE: Rows = {
+    **_all("pipeline_module", "PipelineModule TiedLayerSpec"),
+    "LayerSpec": "deepspeed.pipeline_module:SpecOfModule",
+    **_none("use PipelineModule: its stages run 1F1B", "DualPipeVModule"),
+}
 _ACCELERATOR = _all(
     "device", "get_accelerator set_accelerator is_current_accelerator_supported DeepSpeedAccelerator"
 )
@@ -136,6 +141,8 @@ NAMES: dict[str, Rows] = {
         **_all("loader", "DeepSpeedDataLoader"),
         **_all("rate_schedulers", "add_tuning_arguments"),
         **_all("optimizer", "DeepSpeedOptimizer"),
+        **_all("pipeline_module", "PipelineModule"),
+        **_all("pipeline_engine", "PipelineEngine"),
         **_all("logs", "logger log_dist"),
         **_all("construction", "OnDevice"),
         "dist": "comm.default_group",
@@ -201,7 +208,11 @@ NAMES: dict[str, Rows] = {
         "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES add_tuning_arguments",
     ),
     "runtime.pipe.topology": _TOPOLOGY,
-    "runtime.pipe": _all("topology", "ProcessTopology"),
+    "pipe": _PIPE,
+    "runtime.pipe": {**_PIPE, **_all("topology", "ProcessTopology")},
+    "runtime.pipe.module": {**_PIPE, **_all("pipeline_module", "PipelineError")},
+    "runtime.pipe.engine": _all("pipeline_engine", "PipelineEngine")
+    | _all("pipeline_module", "PipelineError"),
     "runtime.utils": {
         **_all(
             "seeds",

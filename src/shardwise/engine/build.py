@@ -255,7 +255,8 @@ def _share(
     )
     policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates)
     planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
-    blocks = repeated_blocks(model) or described.spec.units
+    units = described.spec.units
+    blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
     operations = Operations(settings.precision)
     to_recompute = chosen(blocks, settings.recompute)
     return _Share(described, planned, to_recompute, Replay(operations), operations)

@@ -527,10 +527,19 @@ class Engine:
             self.train(was_training)
 
     @torch.no_grad()
-    def predict(self, batches: Sequence[Any]) -> list[Any]:
+    def predict(
+        self,
+        batches: Sequence[Any],
+        call: Callable[[nn.Module, Any], Any] | None = None,
+        everywhere: bool = True,
+    ) -> list[Any]:
         """What the model returns for each batch, on any mesh and on every rank that shares the model; without gradients
-        and in the mode that the model is in. With a pipeline the batches follow one another through the stages."""
-        return self._forward.predict(batches)
+        and in the mode that the model is in. With a pipeline the batches follow one another through the stages.
+
+        ``call``: function of (model, batch) that is asked in place of the model. ``everywhere=False``: with a pipeline
+        the last stage alone gets the list, and the others an empty one.
+        """
+        return self._forward.predict(batches, call, everywhere)
 
     def run(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the model than ``forward`` (by name), or a function of it, as one forward pass.

@@ -105,16 +105,18 @@ class Forward:
         counted = self._weighing.of_batch(batch)
         return 1.0 if counted is None else counted
 
-    def predict(self, batches: Sequence[Any]) -> list[Any]:
+    def predict(self, batches: Sequence[Any], call: Loss | None = None, everywhere: bool = True) -> list[Any]:
         """See ``Engine.predict``."""
         batches = list(batches)
         if self._pipeline is not None:
             with self._discards():
-                return self._pipeline.predict(batches)
+                return self._pipeline.predict(batches, call or apply, everywhere)
         outputs = []
         for i, batch in enumerate(batches):
             with self._at(batch, i):
-                outputs.append(apply(self._parts.model, cast_inputs(batch, self._parts.device, None)))
+                outputs.append(
+                    (call or apply)(self._parts.model, cast_inputs(batch, self._parts.device, None))
+                )
         return outputs
 
     def run(self, method: str | Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.peers import Peers
 from shardwise.engine.check import Check
-from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
+from shardwise.engine.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.weighing import Weighing
@@ -110,14 +110,19 @@ class Pipeline:
             for i, (_, weight) in enumerate(chunk):
                 yield found.get(i), weight
 
-    def predict(self, batches: Sequence[Any]) -> list[Any]:
-        """What the model returns, on every rank of the pipeline; mappings of a class of its own as dictionaries."""
+    def predict(
+        self, batches: Sequence[Any], call: Callable[[nn.Module, Any], Any], everywhere: bool
+    ) -> list[Any]:
+        """What ``call`` of the model returns, on every rank of the pipeline or on the last stage's; mappings of a class
+        of its own as dictionaries, where they travel."""
         if not batches:
             return []
         device = self._parts.device
         found = self._forward_only(
-            batches, lambda root, batch: apply(root, cast_inputs(batch, device, None)), "output"
+            batches, lambda root, batch: call(root, cast_inputs(batch, device, None)), "output"
         )
+        if not everywhere:
+            return [found[i] for i in sorted(found)]
         outputs = [self._told(found.get(i), f"output of microbatch {i}") for i in range(len(batches))]
         self._peers.flush()
         return outputs

@@ -81,11 +81,18 @@ class Function(nn.Module):
 class Layers(nn.Module):
     """Layers in a row; names of parameters begin with the layer's place: ``0.weight``."""
 
+    loss: Callable[[Any, Any], Any] | None
+    """(output, targets) -> loss."""
+
     def __init__(self, layers: Sequence[Layer], loss: Callable[[Any, Any], Any] | None = None, seed: int = 0):
         super().__init__()
         if not layers:
             raise PlanError("Layers: the list is empty; give at least one layer")
-        self.loss = loss
+        self.__dict__["loss"] = loss  # one that is a module is none of the layers
+        if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+            raise PlanError(
+                f"Layers: the loss, a {type(loss).__name__}, has parameters; make it part of the last layer"
+            )
         self.seed = seed
         self._specs = list(layers)
         with torch.device("meta"):
@@ -112,8 +119,18 @@ class Layers(nn.Module):
             self._modules.update(self.build(self._modules))
 
     def build(self, names: Iterable[str]) -> dict[str, nn.Module]:
-        """The layers of these places on torch's default device, with their start weights."""
-        return {str(place): module for place, module in self._make(sorted(map(int, names))).items()}
+        """The layers of these places on torch's default device, with their start weights; in the dtypes that the list
+        was changed to since, and frozen where it is."""
+        made = {str(place): module for place, module in self._make(sorted(map(int, names))).items()}
+        for name, module in made.items():
+            outline = dict(self.get_submodule(name).named_parameters())
+            for inner, parameter in module.named_parameters():
+                parameter.data = parameter.data.to(outline[inner].dtype)
+                parameter.requires_grad_(outline[inner].requires_grad)
+            of_buffers = dict(self.get_submodule(name).named_buffers())
+            for inner, buffer in module.named_buffers():
+                buffer.data = buffer.data.to(of_buffers[inner].dtype)
+        return made
 
     def _make(self, places: Iterable[int]) -> dict[int, nn.Module]:
         made: dict[int, nn.Module] = {}
@@ -138,8 +155,12 @@ class Layers(nn.Module):
         spec = self._specs[place]
         assert isinstance(spec, LayerSpec), "only a LayerSpec is built"
         with torch.random.fork_rng():
-            torch.manual_seed(self.seed * 1_000_003 + place)
+            self.seed_at(place)
             return spec.build()
+
+    def seed_at(self, place: int) -> None:
+        """Seed torch for the start weights of the layer at ``place``."""
+        torch.manual_seed((self.seed * 1_000_003 + place) % 2**63)
 
 
 def _tied(module: nn.Module, spec: TiedSpec) -> nn.Module:
