@@ -1,9 +1,11 @@
 """What scripts ask of the device, the ranks and the seeds."""
 
+import pytest
 import torch
 
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed.device import DeepSpeedAccelerator
+from shardwise.plan.errors import UsageError
 
 ASKED = [
     "BFloat16Tensor",
@@ -131,3 +133,21 @@ def test_topologies_count_as_arrays_do() -> None:
     assert [cube.get_rank(**cube.get_coord(rank)._asdict()) for rank in range(8)] == list(range(8))
     assert cube.filter_match(pipe=0, data=1) == [2, 3] and cube.get_rank_repr(3) == "model_01"
     assert cube.get_axis_comm_lists("none") == [] and cube.get_dim("none") == 0
+
+
+def test_a_models_forward_pass_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    from shardwise.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    products = 5 * (8 * 16 + 16 * 4)
+    assert get_model_profile(model, (5, 8), as_string=False) == (
+        2 * products,
+        products,
+        8 * 16 + 16 + 16 * 4 + 4,
+    )
+    assert model.training and "Linear" in capsys.readouterr().out
+    profiler = FlopsProfiler(model)
+    with pytest.raises(UsageError, match="start_profile"):
+        profiler.get_total_flops()
+    with pytest.raises(UsageError, match="no input"):
+        get_model_profile(model)

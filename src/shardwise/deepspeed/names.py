@@ -127,6 +127,7 @@ _ACCELERATOR = _all(
 )
 _LOADERS = _all("loader", "RepeatingLoader DeepSpeedDataLoader")
 _CONFIG = _all("settings", "DeepSpeedConfig DeepSpeedConfigError")
+_PROFILE = _all("model_profile", "FlopsProfiler get_model_profile")
 _LION = _all("optimizer_classes", "FusedLion DeepSpeedCPULion")
 _ADAM = _all("optimizer_classes", "FusedAdam DeepSpeedCPUAdam")
 
@@ -196,7 +197,8 @@ NAMES: dict[str, Rows] = {
         _KERNELS, "SparseSelfAttention SparsityConfig FixedSparsityConfig BigBirdSparsityConfig"
     ),
     "ops.transformer": _none(_KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
-    "profiling": {},
+    "profiling.flops_profiler": _PROFILE,
+    "profiling.flops_profiler.profiler": _PROFILE,
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.base_optimizer": _all("optimizer", "DeepSpeedOptimizer"),
     "runtime.config": _CONFIG,
