@@ -93,6 +93,14 @@ def test_lines_every_few_steps_with_a_breakdown(tmp_path: Path, capsys: pytest.C
     assert names(tmp_path / "run") == []
 
 
+def test_a_range_test_draws_its_picture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    schedule = {"type": "range_test", "interval_steps": 2, "min_lr": 0.01}
+    with caplog.at_level("INFO", logger="shardwise"):
+        train(World(0, 1), str(tmp_path), {"picture": True}, 12, schedule=schedule)
+    assert names(tmp_path) == ["loss.png", "lr_range.png"]
+    assert "range test: the loss falls fastest at lr " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
