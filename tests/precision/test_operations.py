@@ -235,6 +235,7 @@ def equals_a_plain_loop(world: World, narrow: str, stage: int, config: dict[str,
     ("narrow", "stage", "config"),
     [
         ("fp16", 0, {}),
+        ("fp16", 3, {"zero": {"stage": 3, "units": ["blocks.*"]}}),
         ("bf16", 3, {"recompute": "full"}),
         ("fp16", 2, {"recompute": {"scope": "selective", "select": "operations"}}),
     ],
