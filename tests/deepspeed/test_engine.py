@@ -132,6 +132,10 @@ def test_two_configurations_or_none() -> None:
         made(args=Arguments(), config=configuration(0))
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="no configuration"):
         made()
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="neither train_batch_size"):
+        made(config={"gradient_accumulation_steps": 2})
+    with pytest.raises(UsageError, match="mesh_param"):
+        made(config=configuration(0), mesh_param=(1, 2))
 
 
 def test_callables_make_optimizer_and_scheduler() -> None:

@@ -65,6 +65,7 @@ def initialize(
         raise UsageError("deepspeed.initialize: model is required")
     given = _one_config(args, config, config_params)
     settings = DeepSpeedConfig(given)
+    _check_batch(settings)
     _check_mesh(mpu, mesh_param)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     pipeline = _pipeline_of(model, settings)
@@ -104,6 +105,15 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
             "calls add_config_arguments"
         )
     return next(iter(found.values()))
+
+
+def _check_batch(settings: DeepSpeedConfig) -> None:
+    """Errors: DeepSpeedConfigError where no size follows from any other."""
+    if not {"global_size", "micro_size"} & {*settings.translation.config.get("batch", {})}:
+        raise DeepSpeedConfigError(
+            "deepspeed.initialize: the configuration has neither train_batch_size nor train_micro_batch_size_per_gpu, "
+            "from one of which the other numbers of the batch follow; give one"
+        )
 
 
 def _check_mesh(mpu: Any, mesh_param: Any) -> None:
