@@ -358,7 +358,7 @@ def other_value(row: DeepSpeedKey) -> Any:
             "torch_autocast.dtype: expected fp32, fp16 or bf16",
         ),
         ({"pipeline": {"stages": -2}}, "pipeline.stages: -2 is not taken"),
-        ({"pipeline": {"partition": "type:Linear|Conv"}}, "pipeline.partition: "),
+        ({"pipeline": {"partition": "types:Linear"}}, "pipeline.partition: "),
         ({"stage": 3, "fp16": {}}, "unknown key 'stage'; it belongs to zero_optimization"),
         (
             {"train_batch_size": 8, "zero": {"stage": 2}},

@@ -38,7 +38,6 @@ from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers
-from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.uses import order_of_use
 from shardwise.parallel.tensor.apply import make_parallel
@@ -151,7 +150,6 @@ def check_stages(
     Errors: PlanError names the first stage that differs.
     """
     uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
-    names, weights, front, back, _ = blocks_of(model, policy, uses)
-    starts = partition(policy.partition, names, weights, ranks * policy.virtual_stages, front, back)
+    starts = blocks_of(model, policy, uses).starts(policy, ranks)
     with as_before(model):
         check_cut(model, call, starts, uses)

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnTp, ParameterSpec
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, positions, weigh
-from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.pipeline.layers import Layers, class_name
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.uses import Uses, order_of_use
 from shardwise.parallel.tensor.apply import table_of
@@ -128,7 +128,8 @@ def blocks_of(
     names = find_blocks(model, uses, sizes) if isinstance(how, str) else how
     blocks = blocks_around(model, names)
     weights, front, back = weigh(model, blocks, uses, sizes)
-    return Blocks(blocks, tuple(weights), front, back, positions(model, blocks, uses))
+    classes = tuple(class_name(model.get_submodule(name)) for name in blocks)
+    return Blocks(blocks, tuple(weights), front, back, positions(model, blocks, uses), classes)
 
 
 def _tables(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -55,6 +55,15 @@ class Blocks(NamedTuple):
     positions: Mapping[str, int]
     """By every name of a parameter, a buffer or a collection of tables: the block that it lies in or, outside of them,
     the next one; ``len(names)`` behind them all."""
+    classes: tuple[str, ...] = ()
+    """Names of the blocks' classes; of a plain function of a list its own."""
+
+    def starts(self, policy: PipelinePolicy, ranks: int) -> tuple[str, ...]:
+        """Names of the blocks that begin each stage but the first, over ``ranks`` on "pp". Errors: PlanError."""
+        stages = ranks * policy.virtual_stages
+        return partition(
+            policy.partition, self.names, self.weights, stages, self.front, self.back, self.classes
+        )
 
 
 class OnTp(NamedTuple):
@@ -96,8 +105,7 @@ class ModelSpec:
             raise PlanError(
                 f"pipeline: mesh.pp is {ranks}, but the model's description names no blocks to deal"
             )
-        names, weights, front, back, _ = self.blocks
-        return partition(policy.partition, names, weights, ranks * policy.virtual_stages, front, back)
+        return self.blocks.starts(policy, ranks)
 
     def stages(self, starts: Sequence[str]) -> dict[str, int]:
         """Stage of each parameter, buffer and collection of tables, by every name.

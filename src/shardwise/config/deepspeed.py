@@ -702,8 +702,10 @@ def _recompute(v: _View) -> dict[str, Any]:
 def _pipeline(v: _View) -> dict[str, Any]:
     word = v("pipeline.partition")
     known = {"best": "parameters", "parameters": "parameters", "uniform": "uniform"}
+    if word.lower().startswith("type:"):
+        return {"partition": f"type:{word[5:]}"}
     if word.lower() not in known:
-        v.refuse("pipeline.partition", word, f"one of {', '.join(known)}")
+        v.refuse("pipeline.partition", word, f"one of {', '.join(known)}, type:REGEX")
         return {}
     return {"partition": known[word.lower()]} if v.given("pipeline.partition") else {}
 

@@ -529,7 +529,12 @@ _MEMORY = [
     *block(
         does("pipeline", "block", {}, "pipeline, mesh.pp"),
         does("stages", "any", "auto", "mesh.pp; auto: what the PipelineModule says"),
-        does("partition", "text", "best", "pipeline.partition: best and parameters are parameters; uniform"),
+        does(
+            "partition",
+            "text",
+            "best",
+            "pipeline.partition: best and parameters are parameters; uniform; type:REGEX",
+        ),
         idle(
             "seed_layers",
             "bool",

@@ -326,7 +326,12 @@ class Engine:
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
         """All microbatches of one optimizer step. ``weights``: as ``backward``'s, one per microbatch.
 
-        Errors: UsageError where the number of batches is not the accumulation, and in the middle of a step.
+        With mesh.pp above 1 all ranks that share a model bring the same batches. Of a list of layers (``Layers``,
+        without ``initialize(loss=...)``) the first stage reads ``inputs`` and the last one ``targets``, and a rank may
+        bring None for what it does not read: ``(inputs, None)``, ``(None, targets)``, None.
+
+        Errors: UsageError where the number of batches is not the accumulation, in the middle of a step, and where a
+        stage lacks what it reads.
         """
         self._held.check("train_step")
         batches, wanted = list(batches), self._accumulation.microbatches
@@ -340,10 +345,11 @@ class Engine:
         if weights is not None and len(weights) != len(batches):
             raise UsageError(f"train_step: given {len(batches)} microbatches but {len(weights)} weights")
         if self._pipeline is not None:
-            for i, batch in enumerate(batches):
-                self._record.counts(None if weights is None else weights[i], [batch])
             with self._discard_on_error():
-                self._pipeline.accumulate(batches, weights, self.weighing, self.check)
+                is_whole = self._pipeline.accumulate(batches, weights, self.weighing, self.check)
+            # Ranks that bring parts of batches cannot be compared by them.
+            for i, batch in enumerate(batches if is_whole else ()):
+                self._record.counts(None if weights is None else weights[i], [batch])
             self._record.passes = {i: ((batch,), {}) for i, batch in enumerate(batches)}
             result = self.step()
             assert result is not None, "the last microbatch ends the step"

@@ -38,17 +38,17 @@ class PassContext:
     """What modules cost, in the step that is counted."""
 
     @contextmanager
-    def at(self, step: int, microbatch: int, batch: Any) -> Iterator[None]:
-        """Around a pass: random numbers are drawn at its place. Errors: DataError where tokens are outside the model's
-        vocabulary."""
-        place, looked_at = self.place(step, microbatch, batch), self.own_use.looked_at()
+    def at(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> Iterator[None]:
+        """Around a pass: random numbers are drawn at its place. ``rows``: of the batch, where this rank has none of it.
+        Errors: DataError where tokens are outside the model's vocabulary."""
+        place, looked_at = self.place(step, microbatch, batch, rows), self.own_use.looked_at()
         counted = self.profile.forward()
         with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at, counted:
             yield
 
-    def place(self, step: int, microbatch: int, batch: Any) -> BatchPosition:
+    def place(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> BatchPosition:
         """Where the samples of ``batch`` stand in the global batch of ``step``."""
-        rows = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
+        rows = rows_of(batch) if rows is None else rows
         return BatchPosition(step, (microbatch * self.dp.size + self.dp.index) * rows, rows or None)
 
     @contextmanager
@@ -67,3 +67,8 @@ class PassContext:
                 "divide: name them in its row, as in tensor.table: {'layers.*.attention': 'num_heads'}, keep the "
                 "module whole with 'replicate', or set mesh.tp: 1"
             ) from error
+
+
+def rows_of(batch: Any) -> int:
+    """Samples in a batch: the length of its first tensor."""
+    return next((len(each) for each in tensors_in(batch) if each.dim()), 0)

@@ -3,7 +3,9 @@
     schedule -> SEND and RECV -> validated -> what Units do in each pass -> walked (plan/walker.py)
 
 Every rank that shares a model is given the same batches: the first stage reads tokens, the last one targets, and those
-between make masks and positions of their own.
+between make masks and positions of their own. The stages of a list (``Layers``) make nothing of a batch, so there a
+rank may bring None for what it does not read; one small all-reduce a step tells all how many samples a microbatch has,
+by which dropout is keyed, and what it counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +22,11 @@ from shardwise.engine.check import Check
 from shardwise.engine.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
+from shardwise.engine.pass_context import rows_of
 from shardwise.engine.weighing import Weighing
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
+from shardwise.parallel.pipeline.layers import Layers, brought_in
 from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, pack, refusal, unpack
 from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -51,13 +55,17 @@ class Pipeline:
         self.schedule = ScheduleExecutor(peers, self.stages)
         """What F, B, SEND and RECV do."""
         self._stages = {stage.index: stage for stage in parts.stages}
+        self._is_list = isinstance(parts.model, Layers) and loss is None
+        """Whether ranks may bring parts of batches."""
+        self._rows: list[int] | None = None
+        """Of the running step's microbatches, where ranks bring parts."""
 
     # A step ----------------------------------------------------------------------------------------------------
 
     def accumulate(
         self, batches: Sequence[Any], weights: Sequence[float] | None, weighing: Weighing, check: Check | None
-    ) -> None:
-        """Forward and backward passes of all microbatches of a step."""
+    ) -> bool:
+        """Forward and backward passes of all microbatches of a step; whether every rank brought whole batches."""
         if self._parts.walker.has_begun:
             raise UsageError(
                 "train_step: the step before was interrupted in its middle (by Ctrl-C?); its gradients are "
@@ -72,6 +80,7 @@ class Pipeline:
             else [*map(float, weights)]
         )
         actions = self._parts.program.passes[self._group.index]
+        is_whole = not self._is_list or self._meet(batches, each)
         accumulation.agree(each[0])
 
         def weigh(microbatch: int, loss: Tensor) -> float:
@@ -82,7 +91,9 @@ class Pipeline:
         if check is not None:
             for batch in batches:
                 check.sees((batch,), {})
-        runner = _Training(self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1)
+        runner = _Training(
+            self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1, self._rows
+        )
         results = self.schedule.run(self._parts.walker, runner)
         for i, weight in enumerate(each):
             if i:
@@ -90,6 +101,40 @@ class Pipeline:
             accumulation.count(results.get(i), weight)
         if check is not None:
             check.counted(each)
+        return is_whole
+
+    def _meet(self, batches: Sequence[Any], each: list[float]) -> bool:
+        """Tell what the first stage reads and the last one counts; whether every rank has all of every batch.
+
+        Errors, on all ranks alike: UsageError where one that reads something was given None.
+        """
+        group, last = self._group, self._group.size - 1
+        brought = [brought_in(batch) for batch in batches]
+        reads_targets = getattr(self._parts.model, "loss", None) is not None
+        inputs = [float(group.index == 0 and part.inputs is not None) for part in brought]
+        targets = [
+            float(group.index == last and not (reads_targets and part.targets is None)) for part in brought
+        ]
+        whole = sum(
+            part.inputs is not None and not (reads_targets and part.targets is None) for part in brought
+        )
+        rows = [float(rows_of(part.inputs)) * has for part, has in zip(brought, inputs, strict=True)]
+        counted = [weight * (group.index == last) for weight in each]
+        told = torch.tensor([float(whole), *inputs, *targets, *rows, *counted], dtype=torch.float64)
+        told = told.to(self._parts.device)
+        group.all_reduce(told, "what the stages were given", purpose="control").wait()
+        (everything,), *columns = told[:1].tolist(), *(part.tolist() for part in told[1:].chunk(4))
+        for name, stage, ranks, has in (
+            ("inputs", "first", 0, columns[0]),
+            ("targets", "last", last, columns[1]),
+        ):
+            if not all(has):
+                raise UsageError(
+                    f"train_step: the {stage} stage, rank {group.ranks[ranks]}, was given no {name} for microbatch "
+                    f"{has.index(0.0)}; of (inputs, targets) a rank may bring None for what its stages do not read"
+                )
+        self._rows, each[:] = [int(count) for count in columns[2]], columns[3]
+        return bool(everything == group.size * len(batches))
 
     def look_again(self, batches: Sequence[Any], look: Look) -> None:
         """The forward passes of the running step once more, for ``look``."""
@@ -97,7 +142,7 @@ class Pipeline:
             look.batch(i, batch)
         # Of a kind that was not seen before: absent values are marked in it.
         kind = f"step {self._parts.progress.step_count} again"
-        for i, loss in self._forward_only(batches, self._loss_of, kind).items():
+        for i, loss in self._forward_only(batches, self._loss_of, kind, self._rows).items():
             look.loss(i, loss)
 
     # Without gradients -----------------------------------------------------------------------------------------
@@ -119,7 +164,7 @@ class Pipeline:
             return []
         device = self._parts.device
         found = self._forward_only(
-            batches, lambda root, batch: call(root, cast_inputs(batch, device, None)), "output"
+            batches, lambda root, batch: call(root, cast_inputs(self._read(batch), device, None)), "output"
         )
         if not everywhere:
             return [found[i] for i in sorted(found)]
@@ -128,7 +173,16 @@ class Pipeline:
         return outputs
 
     def _loss_of(self, root: nn.Module, batch: Any) -> Tensor:
-        return find_loss(call_model(root, self._loss, batch, self._parts.device))
+        return find_loss(call_model(root, self._loss, self._read(batch), self._parts.device))
+
+    def _read(self, batch: Any) -> Any:
+        """``batch``. Errors, in a walk and so on all ranks: UsageError where the first stage lacks its inputs."""
+        if self._is_list and self._group.index == 0 and brought_in(batch).inputs is None:
+            raise UsageError(
+                f"the first stage, rank {self._group.ranks[0]}, was given no inputs; of (inputs, targets) a rank may "
+                "bring None for what its stages do not read"
+            )
+        return batch
 
     def _told(self, output: Any, what: str) -> Any:
         """The last stage's ``output`` on every rank: it goes round the ring. What cannot travel is refused on all."""
@@ -150,10 +204,14 @@ class Pipeline:
         return output if index == last else unpack(text, tensors)
 
     def _forward_only(
-        self, batches: Sequence[Any], call: Callable[[nn.Module, Any], Any], wants: str = "loss"
+        self,
+        batches: Sequence[Any],
+        call: Callable[[nn.Module, Any], Any],
+        wants: str = "loss",
+        rows: Sequence[int] | None = None,
     ) -> dict[int, Any]:
         actions, walker = self._parts.program.forward(len(batches)), self._parts.walker
-        runner = _Forward(self._parts, self._parts.progress.step_count + 1, batches, call, wants)
+        runner = _Forward(self._parts, self._parts.progress.step_count + 1, batches, call, wants, rows)
         with torch.no_grad(), walker.aside(actions):
             return self.schedule.run(walker, runner, trains=False)
 
@@ -212,7 +270,9 @@ class _Forward:
         batches: Sequence[Any],
         call: Callable[[nn.Module, Any], Any],
         wants: str = "loss",
+        rows: Sequence[int] | None = None,
     ):
+        self._rows = rows
         self._parts = parts
         self._step = step
         self._batches = batches
@@ -225,7 +285,8 @@ class _Forward:
         here, batch = self._stages[stage], self._batches[microbatch]
         here.hooks.microbatch = microbatch
         assert here.run is not None, "a stage of a pipeline knows how to run"
-        with self._parts.passes.at(self._step, microbatch, batch):
+        rows = None if self._rows is None else self._rows[microbatch]
+        with self._parts.passes.at(self._step, microbatch, batch, rows):
             return here.run(lambda root: self._call(root, batch), received, (self._wants, kind_of(batch)))
 
     def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
@@ -245,8 +306,9 @@ class _Training(_Forward):
         weigh: Callable[[int, Tensor], float],
         actions: Sequence[Action],
         last_stage: int,
+        rows: Sequence[int] | None,
     ):
-        super().__init__(parts, step, batches, call)
+        super().__init__(parts, step, batches, call, rows=rows)
         self._weigh = weigh
         self._scales: dict[int, float] = {}
         self._last_microbatch = {a.stage: a.microbatch for a in actions if a.kind is Kind.B and a.unit < 0}

@@ -57,6 +57,17 @@ def test_blocks_by_name() -> None:
     assert partition("parameters", names(5), [1] * 5, 1) == ()
 
 
+def test_blocks_of_a_class() -> None:
+    classes = ["Embedding", "drop", "TransformerBlock", "Block", "Block", "drop", "MyBLOCK", "LayerNorm"]
+    cut = partition("type:block", names(8), [9, 0, 1, 1, 1, 0, 1, 2], 2, 50, 0, classes)
+    assert cut == ("blocks.4",), "two blocks each, whatever the rest holds"
+    assert partition("type:^block$|Embed", names(8), [1] * 8, 3, classes=classes) == ("blocks.3", "blocks.4")
+    with pytest.raises(
+        PlanError, match="in the classes of 1 blocks, but there are 2 stages.*Embedding, drop"
+    ):
+        partition("type:norm", names(8), [1] * 8, 2, classes=classes)
+
+
 def test_many_blocks_are_quick() -> None:
     got = loads(partition("parameters", names(600), [7] * 600, 16), [7] * 600)
     assert max(got) == 7 * 38

@@ -21,6 +21,7 @@ def test_defaults_and_names_from_yaml() -> None:
         ({"schedule": "interleaved_1f1b"}, "set virtual_stages: 2, or schedule: 1f1b"),
         ({"virtual_stages": 0}, "greater than 0"),
         ({"partition": "uniformly"}, "did you mean 'uniform'"),
+        ({"partition": "type:("}, "no regular expression of class names"),
         ({"partition": ["blocks.1", "blocks.1"]}, "'blocks.1' begins two stages"),
         ({"partition": []}, "names no block"),
         ({"stages": 2}, "unknown key 'stages'"),

@@ -8,20 +8,39 @@
         TiedSpec("embedding", nn.Embedding, 256, 64, forward=lambda module, x: x @ module.weight.T),
     ], loss=nn.functional.cross_entropy)
 
+With stages on several ranks the first one reads ``inputs`` and the last one ``targets``: a rank may bring None for what
+its stages do not read, as in ``(inputs, None)``, ``(None, targets)``, or None for both.
+
 The forward pass hands each layer's result to the next as one argument (a tensor or any pytree of tensors). A module or
 a plain callable is taken as it is. A ``LayerSpec`` is built only on the rank where it lives, and stays on the meta
 device elsewhere; its start weights depend on (seed, place in the list) alone, and so not on the cut.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.parallel.pipeline.stand_in import shallow_copy
 from shardwise.plan.errors import PlanError, UsageError
+
+
+class Brought(NamedTuple):
+    """What a batch holds of the arguments of ``Layers.forward``; None where nothing."""
+
+    inputs: Any
+    targets: Any
+
+
+def brought_in(batch: Any) -> Brought:
+    """By name of a mapping, by place of a tuple or list; anything else is the inputs."""
+    if isinstance(batch, Mapping):
+        return Brought(batch.get("inputs"), batch.get("targets"))
+    if isinstance(batch, tuple | list):
+        return Brought(*[*batch, None, None][:2])
+    return Brought(batch, None)
 
 
 class LayerSpec:
@@ -76,6 +95,12 @@ class Function(nn.Module):
     def forward(self, x: Any) -> Any:
         """The callable's result."""
         return self.function(x)
+
+
+def class_name(layer: nn.Module) -> str:
+    """Of a layer's class; of a plain function its own name."""
+    made = layer.function if isinstance(layer, Function) else type(layer)
+    return getattr(made, "__name__", type(made).__name__)
 
 
 class Layers(nn.Module):

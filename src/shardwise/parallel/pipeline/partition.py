@@ -4,6 +4,8 @@
                  and the last also hold what stands around the blocks
     parameters   max over stages of (parameters of its blocks [+ front] [+ back]) is least; among such cuts the sum of
                  squares is least
+    type:REGEX   as "parameters", every block counting 1 whose class name the expression is found in, in any case, and
+                 others 0
     names        as given
 
 The least maximum is found by bisection over a greedy cut; the sum of squares by dynamic programming over cuts that keep
@@ -13,8 +15,10 @@ Cost: O(L²) for L blocks.
 """
 
 import itertools
+import re
 from collections.abc import Sequence
 
+from shardwise.parallel.pipeline.policy import OF_TYPE
 from shardwise.plan.errors import PlanError
 from shardwise.plan.policy import nearest
 
@@ -26,11 +30,13 @@ def partition(
     stages: int,
     front: int = 0,
     back: int = 0,
+    classes: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Names of the blocks that begin each stage but the first.
 
-    ``weights`` are the blocks' parameters, ``front`` and ``back`` those of what stands around the blocks. PlanError
-    where there are fewer blocks than stages, a name is unknown, or a stage would have no parameters.
+    ``weights`` are the blocks' parameters, ``front`` and ``back`` those of what stands around the blocks, ``classes``
+    the names of the blocks' classes. PlanError where there are fewer blocks than stages, a name is unknown, or a stage
+    would have no parameters.
     """
     if stages == 1 and isinstance(how, str):
         return ()
@@ -46,6 +52,8 @@ def partition(
         places = _uniform(len(blocks), stages)
     elif how == "parameters":
         places = _by_weight(weights, stages, front, back)
+    elif how.startswith(OF_TYPE):
+        places = _by_weight(_matching(how, classes, stages), stages, 0, 0)
     else:
         raise PlanError(
             f"pipeline.partition: {how!r} is no way to cut{nearest(how, ['uniform', 'parameters'])}"
@@ -60,6 +68,18 @@ def partition(
                 "together with a neighbour, by fewer stages or by names that begin the stages"
             )
     return tuple(blocks[place] for place in places)
+
+
+def _matching(how: str, classes: Sequence[str], stages: int) -> list[int]:
+    """1 for each block whose class is meant."""
+    pattern = re.compile(how.removeprefix(OF_TYPE), re.IGNORECASE)
+    found = [int(pattern.search(name) is not None) for name in classes]
+    if sum(found) < stages:
+        raise PlanError(
+            f"pipeline.partition: {how!r} is found in the classes of {sum(found)} blocks, but there are {stages} "
+            f"stages, each of which needs one; the classes are {', '.join(dict.fromkeys(classes))}"
+        )
+    return found
 
 
 def _uniform(blocks: int, stages: int) -> list[int]:

@@ -1,13 +1,17 @@
 """PipelinePolicy: how a model is cut along "pp" and in which order its stages run."""
 
-from typing import Any, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from shardwise.plan.policy import Policy, nearest
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved_1f1b")
+
+OF_TYPE = "type:"
+"""Begins a ``partition`` by classes."""
 
 
 class PipelinePolicy(Policy):
@@ -18,9 +22,12 @@ class PipelinePolicy(Policy):
     microbatches; ``interleaved_1f1b``: several stages per rank, less idle time, more messages."""
     virtual_stages: PositiveInt = 1
     """Stages per rank (Megatron's virtual pipeline size); more than 1 for ``interleaved_1f1b`` alone."""
-    partition: Literal["uniform", "parameters"] | tuple[str, ...] = "parameters"
-    """How blocks are dealt to stages: as many each, as many parameters each, or the names of the blocks that begin each
-    stage but the first."""
+    partition: (
+        Literal["uniform", "parameters"] | Annotated[str, Field(pattern="^type:.")] | tuple[str, ...]
+    ) = "parameters"
+    """How blocks are dealt to stages: as many each; as many parameters each; ``type:REGEX``, as many each of those in
+    whose class name the expression is found, in any case; or the names of the blocks that begin each stage but the
+    first."""
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -32,8 +39,13 @@ class PipelinePolicy(Policy):
     @field_validator("partition", mode="before")
     @classmethod
     def _partition_is_known(cls, given: Any) -> Any:
-        words = ("uniform", "parameters")
-        if isinstance(given, str) and given not in words:
+        words = ("uniform", "parameters", "type:REGEX")
+        if isinstance(given, str) and given.startswith(OF_TYPE):
+            try:
+                re.compile(given.removeprefix(OF_TYPE))
+            except re.error as error:
+                raise ValueError(f"{given!r} is no regular expression of class names: {error}") from error
+        elif isinstance(given, str) and given not in words[:2]:
             raise ValueError(
                 f"{given!r} is no way to cut a model{nearest(given, words)}; to cut by name, give a list: [{given}]"
             )
