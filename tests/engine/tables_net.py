@@ -114,7 +114,7 @@ def train(engine: Any, steps: int, microbatches: int = 1, shares: Sequence[int] 
     return losses
 
 
-def rows_of(engine: Any) -> dict[str, dict[int, list[float]]]:
+def row_of(engine: Any) -> dict[str, dict[int, list[float]]]:
     """What this rank holds of each table, by key: weights and optimizer state of whole rows, scores."""
     found: dict[str, dict[int, list[float]]] = {}
     for collection in engine.tables.values():

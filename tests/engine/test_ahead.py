@@ -22,7 +22,7 @@ from shardwise.plan.errors import DataError, UsageError
 from shardwise.plan.lists import keys_ahead
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.ragged import Ragged
-from tests.engine.tables_net import FEATURES, ROWS, batch, build, rows_of
+from tests.engine.tables_net import FEATURES, ROWS, batch, build, row_of
 
 MIXED = {"large": "row", "grows": "row", "rare": "table", "wide": "column"}
 COPIES = {"large": "data_parallel", "grows": "data_parallel", "rare": "data_parallel", "wide": "table"}
@@ -132,7 +132,7 @@ def losses_and_rows(
     keys = engine.traffic.total("keys").bytes
     left = wait_for_threads()
     engine.close()
-    return {"found": found, "rows": rows_of(engine), "dense": dense}, keys, left
+    return {"found": found, "rows": row_of(engine), "dense": dense}, keys, left
 
 
 CASES = [

@@ -21,7 +21,7 @@ from shardwise.parallel.embedding.policy import (
 )
 from shardwise.plan.errors import DamagedError, MismatchError
 from shardwise.plan.ragged import Ragged
-from tests.engine.tables_net import SAMPLES, Net, batch, build, rows_of, train
+from tests.engine.tables_net import SAMPLES, Net, batch, build, row_of, train
 from tests.hostile.table_files import rewrite
 
 TABLES = ("large", "grows", "rare", "wide")
@@ -54,7 +54,7 @@ def test_identical_through_ranks_and_placements(ranks: Any, tmp_path: Path) -> N
     engine = build(join())
     train(engine, 6)
     engine.save(first, asynchronous=False)
-    wanted, rows = _files(first / "step_00000006"), rows_of(engine)
+    wanted, rows = _files(first / "step_00000006"), row_of(engine)
     assert any(name.startswith("table_row_sum") for name in wanted)
     assert engine.table_tallies()["tables.grows"].evicted > 0
     assert rows["rare waiting"]
@@ -69,7 +69,7 @@ def test_identical_through_ranks_and_placements(ranks: Any, tmp_path: Path) -> N
     assert verify(tmp_path / "3" / "step_00000006") == []
     last = build(join())
     last.load(tmp_path / str(len(ROUTE) - 1))
-    assert rows_of(last) == rows
+    assert row_of(last) == rows
 
 
 def _resumed(world: World, folder: str) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ def _five_more(engine: Any) -> tuple[list[tuple[float, float]], dict[str, dict[i
     for _ in range(5):
         mine = batch(engine.step_count, first, first + share)
         results.append(engine.train_step([mine], [float(share)]))
-    rows = rows_of(engine)
+    rows = row_of(engine)
     engine.close()
     return [(result.loss, result.grad_norm) for result in results], rows
 
@@ -108,11 +108,11 @@ def test_reads_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     engine = build(join())
     train(engine, 4)
     engine.save(tmp_path, asynchronous=False)
-    rows = rows_of(engine)
+    rows = row_of(engine)
     monkeypatch.setattr(saved_tables, "_CHUNK_BYTES", 4096)
     other = build(join())
     other.load(tmp_path)
-    assert rows_of(other) == rows
+    assert row_of(other) == rows
 
 
 def test_weights_alone(tmp_path: Path) -> None:

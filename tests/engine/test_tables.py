@@ -629,13 +629,13 @@ def overflow(world: World) -> list[Any]:
     """fp16: a step whose gradients overflow moves no row, no score, no sum, and no key gets a row in it."""
     engine = tables_net.build(world, dict.fromkeys(("large", "grows"), "row"), precision="fp16")
     tables_net.train(engine, 3)
-    before, scale = tables_net.rows_of(engine), engine._parts.loss_scale.scale
+    before, scale = tables_net.row_of(engine), engine._parts.loss_scale.scale
     share = tables_net.SAMPLES // world.size
     mine = tables_net.batch(2, share * world.rank, share * (world.rank + 1))
     engine._parts.loss_scale.scale = 2.0**40
     result = engine.train_step([mine])
     engine._parts.loss_scale.scale = scale
-    after = tables_net.rows_of(engine)
+    after = tables_net.row_of(engine)
     engine.close()
     return [result.skipped, after == before]
 

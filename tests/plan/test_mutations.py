@@ -77,7 +77,7 @@ def with_rows(whole: Plan, rows: Mapping[str, list[Action]]) -> Plan:
     return replace(whole, classes=classes)
 
 
-def rows_of(whole: Plan) -> Rows:
+def row_of(whole: Plan) -> Rows:
     return {name: list(actions) for name, actions in whole.actions.items()}
 
 
@@ -289,7 +289,7 @@ PLANTED = [
     "name, broken, says", PLANTED, ids=[f"{i}-{each[0]}" for i, each in enumerate(PLANTED)]
 )
 def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) -> None:
-    rows = rows_of(good(name))
+    rows = row_of(good(name))
     broken(rows)
     with pytest.raises(PlanError, match=says):
         validate_plan(with_rows(good(name), rows), MICROBATCHES)
@@ -299,11 +299,11 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
     """Of every list, all of its Actions."""
     whole = good(name)
-    for key, row in rows_of(whole).items():
+    for key, row in row_of(whole).items():
         for i in range(len(row)):
             for kept in (row[:i] + row[i + 1 :], row[: i + 1] + row[i:]):
                 with pytest.raises(PlanError):
-                    validate_plan(with_rows(whole, rows_of(whole) | {key: kept}), MICROBATCHES)
+                    validate_plan(with_rows(whole, row_of(whole) | {key: kept}), MICROBATCHES)
 
 
 # What the validator lets pass ----------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ UNSEEN = {
 def test_lists_that_are_as_good(what: str) -> None:
     """Where one of these is refused some day, it belongs to the faults above."""
     name, broken = UNSEEN[what]
-    rows = rows_of(good(name))
+    rows = row_of(good(name))
     broken(rows)
     validate_plan(with_rows(good(name), rows), MICROBATCHES)
 

@@ -5,14 +5,13 @@
     made.values     every key of theirs by its path: given, resolved from "auto", or their default; old names translated
     made.notes      a Note per key that was given, and per default of theirs that is not ours
 
-The table is ``config/deepspeed_keys.py``; the functions below fill our blocks, one for each. Unknown keys, wrong values
-and what is refused are one ConfigError that names every fault by its path. ``config.run.load`` comes here with a file
-or dictionary that ``is_deepspeed`` recognises.
+The table is ``deepspeed_keys.py``; ``deepspeed_values.py`` reads values by it; the functions below fill our blocks, one
+for each. Unknown keys, wrong values and what is refused are one ConfigError that names every fault by its path.
+``config.run.load`` comes here with a file or dictionary that ``is_deepspeed`` recognises.
 """
 
 import base64
 import binascii
-import json
 import math
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +19,13 @@ from typing import Any, NamedTuple
 
 from torch.optim import lr_scheduler
 
-from shardwise.config.deepspeed_keys import KEYS, REQUIRED, DeepSpeedKey
+from shardwise.config.deepspeed_keys import DeepSpeedKey
+from shardwise.config.deepspeed_kinds import fault_of, is_number, shown
+from shardwise.config.deepspeed_values import CHILDREN, ROWS, GivenKeys, KeyValues
 from shardwise.config.relaxed_json import read_json
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import nearest
 
-_SHOWN = 80
 _FAULTS = 20
 SHARED = ("optimizer", "pipeline", "compile", "checkpoint")
 """Blocks of the top level that DeepSpeed and we have."""
@@ -42,7 +42,7 @@ class Note(NamedTuple):
 
     def __str__(self) -> str:
         marks = {"does": "->", "idle": "no effect here:", "default": "left out, so as there:"}
-        return f"{self.path}: {_shown(self.given, self.path)} {marks[self.fate]} {self.said}"
+        return f"{self.path}: {shown(self.given, self.path)} {marks[self.fate]} {self.said}"
 
 
 class Translation(NamedTuple):
@@ -64,8 +64,8 @@ def is_deepspeed(given: Mapping[str, Any], shared: Mapping[str, Iterable[str]]) 
     """True of a configuration with a key that DeepSpeed has and we have not. ``shared`` are the blocks of the top level
     that both have, and our keys in them."""
     inner = {name: value for name in shared if isinstance(value := given.get(name), Mapping)}
-    theirs = {name: {*_CHILDREN[name]} - {*shared[name]} for name in inner}
-    return any(key in _CHILDREN[""] and key not in shared for key in given) or any(
+    theirs = {name: {*CHILDREN[name]} - {*shared[name]} for name in inner}
+    return any(key in CHILDREN[""] and key not in shared for key in given) or any(
         theirs[name] & {*keys} for name, keys in inner.items()
     )
 
@@ -74,7 +74,7 @@ def from_base64(text: str) -> dict[str, Any] | None:
     """The configuration in url-safe base64, DeepSpeed's form for a command line; None where ``text`` is none."""
     try:
         found = read_json(base64.urlsafe_b64decode(text.encode("ascii")).decode("utf-8"))
-    except (ValueError, binascii.Error):
+    except (ValueError, binascii.Error, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -90,9 +90,9 @@ def translate(
 
     Errors: ConfigError.
     """
-    reading = _Reading(auto or {})
+    reading = GivenKeys(auto or {})
     reading.read(given)
-    view = _View(reading)
+    view = KeyValues(reading)
     config: dict[str, Any] = {}
     for name, fill in _BLOCKS.items():
         if (found := fill(view)) not in ({}, None):
@@ -102,292 +102,6 @@ def translate(
         more = f"; and {len(faults) - _FAULTS} more" if len(faults) > _FAULTS else ""
         raise ConfigError(f"{where}: " + "; ".join(faults[:_FAULTS]) + more)
     return Translation(config, view.values(), tuple(_notes(view, config)))
-
-
-# Reading: every key is known, and has a value of its type -----------------------------------------------------------
-
-_ROWS: dict[str, list[DeepSpeedKey]] = {}
-for _row in KEYS:
-    _ROWS.setdefault(_row.path, []).append(_row)
-_CHILDREN: dict[str, list[str]] = {}
-for _row in KEYS:
-    _parent, _, _name = _row.path.rpartition(".")
-    _CHILDREN.setdefault(_parent, []).append(_name)
-_TYPED = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
-
-
-def rows_of(path: str, kind: str | None = None) -> DeepSpeedKey | None:
-    """The row of a path; of a type's own parameters, the row of type ``kind``."""
-    for row in _ROWS.get(path, ()):
-        if not row.of or kind in row.of:
-            return row
-    return None
-
-
-class _Reading:
-    """What a file gives, by path, with what is wrong in it."""
-
-    def __init__(self, auto: Mapping[str, Any]) -> None:
-        self.auto = auto
-        self.found: dict[str, Any] = {}
-        self.rows: dict[str, DeepSpeedKey] = {}
-        self.said: dict[str, Any] = {}
-        self.kinds: dict[str, str | None] = {}
-        self.faults: list[str] = []
-
-    def read(self, given: Mapping[str, Any]) -> None:
-        """Take in a whole configuration."""
-        for path, own in (("optimizer", "optimizer.params"), ("scheduler", "scheduler.params")):
-            inner = given.get(path)
-            word = inner.get("type") if isinstance(inner, Mapping) else None
-            self.kinds[own] = type_word(path, word) if isinstance(word, str) else None
-        self._block("", given)
-
-    def _block(self, path: str, given: Mapping[str, Any], place: str | None = None) -> None:
-        place = path if place is None else place
-        for key, value in given.items():
-            row = self._row(path, str(key), place)
-            if row is not None:
-                self._take(row, f"{place}.{key}".lstrip("."), value)
-
-    def _row(self, path: str, key: str, place: str) -> DeepSpeedKey | None:
-        kind = self.kinds.get(path)
-        row = rows_of(f"{path}.{key}".lstrip("."), kind) or rows_of(f"{path}.NAME", kind)
-        if row is None and not (path in _TYPED and kind not in _known_types(path)):
-            self.faults.append(self._unknown(path, key, place))
-        return row
-
-    def _unknown(self, path: str, key: str, place: str) -> str:
-        kind = self.kinds.get(path)
-        prefix = f"{path}." if path else ""
-        known = [
-            name for name in _CHILDREN.get(path, ()) if rows_of(prefix + name, kind) and name.isidentifier()
-        ]
-        hint = nearest(key, known)
-        elsewhere = [row for row in KEYS if row.path.rpartition(".")[2] == key]
-        if "did you mean" not in hint and elsewhere:
-            home = ", ".join(elsewhere[0].of) or elsewhere[0].path.rpartition(".")[0] or "the top level"
-            hint = f"; it belongs to {home}"
-        return f"{place or '(top level)'}: unknown key {key!r:.100}{hint}"
-
-    def _take(self, row: DeepSpeedKey, place: str, value: Any) -> None:
-        self.said[place] = value
-        path = row.stands_for or row.path
-        if row.stands_for:
-            row = next(each for each in _ROWS[row.stands_for])
-        if path in self.found and not path.endswith("NAME"):
-            self.faults.append(f"{place}: {path} is given too, and both mean the same; keep {path}")
-            return
-        if value == "auto":
-            value = self.auto.get(path, None if row.default == REQUIRED else row.default)
-            if path in _AUTO_IS_NONE and path not in self.auto:
-                self.rows[place], self.found[path] = row, None
-                return
-            if value is None:
-                self.rows[place] = row
-                return
-        if path == "zero_optimization" and isinstance(value, bool):
-            value = {"stage": int(value)}
-        fault = _fault(row.kind, value)
-        if fault:
-            self.faults.append(f"{place}: {fault} (given {_shown(value)})")
-            return
-        self.rows[place] = row
-        value = _in_words_of(row.kind, value)
-        if isinstance(value, Mapping) and row.kind.startswith("block"):
-            self.found[path] = {}
-            self._block(path, value, place if "NAME" in path or "[]" in path else path)
-        elif isinstance(value, list) and f"{path}.[]" in _LISTS:
-            self.found[path] = value
-            for number, item in enumerate(value):
-                if isinstance(item, Mapping):
-                    self._block(f"{path}.[]", item, f"{place}.{number}")
-                else:
-                    self.faults.append(f"{place}.{number}: expected keys and values (given {_shown(item)})")
-        else:
-            self.found[path] = value
-
-
-_AUTO_IS_NONE = ("scheduler.params.warmup_max_lr",)
-"""What "auto" leaves to other keys, and not to the default: the learning rate of the optimizer."""
-
-_LISTS = {row.path.partition(".[]")[0] + ".[]" for row in KEYS if ".[]" in row.path}
-
-
-def _known_types(path: str) -> set[str]:
-    return {kind for row in KEYS if row.path.startswith(f"{path}.") for kind in row.of}
-
-
-def type_word(block: str, word: str) -> str:
-    """A type of optimizer as the table writes it; those of schedulers are case-sensitive, as there."""
-    if block == "scheduler":
-        return word
-    known = _known_types(f"{block}.params")
-    return next((kind for kind in known if kind.lower() == word.lower()), word)
-
-
-_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-"""Words for dtypes, in ours; ``torch.`` may stand before them."""
-
-
-def _in_words_of(kind: str, value: Any) -> Any:
-    """A word that may be written in several ways, as the table writes it."""
-    if not isinstance(value, str):
-        return value
-    if kind.startswith("dtype"):
-        word = value.lower().removeprefix("torch.")
-        return _DTYPES.get(word, word)
-    if kind.startswith("one of "):
-        return next(
-            w for w in kind.removesuffix("?").removeprefix("one of ").split("|") if w.lower() == value.lower()
-        )
-    return value
-
-
-_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "bool": ("true or false", lambda v: isinstance(v, bool) or v in (0, 1)),
-    "int": ("an integer", lambda v: _is_number(v) and float(v).is_integer()),
-    "num": ("a number", lambda v: _is_number(v)),
-    "text": ("text", lambda v: isinstance(v, str)),
-    "list": ("a list", lambda v: isinstance(v, list)),
-    "texts": ("a list of text", lambda v: isinstance(v, list) and all(isinstance(each, str) for each in v)),
-    "numbers": ("a list of numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_number, v))),
-    "rates": ("a number >= 0 or a list of them", lambda v: all(_is_number(n) and n >= 0 for n in _many(v))),
-    "count": (
-        "an integer > 0, or inf",
-        lambda v: v == math.inf or (_is_number(v) and v > 0 and float(v).is_integer()),
-    ),
-    "block": ("keys and values", lambda v: isinstance(v, Mapping)),
-    "dtype": (
-        "fp32, fp16 or bf16",
-        lambda v: isinstance(v, str) and _in_words_of("dtype", v) in _DTYPES.values(),
-    ),
-    "any": ("", lambda v: True),
-}
-
-
-def _fault(kind: str, value: Any) -> str:
-    """What is wrong with a value of that kind; empty if nothing."""
-    may_be_null, kind = kind.endswith("?"), kind.removesuffix("?")
-    if value is None and may_be_null:
-        return ""
-    if kind.startswith("one of "):
-        words = kind.removeprefix("one of ").split("|")
-        is_known = isinstance(value, str) and value.lower() in [word.lower() for word in words]
-        return "" if is_known else f"expected one of {', '.join(words)}"
-    word, *bounds = kind.split()
-    said, holds = _TYPES[word]
-    if not holds(value):
-        return f"expected {said}" + (" or null" if may_be_null else "")
-    for sign, limit in zip(bounds[::2], map(float, bounds[1::2]), strict=True):
-        holds_bound = {">": value > limit, ">=": value >= limit, "<": value < limit, "<=": value <= limit}
-        if not holds_bound[sign]:
-            return f"expected {said} {sign} {limit:g}"
-    return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _many(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _shown(value: Any, place: str = "") -> str:
-    if place.endswith("api_key"):
-        return '"..."'
-    if isinstance(value, Mapping) and "api_key" in value:
-        value = {**value, "api_key": "..."}
-    text = json.dumps(value, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-# The values, with their defaults ------------------------------------------------------------------------------------
-
-
-class _View:
-    """The values of a reading; what is refused among them is a fault."""
-
-    def __init__(self, reading: _Reading) -> None:
-        self._reading = reading
-        self.faults: list[str] = []
-        self.off = {row.path for rows in _ROWS.values() for row in rows if self._is_off(row)}
-        for row in KEYS:
-            if row.default == REQUIRED and row.fate == "does" and self._is_missing(row):
-                self.faults.append(f"{row.path} is missing; it has no default")
-        for place, row in reading.rows.items():
-            if row.fate == "refused" and self._asks(row, reading.said[place]):
-                self.refuse(place, reading.said[place], row.said)
-
-    def __call__(self, path: str) -> Any:
-        """The value of a key: given, or its default; None of a required key that is left out."""
-        found = self._reading.found
-        if path in found:
-            return found[path]
-        row = rows_of(path, self._reading.kinds.get(path.rpartition(".")[0]))
-        return None if row is None or row.default == REQUIRED else row.default
-
-    def given(self, path: str) -> bool:
-        """True where the file says it."""
-        return path in self._reading.found
-
-    def does(self, name: str, kind: str) -> bool:
-        """True of a parameter that optimizers of type ``kind`` act by."""
-        row = rows_of(f"optimizer.params.{name}", kind)
-        return row is not None and row.fate == "does"
-
-    def parameters(self, path: str) -> Mapping[str, Any]:
-        """What a block holds, as it was given."""
-        found = self._reading.said.get(path)
-        return found if isinstance(found, Mapping) else {}
-
-    def refuse(self, place: str, value: Any, instead: str) -> None:
-        """Note a fault."""
-        self.faults.append(f"{place}: {_shown(value, place)} is not taken here; instead: {instead}")
-
-    def places(self) -> Iterable[tuple[str, DeepSpeedKey, Any]]:
-        """Place, row and value of everything that was given, blocks with keys left out."""
-        for place, row in self._reading.rows.items():
-            value = self._reading.said[place]
-            if not (isinstance(value, Mapping) and value):
-                yield place, row, value
-
-    def values(self) -> dict[str, Any]:
-        """Every value by path, without blocks and what has names of the user's."""
-        known = [path for path in _ROWS if "NAME" not in path and "[]" not in path]
-        kept = (p for p in known if not _ROWS[p][0].kind.startswith("block") and not _ROWS[p][0].stands_for)
-        return {path: self(path) for path in kept}
-
-    def _is_off(self, row: DeepSpeedKey) -> bool:
-        """True of a block that does not act: ``enabled`` is false in it, or it is empty."""
-        if not row.kind.startswith("block"):
-            return False
-        switch = f"{row.path}.enabled"
-        if switch in _ROWS:
-            return not (self.given(row.path) and self(switch))
-        inner = (self(path) for path in self._reading.found if path.startswith(f"{row.path}."))
-        return not any(value is not None for value in inner)
-
-    def _is_missing(self, row: DeepSpeedKey) -> bool:
-        block = row.path.rpartition(".")[0]
-        is_wanted = not row.of or self._reading.kinds.get(block) in row.of
-        return is_wanted and self.given(block.partition(".")[0]) and row.path not in self._reading.said
-
-    def _asks(self, row: DeepSpeedKey, value: Any) -> bool:
-        """True where a key that is refused asks for something."""
-        block = row.path.rpartition(".")[0]
-        if block and any(each.fate == "refused" for each in _ROWS.get(block, ())):
-            return False  # the block is refused as one
-        if row.kind.startswith("block"):
-            return row.path not in self.off and value not in ({}, None)
-        is_off = (
-            value == row.default
-            or value is None
-            or value == "auto"
-            or (value is False and row.default is not True)
-        )
-        return block not in self.off and not is_off
 
 
 # Our blocks ---------------------------------------------------------------------------------------------------------
@@ -403,7 +117,7 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _batch(v: _View) -> dict[str, Any]:
+def _batch(v: KeyValues) -> dict[str, Any]:
     sizes = _some(
         global_size=_number(v("train_batch_size")),
         micro_size=_number(v("train_micro_batch_size_per_gpu")),
@@ -412,13 +126,13 @@ def _batch(v: _View) -> dict[str, Any]:
     return {**sizes, "weigh_by": "batches"}
 
 
-def _clip(v: _View) -> float | None:
+def _clip(v: KeyValues) -> float | None:
     return v("gradient_clipping") or None
 
 
-def _mesh(v: _View) -> dict[str, Any]:
+def _mesh(v: KeyValues) -> dict[str, Any]:
     stages = v("pipeline.stages")
-    if stages != "auto" and (not _is_number(stages) or stages < 1):
+    if stages != "auto" and (not is_number(stages) or stages < 1):
         v.refuse("pipeline.stages", stages, "auto, or a number of stages")
         stages = "auto"
     tp = max(v("tensor_parallel.autotp_size"), v("tensor_parallel.tp.tp_size"))
@@ -429,7 +143,7 @@ def _mesh(v: _View) -> dict[str, Any]:
     )
 
 
-def _data_parallel(v: _View) -> Any:
+def _data_parallel(v: KeyValues) -> Any:
     shard = int(v("zero_optimization.mics_shard_size"))
     if shard > 0:
         if v("zero_optimization.stage") != 3:
@@ -438,12 +152,12 @@ def _data_parallel(v: _View) -> Any:
     return _number(v("data_parallel_size"))
 
 
-def _zero(v: _View) -> dict[str, Any]:
+def _zero(v: KeyValues) -> dict[str, Any]:
     ahead = v("zero_optimization.stage3_prefetch_bucket_size")
     return _some(stage=int(v("zero_optimization.stage")), prefetch_units=0 if ahead == 0 else None)
 
 
-def _offload(v: _View) -> dict[str, Any]:
+def _offload(v: KeyValues) -> dict[str, Any]:
     found = {}
     for ours, block, old in (
         ("optimizer", "zero_optimization.offload_optimizer", ("cpu_offload",)),
@@ -466,13 +180,13 @@ _SAFE = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv
 """Modules whose gradients travel in 16 bits under torch_autocast, where none are named."""
 
 
-def _precision(v: _View) -> dict[str, Any]:
+def _precision(v: KeyValues) -> dict[str, Any]:
     on = [name for name in _HALVES if v(f"{name}.enabled")]
     if len(on) > 1:
         v.refuse(f"{on[1]}.enabled", True, f"{' or '.join(on)} alone")
     half = on[0] if on else ""
     keep = v("data_types.keep_in_fp32_modules")
-    if keep != "auto" and _fault("texts", keep):
+    if keep != "auto" and fault_of("texts", keep):
         v.refuse("data_types.keep_in_fp32_modules", keep, 'a list of patterns, or "auto"')
         keep = "auto"
     return _some(
@@ -483,7 +197,7 @@ def _precision(v: _View) -> dict[str, Any]:
     )
 
 
-def _sixteen(v: _View, half: str) -> dict[str, Any]:
+def _sixteen(v: KeyValues, half: str) -> dict[str, Any]:
     """``fp16``, ``bf16``, or neither."""
     compute = half or v("data_types.param_dtype")
     is_narrow = half and v(f"{half}.{half}_master_weights_and_grads")
@@ -497,7 +211,7 @@ def _sixteen(v: _View, half: str) -> dict[str, Any]:
     )
 
 
-def _loss_scale(v: _View) -> Any:
+def _loss_scale(v: KeyValues) -> Any:
     if v("fp16.loss_scale"):
         return float(v("fp16.loss_scale"))
     return {
@@ -510,9 +224,9 @@ def _loss_scale(v: _View) -> Any:
     }
 
 
-def _amp(v: _View, half: str) -> dict[str, Any]:
+def _amp(v: KeyValues, half: str) -> dict[str, Any]:
     level, scale = v("amp.opt_level"), v("amp.loss_scale")
-    if not (scale in (None, "dynamic") or (_is_number(scale) and scale > 0)):
+    if not (scale in (None, "dynamic") or (is_number(scale) and scale > 0)):
         v.refuse("amp.loss_scale", scale, "dynamic, or a number above 0")
         return {}
     if level in ("O0", "O3"):
@@ -520,10 +234,10 @@ def _amp(v: _View, half: str) -> dict[str, Any]:
             v.refuse("amp.loss_scale", scale, f"opt_level: O1 or O2; {level} has none")
         return {"amp": level}
     follows = _some(growth_interval=2000, hysteresis=1, min_scale=v("amp.min_loss_scale"))
-    return {"amp": level, "loss_scale": float(scale) if _is_number(scale) else follows}
+    return {"amp": level, "loss_scale": float(scale) if is_number(scale) else follows}
 
 
-def _autocast(v: _View, half: str) -> dict[str, Any]:
+def _autocast(v: KeyValues, half: str) -> dict[str, Any]:
     dtype = v("torch_autocast.dtype") or "bf16"
     if dtype == "fp32":
         v.refuse("torch_autocast.dtype", dtype, "bf16 or fp16")
@@ -559,7 +273,7 @@ _PASSED_ON = (
 """Parameters that mean the same here."""
 
 
-def _optimizer(v: _View) -> dict[str, Any] | None:
+def _optimizer(v: KeyValues) -> dict[str, Any] | None:
     word = v("optimizer.type") if v("optimizer") is not None else None
     if word is None:
         return None
@@ -588,7 +302,7 @@ def _optimizer(v: _View) -> dict[str, Any] | None:
     return made
 
 
-def _muon(v: _View) -> dict[str, Any]:
+def _muon(v: KeyValues) -> dict[str, Any]:
     """Muon for everything of two dims but embeddings and heads, by their names, as there."""
     lr, of_matrices, of_rest = (v(f"optimizer.params.{name}") for name in ("lr", "muon_lr", "adam_lr"))
     embeddings = "|".join(
@@ -665,7 +379,7 @@ _SCHEDULES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 """Their schedulers as types of ours, and our keys of each by theirs."""
 
 
-def _schedule(v: _View) -> dict[str, Any] | None:
+def _schedule(v: KeyValues) -> dict[str, Any] | None:
     word = v("scheduler.type") if v("scheduler") is not None else None
     if word is None:
         return None
@@ -695,11 +409,11 @@ _RECOMPUTES = (
 )
 
 
-def _recompute(v: _View) -> dict[str, Any]:
+def _recompute(v: KeyValues) -> dict[str, Any]:
     return {"scope": "full"} if any(v(path) for path in _RECOMPUTES) else {}
 
 
-def _pipeline(v: _View) -> dict[str, Any]:
+def _pipeline(v: KeyValues) -> dict[str, Any]:
     word = v("pipeline.partition")
     known = {"best": "parameters", "parameters": "parameters", "uniform": "uniform"}
     if word.lower().startswith("type:"):
@@ -710,11 +424,11 @@ def _pipeline(v: _View) -> dict[str, Any]:
     return {"partition": known[word.lower()]} if v.given("pipeline.partition") else {}
 
 
-def _compile(v: _View) -> dict[str, Any]:
+def _compile(v: KeyValues) -> dict[str, Any]:
     return {"scope": "blocks"} if v("compile.deepcompile") else {}
 
 
-def _checkpoint(v: _View) -> dict[str, Any]:
+def _checkpoint(v: KeyValues) -> dict[str, Any]:
     return {"asynchronous": bool(v("checkpoint.writer.decoupled"))}
 
 
@@ -726,7 +440,7 @@ _TAGS = {
 """Their names of our columns."""
 
 
-def _monitor(v: _View) -> dict[str, Any]:
+def _monitor(v: KeyValues) -> dict[str, Any]:
     every = v("steps_per_print")
     made = _some(
         tensorboard=_folder(v, "tensorboard"),
@@ -748,13 +462,13 @@ def _monitor(v: _View) -> dict[str, Any]:
     return made
 
 
-def _folder(v: _View, name: str) -> str | None:
+def _folder(v: KeyValues, name: str) -> str | None:
     if not v(f"{name}.enabled"):
         return None
     return posixpath.join(v(f"{name}.output_path"), v(f"{name}.job_name")) or "."
 
 
-def _module_profile(v: _View) -> dict[str, Any]:
+def _module_profile(v: KeyValues) -> dict[str, Any]:
     if not v("flops_profiler.enabled"):
         return {}
     depth = int(v("flops_profiler.module_depth"))
@@ -767,7 +481,7 @@ def _module_profile(v: _View) -> dict[str, Any]:
     )
 
 
-_BLOCKS: Mapping[str, Callable[[_View], Any]] = {
+_BLOCKS: Mapping[str, Callable[[KeyValues], Any]] = {
     "mesh": _mesh,
     "zero": _zero,
     "offload": _offload,
@@ -794,9 +508,9 @@ _DEFAULTS = {
 """Keys whose default of theirs is not ours."""
 
 
-def _notes(v: _View, config: Mapping[str, Any]) -> Iterable[Note]:
+def _notes(v: KeyValues, config: Mapping[str, Any]) -> Iterable[Note]:
     for place, row, value in v.places():
-        off = next((path for path in _outer(row.path) if path in v.off and f"{path}.enabled" in _ROWS), None)
+        off = next((path for path in _outer(row.path) if path in v.off and f"{path}.enabled" in ROWS), None)
         if off is not None and not row.path.endswith(".enabled"):
             yield Note(place, value, "idle", f"{off}.enabled is false")
         elif row.fate == "does" and (value != row.default or row.default is not False):
@@ -805,7 +519,7 @@ def _notes(v: _View, config: Mapping[str, Any]) -> Iterable[Note]:
             yield Note(place, value, "idle", row.said if row.fate == "idle" else "it asks for nothing")
     for path, ours in _DEFAULTS.items():
         if not v.given(path):
-            yield Note(path, v(path), "default", f"{ours}: {_shown(_at(config, ours))}")
+            yield Note(path, v(path), "default", f"{ours}: {shown(_at(config, ours))}")
     yield Note("(loss)", "mean", "default", "batch.weigh_by: batches, so every microbatch weighs the same")
 
 
@@ -818,7 +532,7 @@ def _ours(row: DeepSpeedKey, config: Mapping[str, Any]) -> str:
     """Our key with its value, where the row names one."""
     path = row.said.partition(":")[0].partition(";")[0].partition(",")[0].strip()
     found = _at(config, path)
-    return row.said if found is None else f"{path}: {_shown(found)}"
+    return row.said if found is None else f"{path}: {shown(found)}"
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:

@@ -11,6 +11,7 @@ Paths are dotted; ``[]`` is any item of a list, ``NAME`` a name of the user's. W
 and ``scheduler.params`` depends on the type beside it: ``of`` names the types. Kinds:
 
     bool int num text list texts numbers block any      a value of that type; ``num >= 0 <= 1``: and in that range
+    decays, pair        two numbers from 0 to less than 1; two above 0
     rates               a number, or a list of one for each group of the optimizer
     count               an integer above 0, or infinity
     dtype               fp32, fp16, bf16, or the words that torch has for them
@@ -267,7 +268,9 @@ _PRECISION = [
         does("enabled", "bool", False, "precision.compute: fp16"),
         idle("auto_cast", "bool", False, "floating inputs are cast at the root of the model in any case"),
         does("loss_scale", "num >= 0", 0.0, "precision.loss_scale; above 0 a scale that stays"),
-        does("initial_scale_power", "int >= 0", 16, "precision.loss_scale.init_scale: 2 to that power"),
+        does(
+            "initial_scale_power", "int >= 0 <= 100", 16, "precision.loss_scale.init_scale: 2 to that power"
+        ),
         does("loss_scale_window", "int > 0", 1000, "precision.loss_scale.growth_interval"),
         does("hysteresis", "int > 0", 2, "precision.loss_scale.hysteresis"),
         does("consecutive_hysteresis", "bool", False, "precision.loss_scale.consecutive_hysteresis"),
@@ -344,8 +347,8 @@ _OPTIMIZER = block(
         of("adadelta", does("lr", "num >= 0", 1.0, "optimizer.lr")),
         of("muon", does("lr", "num >= 0", 0.02, "optimizer.lr; of all parameters")),
         of(_DECAYED, does("weight_decay", "num >= 0", 0.0, "optimizer.weight_decay")),
-        of(_BETAS, does("betas", "numbers", [0.9, 0.999], "optimizer.betas")),
-        of("lion", does("betas", "numbers", [0.9, 0.999], "optimizer.betas")),
+        of(_BETAS, does("betas", "decays", [0.9, 0.999], "optimizer.betas")),
+        of("lion", does("betas", "decays", [0.9, 0.999], "optimizer.betas")),
         of(f"{_BETAS} rmsprop", does("eps", "num > 0", 1e-8, "optimizer.eps")),
         of("adagrad", does("eps", "num > 0", 1e-10, "optimizer.eps")),
         of("adadelta", does("eps", "num > 0", 1e-6, "optimizer.eps")),
@@ -421,8 +424,8 @@ _OPTIMIZER = block(
         ),
         of(
             "rprop",
-            does("etas", "numbers", [0.5, 1.2], "optimizer.etas"),
-            does("step_sizes", "numbers", [1e-6, 50.0], "optimizer.step_sizes"),
+            does("etas", "pair", [0.5, 1.2], "optimizer.etas"),
+            does("step_sizes", "pair", [1e-6, 50.0], "optimizer.step_sizes"),
         ),
         of(
             f"{_ADAM} adagrad {_TORCH}",

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shardwise.config.deepspeed import from_base64, rows_of, translate
+from shardwise.config.deepspeed import from_base64, translate
+from shardwise.config.deepspeed_values import row_of
 from shardwise.config.run import read_file
 from shardwise.plan.errors import ConfigError
 
@@ -69,7 +70,7 @@ class DeepSpeedConfig:
         given: Any = self.given
         for step in path.split("."):
             given = given.get(step) if isinstance(given, Mapping) else None
-        row = rows_of(path)
+        row = row_of(path)
         if given is None and (row is None or row.default is None):
             return None
         inside = f"{path}."

@@ -31,7 +31,7 @@ def plain(content: list[str]) -> list[tuple[object, ...]]:
     return result
 
 
-def rows_of(blocks: list[ClickRows]) -> list[tuple[object, ...]]:
+def row_of(blocks: list[ClickRows]) -> list[tuple[object, ...]]:
     result: list[tuple[object, ...]] = []
     for rows in blocks:
         for i in range(rows.labels.size):
@@ -43,7 +43,7 @@ def rows_of(blocks: list[ClickRows]) -> list[tuple[object, ...]]:
 
 def read(path: Path, limit: int = 0) -> tuple[list[tuple[object, ...]], Malformed]:
     malformed = Malformed(limit)
-    return rows_of(list(read_criteo(path, malformed))), malformed
+    return row_of(list(read_criteo(path, malformed))), malformed
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -63,7 +63,7 @@ def test_gzip_and_a_last_line_without_an_end(tmp_path: Path) -> None:
     (tmp_path / "day.gz").write_bytes(gzip.compress("\n".join(content).encode()))
     read_bytes: list[int] = []
     blocks = list(read_criteo(tmp_path / "day.gz", Malformed(), read_bytes.append))
-    assert rows_of(blocks) == plain(content)
+    assert row_of(blocks) == plain(content)
     assert sum(read_bytes) == len("\n".join(content)) + 1
     (tmp_path / "torn.gz").write_bytes(gzip.compress("\n".join(content).encode())[:-40])
     with pytest.raises(DataError, match=r"torn\.gz cannot be read"):

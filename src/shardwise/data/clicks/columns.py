@@ -123,7 +123,7 @@ def _doubt(column: Any) -> str:
     return f"holds {' and '.join(map(str, found.tolist()))} alone, as a second label does"
 
 
-def rows_of(
+def row_of(
     batch: Any, schema: Schema, label: str, path: Path, numbers: npt.NDArray[np.int64], malformed: Malformed
 ) -> ClickRows:
     """The rows of a batch; ``numbers``: of its rows in the file, for what is said of one."""

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, key_of_text, rows_of
+from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, key_of_text, row_of
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
 from shardwise.plan.errors import DataError
@@ -96,7 +96,7 @@ def read_csv(
         typed = api.RecordBatch.from_arrays(columns, names=wanted)
         if not good.all():
             typed, numbers = typed.filter(api.array(good)), numbers[good]
-        yield rows_of(typed, schema, label, path, numbers, malformed)
+        yield row_of(typed, schema, label, path, numbers, malformed)
     for reason in bad_lines[skipped:]:
         malformed.skip(f"{path}", reason)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, lists_in, rows_of
+from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, lists_in, row_of
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
 from shardwise.plan.errors import DataError
@@ -56,7 +56,7 @@ def read_parquet(
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, columns=names):
             numbers = np.arange(first_row, first_row + batch.num_rows)
-            yield rows_of(batch, schema, label, path, numbers, malformed)
+            yield row_of(batch, schema, label, path, numbers, malformed)
             first_row += batch.num_rows
             if progress is not None:
                 progress(size_bytes * batch.num_rows // total)

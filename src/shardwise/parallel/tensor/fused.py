@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 
-def rows_of(name: str, module: nn.Module) -> dict[str, str] | None:
+def row_of(name: str, module: nn.Module) -> dict[str, str] | None:
     """Rows of the module ``name`` and what is in it; None for a class that is not known."""
     reader = _READERS.get(type(module).__name__)
     known = reader is not None and type(module).__module__.startswith("transformers.models.")

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.parallel.tensor.fused import rows_of
+from shardwise.parallel.tensor.fused import row_of
 from shardwise.parallel.tensor.layout import Table, is_transposed, parse, style_of
 
 _LLAMA_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -264,7 +264,7 @@ def _projections(model: nn.Module) -> Table | None:
     """
     rows: dict[str, str] = {}
     for name, module in model.named_modules():
-        own = rows_of(name, module)
+        own = row_of(name, module)
         if own is None and type(module).__name__ in _PROJECTING:
             own = _projecting_rows(name, module)
             if own is None:

@@ -1,0 +1,217 @@
+"""The values of a DeepSpeed configuration by path: given, resolved from "auto", or the default of the table.
+
+    GivenKeys     reads a configuration: every key is known and has a value of its kind, old names become those of today
+    KeyValues     answers for every key of the table, and holds what is refused
+
+Both collect faults instead of raising the first.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwise.config.deepspeed_keys import KEYS, REQUIRED, DeepSpeedKey
+from shardwise.config.deepspeed_kinds import fault_of, in_words_of, shown
+from shardwise.plan.policy import nearest
+
+ROWS: dict[str, list[DeepSpeedKey]] = {}
+for _row in KEYS:
+    ROWS.setdefault(_row.path, []).append(_row)
+CHILDREN: dict[str, list[str]] = {}
+for _row in KEYS:
+    _parent, _, _name = _row.path.rpartition(".")
+    CHILDREN.setdefault(_parent, []).append(_name)
+_TYPED = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
+
+
+def row_of(path: str, kind: str | None = None) -> DeepSpeedKey | None:
+    """The row of a path; of a type's own parameters, the row of type ``kind``."""
+    for row in ROWS.get(path, ()):
+        if not row.of or kind in row.of:
+            return row
+    return None
+
+
+class GivenKeys:
+    """What a file gives, by path, with what is wrong in it."""
+
+    def __init__(self, auto: Mapping[str, Any]) -> None:
+        self.auto = auto
+        self.found: dict[str, Any] = {}
+        self.rows: dict[str, DeepSpeedKey] = {}
+        self.said: dict[str, Any] = {}
+        self.kinds: dict[str, str | None] = {}
+        self.faults: list[str] = []
+
+    def read(self, given: Mapping[str, Any]) -> None:
+        """Take in a whole configuration."""
+        for path, own in (("optimizer", "optimizer.params"), ("scheduler", "scheduler.params")):
+            inner = given.get(path)
+            word = inner.get("type") if isinstance(inner, Mapping) else None
+            self.kinds[own] = type_word(path, word) if isinstance(word, str) else None
+        self._block("", given)
+
+    def _block(self, path: str, given: Mapping[str, Any], place: str | None = None) -> None:
+        place = path if place is None else place
+        for key, value in given.items():
+            row = self._row(path, str(key), place)
+            if row is not None:
+                self._take(row, f"{place}.{key}".lstrip("."), value)
+
+    def _row(self, path: str, key: str, place: str) -> DeepSpeedKey | None:
+        kind = self.kinds.get(path)
+        row = row_of(f"{path}.{key}".lstrip("."), kind) or row_of(f"{path}.NAME", kind)
+        if row is None and not (path in _TYPED and kind not in _known_types(path)):
+            self.faults.append(self._unknown(path, key, place))
+        return row
+
+    def _unknown(self, path: str, key: str, place: str) -> str:
+        kind = self.kinds.get(path)
+        prefix = f"{path}." if path else ""
+        known = [
+            name for name in CHILDREN.get(path, ()) if row_of(prefix + name, kind) and name.isidentifier()
+        ]
+        hint = nearest(key, known)
+        elsewhere = [row for row in KEYS if row.path.rpartition(".")[2] == key]
+        if "did you mean" not in hint and elsewhere:
+            home = ", ".join(elsewhere[0].of) or elsewhere[0].path.rpartition(".")[0] or "the top level"
+            hint = f"; it belongs to {home}"
+        return f"{place or '(top level)'}: unknown key {key!r:.100}{hint}"
+
+    def _take(self, row: DeepSpeedKey, place: str, value: Any) -> None:
+        self.said[place] = value
+        path = row.stands_for or row.path
+        if row.stands_for:
+            row = next(each for each in ROWS[row.stands_for])
+        if path in self.found and not path.endswith("NAME"):
+            self.faults.append(f"{place}: {path} is given too, and both mean the same; keep {path}")
+            return
+        if value == "auto":
+            value = self.auto.get(path, None if row.default == REQUIRED else row.default)
+            if path in _AUTO_IS_NONE and path not in self.auto:
+                self.rows[place], self.found[path] = row, None
+                return
+            if value is None:
+                self.rows[place] = row
+                return
+        if path == "zero_optimization" and isinstance(value, bool):
+            value = {"stage": int(value)}
+        fault = fault_of(row.kind, value)
+        if fault:
+            self.faults.append(f"{place}: {fault} (given {shown(value)})")
+            return
+        self.rows[place] = row
+        value = in_words_of(row.kind, value)
+        if isinstance(value, Mapping) and row.kind.startswith("block"):
+            self.found[path] = {}
+            self._block(path, value, place if "NAME" in path or "[]" in path else path)
+        elif isinstance(value, list) and f"{path}.[]" in _LISTS:
+            self.found[path] = value
+            for number, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    self._block(f"{path}.[]", item, f"{place}.{number}")
+                else:
+                    self.faults.append(f"{place}.{number}: expected keys and values (given {shown(item)})")
+        else:
+            self.found[path] = value
+
+
+_AUTO_IS_NONE = ("scheduler.params.warmup_max_lr",)
+"""What "auto" leaves to other keys, and not to the default: the learning rate of the optimizer."""
+
+_LISTS = {row.path.partition(".[]")[0] + ".[]" for row in KEYS if ".[]" in row.path}
+
+
+def _known_types(path: str) -> set[str]:
+    return {kind for row in KEYS if row.path.startswith(f"{path}.") for kind in row.of}
+
+
+def type_word(block: str, word: str) -> str:
+    """A type of optimizer as the table writes it; those of schedulers are case-sensitive, as there."""
+    if block == "scheduler":
+        return word
+    known = _known_types(f"{block}.params")
+    return next((kind for kind in known if kind.lower() == word.lower()), word)
+
+
+class KeyValues:
+    """The values of a reading; what is refused among them is a fault."""
+
+    def __init__(self, reading: GivenKeys) -> None:
+        self._reading = reading
+        self.faults: list[str] = []
+        self.off = {row.path for rows in ROWS.values() for row in rows if self._is_off(row)}
+        for row in KEYS:
+            if row.default == REQUIRED and row.fate == "does" and self._is_missing(row):
+                self.faults.append(f"{row.path} is missing; it has no default")
+        for place, row in reading.rows.items():
+            if row.fate == "refused" and self._asks(row, reading.said[place]):
+                self.refuse(place, reading.said[place], row.said)
+
+    def __call__(self, path: str) -> Any:
+        """The value of a key: given, or its default; None of a required key that is left out."""
+        found = self._reading.found
+        if path in found:
+            return found[path]
+        row = row_of(path, self._reading.kinds.get(path.rpartition(".")[0]))
+        return None if row is None or row.default == REQUIRED else row.default
+
+    def given(self, path: str) -> bool:
+        """True where the file says it."""
+        return path in self._reading.found
+
+    def does(self, name: str, kind: str) -> bool:
+        """True of a parameter that optimizers of type ``kind`` act by."""
+        row = row_of(f"optimizer.params.{name}", kind)
+        return row is not None and row.fate == "does"
+
+    def parameters(self, path: str) -> Mapping[str, Any]:
+        """What a block holds, as it was given."""
+        found = self._reading.said.get(path)
+        return found if isinstance(found, Mapping) else {}
+
+    def refuse(self, place: str, value: Any, instead: str) -> None:
+        """Note a fault."""
+        self.faults.append(f"{place}: {shown(value, place)} is not taken here; instead: {instead}")
+
+    def places(self) -> Iterable[tuple[str, DeepSpeedKey, Any]]:
+        """Place, row and value of everything that was given, blocks with keys left out."""
+        for place, row in self._reading.rows.items():
+            value = self._reading.said[place]
+            if not (isinstance(value, Mapping) and value):
+                yield place, row, value
+
+    def values(self) -> dict[str, Any]:
+        """Every value by path, without blocks and what has names of the user's."""
+        known = [path for path in ROWS if "NAME" not in path and "[]" not in path]
+        kept = (p for p in known if not ROWS[p][0].kind.startswith("block") and not ROWS[p][0].stands_for)
+        return {path: self(path) for path in kept}
+
+    def _is_off(self, row: DeepSpeedKey) -> bool:
+        """True of a block that does not act: ``enabled`` is false in it, or it is empty."""
+        if not row.kind.startswith("block"):
+            return False
+        switch = f"{row.path}.enabled"
+        if switch in ROWS:
+            return not (self.given(row.path) and self(switch))
+        inner = (self(path) for path in self._reading.found if path.startswith(f"{row.path}."))
+        return not any(value is not None for value in inner)
+
+    def _is_missing(self, row: DeepSpeedKey) -> bool:
+        block = row.path.rpartition(".")[0]
+        is_wanted = not row.of or self._reading.kinds.get(block) in row.of
+        return is_wanted and self.given(block.partition(".")[0]) and row.path not in self._reading.said
+
+    def _asks(self, row: DeepSpeedKey, value: Any) -> bool:
+        """True where a key that is refused asks for something."""
+        block = row.path.rpartition(".")[0]
+        if block and any(each.fate == "refused" for each in ROWS.get(block, ())):
+            return False  # the block is refused as one
+        if row.kind.startswith("block"):
+            return row.path not in self.off and value not in ({}, None)
+        is_off = (
+            value == row.default
+            or value is None
+            or value == "auto"
+            or (value is False and row.default is not True)
+        )
+        return block not in self.off and not is_off
