@@ -474,7 +474,6 @@ class Engine:
         walker = self._parts.walker
         news = walker.trace.news(walker.last)
         result = StepResult(self.step_count, loss, norm, lr, totals.weight, skipped, news, self.skipped_steps)
-        seconds = walker.trace.seconds()
         walker.close()
         for hooks in self._parts.hooks:
             hooks.end_step()
@@ -482,8 +481,8 @@ class Engine:
         self._end.forget()
         self._parts.clock.step_ended()
         self._parts.passes.own_use.step_ended()
-        self._parts.passes.profile.step_ended(self.step_count, seconds)
-        self.monitor.note(result, seconds, self.loss_scale)
+        self._parts.passes.profile.step_ended(self.step_count, walker.last)
+        self.monitor.note(result, walker.last, self.loss_scale)
         for callback in self.on_step:
             callback(self, result)
         return result

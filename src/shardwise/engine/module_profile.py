@@ -24,7 +24,7 @@ from shardwise.config.run import RunConfig
 from shardwise.observe.module_profile import Costs, ModuleCounter, ModuleTree, scaled
 from shardwise.plan.placement import Cut, Partial, Shard, shape_on
 from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.trace import PassSeconds
+from shardwise.plan.trace import PassSeconds, Trace
 
 
 class ModuleProfile:
@@ -59,13 +59,13 @@ class ModuleProfile:
         """Around a backward pass."""
         return nullcontext() if self._counter is None else self._counter.backward()
 
-    def step_ended(self, step: int, seconds: PassSeconds) -> None:
+    def step_ended(self, step: int, trace: Trace) -> None:
         """``step`` is over. Collective where it was counted."""
         if self._counter is not None:
             counter, self._counter = self._counter, None
             self.tree = self._together(counter)
             if self._world.rank == 0:
-                self._write(step, seconds)
+                self._write(step, trace.seconds())
         self.step_begins(step + 1)
 
     def _together(self, counter: ModuleCounter) -> ModuleTree:

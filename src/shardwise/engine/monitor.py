@@ -22,7 +22,7 @@ from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, open_sinks
 from shardwise.optim.schedule_policy import RangeTestPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import nearest
-from shardwise.plan.trace import PassSeconds
+from shardwise.plan.trace import Trace
 
 
 class Monitor:
@@ -62,7 +62,7 @@ class Monitor:
         """Write out what is held back."""
         self._close()
 
-    def note(self, result: StepResult, seconds: PassSeconds, loss_scale: float | None) -> None:
+    def note(self, result: StepResult, trace: Trace, loss_scale: float | None) -> None:
         """A step is over, in a loop that keeps no records itself."""
         if not self._watches:
             return
@@ -81,7 +81,7 @@ class Monitor:
                 step_s=step_s,
                 memory=in_use_bytes(self._device),
                 loss_scale=loss_scale,
-                **seconds._asdict(),
+                **trace.seconds()._asdict(),
             )
         )
         self._last = result.step, time.perf_counter()
