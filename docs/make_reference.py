@@ -452,6 +452,7 @@ def run_files() -> Iterator[str]:
     for kind, whose in (
         (metrics.StepRecord, "a language model, or a model of your own"),
         (metrics.ClickRecord, "a click-through model"),
+        (metrics.ImageRecord, "a model of images"),
     ):
         yield from ["", f"## `metrics.csv` of {whose}", ""]
         yield "One row per optimizer step. A number that is not known is an empty cell."

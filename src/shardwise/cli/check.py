@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.cli.click_trainer import with_steps
+from shardwise.cli.image_trainer import side_of
 from shardwise.cli.request import Request
 from shardwise.cli.run_folder import RunFolder, without_start
 from shardwise.cli.text_trainer import context_of
@@ -27,10 +28,12 @@ from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, build
 from shardwise.data.clicks import ClickPolicy, build_clicks
+from shardwise.data.images import ImagePolicy, build_images
 from shardwise.engine.foresee import Outlook, foresee
-from shardwise.models import GptPolicy, TargetPolicy, build_ctr
+from shardwise.models import GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
+from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import available_bytes
 from shardwise.observe.progress import bytes_text, count_text
 
@@ -133,15 +136,21 @@ def _opened(
         if isinstance(model, CtrPolicy):
             made = lambda: build_ctr(model, clicks.schema, config.tables, clicks.table_rows, seed)  # noqa: E731
             return config, _on_meta(made), *sizes
+    elif isinstance(data, ImagePolicy):
+        images = build_images(data, side_of(config))
+        sizes = len(images.train), _size(images.validation or ())
+        if isinstance(model, ImageModelPolicy):
+            classes = len(images.class_names)
+            return config, lambda: build_image_model(model, classes, seed), *sizes
     else:
-        assert isinstance(data, DataPolicy), "data is text or clicks"
+        assert isinstance(data, DataPolicy), "data is text, clicks or images"
         corpus = build(data, context_of(config, data), folder.cache, Reading("tokenising"))
         sizes = _size(corpus.train), _size(corpus.validation)
         if isinstance(model, GptPolicy):
             whole = model.resolved(corpus.vocab_size)
             return config.model_copy(update={"model": whole}), _on_meta(lambda: build_model(whole)), *sizes
     assert isinstance(model, TargetPolicy), (
-        "rules of the configuration: text for a gpt, clicks for a ctr model"
+        "rules of the configuration: text for a gpt, clicks for a ctr model, pictures for one of images"
     )
     return config, lambda: build_model(model, seed=seed), *sizes
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwise.cli.click_trainer import ClickTrainer
+from shardwise.cli.image_trainer import ImageTrainer
 from shardwise.cli.request import Request
 from shardwise.cli.run_folder import RunFolder, without_start
 from shardwise.cli.stop import StopFlag
@@ -16,7 +17,9 @@ from shardwise.cli.text_trainer import TextTrainer
 from shardwise.cli.trainer import Trainer
 from shardwise.comm.world import join
 from shardwise.config.auto import resolve
+from shardwise.data import DataPolicy
 from shardwise.data.clicks import ClickPolicy
+from shardwise.data.images import ImagePolicy
 from shardwise.engine.monitor import Monitor
 from shardwise.launch.environment import is_in_job
 from shardwise.launch.terminal import lasting_console
@@ -25,6 +28,13 @@ from shardwise.observe.lanes_picture import draw_text as draw_lanes_text
 from shardwise.observe.log import rank_log
 from shardwise.observe.progress import ConsoleHandler, open_progress
 from shardwise.observe.schedule_picture import draw_picture, draw_text
+
+_TRAINERS: dict[type, type[Trainer]] = {
+    ClickPolicy: ClickTrainer,
+    ImagePolicy: ImageTrainer,
+    DataPolicy: TextTrainer,
+}
+"""Who runs which data."""
 
 
 def train(request: Request) -> int:
@@ -46,8 +56,9 @@ def train(request: Request) -> int:
         if world.rank == 0:
             for choice in resolved.choices:
                 log.info("%s", choice)
-        kind = ClickTrainer if isinstance(resolved.config.data, ClickPolicy) else TextTrainer
-        trainer: Trainer = kind(world, resolved, folder, request.profile_steps)
+        trainer: Trainer = _TRAINERS[type(resolved.config.data)](
+            world, resolved, folder, request.profile_steps
+        )
         log.info("%s", trainer.description())
         if start is not None:
             trainer.go_on_from(start)

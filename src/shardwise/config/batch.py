@@ -5,9 +5,9 @@
 The user's number is the global one; the others follow and are printed.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shardwise.observe.early_stop import EarlyStopPolicy
 from shardwise.plan.errors import ConfigError
@@ -80,6 +80,10 @@ class TrainPolicy(Policy):
     """Steps between two evaluations on the held-out data; 0: at the end alone."""
     early_stop: EarlyStopPolicy | None = None
     """End the run when its evaluations no longer get better; left out: after all steps."""
+    metrics: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")] | None = None
+    """``module:function`` for more than loss and accuracy over held-out pictures: called with (outputs, labels) of a
+    batch, it returns {name: sum} or {name: (sum, count)}; what is shown is all sums over all counts (left out: the
+    samples), of all ranks."""
     seed: NonNegativeInt = 0
     """Start weights, order of the data and samples follow from it, on any number of ranks."""
     sample_tokens: NonNegativeInt = 200

@@ -10,9 +10,10 @@ import torch.compiler
 
 from shardwise.config.run import RunConfig
 from shardwise.data.clicks.policy import ClickPolicy
+from shardwise.data.images.policy import ImagePolicy
 from shardwise.data.policy import DataPolicy
 from shardwise.models.gpt import GptPolicy
-from shardwise.models.policy import reads_clicks
+from shardwise.models.policy import reads_clicks, reads_images
 from shardwise.optim.schedule_policy import SchedulePolicy
 from shardwise.parallel.embedding.policy import TableOptions
 from shardwise.plan.errors import ConfigError
@@ -86,7 +87,33 @@ RULES = (
         "text",
         lambda c: isinstance(c.data, DataPolicy) or not isinstance(c.model, GptPolicy),
         lambda c: (
-            "data: the model is a gpt, which reads text; remove kind: clicks, or choose a click-through model"
+            f"data: the model is a gpt, which reads text; remove kind: {c.data.kind}, or choose a model that reads "
+            f"{c.data.kind}"
+        ),
+    ),
+    Rule(
+        "images",
+        lambda c: isinstance(c.data, ImagePolicy) or not reads_images(c.model),
+        lambda c: "data: a model of images reads pictures; remove kind and target, or set kind: images",
+    ),
+    Rule(
+        "size of pictures",
+        lambda c: (
+            not isinstance(c.data, ImagePolicy)
+            or c.data.size is None
+            or c.data.size == getattr(c.model, "size", c.data.size)
+        ),
+        lambda c: (
+            f"data.size is {getattr(c.data, 'size', 0)} and model.size {getattr(c.model, 'size', 0)}; leave data.size "
+            "out, which follows from the model"
+        ),
+    ),
+    Rule(
+        "metrics of your own",
+        lambda c: c.train.metrics is None or isinstance(c.data, ImagePolicy),
+        lambda c: (
+            "train: metrics are computed from outputs and labels of pictures; set data.kind: images, or leave "
+            "metrics out"
         ),
     ),
     Rule(

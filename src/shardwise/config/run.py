@@ -22,7 +22,7 @@ from shardwise.config.relaxed_json import read_json
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.recompute import RecomputePolicy
-from shardwise.models.policy import ModelPolicy, reads_clicks
+from shardwise.models.policy import ModelPolicy, reads_clicks, reads_images
 from shardwise.observe.module_profile import ModuleProfilePolicy
 from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.policy import OptimizerPolicy
@@ -158,6 +158,8 @@ class RunConfig(Policy):
     def _model_decides_data(cls, given: Any) -> Any:
         if isinstance(given, dict) and reads_clicks(given.get("model")):
             return {**given, "data": with_kind(given.get("data"), "clicks")}
+        if isinstance(given, dict) and reads_images(given.get("model")):
+            return {**given, "data": with_kind(given.get("data"), "images")}
         return given
 
     def to_yaml(self) -> str:

@@ -1,6 +1,7 @@
 """What the user brings, seen as one of two things.
 
     brought                                           seen as
+    PlacedDataset (placed.py): pictures, masked text  Mapped: it makes whole batches
     Dataset, list: has ``len`` and ``[i]``            Mapped: our sampler gives the order
     DataLoader over such, in order or shuffled        Mapped: its dataset, collate_fn, workers and shuffling are kept;
                                                       batches are cut anew, by micro batch, in our order
@@ -30,18 +31,12 @@ from torch.utils.data import (
 )
 
 from shardwise.data.draws import Draws
+from shardwise.data.placed import PlacedDataset, SampleAt, placed_batches
 from shardwise.data.sampler import key_of
 from shardwise.data.windows import Windows
 from shardwise.plan.errors import ConfigError, DataError
 
 Collate = Callable[[list[Any]], Any]
-
-
-class SampleAt(NamedTuple):
-    """A sample of a dataset at a position of the endless line (``sampler.py``)."""
-
-    position: int
-    sample: int
 
 
 class _Placed(NamedTuple):
@@ -99,8 +94,15 @@ class Mapped:
         """Our own windows: they draw nothing and may be read by a thread."""
         return isinstance(self.dataset, Windows) and self.collate is default_collate
 
+    @property
+    def is_ours(self) -> bool:
+        """Draws nothing from the generators of this process, and says what it holds."""
+        return self.is_text or isinstance(self.dataset, PlacedDataset)
+
     def batches(self, blocks: Iterable[list[SampleAt]], key: int) -> Iterable[Any]:
         """One batch per block of places, in order; worker processes read ahead where there are any."""
+        if isinstance(self.dataset, PlacedDataset):
+            return placed_batches(self.dataset, blocks, key, self.worker_options.get("num_workers", 0))
         reader = _Reader(self.dataset, key, draws=not self.is_text)
         collator = _Collator(self.collate, key, draws=not self.is_text)
         if not self.worker_options:
@@ -134,6 +136,8 @@ def adopt(
     if isinstance(data, DataLoader):
         return _adopt_loader(data, collate_fn, workers)
     collate = collate_fn or default_collate
+    if isinstance(data, PlacedDataset):
+        return Mapped(data, collate, shuffle, {"num_workers": workers} if workers else {})
     if (
         hasattr(data, "__len__")
         and hasattr(data, "__getitem__")

@@ -11,10 +11,11 @@ the set is
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shardwise.data.adopt import Collate, Mapped, SampleAt, Stream, adopt, samples_in
+from shardwise.data.adopt import Collate, Mapped, Stream, adopt, samples_in
 from shardwise.data.batched import BatchedDataset, evaluation_blocks
 from shardwise.data.draws import Draws
 from shardwise.data.feed import read_stream
+from shardwise.data.placed import SampleAt
 from shardwise.data.sampler import key_of
 from shardwise.plan.errors import DataError
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
-from shardwise.data.adopt import Mapped, SampleAt, Stream, samples_in
+from shardwise.data.adopt import Mapped, Stream, samples_in
 from shardwise.data.draws import Draws
+from shardwise.data.placed import SampleAt
 from shardwise.data.sampler import Sampler, Share, key_of
 from shardwise.plan.errors import ConfigError, DataError, UsageError
 
@@ -67,7 +68,7 @@ class MapFeed:
         self._share = share
 
     def identity(self) -> dict[str, Any]:
-        content = self._data.dataset.fingerprint() if self._data.is_text else None
+        content = self._data.dataset.fingerprint() if self._data.is_ours else None
         return {"kind": "map", "samples": self._data.size, "content": content}
 
     def _blocks(self, position: int) -> Iterator[list[SampleAt]]:

@@ -8,10 +8,10 @@
 The position is what has been handed out, never what has been read ahead; whoever fetches steps ahead of their use
 (``lend``) gives them back as soon as anybody else asks. It counts samples, so a state loads on any
 number of ranks, with any micro batch, and after a change of the global batch.
-Text is read ahead by one thread, one step deep; a user's dataset by its worker processes, or not at all: it may draw
-random numbers or hold files that a second thread would disturb. A ``BatchedDataset`` is read by ``workers`` threads,
-``steps_ahead`` steps before they are asked for, and with ``epochs`` it ends: ranks that have run out of samples get
-empty batches (batched.py).
+Text, and a ``PlacedDataset`` without workers, is read ahead by one thread, one step deep; a user's dataset by its
+worker processes, or not at all: it may draw random numbers or hold files that a second thread would disturb. A
+``BatchedDataset`` is read by ``workers`` threads, ``steps_ahead`` steps before they are asked for, and with ``epochs``
+it ends: ranks that have run out of samples get empty batches (batched.py).
 """
 
 from collections import deque
@@ -75,7 +75,7 @@ class Loader:
         elif isinstance(adopted := adopt(data, collate_fn, workers, shuffle), Mapped):
             self._feed = MapFeed(adopted, self.share, seed)
             self._size = adopted.size
-            self._reads_ahead = adopted.is_text and not adopted.worker_options
+            self._reads_ahead = adopted.is_ours and not adopted.worker_options
         else:
             self._feed = StreamFeed(adopted, self.share, seed)
         self._step = 0

@@ -2,6 +2,7 @@
 
 data: {source: stdlib, tokenizer: bytes}                       # text; a file, a folder, a token file, a list of them
 data: {kind: clicks, source: [day_0.gz, day_1.gz]}             # a click log, see clicks/policy.py
+data: {kind: images, source: folder_of_classes}                # pictures, see images/policy.py
 data: {target: "my_package.data:build", arguments: {size: 3}}  # the user's Dataset, IterableDataset or DataLoader
 """
 
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from shardwise.data.clicks.policy import ClickPolicy
+from shardwise.data.images.policy import ImagePolicy
 from shardwise.plan.policy import Policy
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -20,7 +22,7 @@ class DataPolicy(Policy):
     """Where training data comes from and in which order it is read."""
 
     kind: Literal["text"] = "text"
-    """Text, or what ``target`` makes; ``clicks`` has other keys."""
+    """Text, or what ``target`` makes; ``clicks`` and ``images`` have other keys."""
     source: str | list[str] = "stdlib"
     """Text to learn: ``stdlib`` (the source code of Python's standard library), a file, a folder, a token file made
     by ``shardwise convert``, or a list of these. A folder called stdlib is written ``./stdlib``."""
@@ -71,10 +73,13 @@ def with_kind(given: Any, kind: str) -> Any:
 
 def _kind(given: Any) -> str:
     kind = given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)
-    return "clicks" if kind == "clicks" else "text"
+    return kind if kind in ("clicks", "images") else "text"
 
 
 AnyDataPolicy = Annotated[
-    Annotated[DataPolicy, Tag("text")] | Annotated[ClickPolicy, Tag("clicks")], Discriminator(_kind)
+    Annotated[DataPolicy, Tag("text")]
+    | Annotated[ClickPolicy, Tag("clicks")]
+    | Annotated[ImagePolicy, Tag("images")],
+    Discriminator(_kind),
 ]
 """The type of ``data:`` in a configuration."""

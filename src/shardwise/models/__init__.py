@@ -2,6 +2,7 @@
 
 build(policy)          the model of a configuration, really or under ``torch.device("meta")``
 build_ctr(policy, ...) the same of a click-through model, which needs the columns of its data
+build_image_model(...) the same of a model of images, which needs the number of classes
 open_weights(path)     weights to start from, read by slices
 write_huggingface(...) a folder that transformers opens
 generate(...)          text from a trained model
@@ -14,6 +15,7 @@ from shardwise.models.ctr.model import ClickModel
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.export import write_huggingface
 from shardwise.models.gpt import Gpt, GptPolicy, flops_per_token
+from shardwise.models.images import build_image_model
 from shardwise.models.policy import ModelPolicy, TargetPolicy
 from shardwise.models.source import WeightSource, gpt_policy_from_huggingface, open_weights
 from shardwise.plan.errors import ConfigError
@@ -29,6 +31,7 @@ __all__ = [
     "WeightSource",
     "build",
     "build_ctr",
+    "build_image_model",
     "flops_per_token",
     "gpt_policy_from_huggingface",
     "open_weights",

@@ -2,6 +2,7 @@
 
 model: {name: gpt, layers: 6, width: 384, heads: 6, context: 256}
 model: {name: dlrm, width: 16, bottom: [64], top: [128, 64]}       # or logistic_regression, wide_deep, deepfm, dcn
+model: {name: resnet, depth: 50}                                   # or alexnet; pictures
 model: {target: "my_package.models:build", depth: 12}              # calls build(depth=12)
 """
 
@@ -19,6 +20,7 @@ from shardwise.models.ctr.policy import (
     WideDeepPolicy,
 )
 from shardwise.models.gpt import GptPolicy
+from shardwise.models.images.policy import IMAGE_POLICIES, AlexNetPolicy, ResNetPolicy
 from shardwise.plan.policy import Policy, nearest
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -60,6 +62,11 @@ def reads_clicks(given: Any) -> bool:
     return _kind(given) in CTR_POLICIES
 
 
+def reads_images(given: Any) -> bool:
+    """True of what stands for one of our models of images under ``model:``, checked or not."""
+    return _kind(given) in IMAGE_POLICIES
+
+
 def _kind(given: Any) -> str:
     is_target = "target" in given if isinstance(given, dict) else isinstance(given, TargetPolicy)
     if is_target:
@@ -69,8 +76,9 @@ def _kind(given: Any) -> str:
 
 
 def _is_known(given: Any) -> Any:
-    if (kind := _kind(given)) not in ("gpt", "target", *CTR_POLICIES):
-        raise ValueError(f"there is no model {kind!r}{nearest(kind, ('gpt', *CTR_POLICIES))}")
+    ours = ("gpt", *CTR_POLICIES, *IMAGE_POLICIES)
+    if (kind := _kind(given)) not in ("target", *ours):
+        raise ValueError(f"there is no model {kind!r}{nearest(kind, ours)}")
     return given
 
 
@@ -81,6 +89,8 @@ ModelPolicy = Annotated[
     | Annotated[DeepFmPolicy, Tag("deepfm")]
     | Annotated[DcnPolicy, Tag("dcn")]
     | Annotated[DlrmPolicy, Tag("dlrm")]
+    | Annotated[AlexNetPolicy, Tag("alexnet")]
+    | Annotated[ResNetPolicy, Tag("resnet")]
     | Annotated[TargetPolicy, Tag("target")],
     Discriminator(_kind),
     BeforeValidator(_is_known),

@@ -7,7 +7,8 @@ A run that was killed at step 130 and resumes from the checkpoint of step 100 co
 opening the file for step 100 cuts the later rows off first. A last line without its newline is a write that the
 kill cut short; it is dropped, because ``12`` may be the beginning of ``123``.
 
-A run of a language model writes ``StepRecord``s, one of a click-through model ``ClickRecord``s: the header says which.
+A run of a language model writes ``StepRecord``s, one of a click-through model ``ClickRecord``s, one
+of a model of images ``ImageRecord``s: the header says which.
 A file without the last columns is one of before they came: they are empty.
 
 Cost: one small write and one flush per step, on rank 0 alone.
@@ -109,7 +110,45 @@ class ClickRecord(NamedTuple):
         return self.log_loss
 
 
-Record = StepRecord | ClickRecord
+class ImageRecord(NamedTuple):
+    """What one optimizer step of a model of images did. The columns of its ``metrics.csv``, in this order."""
+
+    step: int
+    """Optimizer step, counted from 1."""
+    loss: float
+    """Training loss of this step: mean over all pictures of the global batch."""
+    val_loss: float | None = None
+    """Mean cross entropy over the held-out pictures after this step, on the steps that evaluate."""
+    accuracy: float | None = None
+    """Share of the same pictures whose class has the largest output, exact over all ranks."""
+    grad_norm: float | None = None
+    """L2 norm of all gradients before clipping."""
+    lr: float | None = None
+    """Learning rate that this step used (of the first parameter group)."""
+    samples: int | None = None
+    """Pictures in this step's global batch."""
+    samples_per_s: float | None = None
+    """Pictures of this step over ``step_s``, all ranks together."""
+    step_s: float | None = None
+    """Wall time of this step in seconds, without evaluation and checkpoints."""
+    stalled: float | None = None
+    """Share of ``step_s`` in which rank 0 waited for pictures."""
+    memory: int | None = None
+    """Bytes on rank 0: the accelerator's peak so far, else the process's resident memory now."""
+    forward_s: float | None = None
+    """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
+    backward_s: float | None = None
+    """Seconds of rank 0 in its backward passes, reductions beside them included."""
+    update_s: float | None = None
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights."""
+
+    @property
+    def validation(self) -> float | None:
+        """The loss over held-out data, on the steps that evaluate."""
+        return self.val_loss
+
+
+Record = StepRecord | ClickRecord | ImageRecord
 
 
 class Sink(Protocol):
@@ -122,7 +161,7 @@ class Sink(Protocol):
         """Write what is still held back. Called once, also after an error."""
 
 
-_KINDS: tuple[type[StepRecord] | type[ClickRecord], ...] = (StepRecord, ClickRecord)
+_KINDS: tuple[type[Record], ...] = (StepRecord, ClickRecord, ImageRecord)
 _INTEGERS = frozenset({"step", "tokens", "samples", "memory", "rows", "inserted", "evicted"})
 _ALWAYS = frozenset({"step", "loss"})
 _FEWEST = 10

@@ -56,9 +56,11 @@ _SAID: Mapping[str, Callable[[float], str]] = {
     "val_loss": lambda value: f"val {value:.4f}",
     "log_loss": lambda value: f"log loss {value:.4f}",
     "auc": lambda value: f"AUC {value:.4f}",
+    "accuracy": lambda value: f"accuracy {value:.4f}",
     "tokens_per_s": lambda value: f"{count_text(value)} tokens/s",
     "samples_per_s": lambda value: f"{count_text(value)} samples/s",
     "step_s": lambda value: f"{step_time_text(value)}/step",
+    "stalled": lambda value: f"waits {100 * value:.0f}%",
     "memory": lambda value: f"memory {bytes_text(value)}",
     "mfu": lambda value: f"MFU {100 * value:.1f}%",
 }
@@ -70,10 +72,10 @@ _BREAKDOWN: Mapping[str, Callable[[float], str]] = {
 }
 """The same, where ``monitor.breakdown`` asks for it."""
 
-_OF_EVALUATIONS = ("val_loss", "log_loss", "auc")
+_OF_EVALUATIONS = ("val_loss", "log_loss", "auc", "accuracy")
 _NEEDED_LEAST_FIRST = (
-    "update_s", "backward_s", "forward_s", "memory", "step_s", "mfu", "val_loss", "log_loss", "tokens_per_s",
-    "samples_per_s", "auc", "left",
+    "update_s", "backward_s", "forward_s", "memory", "step_s", "mfu", "stalled", "val_loss", "log_loss",
+    "tokens_per_s", "samples_per_s", "auc", "accuracy", "left",
 )  # fmt: skip
 
 

@@ -74,6 +74,7 @@ _TAGS = {
     "val_loss": "loss/validation",
     "log_loss": "loss/validation",
     "auc": "auc/validation",
+    "accuracy": "accuracy/validation",
     "rows": "tables/rows",
     "inserted": "tables/inserted",
     "evicted": "tables/evicted",

@@ -1,0 +1,218 @@
+"""Runs over pictures: a model of images of ours, or one of the user's that takes ``(images, labels)``.
+
+A microbatch counts by its pictures. An evaluation asks the model for its outputs of the held-out pictures, each once
+over all ranks; loss, accuracy and metrics of the user's own (``train.metrics``) are sums over all of them, in fp64.
+``train.early_stop`` looks at the accuracy. How long steps wait for pictures stands in every line.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from shardwise.cli.click_trainer import logits_in
+from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.trainer import Opened, Trainer
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World
+from shardwise.config.auto import Resolved
+from shardwise.config.run import RunConfig
+from shardwise.data.images import ImageBatch, ImagePolicy, build_images
+from shardwise.engine.step import StepResult
+from shardwise.models import TargetPolicy, build_image_model
+from shardwise.models import build as build_model
+from shardwise.models.images.policy import ImageModelPolicy
+from shardwise.observe.memory import in_use_bytes
+from shardwise.observe.metrics import ImageRecord
+from shardwise.observe.progress import count_text
+from shardwise.plan.errors import UsageError
+from shardwise.plan.target import load_target
+
+_log = logging.getLogger(__name__)
+
+_SIDE = 224
+"""Of pictures for a model that does not say."""
+
+Metrics = Callable[[Any, Tensor], Mapping[str, Any]]
+"""What ``train.metrics`` names."""
+
+
+class _Part(NamedTuple):
+    """What one batch adds to a metric."""
+
+    total: float
+    of: float
+
+
+class ImageTrainer(Trainer):
+    """One rank's run over pictures."""
+
+    record_kind = ImageRecord
+    higher_is_better = True
+
+    def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
+        super().__init__(world, resolved, folder, profile_steps)
+        config = self.config
+        self._ranks = world.group(self.mesh, "dp", config.comm, world.clock(config.comm), Traffic())
+        wanted = config.train.metrics
+        self._metrics: Metrics | None = None if wanted is None else load_target("train.metrics", wanted)
+        self.score: dict[str, float] = {}
+        """Of the last evaluation: loss, accuracy, and what ``train.metrics`` gives."""
+        self._waited_s = 0.0
+        self._samples, self._seconds, self._stalled_s = 0, 0.0, 0.0
+
+    def open_data(self, config: RunConfig) -> Opened:
+        """The pictures, of the side that the model takes."""
+        assert isinstance(config.data, ImagePolicy), "text and clicks have trainers of their own"
+        self.corpus = build_images(config.data, side_of(config))
+        return Opened(config, self.corpus.train, self.corpus.validation, self.corpus.fingerprint())
+
+    def make_model(self) -> nn.Module:
+        """With its start weights."""
+        model, seed = self.config.model, self.config.train.seed
+        if isinstance(model, TargetPolicy):
+            return build_model(model, seed=seed)
+        assert isinstance(model, ImageModelPolicy), (
+            "a rule of the configuration: other models read no pictures"
+        )
+        return build_image_model(model, len(self.corpus.class_names), seed)
+
+    def steps(self) -> Generator[list[Any]]:
+        """As the loader has them, on the device; how long that took is noted."""
+        try:
+            while self.loader.steps_left != 0:
+                began = time.perf_counter()
+                batches = self.loader.step_batches()
+                self._waited_s = time.perf_counter() - began
+                yield [self._on_device(batch) for batch in batches]
+        finally:
+            self.loader.close()
+
+    def _on_device(self, batch: ImageBatch) -> ImageBatch:
+        """From pinned memory the copy runs beside the computation."""
+        device = self.world.device
+        if device.type == "cpu":
+            return batch
+        return ImageBatch(*(each.to(device, non_blocking=True) for each in batch))
+
+    def weights(self, batches: Sequence[Any]) -> list[float]:
+        """Pictures."""
+        return [float(len(labels)) for _, labels in batches]
+
+    def record(self, result: StepResult, step_s: float, is_weighted: bool) -> ImageRecord:
+        """The row of metrics.csv."""
+        samples = int(result.weight)
+        self._samples += samples
+        self._seconds += step_s
+        self._stalled_s += self._waited_s
+        return ImageRecord(
+            step=result.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            samples=samples,
+            samples_per_s=samples / step_s,
+            step_s=step_s,
+            stalled=self._waited_s / step_s,
+            memory=in_use_bytes(self.world.device),
+        )
+
+    def evaluate(self) -> float:
+        """Everything over the held-out pictures, into ``score``; returns the accuracy."""
+        parts: dict[str, list[_Part]] = {}
+        was_training = self.engine.module.training
+        self.engine.eval()
+        try:
+            for outputs, labels, samples in self._outputs():
+                for name, part in self._parts_of(outputs, labels, samples).items():
+                    parts.setdefault(name, []).append(part if samples else _Part(0.0, 0.0))
+        finally:
+            self.engine.train(was_training)
+        sums = torch.tensor(
+            [[sum(column) for column in zip(*each, strict=True)] for each in parts.values()],
+            dtype=torch.float64,
+            device=self.world.device,
+        )
+        self._ranks.all_reduce(sums.view(-1), "sums of the evaluation", purpose="control").wait()
+        self.score = {
+            name: total / count if count else float("nan")
+            for name, (total, count) in zip(parts, sums.tolist(), strict=True)
+        }
+        if len(self.score) > len(_OURS):
+            _log.info("after step %d: %s", self.engine.step_count, self._told(set(self.score) - _OURS))
+        return self.score["accuracy"]
+
+    def _outputs(self) -> Iterator[tuple[Any, Tensor, int]]:
+        """What the model makes of held-out pictures, their labels, and how many count. Collective."""
+        several = 4 * self.mesh.pp if self.mesh.pp > 1 else 1
+        batches = self.validation_batches()
+        while chunk := list(itertools.islice(batches, several)):
+            given = [(self._on_device(batch), samples) for batch, samples in chunk]
+            outputs = self.engine.predict([(batch.images,) for batch, _ in given])
+            for output, (batch, samples) in zip(outputs, given, strict=True):
+                yield output, batch.labels, samples
+
+    def _parts_of(self, outputs: Any, labels: Tensor, samples: int) -> dict[str, _Part]:
+        """What a batch adds to each metric; the same names on every rank, in the same order."""
+        logits = outputs if isinstance(outputs, Tensor) else logits_in(outputs)
+        labels = labels.to(logits.device)
+        parts = {
+            "loss": _Part(float(cross_entropy(logits.double(), labels, reduction="sum")), samples),
+            "accuracy": _Part(float((logits.argmax(-1) == labels).sum()), samples),
+        }
+        if self._metrics is not None:
+            found = self._metrics(outputs, labels)
+            if not isinstance(found, Mapping) or _OURS & set(found):
+                raise UsageError(
+                    f"train.metrics: {self.config.train.metrics} returned {found!r:.200}; expected {{name: sum}} or "
+                    f"{{name: (sum, count)}}, with names other than {' and '.join(sorted(_OURS))}"
+                )
+            for name in sorted(found):
+                given = found[name]
+                total, count = given if isinstance(given, tuple | list) else (given, samples)
+                parts[name] = _Part(float(total), float(count))
+        return parts
+
+    def with_evaluation(self, record: Any) -> ImageRecord:
+        """With loss and accuracy."""
+        found: ImageRecord = record._replace(val_loss=self.score["loss"], accuracy=self.score["accuracy"])
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: all of it follows from the step."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing to go on with."""
+
+    def _told(self, names: set[str]) -> str:
+        return ", ".join(f"{name} {self.score[name]:.4f}" for name in self.score if name in names)
+
+    def last_words(self) -> list[str]:
+        """The score, how fast it went, and how long it waited for pictures."""
+        said = []
+        if self.validation is not None:
+            said.append(
+                f"held out, {len(self.corpus.validation or ())} pictures: {self._told(set(self.score))}"
+            )
+        if self._samples:
+            rate = count_text(self._samples / self._seconds)
+            said.append(
+                f"{count_text(self._samples)} pictures in {self._seconds:.1f} s of steps: {rate} pictures/s; "
+                f"{self._stalled_s / self._seconds:.1%} of it waiting for pictures"
+            )
+        return said
+
+
+_OURS = frozenset({"loss", "accuracy"})
+
+
+def side_of(config: RunConfig) -> int:
+    """Pixels of the pictures' side: ``data.size``, else the model's."""
+    assert isinstance(config.data, ImagePolicy), "only pictures have a side"
+    return config.data.size or int(getattr(config.model, "size", None) or _SIDE)

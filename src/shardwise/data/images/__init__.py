@@ -1,0 +1,22 @@
+"""Pictures: CIFAR's binary files, folders, a synthetic set with planted classes; cut, mirrored and normalised."""
+
+from shardwise.data.images.build import ImageCorpus, build_images
+from shardwise.data.images.cifar import CifarFiles
+from shardwise.data.images.folders import PictureFolders
+from shardwise.data.images.form import ImageBatch, ImageSamples
+from shardwise.data.images.pictures import Pictures
+from shardwise.data.images.policy import ImagePolicy, SyntheticImagePolicy
+from shardwise.data.images.synthetic import SyntheticImages
+
+__all__ = [
+    "CifarFiles",
+    "ImageBatch",
+    "ImageCorpus",
+    "ImagePolicy",
+    "ImageSamples",
+    "PictureFolders",
+    "Pictures",
+    "SyntheticImagePolicy",
+    "SyntheticImages",
+    "build_images",
+]

@@ -1,0 +1,21 @@
+"""From a policy and the number of classes in the data to the model."""
+
+from torch import nn
+
+from shardwise.models.images.alexnet import alexnet
+from shardwise.models.images.policy import AlexNetPolicy, ImageModelPolicy
+from shardwise.models.images.resnet import ResNet
+from shardwise.plan.errors import ConfigError
+
+
+def build_image_model(policy: ImageModelPolicy, classes: int, seed: int = 0) -> nn.Module:
+    """The model that ``policy`` describes, for data of ``classes``. Errors: ConfigError where it has fewer outputs."""
+    outputs = policy.classes or classes
+    if outputs < classes:
+        raise ConfigError(
+            f"model.classes is {outputs}, but the data has {classes} classes; leave model.classes out, or set at least "
+            f"{classes}"
+        )
+    if isinstance(policy, AlexNetPolicy):
+        return alexnet(policy, outputs, seed)
+    return ResNet(policy, outputs, seed)
