@@ -49,7 +49,7 @@ def draws_at(key: int, position: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([key, position], dtype=np.uint64)))
 
 
-class _Blocks(Dataset[Any]):
+class _ByPlaces(Dataset[Any]):
     """A block of places is the index of its batch."""
 
     def __init__(self, data: PlacedDataset, key: int) -> None:
@@ -74,7 +74,7 @@ def placed_batches(
         return
     sampler: Any = blocks  # any iterable serves
     loader = DataLoader(
-        _Blocks(data, key),
+        _ByPlaces(data, key),
         batch_size=None,
         sampler=sampler,
         num_workers=workers,

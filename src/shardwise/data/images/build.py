@@ -36,7 +36,7 @@ class ImageCorpus:
         return f"{self.train.fingerprint()} {held_out}"
 
 
-class _Found(NamedTuple):
+class _Opened(NamedTuple):
     train: Pictures
     held_out: Pictures | None
 
@@ -67,15 +67,15 @@ def build_images(policy: ImagePolicy, size: int) -> ImageCorpus:
     return ImageCorpus(learnt, ImageSamples(train, np.sort(order[:cut]), policy, size, augments=False))
 
 
-def _found(source: str | list[str], policy: ImagePolicy, size: int) -> _Found:
+def _found(source: str | list[str], policy: ImagePolicy, size: int) -> _Opened:
     if source == SYNTHETIC:
         given = policy.synthetic
         last = given.samples + given.validation_samples
-        return _Found(
+        return _Opened(
             SyntheticImages(given, size, 0, given.samples), SyntheticImages(given, size, given.samples, last)
         )
     if isinstance(source, list):
-        return _Found(CifarFiles([Path(each).expanduser() for each in source], policy.labels), None)
+        return _Opened(CifarFiles([Path(each).expanduser() for each in source], policy.labels), None)
     root = Path(source).expanduser()
     if not root.exists():
         raise SourceError(
@@ -83,15 +83,15 @@ def _found(source: str | list[str], policy: ImagePolicy, size: int) -> _Found:
             f"(the current folder is {Path.cwd()})"
         )
     if root.is_file():
-        return _Found(CifarFiles([root], policy.labels), None)
+        return _Opened(CifarFiles([root], policy.labels), None)
     for train, test in (("data_batch_*.bin", "test_batch.bin"), ("train.bin", "test.bin")):
         files, held_out = sorted(root.glob(train)), root / test
         if files:
-            return _Found(
+            return _Opened(
                 CifarFiles(files, policy.labels),
                 CifarFiles([held_out], policy.labels) if held_out.exists() else None,
             )
     if (root / "train").is_dir():
         held = next((root / name for name in ("val", "validation", "test") if (root / name).is_dir()), None)
-        return _Found(PictureFolders(root / "train"), None if held is None else PictureFolders(held))
-    return _Found(PictureFolders(root), None)
+        return _Opened(PictureFolders(root / "train"), None if held is None else PictureFolders(held))
+    return _Opened(PictureFolders(root), None)
