@@ -1,11 +1,15 @@
 """What scripts ask of the device, the ranks and the seeds."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import shardwise.deepspeed as deepspeed
+from shardwise.comm.world import World
 from shardwise.deepspeed.device import DeepSpeedAccelerator
 from shardwise.plan.errors import UsageError
+from tests.ranks import RankPool
 
 ASKED = [
     "BFloat16Tensor",
@@ -104,6 +108,7 @@ def test_one_process_is_a_job_of_one() -> None:
     total = torch.ones(2)
     comm.all_reduce(total, op=comm.ReduceOp.SUM)
     comm.barrier()
+    assert deepspeed.utils.groups.get_data_parallel_group() is comm.group.WORLD
     assert comm.is_initialized() and total.tolist() == [1, 1] and comm.get_all_ranks_from_group() == [0]
 
 
@@ -151,3 +156,14 @@ def test_a_models_forward_pass_is_counted(capsys: pytest.CaptureFixture[str]) ->
         profiler.get_total_flops()
     with pytest.raises(UsageError, match="no input"):
         get_model_profile(model)
+
+
+def some_of_the_ranks(world: World) -> str:
+    with pytest.raises(UsageError, match="new_group") as refused:
+        deepspeed.utils.groups.get_tensor_model_parallel_group()
+    return str(refused.value)
+
+
+def test_a_group_of_some_ranks_is_not_taken_for_all(ranks: Callable[[int], RankPool]) -> None:
+    """torch takes None for all ranks: a sum over the wrong ones would say nothing."""
+    assert all("1 tensor-parallel ranks are some of 2" in told for told in ranks(2).run(some_of_the_ranks))

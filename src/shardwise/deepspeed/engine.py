@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import IterableDataset
 
-from shardwise.comm import default_group
-from shardwise.deepspeed import getters, saved
+from shardwise.deepspeed import getters, groups, saved
 from shardwise.deepspeed.events import EngineEvents, milliseconds
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
@@ -334,8 +333,8 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def data_parallel_group(self) -> Any:
-        """torch's group of the data-parallel ranks; all ranks, where nothing cuts the model."""
-        return default_group.group.WORLD
+        """torch's group of the data-parallel ranks. Errors: UsageError where those are not all ranks."""
+        return groups.get_data_parallel_group()
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.comm import default_group
 from shardwise.deepspeed.living import living
+from shardwise.plan.errors import UsageError
 
 
 def _sizes() -> tuple[int, int, int, int]:
@@ -29,8 +30,8 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """torch's group of all ranks; None where it is not that of the data-parallel ones."""
-    return default_group.group.WORLD if _sizes()[1] == default_group.size() else None
+    """torch's group of the data-parallel ranks. Errors: UsageError where those are not all ranks."""
+    return _all_ranks(_sizes()[1], "data-parallel")
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -49,7 +50,18 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """None: the groups that cut a matrix are the engine's own."""
+    """torch's group of the ranks that share a matrix. Errors: UsageError where those are not all ranks."""
+    return _all_ranks(_sizes()[3], "tensor-parallel")
+
+
+def _all_ranks(size: int, what: str) -> Any:
+    """None would stand for all ranks in torch's collectives, and sum over the wrong ones."""
+    if size != default_group.size():
+        raise UsageError(
+            f"groups: the {size} {what} ranks are some of {default_group.size()}, in groups of the engine's own; make "
+            "one of torch's with torch.distributed.new_group on all ranks"
+        )
+    return default_group.group.WORLD if default_group.is_begun() else None
 
 
 def _get_sequence_parallel_world_size() -> int:
