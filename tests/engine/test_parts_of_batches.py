@@ -94,7 +94,7 @@ def run(world: World, brings: str, partition: Any) -> dict[str, Any]:
 def test_ranks_bring_what_their_stages_read(ranks: Any, size: int) -> None:
     (wanted,) = ranks(1).run(run, "all", "parameters")
     for brings, partition in (
-        ("parts", "type:block" if size == 2 else ["1", "4", "5"]),
+        ("parts", "type:block" if size == 2 else ["1", "3", "4"]),
         ("named", "parameters"),
     ):
         if brings == "named" and size == 4:

@@ -146,7 +146,13 @@ class Layers(nn.Module):
     def build(self, names: Iterable[str]) -> dict[str, nn.Module]:
         """The layers of these places on torch's default device, with their start weights; in the dtypes that the list
         was changed to since, and frozen where it is."""
-        made = {str(place): module for place, module in self._make(sorted(map(int, names))).items()}
+        # A module that was given as it is may have made way for another one since: dropout, say.
+        made = {
+            str(place): self.get_submodule(str(place))
+            if isinstance(self._specs[place], nn.Module)
+            else module
+            for place, module in self._make(sorted(map(int, names))).items()
+        }
         for name, module in made.items():
             outline = dict(self.get_submodule(name).named_parameters())
             for inner, parameter in module.named_parameters():
