@@ -155,8 +155,9 @@ def main() -> None:
         folder = Path(name)
         together = ours(list(KINDS), wanted.steps, folder)
         beside = compared(wanted.deepspeed, wanted.rounds, folder) if wanted.deepspeed else {}
+    shown = ["THEIRS" if each == wanted.deepspeed else each for each in sys.argv[1:]]
     lines = [
-        f"`python {' '.join(['benchmarks/optimizers/run.py', *sys.argv[1:]])}`",
+        f"`python benchmarks/optimizers/run.py {' '.join(shown)}`",
         "",
         "| optimizer | `engine.step()`, ms | behind NORM, ms | over AdamW's (quartiles) | KiB sent behind NORM |",
         "|---|---|---|---|---|",
@@ -173,7 +174,7 @@ def main() -> None:
     if beside:
         lines += [
             "",
-            "| optimizer | forward, backward, step: ours, ms | deepspeed, ms | ratio (least to largest of the rounds) |",
+            "| optimizer | forward, backward, step: ours, ms | deepspeed, ms | ratio (range of the rounds) |",
             "|---|---|---|---|",
         ]
     for kind, pairs in beside.items():
