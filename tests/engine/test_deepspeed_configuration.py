@@ -167,3 +167,36 @@ def test_numbers_go_where_their_monitors_say(
     assert "Linear" in (tmp_path / "flops.txt").read_text()
     said = capsys.readouterr()
     assert "step 2" in said.out + said.err
+
+
+def on_two_ranks(world: World) -> dict[str, Any]:
+    """Norms, weights and bytes on the wire, by configuration."""
+    found: dict[str, Any] = {}
+    config = {key: value for key, value in THEIRS.items() if key != "scheduler"}
+    for name, path, value in (
+        ("stage 0", "zero_optimization.stage", 0),
+        ("stage 2", "zero_optimization.stage", 2),
+        ("stage 3", "zero_optimization.stage", 3),
+        ("narrow", "communication_data_type", "bf16"),
+    ):
+        torch.manual_seed(0)
+        engine = shardwise.initialize(Model(), set_in(config, path, value), world=world)
+        generator = torch.Generator().manual_seed(world.rank)
+        for _ in range(4):
+            engine.backward(engine(torch.randn(4, 6, generator=generator)))
+            engine.step()
+        weights = {key: value.clone() for key, value in engine.state_dict().items()}
+        found[name] = weights, engine.traffic.total().bytes, engine.config.batch.global_size
+        engine.close()
+    return found
+
+
+def test_stages_and_the_wire_act_between_ranks(ranks: Any) -> None:
+    for found in ranks(2).run(on_two_ranks):
+        plain, sent, batch = found["stage 0"]
+        assert batch == 16
+        for name in ("stage 2", "stage 3"):
+            assert all(torch.allclose(plain[key], found[name][0][key], atol=1e-5) for key in plain)
+            assert found[name][1] != sent
+        assert found["narrow"][1] < found["stage 2"][1]
+        assert not same(found["narrow"][0], found["stage 2"][0])
