@@ -22,6 +22,7 @@ PROMISES = {
     "08_change_the_mesh": "model state on this rank",
     "09_tables_of_keys": "tables.user: ",
     "10_optimizers": "DEAL",
+    "11_pipeline_as_deepspeed": "of what was loaded",
 }
 
 
@@ -72,6 +73,7 @@ def losses(text: str) -> list[float]:
         ("05_cut_matrices", 2, (), "blocks.0.up.weight: [64, 32] on this rank, [128, 32] in all"),
         ("06_pipeline_of_layers", 2, (), "pp 1   "),
         ("09_tables_of_keys", 2, (), "tables.item: 200 rows in use"),
+        ("11_pipeline_as_deepspeed", 2, (), "logits "),
         ("08_change_the_mesh", 4, ("--mesh", "pp=2,tp=2"), "step (pp 0 ranks)"),
     ],
 )

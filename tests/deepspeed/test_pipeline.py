@@ -77,6 +77,9 @@ class Run(list[float]):
 def in_deepspeeds_names(world: World, stage: int, folder: str, more: dict[str, Any]) -> tuple[Run, Run, Any]:
     engine = engine_of(net(2, **more), stage)
     data = batches()
+    assert (engine.ours.config.recompute.scope == "full") == ("activation_checkpoint_interval" in more)
+    if more:  # a rank brings what its stage reads
+        engine.set_batch_fn(lambda batch: (batch[0], None) if world.rank == 0 else (None, batch[1]))
     trained = Run(engine.train_batch(data).item() for _ in range(STEPS))
     assert (engine.global_steps, engine.micro_batches, engine.num_stages) == (STEPS, PARTS, 2)
     assert engine.is_first_stage() == (world.rank == 0) and engine.is_last_stage() == (world.rank == 1)
@@ -125,7 +128,7 @@ def in_plain_torch() -> tuple[list[float], list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [(0, {}), (3, {"activation_checkpoint_interval": 1, "partition_method": "uniform"})],
+    [(0, {}), (3, {"activation_checkpoint_interval": 1, "partition_method": "type:linear"})],
     ids=["stage 0", "stage 3, recomputed"],
 )
 def test_a_pipeline_of_deepspeeds(
@@ -153,6 +156,25 @@ def test_start_weights_follow_the_seeds() -> None:
     one, same = first(), first()
     torch.manual_seed(2)
     assert torch.equal(one, same) and not torch.equal(one, first())
+
+
+def test_labels_keep_their_dtype_in_16_bits() -> None:
+    seen = []
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        seen.append((output.dtype, labels.dtype))
+        return (output - labels).square().mean()
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+    }
+    model = PipelineModule([LayerSpec(nn.Linear, 2, 2), nn.ReLU()], 1, loss_fn=loss)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    assert engine.train_batch(iter([(torch.ones(2, 2), torch.ones(2, 2))])).dtype == torch.float32
+    assert seen == [(torch.bfloat16, torch.float32)]
+    engine.destroy()
 
 
 def refused(call: Callable[[], Any]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
-from shardwise.deepspeed.pipeline_engine import PipelineEngine, train_loss
+from shardwise.deepspeed.pipeline_engine import PipelineEngine
 from shardwise.deepspeed.pipeline_module import PipelineModule
 from shardwise.deepspeed.rate_schedulers import scheduler_of
 from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
@@ -71,8 +71,7 @@ def initialize(
     pipeline = _pipeline_of(model, settings)
     basic = _optimizer_of(model, settings, optimizer, model_parameters)
     scheduler = _scheduler_of(settings, basic, lr_scheduler)
-    loss = train_loss if isinstance(model, PipelineModule) else None
-    ours = build_engine(model, _run_config(settings, pipeline), loss=loss, optimizer=basic)
+    ours = build_engine(model, _run_config(settings, pipeline), optimizer=basic)
     batch = ours.config.batch
     settings.change("train_batch_size", batch.global_size)
     settings.change("train_micro_batch_size_per_gpu", batch.micro_size)

@@ -23,17 +23,6 @@ from shardwise.plan.errors import DataError, UsageError
 BatchFunction = Callable[[Any], Any]
 
 
-def train_loss(model: nn.Module, batch: Any) -> Any:
-    """What an engine trains on: ``model`` is a stage's."""
-    inputs, labels = batch
-    return _loss(model, model(inputs), labels)
-
-
-def _loss(model: nn.Module, output: Any, labels: Any) -> Any:
-    assert isinstance(model, PipelineModule), "a stage is one, too"
-    return model.loss_of(output, labels)
-
-
 class PipelineEngine(DeepSpeedEngine):
     """See the module's docstring. Made by ``initialize``."""
 
@@ -99,16 +88,15 @@ class PipelineEngine(DeepSpeedEngine):
             raise UsageError(f"eval_batch: num_micro_batches {count!r}; expected at least 1")
         self.eval()
         batches = self._read(data_iter, count, "eval_batch")
-        last = count - 1
 
         def call(model: nn.Module, batch: Any) -> Any:
-            inputs, labels, place = batch
+            inputs, labels = batch or (None, None)
             output = model(inputs)
-            found = _loss(model, output, labels) if compute_loss else output
-            return found, (output if return_logits and place == last else None)
+            assert isinstance(model, PipelineModule), "a stage is one, too"
+            found = model.loss_of(output, labels) if compute_loss else output
+            return found, (output if return_logits else None)
 
-        numbered = [(*batch, place) for place, batch in enumerate(batches)]
-        pairs = self.ours.predict(numbered, call, everywhere=False)
+        pairs = self.ours.predict(batches, call, everywhere=False)
         found = [each for each, _ in pairs] or None
         logits = pairs[-1][1] if pairs else None
         if compute_loss:
@@ -175,7 +163,7 @@ class PipelineEngine(DeepSpeedEngine):
             if self.is_first_stage() or self.is_last_stage():
                 found = [self._next(iterator, f"{call}: microbatch {i} of {count}") for i in range(count)]
             else:
-                found = [(None, None)] * count
+                found = [None] * count
         except Exception as caught:
             error = caught
         if self.ours.agree(error is not None):

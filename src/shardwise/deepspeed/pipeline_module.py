@@ -137,10 +137,10 @@ class PipelineModule(Layers):
     # Without an engine -----------------------------------------------------------------------------------------
 
     def forward(self, inputs: Any, targets: Any = None) -> Any:
-        """The last layer's result."""
+        """The last layer's result; its loss, where ``targets`` are given and there is a ``loss_fn``."""
         if not self._is_cut:
             self.build_all()
-        return super().forward(inputs)
+        return super().forward(inputs, targets)
 
     @property
     def loss_fn(self) -> Callable[[Any, Any], Any] | None:

@@ -445,11 +445,17 @@ def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.
 def _cast_at_the_root(
     model: nn.Module, settings: RunConfig, device: torch.device, casts_output: bool
 ) -> list[Any]:
-    """The 16-bit contract: floating inputs in the compute dtype, and what a loss function gets in fp32."""
+    """The 16-bit contract: floating inputs in the compute dtype, but for the targets of a list of layers; and what a
+    loss function gets in fp32."""
     dtype = settings.precision.compute_dtype
+    of_targets = None if isinstance(model, Layers) else dtype
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
+        by_name = {
+            name: cast_inputs(value, device, of_targets if name == "targets" else dtype)
+            for name, value in kwargs.items()
+        }
+        return (*cast_inputs(args[:1], device, dtype), *cast_inputs(args[1:], device, of_targets)), by_name
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         return cast_inputs(output, device, torch.float32)
