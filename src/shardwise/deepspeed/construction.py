@@ -47,6 +47,11 @@ class OnDevice:
             self._before = None
 
 
+def zero_wrapper_for_fp_tensor_constructor(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """``function``: torch stays as it is while a model is made."""
+    return function
+
+
 class Init:
     """A context around the making of a model for stage 3: each rank keeps 1/N of every parameter as soon as it is made
     (engine/sharded_init.py), its floating tensors in ``dtype`` where one is given. ``initialize`` takes the pieces, at

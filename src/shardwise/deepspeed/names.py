@@ -226,7 +226,11 @@ NAMES: dict[str, Rows] = {
     "runtime.zero": _PARTITIONED,
     "runtime.zero.config": _all("choices", "ZeroStageEnum DeepSpeedZeroConfig"),
     "runtime.zero.offload_config": _all("choices", "OffloadDeviceEnum OffloadStateTypeEnum"),
-    "runtime.zero.partition_parameters": {**_PARTITIONED, "_orig_torch_arange": "torch:arange"},
+    "runtime.zero.partition_parameters": {
+        **_PARTITIONED,
+        **_all("construction", "zero_wrapper_for_fp_tensor_constructor"),
+        "_orig_torch_arange": "torch:arange",
+    },
     "runtime.constants": _all("choices", "ValidationMode"),
     "runtime.zero.stage3": {**_ESTIMATES_3, **_all("partitioned", "unwrap_model_for_generation")},
     "runtime.zero.stage_1_and_2": _ESTIMATES_2,
