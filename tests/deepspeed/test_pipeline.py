@@ -42,7 +42,7 @@ def net(stages: int, **more: Any) -> PipelineModule:
         loss_fn=nn.CrossEntropyLoss(),
         **more,
     ).double()
-    made.get_submodule("3").requires_grad_(False)
+    made.get_submodule("5").requires_grad_(False)
     return made
 
 
