@@ -75,7 +75,15 @@ def test_the_wheel_holds_the_package_and_its_examples_alone(built: dict[str, Pat
 
 def test_examples_are_run_by_name_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert set(examples.found()) == {"gpt_stdlib", "dlrm"}
+    assert set(examples.found()) == {
+        "gpt_stdlib",
+        "dlrm",
+        "cifar",
+        "resnet50",
+        "alexnet_pipeline",
+        "bert",
+        "gpt2",
+    }
     for name in examples.found():
         assert load(examples.named(name)).model is not None
     examples.command(copy=tmp_path / "mine")

@@ -22,7 +22,7 @@ from shardwise.cli.click_trainer import with_steps
 from shardwise.cli.image_trainer import side_of
 from shardwise.cli.request import Request
 from shardwise.cli.run_folder import RunFolder, without_start
-from shardwise.cli.text_trainer import context_of
+from shardwise.cli.text_trainer import context_of, with_mask
 from shardwise.cli.trainer import Reading
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
@@ -30,7 +30,7 @@ from shardwise.data import DataPolicy, build
 from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.data.images import ImagePolicy, build_images
 from shardwise.engine.foresee import Outlook, foresee
-from shardwise.models import GptPolicy, TargetPolicy, build_ctr, build_image_model
+from shardwise.models import BertPolicy, GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.images.policy import ImageModelPolicy
@@ -149,6 +149,10 @@ def _opened(
         if isinstance(model, GptPolicy):
             whole = model.resolved(corpus.vocab_size)
             return config.model_copy(update={"model": whole}), _on_meta(lambda: build_model(whole)), *sizes
+        if isinstance(model, BertPolicy):
+            config, _ = with_mask(config, model, corpus)
+            masked = model.resolved(corpus.vocab_size or 0)
+            return config, _on_meta(lambda: build_model(masked)), *sizes
     assert isinstance(model, TargetPolicy), (
         "rules of the configuration: text for a gpt, clicks for a ctr model, pictures for one of images"
     )

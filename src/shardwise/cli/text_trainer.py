@@ -18,9 +18,10 @@ from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
 from shardwise.data import Corpus, DataPolicy, build
+from shardwise.data.masked import MaskedWindows
 from shardwise.data.windows import Windows
 from shardwise.engine.step import StepResult
-from shardwise.models import Gpt, GptPolicy, TargetPolicy, flops_per_token
+from shardwise.models import BertPolicy, Gpt, GptPolicy, TargetPolicy, flops_per_token
 from shardwise.models import build as build_model
 from shardwise.models.generate import generate
 from shardwise.observe.flops import Counter, flops_text, measured_peak, mfu, peak_of, pf_days
@@ -62,12 +63,17 @@ class TextTrainer(Trainer):
         self.tokenizer, self._train = corpus.tokenizer, corpus.train
         if isinstance(config.model, GptPolicy):
             config = config.model_copy(update={"model": config.model.resolved(corpus.vocab_size)})
-        return Opened(config, corpus.train, corpus.validation, corpus.fingerprint())
+        train, held_out, model = corpus.train, corpus.validation, config.model
+        if isinstance(model, BertPolicy):
+            config, mask = with_mask(config, model, corpus)
+            train = MaskedWindows(train, mask, model.masked)
+            held_out = None if held_out is None else MaskedWindows(held_out, mask, model.masked)
+        return Opened(config, train, held_out, corpus.fingerprint())
 
     def make_model(self) -> nn.Module:
         """Ours without weights, the user's as it comes."""
         model = self.config.model
-        if isinstance(model, GptPolicy):
+        if isinstance(model, GptPolicy | BertPolicy):
             with torch.device("meta"):
                 return build_model(model)
         assert isinstance(model, TargetPolicy), "a click-through model reads clicks"
@@ -160,6 +166,9 @@ class TextTrainer(Trainer):
         said = []
         if self.val_loss is not None:
             is_bytes = self.tokenizer is not None and self.tokenizer.name == "bytes"
+            is_bytes = is_bytes and not isinstance(
+                self.config.model, BertPolicy
+            )  # its loss is of masked ones
             bits = f", {self.val_loss / math.log(2):.4f} bits per byte" if is_bytes else ""
             said.append(f"validation loss {self.val_loss:.4f}{bits}")
         sample = self.sample()
@@ -214,9 +223,15 @@ class TextTrainer(Trainer):
         return available is None or 2 * sharers * elements * dtype.itemsize <= available
 
 
+def with_mask(config: RunConfig, model: BertPolicy, corpus: Corpus) -> tuple[RunConfig, int]:
+    """With the vocabulary of a model of masked text, and the token that masks: the first behind the tokenizer's."""
+    assert corpus.vocab_size is not None, "a rule of the configuration: a bert reads text of ours"
+    return config.model_copy(update={"model": model.resolved(corpus.vocab_size)}), corpus.vocab_size
+
+
 def context_of(config: RunConfig, data: DataPolicy) -> int:
     """Tokens per sample; only text asks for it."""
-    if isinstance(config.model, GptPolicy):
+    if isinstance(config.model, GptPolicy | BertPolicy):
         return config.model.context
     given = config.model.keywords().get("context") if isinstance(config.model, TargetPolicy) else None
     if isinstance(given, int):

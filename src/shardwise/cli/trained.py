@@ -10,9 +10,8 @@ from shardwise.cli.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, Tokenizer, load_tokenizer
 from shardwise.engine.saved_state import SavedState
-from shardwise.models import Gpt, GptPolicy
+from shardwise.models import Gpt, GptPolicy, TargetPolicy
 from shardwise.models.huggingface import joined_shape, parts_of
-from shardwise.models.policy import reads_clicks
 from shardwise.plan.errors import CheckpointError, MismatchError, UsageError
 
 
@@ -80,7 +79,7 @@ def tokenizer_of(config: RunConfig) -> str:
 
 
 def _described(model: Any) -> str:
-    return f"a {model.name}" if reads_clicks(model) else "a model of your own (model.target)"
+    return "a model of your own (model.target)" if isinstance(model, TargetPolicy) else f"a {model.name}"
 
 
 def open_trained(path: Path, device: torch.device) -> TrainedModel:

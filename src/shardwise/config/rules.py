@@ -12,6 +12,7 @@ from shardwise.config.run import RunConfig
 from shardwise.data.clicks.policy import ClickPolicy
 from shardwise.data.images.policy import ImagePolicy
 from shardwise.data.policy import DataPolicy
+from shardwise.models.bert import BertPolicy
 from shardwise.models.gpt import GptPolicy
 from shardwise.models.policy import reads_clicks, reads_images
 from shardwise.optim.schedule_policy import SchedulePolicy
@@ -85,11 +86,16 @@ RULES = (
     ),
     Rule(
         "text",
-        lambda c: isinstance(c.data, DataPolicy) or not isinstance(c.model, GptPolicy),
+        lambda c: isinstance(c.data, DataPolicy) or not isinstance(c.model, GptPolicy | BertPolicy),
         lambda c: (
-            f"data: the model is a gpt, which reads text; remove kind: {c.data.kind}, or choose a model that reads "
-            f"{c.data.kind}"
+            f"data: the model is a {getattr(c.model, 'name', '')}, which reads text; remove kind: {c.data.kind}, or "
+            f"choose a model that reads {c.data.kind}"
         ),
+    ),
+    Rule(
+        "masked text",
+        lambda c: not isinstance(c.model, BertPolicy) or getattr(c.data, "target", None) is None,
+        lambda c: "data: a bert reads text that it masks itself; remove data.target and give data.source",
     ),
     Rule(
         "images",

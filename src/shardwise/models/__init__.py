@@ -10,6 +10,7 @@ generate(...)          text from a trained model
 
 from torch import nn
 
+from shardwise.models.bert import Bert, BertPolicy
 from shardwise.models.ctr.build import build_ctr
 from shardwise.models.ctr.model import ClickModel
 from shardwise.models.ctr.policy import CtrPolicy
@@ -22,6 +23,8 @@ from shardwise.plan.errors import ConfigError
 from shardwise.plan.target import call_target
 
 __all__ = [
+    "Bert",
+    "BertPolicy",
     "ClickModel",
     "CtrPolicy",
     "Gpt",
@@ -39,10 +42,14 @@ __all__ = [
 ]
 
 
-def build(policy: GptPolicy | TargetPolicy, vocab: int | None = None, seed: int = 0) -> nn.Module:
+def build(
+    policy: GptPolicy | BertPolicy | TargetPolicy, vocab: int | None = None, seed: int = 0
+) -> nn.Module:
     """The model that ``policy`` describes; ``vocab`` is the tokenizer's size, where there is one."""
     if isinstance(policy, GptPolicy):
         return Gpt(policy.resolved(vocab), seed=seed)
+    if isinstance(policy, BertPolicy):
+        return Bert(policy if vocab is None else policy.resolved(vocab), seed=seed)
     model = call_target("model.target", policy.target, policy.keywords())
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Which model: the key ``model:`` of a configuration.
 
 model: {name: gpt, layers: 6, width: 384, heads: 6, context: 256}
+model: {name: bert, layers: 12, width: 768, heads: 12, context: 512}
 model: {name: dlrm, width: 16, bottom: [64], top: [128, 64]}       # or logistic_regression, wide_deep, deepfm, dcn
 model: {name: resnet, depth: 50}                                   # or alexnet; pictures
 model: {target: "my_package.models:build", depth: 12}              # calls build(depth=12)
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Tag, model_validator
 
+from shardwise.models.bert import BertPolicy
 from shardwise.models.ctr.policy import (
     CTR_POLICIES,
     DcnPolicy,
@@ -76,7 +78,7 @@ def _kind(given: Any) -> str:
 
 
 def _is_known(given: Any) -> Any:
-    ours = ("gpt", *CTR_POLICIES, *IMAGE_POLICIES)
+    ours = ("gpt", "bert", *CTR_POLICIES, *IMAGE_POLICIES)
     if (kind := _kind(given)) not in ("target", *ours):
         raise ValueError(f"there is no model {kind!r}{nearest(kind, ours)}")
     return given
@@ -89,6 +91,7 @@ ModelPolicy = Annotated[
     | Annotated[DeepFmPolicy, Tag("deepfm")]
     | Annotated[DcnPolicy, Tag("dcn")]
     | Annotated[DlrmPolicy, Tag("dlrm")]
+    | Annotated[BertPolicy, Tag("bert")]
     | Annotated[AlexNetPolicy, Tag("alexnet")]
     | Annotated[ResNetPolicy, Tag("resnet")]
     | Annotated[TargetPolicy, Tag("target")],
