@@ -45,7 +45,6 @@ def test_every_place_sees_every_other_and_gradients_flow() -> None:
     assert torch.allclose(given, wanted, rtol=1e-9, atol=1e-14)
 
 
-
 def windows(folder: Path) -> Windows:
     with TokenWriter(folder / "x.tokens", "bytes", 200) as writer:
         writer.append(np.arange(6001) % 200)
@@ -73,10 +72,6 @@ def test_text_is_masked_by_position(tmp_path: Path) -> None:
 def trained(world: World | None, folder: Path) -> list[tuple[float, float | None]]:
     model = Bert(TINY.model_copy(update={"context": 60, "vocab": 201}), 3).double()
     config = {
-        "batch": {"global_size": 8, "micro_size": 2},
-        "zero": {"stage": 3},
-        "optimizer": {"type": "sgd", "lr": 0.1},
-    }
         "batch": {"global_size": 8, "micro_size": 2},
         "zero": {"stage": 3},
         "optimizer": {"type": "sgd", "lr": 0.1},
