@@ -136,6 +136,7 @@ NAMES: dict[str, Rows] = {
         "initialize": "deepspeed.build:initialize",
         "add_config_arguments": "deepspeed.arguments:add_config_arguments",
         "init_distributed": "deepspeed.collectives:init_distributed",
+        **_all("inference", "init_inference InferenceEngine"),
         "get_accelerator": "deepspeed.device:get_accelerator",
         **_ENGINE,
         **_CONFIG,
