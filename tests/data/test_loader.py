@@ -220,13 +220,14 @@ def test_a_users_dataset_is_read_in_the_callers_thread_and_leaves_its_draws_alon
 
 
 def test_text_is_read_ahead_by_a_thread_but_not_counted(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     loader = Loader(_windows(tmp_path), global_batch=8, micro_batch=8)
     loader.step_batches()
-    names = [thread.name for thread in threading.enumerate()]
+    names = [thread.name for thread in set(threading.enumerate()) - before]
     assert any(name.startswith("shardwise-data") for name in names)
     assert loader.state()["cursor"] == {"position": 8}
     loader.close()
-    assert not any(thread.name.startswith("shardwise-data") for thread in threading.enumerate())
+    assert set(threading.enumerate()) <= before
 
 
 def test_damage_met_by_the_thread_reaches_the_caller(tmp_path: Path) -> None:
