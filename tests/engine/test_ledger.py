@@ -1,5 +1,6 @@
 """What a rank holds: as the Plan says, as the ledger says, and as the buffers themselves say, to the byte."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -81,6 +82,15 @@ def test_the_plan_the_ledger_and_the_buffers_agree(ranks: Any, given: dict[str, 
         assert rest["rings"] > 0
         is_cut = given.get("zero", {}).get("stage") == 3 and "mesh" not in given
         assert (rest["gathered"] > 0) == is_cut
+
+
+def test_the_copy_that_a_save_is_written_from_has_a_row(tmp_path: Path) -> None:
+    engine = shardwise.initialize(nn.Linear(16, 16), {})
+    assert engine.held_bytes()["save"] == 0
+    engine.save(tmp_path, asynchronous=True)
+    engine.wait_for_save()
+    assert engine.held_bytes()["save"] >= engine.state_bytes()["weights"] > 0
+    engine.close()
 
 
 def test_a_row_is_what_its_holders_say() -> None:

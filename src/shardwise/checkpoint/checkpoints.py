@@ -45,6 +45,11 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def bytes(self) -> int:
+        """Of the allocation."""
+        return self._memory.nbytes
+
     def copy(self, items: Sequence[Item]) -> list[Item]:
         """``items`` with their tensors copied here; the copies are complete on return."""
         check_pieces(items)
@@ -216,6 +221,11 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of host memory that saves behind training are copied to."""
+        return self._buffer.bytes
 
     @property
     def saving(self) -> bool:

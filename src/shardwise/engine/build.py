@@ -555,6 +555,8 @@ def _parts(
     if noted.registry.needs("matrix"):
         peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic)
     orders = {stage.index: stage.hooks.order for stage in stages}
+    folders = Folders(world, settings.checkpoint, world.next_engine())
+    site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
     return Parts(
         model=stages[0].module if mesh.pp == 1 else model,
         site=site,
@@ -575,6 +577,6 @@ def _parts(
             profile=ModuleProfile(settings, world, share.plan.registry, _modules_of(stages)),
             own_use=_own_use(share.described.owners, stages, settings.compile.scope == "blocks"),
         ),
-        folders=Folders(world, settings.checkpoint, world.next_engine()),
+        folders=folders,
         stage_peers=peers,
     )

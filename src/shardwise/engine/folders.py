@@ -24,6 +24,11 @@ class Folders:
             self._open[key] = Checkpoints(key, peers, self._policy)
         return self._open[key]
 
+    @property
+    def copy_bytes(self) -> int:
+        """Of host memory that saves are copied to."""
+        return sum(checkpoints.copy_bytes for checkpoints in self._open.values())
+
     def exchange(self, what: str, text: str) -> list[str]:
         """Each rank's ``text``, in their order, over the store: no collective of the training is disturbed."""
         if self._world.size == 1:

@@ -10,6 +10,7 @@
     gathered        slots of unsharded weights                       as long as the engine; made in the first pass
     staging         slots that a pass's gradients come into          as long as the engine; made in the first pass
     rings           memory between ranks of one host                 as long as the ranks; shared by their engines
+    save            the copy that is written behind training         from the first save on
 
 The Plan predicts model state (``PREDICTED``) to the byte, but for dynamic tables, which it has as if full. Memory that
 two rows could claim (a master that is the weight itself, or a range of it) stands under the first.
@@ -21,7 +22,16 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 Row = Literal[
-    "weights", "gradients", "master", "moments", "tables", "dynamic tables", "gathered", "staging", "rings"
+    "weights",
+    "gradients",
+    "master",
+    "moments",
+    "tables",
+    "dynamic tables",
+    "gathered",
+    "staging",
+    "rings",
+    "save",
 ]
 ROWS: tuple[Row, ...] = get_args(Row)
 PREDICTED: tuple[Row, ...] = ("weights", "gradients", "master", "moments", "tables", "dynamic tables")
