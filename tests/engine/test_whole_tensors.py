@@ -76,7 +76,7 @@ def run(world: Any, layout: Layout, kind: str, replicate: int = 1) -> float:
         config["mesh"]["dp"] = {"replicate": replicate, "shard": layout.dp // replicate}
     engine = shardwise.initialize(model_of(layout), config, world=world)
     conformance, largest = Conformance(engine), 0.0
-    norms = engine._end._norms
+    norms = engine._training._end._norms
     state, trust = engine.state_dict(), norms.trust
     for step, wanted in enumerate(truth(kind, layout.family, layout.kv_heads)):
         before, seen = state, {}

@@ -81,6 +81,12 @@ class Progress:
     best: tuple[int, float] | None = None
     """(step, score) of the best step that was saved with a score."""
 
+    def count(self, applied: bool) -> None:
+        """One more step, whose update was made or skipped."""
+        self.step_count += 1
+        self.applied_steps += applied
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+
 
 @dataclass
 class Parts:

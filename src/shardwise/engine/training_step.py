@@ -1,0 +1,395 @@
+"""The training step as a caller drives it: backward passes, where a step ends, and what follows its update.
+
+    backward ... step()      a microbatch; the last one of a step runs the end of the Plan's list (engine/step.py)
+    train_step(batches)      all of them; with a pipeline the only way
+    accumulation             how many there are, or a boundary that the caller sets
+
+After an exception inside, the engine stands between two steps again (``StepDiscard``).
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine import metrics, views
+from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.alike import check_alike, loss_tolerance
+from shardwise.engine.forward import Forward
+from shardwise.engine.inputs import find_loss
+from shardwise.engine.loaders import Loaders
+from shardwise.engine.nonfinite import origin
+from shardwise.engine.parts import Parts
+from shardwise.engine.pipeline import Pipeline
+from shardwise.engine.plain_backward import PlainBackward
+from shardwise.engine.record import StepInputs
+from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
+from shardwise.engine.weighing import Weighing
+from shardwise.optim.clip import clip_factor
+from shardwise.optim.groups import mark_of
+from shardwise.plan.action import Action
+from shardwise.plan.errors import CommError, NonFiniteError, UsageError
+
+_log = logging.getLogger(__name__)
+
+
+def _is_update(action: Action) -> bool:
+    return action.kind.updates
+
+
+@dataclass
+class Stop:
+    """A request to stop: this rank's, and what all ranks knew after the last step."""
+
+    wanted: bool = False
+    seen: bool = False
+
+
+class StepDiscard:
+    """Drops the running step of one engine."""
+
+    def __init__(self, parts: Parts, end: StepEnd, record: StepInputs) -> None:
+        self._parts = parts
+        self._end = end
+        self._record = record
+
+    def __call__(self) -> None:
+        """See ``Engine.discard``."""
+        self._parts.passes.own_use.end()
+        for hooks in self._parts.hooks:
+            hooks.abandon()
+        self._parts.program.begin(self._parts.program.microbatches)
+        self._end.forget()
+        self._parts.tables.drop()
+        self._parts.accumulation.clear()
+        self._record.discard()
+
+    @contextmanager
+    def on_error(self) -> Iterator[None]:
+        """After an exception inside, the engine stands between two steps again."""
+        try:
+            yield
+        except CommError:
+            raise  # a collective in flight would wait for the lost rank once more
+        except Exception:
+            self()
+            raise
+
+
+class TrainingStep:
+    """Of one engine, again and again. ``ended`` is called with the result of each."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        end: StepEnd,
+        pipeline: Pipeline | None,
+        forward: Forward,
+        record: StepInputs,
+        weighing: Weighing,
+        discard: StepDiscard,
+        ended: Callable[[StepResult], None],
+    ) -> None:
+        self._parts = parts
+        self._end = end
+        self._pipeline = pipeline
+        self._forward = forward
+        self._record = record
+        self._weighing = weighing
+        self._discard = discard
+        self._ended = ended
+        self._loss_tolerance = loss_tolerance(parts, parts.config)
+        self._plain: PlainBackward | None = None
+        self.stop = Stop()
+        """Asked for and agreed on with the numbers of a step."""
+
+    @property
+    def _accumulation(self) -> Accumulation:
+        return self._parts.accumulation
+
+    @property
+    def _number(self) -> int:
+        """Of the running step."""
+        return self._parts.progress.step_count + 1
+
+    # Backward passes -------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
+        """See ``Engine.backward``."""
+        step, parts = self._accumulation, self._parts
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"backward: expected a loss of one number, given {shape}; take its mean or sum")
+        if not loss.requires_grad:
+            raise UsageError(
+                "backward: the loss has no graph: it was computed under torch.no_grad(), detached, or from nothing "
+                "that trains; return the tensor that the model computed (a rank without data runs any batch with "
+                "weight 0)"
+            )
+        weight, scale = self._enter_backward(
+            weight, lambda: self._weighing.of_loss(loss, self._record.batch(step.passes))
+        )
+        # After an error half of the gradients may have landed; the next step may not start from them.
+        with self._discard.on_error(), parts.passes.profile.backward():
+            parts.hooks[0].run_backward(
+                lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+            )
+        self._leave_backward(loss, weight)
+
+    def adopt_backward(self) -> None:
+        """See ``Engine.adopt_backward``."""
+        if self._pipeline is not None:
+            raise UsageError(
+                "adopt_backward: with mesh.pp above 1 train_step(batches) runs the backward passes"
+            )
+        if self._plain is None:
+            parts = self._parts
+            self._plain = PlainBackward(
+                parts.model,
+                parts.hooks[0],
+                lambda: self._enter_backward(1.0, lambda: 1.0)[1],
+                self._end_plain_backward,
+            )
+
+    def _end_plain_backward(self) -> None:
+        self._parts.hooks[0].end_backward()
+        self._leave_backward(None, 1.0)
+
+    def _enter_backward(self, weight: float | None, found: Callable[[], float]) -> tuple[float, float]:
+        """A backward pass begins: (what it counts, what its loss is multiplied by)."""
+        step, parts = self._accumulation, self._parts
+        if step.is_summed:
+            raise UsageError(
+                "backward: engine.gradients() has summed up the gradients of this step; call engine.step() first"
+            )
+        if step.passes == 0:
+            parts.clock.step = self._number
+        weight = step.weight_of(None if weight is None else float(weight), found)
+        parts.passes.own_use.end()
+        scale = step.scale_of(weight)
+        hooks = parts.hooks[0]
+        hooks.recover()
+        is_last = step.is_last_backward
+        parts.program.follow(
+            step.passes + step.left if step.is_last else max(parts.program.microbatches, step.passes + 2)
+        )
+        hooks.begin_backward(last=is_last)
+        return weight, scale
+
+    def _leave_backward(self, loss: Tensor | None, weight: float) -> None:
+        """It has run."""
+        self._parts.hooks[0].marks.set()
+        self._record.counts(weight)
+        if loss is None:
+            self._record.check = None  # there is no loss to compare
+        elif self._record.check is not None:
+            self._record.check.counts(loss, weight)
+        self._accumulation.count(loss, weight)
+
+    # The update ------------------------------------------------------------------------------------------------
+
+    def step(self, weight: float | None = None) -> StepResult | None:
+        """See ``Engine.step``."""
+        parts, end, step = self._parts, self._end, self._accumulation
+        if step.backwards == 0:
+            raise UsageError(
+                "step: there was no backward since the last step; call engine.backward(loss) first"
+            )
+        if step.holds_back:
+            raise UsageError(
+                "step: inside engine.no_sync(), where no backward is the last one; call it outside"
+            )
+        if not step.is_last:
+            self._record.end_microbatch(step.microbatches)
+            step.end_microbatch()
+            return None
+        with self._discard.on_error():
+            rates = parts.optimizer_groups.rates(parts.progress.applied_steps)
+            totals, divisor, norm = self._summed(step.weight if weight is None else weight, rates)
+        self._record.compared()
+        finite = math.isfinite(norm)
+        applies = finite and not math.isnan(totals.loss)
+        if not applies:
+            self._allow_skip(finite)
+        if applies and totals.weight:
+            factor = parts.optimizer_groups.tables_factor(parts.progress.applied_steps)
+            clip = clip_factor(norm, parts.config.max_grad_norm)
+            end.update = Update(divisor / clip, rates, factor)
+            parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
+            for hooks in parts.hooks:
+                hooks.windows.finish_updates()
+        else:
+            parts.walker.skip_rest()
+            parts.tables.drop()
+        parts.progress.count(applies)
+        if applies:
+            parts.optimizer_groups.note_step()
+        if parts.loss_scale is not None:
+            parts.loss_scale.update(finite)
+        if totals.orders_agree:
+            parts.program.adopt_order()
+        self.stop.seen = totals.flags > 0
+        return self._close_step(totals, norm, float(rates[0]["lr"]), skipped=not applies)
+
+    def _summed(self, weight: float, rates: Sequence[Mapping[str, Any]]) -> tuple[Totals, float, float]:
+        """The list up to its first update: (what all ranks brought, what sums are divided by, the norm)."""
+        parts, end = self._parts, self._end
+        views.end_passes(parts)
+        for hooks in parts.hooks:
+            hooks.marks.clear(at_step=True)
+        stops = float(self.stop.wanted)
+        end.local = Local(
+            weight, float(parts.accumulation.loss), stops, mark_of(rates), self._record.fingerprint
+        )
+        parts.walker.run(until=_is_update)  # DELIVER, SUM and NORM
+        totals = end.totals
+        assert totals is not None, "NORM has run"
+        divisor = parts.accumulation.divisor_of(totals.weight)
+        norm = gradient_norm(totals, divisor)
+        finite = math.isfinite(norm)
+        check_alike(totals, parts.config.batch.duplicates, finite, self._loss_tolerance)
+        if self._record.check is not None and finite and totals.weight and not math.isnan(totals.loss):
+            self._record.check.compare(self._number, totals, divisor)
+            self._record.check = None
+        return totals, divisor, norm
+
+    def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
+        """See ``Engine.train_step``."""
+        batches, wanted = list(batches), self._accumulation.microbatches
+        if len(batches) != wanted:
+            raise UsageError(
+                f"train_step: given {len(batches)} microbatches; the configuration makes {wanted} of them one "
+                "optimizer step (batch.global_size / (micro_size × data-parallel ranks)), unless "
+                "engine.set_accumulation(n) says otherwise"
+            )
+        self._check_whole_step("train_step")
+        if weights is not None and len(weights) != len(batches):
+            raise UsageError(f"train_step: given {len(batches)} microbatches but {len(weights)} weights")
+        if self._pipeline is not None:
+            with self._discard.on_error():
+                is_whole = self._pipeline.accumulate(batches, weights, self._weighing, self._record.check)
+            # Ranks that bring parts of batches cannot be compared by them.
+            for i, batch in enumerate(batches if is_whole else ()):
+                self._record.counts(None if weights is None else weights[i], [batch])
+            self._record.passes = {i: ((batch,), {}) for i, batch in enumerate(batches)}
+            result = self.step()
+            assert result is not None, "the last microbatch ends the step"
+            return result
+        self._check_between_steps("train_step")
+        result = None
+        with self._discard.on_error():
+            for i, batch in enumerate(batches):
+                loss = find_loss(self._forward.loss((batch,), {}))
+                self.backward(loss, None if weights is None else weights[i])
+                result = self.step()
+        assert result is not None, "the last microbatch ends the step"
+        return result
+
+    def _close_step(self, totals: Totals, norm: float, lr: float, skipped: bool) -> StepResult:
+        parts, walker = self._parts, self._parts.walker
+        for bucket, _ in parts.trained:
+            bucket.gradient.drop_gradients()
+        progress = parts.progress
+        loss = totals.loss / totals.weight if totals.weight else 0.0
+        self._record.end_step()
+        news = walker.trace.news(walker.last)
+        skips = progress.step_count - progress.applied_steps
+        result = StepResult(progress.step_count, loss, norm, lr, totals.weight, skipped, news, skips)
+        walker.close()
+        for hooks in parts.hooks:
+            hooks.end_step()
+        parts.program.begin(self._accumulation.end_step())
+        self._end.forget()
+        parts.clock.step_ended()
+        parts.passes.own_use.step_ended()
+        parts.passes.profile.step_ended(progress.step_count, walker.last)
+        self._ended(result)
+        return result
+
+    def _allow_skip(self, is_loss_alone: bool) -> None:
+        """A step that is not finite is skipped while the loss scale can fall or the configuration says so; else it is
+        the end. No scale helps a NaN loss of finite gradients (``is_loss_alone``), which would not move the weights in
+        whatever is NaN, step after step."""
+        scale, policy = self._parts.loss_scale, self._parts.config.precision
+        in_a_row = self._parts.progress.skipped_in_a_row
+        can_fall = scale is not None and not scale.is_spent and not is_loss_alone
+        if (can_fall or policy.nonfinite == "skip") and in_a_row < policy.max_skipped_steps:
+            if not can_fall and self._parts.world.rank == 0:
+                what = "the loss is nan" if is_loss_alone else "gradients are not finite"
+                text = "step %d is skipped: %s (%d in a row; precision.max_skipped_steps: %d)"
+                _log.warning(text, self._number, what, in_a_row + 1, policy.max_skipped_steps)
+            return
+        where = origin(self._parts, self._forward.again)
+        self._discard()
+        what = "gradients are not finite"
+        if scale is not None:
+            how = "at its minimum," if scale.is_spent and scale.policy.dynamic else "at"
+            what = f"gradients are not finite, and the loss scale is {how} {scale.scale}"
+        if is_loss_alone:
+            what = "the loss is nan while every gradient is finite, so what is nan in it trains no weight"
+        if in_a_row:
+            what += f", after {in_a_row} steps in a row that were skipped"
+        raise NonFiniteError(
+            f"step {self._number}: {what}; {where}. The weights are those of step {self._number - 1}. "
+            "Look at the data of this step, lower the learning rate, clip gradients, or widen precision.compute"
+        )
+
+    # Where a step ends -----------------------------------------------------------------------------------------
+
+    def set_accumulation(self, microbatches: int, loaders: Loaders) -> None:
+        """See ``Engine.set_accumulation``."""
+        self._check_between_steps("set_accumulation")
+        if not metrics.are_alike(self._parts, int(microbatches)):
+            raise UsageError(
+                f"set_accumulation: {microbatches} microbatches here, another number on other ranks; all ranks must "
+                "say the same"
+            )
+        if microbatches < 1:
+            raise UsageError(f"set_accumulation: expected at least 1 microbatch, given {microbatches}")
+        loaders.set_accumulation(int(microbatches))
+        self._parts.program.begin(int(microbatches))
+        self._accumulation.microbatches = int(microbatches)
+        self._accumulation.per_microbatch = 1
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """See ``Engine.set_boundary``."""
+        if self._pipeline is not None and is_boundary is not None:
+            raise UsageError(
+                "set_boundary: with mesh.pp above 1 train_step(batches) runs all microbatches of a step; say how many "
+                "with engine.set_accumulation(n)"
+            )
+        self._accumulation.boundary = None if is_boundary is None else bool(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See ``Engine.no_sync``."""
+        before, self._accumulation.holds_back = self._accumulation.holds_back, True
+        try:
+            yield
+        finally:
+            self._accumulation.holds_back = before
+
+    def _check_between_steps(self, call: str) -> None:
+        if self._accumulation.passes:
+            raise UsageError(
+                f"{call}: {self._accumulation.passes} backward passes of a step have run already (or were interrupted, "
+                "by Ctrl-C?); call engine.step() to its end, or engine.discard() on all ranks"
+            )
+
+    def _check_whole_step(self, call: str) -> None:
+        step = self._accumulation
+        if step.boundary is not None or step.holds_back:
+            raise UsageError(
+                f"{call}: it runs all microbatches of a step, but the caller says where one ends; call "
+                "engine.set_boundary(None), and leave engine.no_sync()"
+            )
+
+    def close(self) -> None:
+        """No step comes any more."""
+        if self._plain is not None:
+            self._plain.remove()
