@@ -423,6 +423,8 @@ def test_auto_takes_what_is_known() -> None:
         "warmup_steps": 1000,
         "rise": "log",
     }  # to the optimizer's lr
+    risen = {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}
+    assert translate({**given, "scheduler": risen}).config["schedule"]["rise"] == "cosine"
     known = {"train_micro_batch_size_per_gpu": 2, "optimizer.params.lr": 0.5, "bf16.enabled": True}
     made = translate(given, auto=known)
     assert made.config["optimizer"]["lr"] == 0.5 and made.config["precision"]["compute"] == "bf16"

@@ -50,6 +50,9 @@ def test_warmup_begins_twice_at_the_bottom() -> None:
     assert rates({**given, "rise": "linear"}, 6, 1) == near(
         [0.1 + 0.2 * part for part in (0, 0, 0.25, 0.5, 0.75, 1)]
     )
+    assert rates({**given, "rise": "cosine"}, 6, 1) == near(
+        [0.1 + 0.2 * part for part in (0, 0, (1 - cos(pi / 4)) / 2, 0.5, (1 + cos(pi / 4)) / 2, 1)]
+    )
 
 
 def test_warmup_rises_to_the_groups_own_rates() -> None:

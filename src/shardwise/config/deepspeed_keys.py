@@ -491,7 +491,12 @@ _SCHEDULER = block(
         of(
             _WARMUP,
             does("warmup_num_steps", "int > 0", 1000, "schedule.warmup_steps"),
-            does("warmup_type", "one of log|linear", "log", "schedule.rise"),
+            does(
+                "warmup_type",
+                "one of log|linear|cosine",
+                "log",
+                "schedule.rise; DeepSpeed itself takes log for cosine, with a warning",
+            ),
         ),
         of("WarmupLR WarmupDecayLR", does("warmup_min_lr", "rates", 0.0, "schedule.min_lr")),
         of("WarmupLR", does("warmup_max_lr", "rates?", None, "schedule.max_lr; left out, the optimizer's")),

@@ -14,7 +14,7 @@ With t the number of steps already applied (0 in the first step), w warm-up step
 
     warmup, warmup_linear   i = t - 1, w at least 2; lr = min + (max - min) g
         i < 0               g = 0
-        i < w               ln(i + 1) / ln w, or i / w
+        i < w               ln(i + 1) / ln w, or i / w, or (1 - cos πi/w) / 2
         else                1, or (T - i) / (T - w), at least 0
     warmup_cosine           lr times 0; s + (1 - s) g; then m + (1 - m) (1 + cos πp) / 2 with p = (i - w + 1) / (T - w)
 
@@ -135,7 +135,10 @@ def _part(policy: SchedulePolicy, applied: int) -> float:
 
 def _risen(rise: str, since: int, steps: int) -> float:
     """How much of the warm-up is done ``since`` the second step."""
-    return math.log(since + 1) / math.log(steps) if rise == "log" else since / steps
+    if rise == "log":
+        return math.log(since + 1) / math.log(steps)
+    part = since / steps
+    return (1 - math.cos(math.pi * part)) / 2 if rise == "cosine" else part
 
 
 def _warmup(policy: WarmupPolicy, group: Group, place: int, applied: int) -> dict[str, Any]:

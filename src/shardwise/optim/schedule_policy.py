@@ -74,8 +74,8 @@ class WarmupPolicy(Policy):
     """Learning rate at the top, of all groups or a list of one a group; left out, the optimizer's."""
     warmup_steps: PositiveInt = 1000
     """Steps of the rise; 1 counts as 2."""
-    rise: Literal["log", "linear"] = "log"
-    """Shape of the rise: the logarithm of the step, or the step."""
+    rise: Literal["log", "linear", "cosine"] = "log"
+    """Shape of the rise: the logarithm of the step, the step, or half a cosine of it, which begins and ends flat."""
     total_steps: PositiveInt | None = None
     """Steps at whose end ``warmup_linear`` reaches 0; left out, ``train.steps``."""
 
@@ -96,8 +96,8 @@ class WarmupCosinePolicy(Policy):
     """Shape."""
     warmup_steps: PositiveInt = 1000
     """Steps of the rise; 1 counts as 2."""
-    rise: Literal["log", "linear"] = "log"
-    """Shape of the rise: the logarithm of the step, or the step."""
+    rise: Literal["log", "linear", "cosine"] = "log"
+    """Shape of the rise: the logarithm of the step, the step, or half a cosine of it, which begins and ends flat."""
     start_ratio: NonNegativeFloat = 0.0
     """Start of the rise, as a part of the optimizer's learning rate."""
     min_ratio: NonNegativeFloat = 1e-4
