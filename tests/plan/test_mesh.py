@@ -1,5 +1,7 @@
 """The closed form against arange(world).view(...)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +31,35 @@ def test_groups_and_indices_are_those_of_a_view(mesh: Mesh) -> None:
         assert [mesh.index("dp", rank) for rank in row] == list(range(len(row)))
 
 
+EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+
+
+@st.composite
+def expert_meshes(draw: st.DrawFn) -> Mesh:
+    """Meshes whose ranks along ep and etp are any part of those of one copy of a stage."""
+    mesh = draw(meshes)
+    ranks = mesh.dp_shard * mesh.cp * mesh.tp
+    ep = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+    etp = draw(st.sampled_from([n for n in range(1, ranks // ep + 1) if ranks // ep % n == 0]))
+    return replace(mesh, ep=ep, etp=etp)
+
+
+@settings(max_examples=30)
+@given(expert_meshes())
+def test_experts_see_the_same_ranks_in_a_view_of_their_own(mesh: Mesh) -> None:
+    assert mesh.size("edp") * mesh.ep * mesh.etp == mesh.dp_shard * mesh.cp * mesh.tp
+    ranks = torch.arange(mesh.world_size).view([mesh.size(axis) for axis in EXPERT_AXES])
+    for place, axis in enumerate(EXPERT_AXES):
+        rows = ranks.movedim(place, -1).reshape(-1, mesh.size(axis)).tolist()
+        assert sorted(map(list, mesh.groups(axis))) == sorted(rows)
+        for row in rows:
+            for index, rank in enumerate(row):
+                assert mesh.index(axis, rank) == index
+                assert list(mesh.ranks(axis, rank)) == row
+    together = ranks.movedim((1, 2), (-2, -1)).reshape(-1, mesh.size("expert_dp")).tolist()
+    assert sorted(map(list, mesh.groups("expert_dp"))) == sorted(together)
+
+
 @given(meshes, st.sampled_from((*AXES, "dp")))
 def test_groups_cover_each_rank_once(mesh: Mesh, axis: str) -> None:
     assert sorted(rank for group in mesh.groups(axis) for rank in group) == list(range(mesh.world_size))
@@ -55,6 +86,17 @@ def test_a_mesh_that_does_not_multiply() -> None:
         MeshPolicy(dp=DataParallelPolicy(replicate=2, shard=3)).mesh(4)
 
 
+def test_experts_that_do_not_divide_over_the_ranks() -> None:
+    with pytest.raises(
+        MeshError,
+        match=r"ep=4 × etp=2 = 8 does not divide the 4 ranks .*dp_shard=2 × cp=1 × tp=2\)",
+    ):
+        Mesh(pp=2, dp_shard=2, tp=2, ep=4, etp=2)
+    with pytest.raises(MeshError, match=r"dp=3 covers 3 ranks"):  # the number of ranks comes first
+        MeshPolicy(dp=3, ep=2).mesh(4)
+    assert MeshPolicy(tp=2, ep=4).mesh(8) == Mesh(dp_shard=4, tp=2, ep=4)
+
+
 def test_dp_takes_the_ranks_that_remain() -> None:
     assert MeshPolicy(tp=2).mesh(8) == Mesh(dp_shard=4, tp=2)
     assert MeshPolicy().mesh(1) == Mesh()
@@ -71,3 +113,6 @@ def test_names_for_people() -> None:
     assert str(Mesh()) == "1 rank"
     assert str(Mesh(dp_shard=4)) == "dp=4"
     assert str(Mesh(dp_replicate=2, dp_shard=4, tp=2)) == "dp_replicate=2 × dp_shard=4 × tp=2"
+    assert str(Mesh(dp_shard=4, tp=2, ep=4)) == "dp=4 × tp=2 (experts edp=2 × ep=4)"
+    mesh = Mesh(dp_replicate=2, dp_shard=2)
+    assert [mesh.name_of(("dp_replicate", "edp")), mesh.name_of(("edp",))] == ["expert_dp", "edp"]

@@ -4,17 +4,23 @@ The ranks lie in a row-major array, slowest axis first:
 
     arange(world_size).view(pp, dp_replicate, dp_shard, cp, tp)
 
-so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost.
-"dp" names the two data-parallel axes together: state is cut along ``dp_shard`` and copied along ``dp_replicate``.
-"model" names the axes that share one model (and one microbatch), "stage" those whose ranks hold the same stage, "world"
-names all.
+so the index of a rank on an axis is a division and a remainder, and 131,072 ranks cost what 8 cost. Experts see the
+same ranks in the same order another way, within a stage and a copy of the sharded state:
+
+    arange(world_size).view(pp, dp_replicate, edp, ep, etp)        edp · ep · etp = dp_shard · cp · tp
+
+so ranks along ``ep``, which hold unlike experts, are neighbours, whatever they share in the other view.
+
+"dp" names the two data-parallel axes together: state is cut along ``dp_shard`` and copied along ``dp_replicate``;
+"expert_dp" those of experts, whose ranks sum one expert's gradient. "model" names the axes that share one model (and
+one microbatch), "stage" those whose ranks hold the same stage, "world" names all.
 
 Cost: O(number of axes) per question; ``ranks`` is O(size of the axis).
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from pydantic import PositiveInt
@@ -23,8 +29,11 @@ from shardwise.plan.errors import MeshError
 from shardwise.plan.policy import Policy
 from shardwise.plan.words import counted
 
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 _TOGETHER = {
     "dp": ("dp_replicate", "dp_shard"),
+    "expert_dp": ("dp_replicate", "edp"),
     "model": ("pp", "cp", "tp"),
     "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
     "world": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
@@ -40,6 +49,10 @@ class Mesh:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Ranks that share the experts."""
+    etp: int = 1
+    """Ranks that share every matrix of an expert."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -48,11 +61,23 @@ class Mesh:
                 raise MeshError(
                     f"mesh: axis {field.name!r} has size {size!r}; expected a whole number of at least 1"
                 )
+        ranks = self.dp_shard * self.cp * self.tp
+        if ranks % (self.ep * self.etp):
+            raise MeshError(
+                f"mesh: ep={self.ep} × etp={self.etp} = {self.ep * self.etp} does not divide the "
+                f"{counted(ranks, 'rank')} that hold one copy of a stage (dp_shard={self.dp_shard} × cp={self.cp} × "
+                f"tp={self.tp}), to which experts are dealt; choose ep and etp so that it does"
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of the elementary axes, slowest first."""
-        return tuple(field.name for field in fields(self))
+        """Names of the elementary axes, slowest first; those of experts are others (module docstring)."""
+        return _AXES
+
+    @property
+    def edp(self) -> int:
+        """Ranks that share the state of one expert."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     @property
     def model_axes(self) -> tuple[str, ...]:
@@ -128,7 +153,8 @@ class Mesh:
 
     def name_of(self, axes: Sequence[str]) -> str:
         """The axis, or the name of several together, that ``axes`` make. Errors: MeshError where these have no name."""
-        names = {parts: name for name, parts in _TOGETHER.items()} | {(axis,): axis for axis in self.axes}
+        names = {parts: name for name, parts in _TOGETHER.items()}
+        names |= {(axis,): axis for axis in (*_AXES, *_EXPERT_AXES)}
         if tuple(axes) not in names:
             raise MeshError(
                 f"mesh: the axes {' and '.join(axes)} together have no name; known: {', '.join(_TOGETHER)}"
@@ -137,16 +163,22 @@ class Mesh:
 
     def _parts(self, axis: str) -> tuple[str, ...]:
         parts = _TOGETHER.get(axis, (axis,))
-        if parts[0] not in self.axes:
-            raise MeshError(f"mesh: there is no axis {axis!r}; known: {', '.join((*self.axes, *_TOGETHER))}")
+        if not {*parts} <= {*_AXES, *_EXPERT_AXES}:
+            known = dict.fromkeys((*_AXES, *_EXPERT_AXES, *_TOGETHER))
+            raise MeshError(f"mesh: there is no axis {axis!r}; known: {', '.join(known)}")
         return parts
 
     def _stride(self, axis: str) -> int:
-        return math.prod(getattr(self, faster) for faster in self.axes[self.axes.index(axis) + 1 :])
+        view = _AXES if axis in _AXES else _EXPERT_AXES
+        return math.prod(getattr(self, faster) for faster in view[view.index(axis) + 1 :])
 
     def __str__(self) -> str:
         axes = self.axes if self.dp_replicate > 1 else ("pp", "dp", "cp", "tp")
-        return " × ".join(f"{axis}={self.size(axis)}" for axis in axes if self.size(axis) > 1) or "1 rank"
+        dense = self._sizes(axes) or "1 rank"
+        return f"{dense} (experts {self._sizes(_EXPERT_AXES[2:])})" if self.ep * self.etp > 1 else dense
+
+    def _sizes(self, axes: Sequence[str]) -> str:
+        return " × ".join(f"{axis}={self.size(axis)}" for axis in axes if self.size(axis) > 1)
 
 
 class DataParallelPolicy(Policy):
@@ -176,6 +208,8 @@ class MeshPolicy(Policy):
     """Ranks that share every matrix (tensor parallelism)."""
     ep: PositiveInt = 1
     """Ranks that share the experts (expert parallelism); 1 in this version."""
+    etp: PositiveInt = 1
+    """Ranks that share every matrix of an expert; 1 in this version."""
 
     def mesh(self, world_size: int) -> Mesh:
         """The mesh over ``world_size`` ranks. Errors: MeshError where the axes do not cover them."""
@@ -186,4 +220,4 @@ class MeshPolicy(Policy):
         replicate, shard = dp.of(world_size // model) if isinstance(dp, DataParallelPolicy) else (1, dp)
         mesh = Mesh(pp=self.pp, dp_replicate=replicate, dp_shard=shard, cp=self.cp, tp=self.tp)
         mesh.check(world_size)
-        return mesh
+        return replace(mesh, ep=self.ep, etp=self.etp)
