@@ -11,7 +11,8 @@ import pytest
 
 from shardwise.config.auto import resolve
 from shardwise.config.deepspeed import translate
-from shardwise.config.deepspeed_keys import KEYS, REQUIRED, WITH_BLOCK, DeepSpeedKey
+from shardwise.config.deepspeed_keys import KEYS, WITH_BLOCK
+from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey
 from shardwise.config.deepspeed_values import row_of
 from shardwise.config.run import RunConfig, load
 from shardwise.plan.errors import ConfigError

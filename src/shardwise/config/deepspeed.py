@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from torch.optim import lr_scheduler
 
-from shardwise.config.deepspeed_keys import DeepSpeedKey
 from shardwise.config.deepspeed_kinds import fault_of, is_number, shown
+from shardwise.config.deepspeed_rows import DeepSpeedKey
 from shardwise.config.deepspeed_values import CHILDREN, ROWS, GivenKeys, KeyValues
 from shardwise.config.relaxed_json import read_json
 from shardwise.plan.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Kinds of values in a DeepSpeed configuration, as ``deepspeed_keys.py`` writes them: what fits, and in which words."""
+"""Kinds of values in a DeepSpeed configuration, as ``deepspeed_rows.py`` writes them: what fits, and in which words."""
 
 import json
 import math

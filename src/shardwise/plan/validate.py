@@ -1,206 +1,41 @@
 """Proof of a Plan: what must hold before its lists may run.
 
-    passes       every microbatch once per stage, on the stage's rank: F, and B or I and W
-    dataflow     F after its activation arrived, B after its F and after its gradient arrived, W after its I
-    messages     every result goes to the next stage; two ranks send and receive in one order
-    progress     no deadlock where a SEND blocks until it is received
+    schedule     passes and messages of all stages                                     (validate_schedule.py)
+    registry     buffers, buckets and Units hold what is registered, as it is          (validate_registry.py)
     Units        F and B of a Unit only while its weights are gathered, and inside a pass of its own stage; what was
                  gathered is released; one REDUCE per step, or per microbatch where the gradient is kept cut
     tables       one FETCH of each collection per microbatch, inside its forward pass; one DELIVER after all passes
     end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
                  tables among them, and the gather of weights that are whole but were updated in pieces; where updates
                  look at whole tensors, DIRECT of their Units before the first STEP, then TRUST and DEAL as these need
-    registry     buffers lie as their tensors are registered, every tensor in one bucket of each stage that holds it,
-                 every table in one Unit of its stage, and every gradient that ranks add to is summed
 
 Cost: one look at each Action and at each tensor.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardwise.plan.action import DEAL, NORM, RECV, SEND, SUM, TRUST, Action, B, F, Kind
-from shardwise.plan.dataflow import stages_of
+from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, Kind
 from shardwise.plan.errors import PlanError
-from shardwise.plan.lists import is_inside
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import FLAT, Partial, Shard
-from shardwise.plan.plan import Buffers, Plan, RankClass
+from shardwise.plan.placement import FLAT, Shard
+from shardwise.plan.plan import Plan, RankClass
 from shardwise.plan.registry import Kind as RegisteredKind
-from shardwise.plan.registry import Registry, TensorInfo
+from shardwise.plan.registry import Registry
 from shardwise.plan.slices import Slices
-from shardwise.plan.unit import Bucket, Slot
-
-_Lists = Mapping[int, Sequence[Action]]
+from shardwise.plan.validate_registry import validate_registered
+from shardwise.plan.validate_schedule import validate_schedule
 
 
 def validate_plan(plan: Plan, microbatches: int) -> None:
     """Raise PlanError, naming ranks and Action or tensor, where the lists of ``plan`` are not one optimizer step of
     ``microbatches``, or its parts do not fit together."""
     lists = {place: list(each.actions) for place, each in enumerate(plan.classes.values())}
-    validate(lists, plan.mesh.pp, microbatches)
+    validate_schedule(lists, plan.mesh.pp, microbatches)
     slices = Slices(plan.registry, plan.mesh, 0)
+    validate_registered(plan, slices)
     for name, each in plan.classes.items():
-        _registered(name, each, plan, slices)
         _RankList(name, each, microbatches, slices).check()
-    _everywhere(plan)
-
-
-def validate(lists: _Lists, ranks: int, microbatches: int | None = None, forward_only: bool = False) -> None:
-    """Raise PlanError, naming rank and Action, where the passes and messages of ``lists`` would hang or compute
-    something else than one step.
-
-    ``microbatches``: how many there must be (default: as many as stage 0 runs).
-    """
-    stages = stages_of(lists)
-    _every_rank_has_its_stages(lists, ranks, stages)
-    if microbatches is None:
-        microbatches = sum(
-            action.kind is Kind.F and action.unit < 0 for action in lists[0] if action.stage == 0
-        )
-    for rank, row in lists.items():
-        _passes_once(rank, row, range(rank, stages, ranks), microbatches, forward_only)
-        _in_order(rank, row, ranks, stages)
-    _channels(lists, ranks)
-    _progress(lists, ranks)
-
-
-# Passes and messages -----------------------------------------------------------------------------------------------
-
-
-def _every_rank_has_its_stages(lists: _Lists, ranks: int, stages: int) -> None:
-    if set(lists) != set(range(ranks)):
-        raise PlanError(
-            f"schedule: lists for ranks {sorted(lists)}; expected one for each of 0 to {ranks - 1}"
-        )
-    if stages == 0 or stages % ranks:
-        raise PlanError(
-            f"schedule: {stages} stages on {ranks} ranks; expected as many on each: "
-            f"{max(1, -(-stages // ranks)) * ranks}"
-        )
-    for rank, row in lists.items():
-        for action in row:
-            if action.stage >= 0 and action.stage % ranks != rank:
-                raise PlanError(
-                    f"schedule: rank {rank} has {action}, but stage {action.stage} lives on rank {action.stage % ranks}"
-                )
-            if action.other >= 0 and action.other % ranks == rank:
-                raise PlanError(
-                    f"schedule: {action} on rank {rank} is a message of the rank to itself; leave it out"
-                )
-
-
-def _passes_once(
-    rank: int, row: Sequence[Action], own: Sequence[int], microbatches: int, forward_only: bool
-) -> None:
-    counts = Counter(action for action in row if action.kind.computes and action.unit < 0)
-    for action, times in counts.items():
-        if times > 1:
-            raise PlanError(f"schedule: rank {rank} runs {action} {times} times; expected once")
-        if not 0 <= action.microbatch < microbatches:
-            raise PlanError(f"schedule: rank {rank} runs {action}; microbatches are 0 to {microbatches - 1}")
-    for stage in own:
-        for i in range(microbatches):
-            has = {kind for kind in Kind if kind.computes and Action(kind, -1, i, stage) in counts}
-            wanted = [{Kind.F}] if forward_only else [{Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}]
-            if has not in wanted:
-                found = ", ".join(sorted(kind.value for kind in has)) or "nothing"
-                expected = " or ".join(" ".join(sorted(kind.value for kind in kinds)) for kinds in wanted)
-                raise PlanError(
-                    f"schedule: rank {rank}, stage {stage}, microbatch {i} has {found}; expected {expected}"
-                )
-
-
-def _in_order(rank: int, row: Sequence[Action], ranks: int, stages: int) -> None:
-    """A pass and a SEND come after what they take; every result for another rank is sent."""
-    done: set[Action] = set()
-    for action in row:
-        for needed in _before(action, ranks, stages):
-            halves = {needed, needed._replace(kind=Kind.I)} if needed.kind is Kind.B else {needed}
-            if not halves & done:
-                raise PlanError(f"schedule: rank {rank} has {action} without {needed} before it")
-        if action.kind in (Kind.SEND, Kind.RECV) and action in done:
-            raise PlanError(f"schedule: rank {rank} has {action} twice")
-        if action.unit < 0:
-            done.add(action)
-    for action in list(done):
-        if action.kind in (Kind.F, Kind.B, Kind.I):
-            target = action.stage + (1 if action.kind is Kind.F else -1)
-            sent = SEND(action.stage, action.microbatch, target)
-            if 0 <= target < stages and target % ranks != rank and sent not in done:
-                raise PlanError(f"schedule: rank {rank} has {action} without {sent} after it")
-
-
-def _before(action: Action, ranks: int, stages: int) -> Iterator[Action]:
-    """What stands before ``action`` in the list of the same rank; a B may be its I."""
-    kind, unit, i, stage, other = action
-    if unit >= 0:
-        return
-    if kind is Kind.SEND:
-        yield B(stage, i) if action.carries_gradient else F(stage, i)
-    elif kind is Kind.W:
-        yield Action(Kind.I, -1, i, stage)
-    elif kind is Kind.F and stage > 0:
-        yield F(stage - 1, i) if ranks == 1 else RECV(stage, i, stage - 1)
-    elif kind is Kind.B or kind is Kind.I:
-        yield F(stage, i)
-        if stage < stages - 1:
-            yield B(stage + 1, i) if ranks == 1 else RECV(stage, i, stage + 1)
-
-
-def _channels(lists: _Lists, ranks: int) -> None:
-    """Between two ranks messages are received in the order in which they are sent."""
-    sent: dict[tuple[int, int], list[Action]] = {}
-    received: dict[tuple[int, int], list[Action]] = {}
-    for rank, row in lists.items():
-        for action in row:
-            if action.kind is Kind.SEND:
-                sent.setdefault((rank, action.other % ranks), []).append(action)
-            elif action.kind is Kind.RECV:
-                received.setdefault((action.other % ranks, rank), []).append(action)
-    for source, target in sorted({*sent, *received}):
-        pairs = zip_longest(sent.get((source, target), ()), received.get((source, target), ()))
-        for number, (send, receive) in enumerate(pairs):
-            if send is None or receive is None or send != _other_end(receive):
-                raise PlanError(
-                    f"schedule: message {number} from rank {source} to rank {target} is {send or 'nothing'} at its "
-                    f"sender and {receive or 'nothing'} at its receiver; a channel keeps its order, so both lists must "
-                    "have the same"
-                )
-
-
-def _other_end(action: Action) -> Action:
-    kind = Kind.SEND if action.kind is Kind.RECV else Kind.RECV
-    return Action(kind, -1, action.microbatch, action.other, action.stage)
-
-
-def _progress(lists: _Lists, ranks: int) -> None:
-    """Run the messages alone; a SEND and its RECV take place together, when both ranks stand before them."""
-    rows = {rank: [a for a in row if a.kind in (Kind.SEND, Kind.RECV)] for rank, row in lists.items()}
-    position = dict.fromkeys(rows, 0)
-    free = list(rows)
-    while free:
-        rank = free.pop()
-        while position[rank] < len(rows[rank]):
-            action = rows[rank][position[rank]]
-            peer = action.other % ranks
-            if position[peer] == len(rows[peer]) or rows[peer][position[peer]] != _other_end(action):
-                break
-            position[rank] += 1
-            position[peer] += 1
-            free.append(peer)
-    stuck = {rank: row[position[rank]] for rank, row in rows.items() if position[rank] < len(row)}
-    if stuck:
-        stands = "; ".join(f"rank {rank} before {action}" for rank, action in stuck.items())
-        raise PlanError(
-            f"schedule: deadlock where a SEND blocks until it is received: {stands}. A rank of the ring must "
-            "receive before it sends"
-        )
-
-
-# Units -------------------------------------------------------------------------------------------------------------
 
 
 class _Rules(NamedTuple):
@@ -503,124 +338,4 @@ class _RankList:
         if rules.returns and unit not in self._updates.returned:
             self._refuse(
                 f"STEP(u{unit})", f"without UNSHARD(u{unit}) after it: others would keep the old weights"
-            )
-
-
-# Registry ----------------------------------------------------------------------------------------------------------
-
-
-def _registered(name: str, ranks: RankClass, plan: Plan, slices: Slices) -> None:
-    """Buffers lie as the tensors in them are registered."""
-    for unit, stage in zip(ranks.units, ranks.unit_stages, strict=True):
-        for place, bucket in enumerate(unit.buckets):
-            rows = ranks.buffers.get((unit.index, place), ())
-            if bucket.shards != plan.mesh.dp_shard or not rows:
-                raise PlanError(
-                    f"plan: bucket {place} of Unit {unit.title} on {name} ranks is laid out for {bucket.shards} ranks "
-                    f"in {len(rows)} buffers; the mesh has dp_shard {plan.mesh.dp_shard}"
-                )
-            for slot in bucket.slots:
-                _check_slot(slot, bucket, rows, stage, slices)
-
-
-def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int, slices: Slices) -> None:
-    registry = slices.registry
-    info = registry.get("parameter", slot.name)
-    where = f"plan: {slot.name!r} on stage {stage}"
-    if stage not in info.stages:
-        raise PlanError(f"{where}: the registry has it on stages {list(info.stages)}")
-    local = slices.local_shape(info)
-    if slot.shape != local:
-        raise PlanError(
-            f"{where}: its slot is {list(slot.shape)}, but by the registry a rank holds {list(local)} of "
-            f"{list(info.shape)}"
-        )
-    if (info.dtype, len(info.stages) > 1) != (bucket.key.dtype, bool(bucket.key.tie)) and bucket.key.trained:
-        raise PlanError(
-            f"{where}: its bucket is of {bucket.key.dtype}, tied to {bucket.key.tie or 'nothing'}, but the registry "
-            f"has {info.dtype} on stages {list(info.stages)}"
-        )
-    for row in rows:
-        if row.kind in ("weight", "grad", "master"):
-            kept = registry.get(_KIND_OF[row.kind], slot.name)
-        else:
-            kept = registry.get("moment", slot.name, row.kind)
-        for axis, placement in row.placement.items():
-            if kept.on(axis) != placement:
-                raise PlanError(
-                    f"{where}: its {row.kind} is registered {kept.on(axis)} on {axis}, but its buffer is {placement}"
-                )
-    if bucket.key.trained:
-        _check_gradient(where, registry.get("gradient", slot.name), info, rows[0].placement, slices.mesh)
-
-
-_KIND_OF: Mapping[str, RegisteredKind] = {"weight": "parameter", "grad": "gradient", "master": "master"}
-
-
-def _check_gradient(
-    where: str, gradient: TensorInfo, info: TensorInfo, data_axes: Iterable[str], mesh: Mesh
-) -> None:
-    """Every rank of a data-parallel axis brings an addend; on other axes gradients are cut as their weights are."""
-    if gradient.grad_placement != info.grad_placement:
-        raise PlanError(f"{where}: parameter and gradient are registered with different gradient placements")
-    for axis in data_axes:
-        if mesh.size(axis) > 1 and not isinstance(info.gradient_on(axis), Partial):
-            raise PlanError(
-                f"{where}: its gradient is registered {info.gradient_on(axis)} on {axis}, where each rank has samples "
-                "of its own; expected P, an addend"
-            )
-    for axis in mesh.model_axes:
-        if isinstance(info.on(axis), Shard) and info.gradient_on(axis) != info.on(axis):
-            raise PlanError(
-                f"{where}: it is cut {info.on(axis)} on {axis}, but its gradient is {info.gradient_on(axis)}"
-            )
-        if gradient.on(axis) != info.on(axis):
-            raise PlanError(
-                f"{where}: it lies {info.on(axis)} on {axis}, but its gradient's buffer {gradient.on(axis)}"
-            )
-
-
-def _everywhere(plan: Plan) -> None:
-    """Every parameter is in one bucket of each stage that holds it, every table in one Unit of its stage."""
-    found = Counter(
-        (slot.name, stage)
-        for each in plan.classes.values()
-        for unit, stage in zip(each.units, each.unit_stages, strict=True)
-        for bucket in unit.buckets
-        for slot in bucket.slots
-    )
-    for info in plan.registry.of_kind("parameter"):
-        for stage in info.stages:
-            if found[info.name, stage] != 1:
-                raise PlanError(
-                    f"plan: {info.name!r} is in {found[info.name, stage]} buckets on stage {stage}; expected one"
-                )
-    _tables(plan)
-
-
-def _tables(plan: Plan) -> None:
-    """A table that no Unit has would be fetched, delivered and updated by nobody; a Unit without a table moves no row.
-
-    Tables are registered when they have places, which a Plan is made before: one of no table says nothing of Units.
-    """
-    placed = [
-        (unit, stage)
-        for each in plan.classes.values()
-        for unit, stage in zip(each.units, each.unit_stages, strict=True)
-        if unit.has_rows
-    ]
-    found: Counter[tuple[str, int]] = Counter()
-    for name, stages in sorted({(info.name, info.stages) for info in plan.registry.of_kind("table")}):
-        for stage in stages:
-            units = [unit.name for unit, at in placed if at == stage and is_inside(name, unit.name)]
-            if len(units) != 1:
-                raise PlanError(
-                    f"plan: table {name!r} is in {len(units)} Units on stage {stage}; expected one, which fetches its "
-                    "rows, delivers their gradients and updates them"
-                )
-            found[units[0], stage] += 1
-    for unit, stage in placed if found else ():
-        if not found[unit.name, stage]:
-            raise PlanError(
-                f"plan: Unit {unit.title} on stage {stage} has rows of no table that is registered"
             )

@@ -9,7 +9,7 @@ from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import Action, B, F, Kind
 from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.errors import PlanError
-from shardwise.plan.validate import validate
+from shardwise.plan.validate_schedule import validate_schedule
 from tests.parallel.pipeline.shapes import SHAPES, WIDE
 
 
@@ -54,7 +54,7 @@ def test_lists_ordered_by_other_seconds_are_proved_too(forward_s: float, backwar
         lists = add_communication(
             schedule(*shape), shape.ranks, lambda action: forward_s if action.kind is Kind.F else backward_s
         )
-        validate(lists, shape.ranks, shape.microbatches)
+        validate_schedule(lists, shape.ranks, shape.microbatches)
 
 
 def test_backwards_in_two_parts_send_the_gradient_after_the_first() -> None:
@@ -64,7 +64,7 @@ def test_backwards_in_two_parts_send_the_gradient_after_the_first() -> None:
     }
     with_messages = add_communication(lists, 2)
     assert words(with_messages[1]) == "RECV(1,0,0) F(1,0) I(1,0) SEND(1,0,0) W(1,0)"
-    validate(with_messages, 2)
+    validate_schedule(with_messages, 2)
 
 
 def test_an_order_that_cannot_run_is_named() -> None:
@@ -104,7 +104,7 @@ def test_passes_in_either_order_give_one_list_that_is_proved(reshards: bool) -> 
     for shape in SHAPES[::5] + WIDE:
         bare = schedule(*shape)
         one = add_sharding(add_communication(bare, shape.ranks), unit_forward, unit_backward, reshards)
-        validate(one, shape.ranks, shape.microbatches)
+        validate_schedule(one, shape.ranks, shape.microbatches)
         gathers = sum(action.kind is Kind.UNSHARD for row in one.values() for action in row)
         stages = shape.ranks * shape.virtual_stages
         assert gathers == stages * (2 * shape.microbatches if reshards else 1)

@@ -9,20 +9,20 @@ from shardwise.parallel.pipeline.schedules import forward_only, microbatch_group
 from shardwise.plan.action import Kind
 from shardwise.plan.dataflow import timeline_of
 from shardwise.plan.errors import PlanError
-from shardwise.plan.validate import validate
+from shardwise.plan.validate_schedule import validate_schedule
 from tests.parallel.pipeline.shapes import SHAPES, WIDE, Shape
 
 
 def test_every_schedule_is_proved() -> None:
     for shape in SHAPES + WIDE:
         lists = add_communication(schedule(*shape), shape.ranks)
-        validate(lists, shape.ranks, shape.microbatches)
+        validate_schedule(lists, shape.ranks, shape.microbatches)
 
 
 def test_every_evaluation_is_proved() -> None:
     for _, ranks, microbatches, virtual_stages in SHAPES + WIDE:
         lists = add_communication(forward_only(ranks, microbatches, virtual_stages), ranks)
-        validate(lists, ranks, microbatches, forward_only=True)
+        validate_schedule(lists, ranks, microbatches, forward_only=True)
 
 
 def test_microbatches_ascend_on_every_stage() -> None:

@@ -9,7 +9,7 @@ from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import RECV, SEND, Action, B, F, Kind
 from shardwise.plan.dataflow import Lists
 from shardwise.plan.errors import PlanError
-from shardwise.plan.validate import validate
+from shardwise.plan.validate_schedule import validate_schedule
 
 MICROBATCHES = 4
 
@@ -20,7 +20,7 @@ def good() -> Lists:
 
 
 def check(lists: Lists) -> None:
-    validate(lists, 2, MICROBATCHES)
+    validate_schedule(lists, 2, MICROBATCHES)
 
 
 def test_the_unbroken_list_passes() -> None:
@@ -100,7 +100,7 @@ def test_channels_keep_their_order() -> None:
     with pytest.raises(
         PlanError, match=r"message 0 from rank 0 to rank 1 is SEND\(0,0,1\) at its sender and RECV\(1,1,0\)"
     ):
-        validate(lists, 2, 2, forward_only=True)
+        validate_schedule(lists, 2, 2, forward_only=True)
 
 
 def test_sends_that_block_each_other_are_a_deadlock() -> None:
@@ -112,7 +112,7 @@ def test_sends_that_block_each_other_are_a_deadlock() -> None:
     with pytest.raises(
         PlanError, match=r"deadlock .* rank 0 before SEND\(0,1,1\); rank 1 before SEND\(1,0,0\)"
     ):
-        validate(lists, 2)
+        validate_schedule(lists, 2)
 
 
 def test_a_ring_of_three() -> None:
@@ -124,26 +124,26 @@ def test_a_ring_of_three() -> None:
             lists[stage % 3] += [SEND(stage, i, stage + 1)] * (stage < 5)
     stands = r"rank 0 before SEND\(0,2,1\); rank 1 before SEND\(1,1,2\); rank 2 before SEND\(2,0,3\)"
     with pytest.raises(PlanError, match=f"deadlock .* {stands}"):
-        validate(lists, 3, 3, forward_only=True)
+        validate_schedule(lists, 3, 3, forward_only=True)
 
 
 def test_parts_of_a_backward() -> None:
     whole = add_communication({0: [F(0, 0), INPUT, WEIGHT]}, 1)
-    validate(whole, 1)
+    validate_schedule(whole, 1)
     with pytest.raises(PlanError, match=r"W\(0,0\) without I\(0,0\) before it"):
-        validate({0: [F(0, 0), WEIGHT, INPUT]}, 1)
+        validate_schedule({0: [F(0, 0), WEIGHT, INPUT]}, 1)
     with pytest.raises(PlanError, match="has F, I; expected B F or F I W"):
-        validate({0: [F(0, 0), INPUT]}, 1)
+        validate_schedule({0: [F(0, 0), INPUT]}, 1)
 
 
 def test_evaluation_has_no_backward() -> None:
     lists = forward_only(1, 2)
     with pytest.raises(PlanError, match="has F; expected"):
-        validate(lists, 1)
+        validate_schedule(lists, 1)
     with pytest.raises(PlanError, match="has B, F; expected F"):
-        validate(schedule("1f1b", 1, 2), 1, forward_only=True)
+        validate_schedule(schedule("1f1b", 1, 2), 1, forward_only=True)
 
 
 def test_stages_that_do_not_fill_the_ranks() -> None:
     with pytest.raises(PlanError, match="3 stages on 2 ranks; expected as many on each: 4"):
-        validate({0: [F(0, 0), F(2, 0)], 1: [F(1, 0)]}, 2, forward_only=True)
+        validate_schedule({0: [F(0, 0), F(2, 0)], 1: [F(1, 0)]}, 2, forward_only=True)
