@@ -1,5 +1,6 @@
 """A loop in DeepSpeed's names against plain torch on the same batches, and what such scripts read on the way."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from torch.utils.data import DistributedSampler
 import shardwise.deepspeed as deepspeed
 from shardwise.comm.world import World
 from shardwise.deepspeed import getters
+from shardwise.deepspeed.pipeline_engine import PipelineEngine
+from shardwise.deepspeed.refusals import INSTEAD
 from shardwise.plan.errors import ConfigError, UsageError
 from tests.ranks import RankPool
 
@@ -189,6 +192,15 @@ def test_every_getter_answers() -> None:
     assert found["zero_offload_optimizer"] is None and found["dynamic_loss_scale"] is True
     assert engine.dynamic_loss_scale_args()["init_scale"] == 2**16 and not found["is_compiled"]
     assert engine._config.zero_config.stage == engine._config.zero_optimization_stage == 2
+    engine.destroy()
+
+
+def test_methods_that_are_not_here_say_what_to_do() -> None:
+    engine, *_ = made(config=configuration(0))
+    for name, instead in INSTEAD.items():
+        assert not hasattr(engine, name) and not hasattr(PipelineEngine, name), name
+        with pytest.raises(AttributeError, match=re.escape(f"engine.{name}: not here: {instead}")):
+            getattr(engine, name)
     engine.destroy()
 
 

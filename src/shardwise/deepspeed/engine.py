@@ -9,6 +9,7 @@ Counters, as such scripts read them: ``micro_steps`` calls of ``step``, ``global
 Whatever is not here is the module's. ``engine.ours`` is our engine, with all that it can do.
 """
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from shardwise.deepspeed.events import EngineEvents, milliseconds
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
+from shardwise.deepspeed.refusals import INSTEAD
 from shardwise.deepspeed.settings import DeepSpeedConfig
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
@@ -151,6 +153,12 @@ class DeepSpeedEngine(nn.Module):
             yield
 
     coalesce_grad_reduction = no_sync
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Nothing: the backward pass that ends a step has summed them, or ``step()`` does."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Nothing: ``step()`` clips to ``gradient_clipping``, at every stage and in every dtype."""
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` changed weights."""
@@ -484,6 +492,10 @@ class DeepSpeedEngine(nn.Module):
 
     save_fp16_model = save_16bit_model
 
+    def collect_python_gc(self) -> int:
+        """Let Python look for objects that hold one another; how many it found."""
+        return gc.collect()
+
     def empty_partition_cache(self) -> None:
         """Nothing: no weights are kept between passes."""
 
@@ -503,6 +515,8 @@ class DeepSpeedEngine(nn.Module):
         module = self._modules.get("module") if "_modules" in vars(self) else None
         if module is not None and hasattr(module, name):
             return getattr(module, name)
+        if name in INSTEAD:
+            raise AttributeError(f"engine.{name}: not here: {INSTEAD[name]}")
         raise AttributeError(
             f"engine.{name}: neither the engine nor the model ({type(module).__name__}) has it; docs/deepspeed.md "
             "lists what the engine has"

@@ -155,6 +155,12 @@ class PipelineEngine(DeepSpeedEngine):
     def reset_activation_shape(self) -> None:
         """Nothing: shapes travel with what has them, and may change at any time."""
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing: what goes from stage to stage is sent as it is."""
+
+    def get_additional_losses(self) -> None:
+        """None: ``train_batch`` returns the whole loss, and parts of it are not told."""
+
     def _read(self, iterator: Iterator[Any] | None, count: int, call: str) -> list[Any]:
         """This rank's microbatches. Collective. Errors: alike on all ranks."""
         found: list[Any] = []
