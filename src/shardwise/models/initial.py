@@ -64,11 +64,16 @@ def match_rules(names: Iterable[str], table: Mapping[str, Initializer]) -> dict[
 def torch_rules(model: nn.Module) -> dict[str, Initializer]:
     """The distributions of torch's own ``reset_parameters`` for the parameters of torch's common modules.
 
-    A parameter of any other module has no known start: the error names it.
+    A module inside that has ``initial_rules()`` says itself how it starts. A parameter of any other module has no known
+    start: the error names it.
     """
     rules: dict[str, Initializer] = {}
     unknown = []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        own = getattr(module, "initial_rules", None)
+        if own is not None and module is not model:
+            rules |= {names[id(module.get_parameter(local))]: rule for local, rule in own().items()}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False):
             name = names[id(parameter)]
