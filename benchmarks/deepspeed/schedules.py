@@ -20,6 +20,38 @@ RATES = (0.02, 0.005)
 Block = tuple[str, dict[str, Any], dict[str, Any]]
 """Their type and parameters, and our block."""
 
+WORDS = {
+    "warmup_min_lr": "min_lr",
+    "warmup_max_lr": "max_lr",
+    "warmup_num_steps": "warmup_steps",
+    "warmup_type": "rise",
+    "total_num_steps": "total_steps",
+    "warmup_min_ratio": "start_ratio",
+    "cos_min_ratio": "min_ratio",
+    "lr_range_test_min_lr": "min_lr",
+    "lr_range_test_step_size": "interval_steps",
+    "lr_range_test_step_rate": "rate",
+    "lr_range_test_staircase": "staircase",
+    "cycle_min_lr": "min_lr",
+    "cycle_max_lr": "max_lr",
+    "cycle_first_step_size": "rise_steps",
+    "cycle_second_step_size": "fall_steps",
+    "cycle_first_stair_count": "rise_stairs",
+    "cycle_second_stair_count": "fall_stairs",
+    "decay_step_size": "decay_steps",
+    "decay_lr_rate": "decay_lr_rate",
+    "cycle_momentum": "cycle_momentum",
+    "cycle_min_mom": "min_momentum",
+    "cycle_max_mom": "max_momentum",
+    "decay_mom_rate": "decay_momentum_rate",
+}
+"""Their parameters, and our keys."""
+
+
+def block(kind: str, ours: str, theirs: dict[str, Any], **more: Any) -> Block:
+    """``ours``: our type; ``more``: what it takes beside their parameters."""
+    return kind, theirs, {"type": ours, **more, **{WORDS[key]: value for key, value in theirs.items()}}
+
 
 def warmup_blocks() -> list[Block]:
     """WarmupLR and WarmupDecayLR."""
@@ -38,20 +70,17 @@ def warmup_blocks() -> list[Block]:
                 "warmup_num_steps": steps,
                 "warmup_type": rise,
             }
-            ours = {"min_lr": low, "max_lr": high, "warmup_steps": steps, "rise": rise}
-            blocks.append(("WarmupLR", theirs, {"type": "warmup", **ours}))
-            for total in (30, 150, 170):
-                if steps in (10, 37):
-                    decays = {"type": "warmup_linear", **ours, "total_steps": total}
-                    blocks.append(("WarmupDecayLR", {**theirs, "total_num_steps": total}, decays))
-    blocks.append(("WarmupLR", {"warmup_num_steps": 20}, {"type": "warmup", "warmup_steps": 20}))
+            blocks.append(block("WarmupLR", "warmup", theirs))
+            for total in (30, 150, 170) if steps in (10, 37) else ():
+                blocks.append(block("WarmupDecayLR", "warmup_linear", {**theirs, "total_num_steps": total}))
+    blocks.append(block("WarmupLR", "warmup", {"warmup_num_steps": 20}))
     return blocks
 
 
 def cosine_blocks() -> list[Block]:
     """WarmupCosineLR."""
-    blocks: list[Block] = []
-    for total, steps, start, bottom, rise in (
+    names = ("total_num_steps", "warmup_num_steps", "warmup_min_ratio", "cos_min_ratio", "warmup_type")
+    rows = (
         (150, 10, 0.0, 1e-4, "log"),
         (150, 10, 0.1, 0.01, "linear"),
         (170, 1, 0.0, 0.0, "log"),
@@ -59,57 +88,25 @@ def cosine_blocks() -> list[Block]:
         (20, 20, 0.0, 0.1, "linear"),
         (15, 30, 0.0, 0.1, "log"),
         (400, 50, 0.05, 1e-4, "linear"),
-    ):
-        theirs = {
-            "total_num_steps": total,
-            "warmup_num_steps": steps,
-            "warmup_min_ratio": start,
-            "cos_min_ratio": bottom,
-            "warmup_type": rise,
-        }
-        ours = {
-            "total_steps": total,
-            "warmup_steps": steps,
-            "start_ratio": start,
-            "min_ratio": bottom,
-            "rise": rise,
-        }
-        blocks.append(("WarmupCosineLR", theirs, {"type": "warmup_cosine", **ours}))
-    return blocks
+    )
+    return [block("WarmupCosineLR", "warmup_cosine", dict(zip(names, row, strict=True))) for row in rows]
 
 
 def range_blocks() -> list[Block]:
     """LRRangeTest."""
-    blocks: list[Block] = []
+    names = ("min_lr", "step_size", "step_rate", "staircase")
+    rows = ((1e-3, 2000, 1.0), (1e-4, 10, 5.0), ([0.01, 0.002], 7, 0.3), (1e-5, 1, 2.0))
+    found = []
     for staircase in (False, True):
-        for low, size, rate in ((1e-3, 2000, 1.0), (1e-4, 10, 5.0), ([0.01, 0.002], 7, 0.3), (1e-5, 1, 2.0)):
-            theirs = {
-                "lr_range_test_min_lr": low,
-                "lr_range_test_step_size": size,
-                "lr_range_test_step_rate": rate,
-                "lr_range_test_staircase": staircase,
-            }
-            ours = {"min_lr": low, "interval_steps": size, "rate": rate, "staircase": staircase}
-            blocks.append(("LRRangeTest", theirs, {"type": "range_test", **ours}))
-    return blocks
+        for row in rows:
+            values = zip(names, (*row, staircase), strict=True)
+            theirs = {f"lr_range_test_{name}": value for name, value in values}
+            found.append(block("LRRangeTest", "range_test", theirs))
+    return found
 
 
 def cycle_blocks() -> list[Block]:
     """OneCycle."""
-    words = {
-        "cycle_min_lr": "min_lr",
-        "cycle_max_lr": "max_lr",
-        "cycle_first_step_size": "rise_steps",
-        "cycle_second_step_size": "fall_steps",
-        "cycle_first_stair_count": "rise_stairs",
-        "cycle_second_stair_count": "fall_stairs",
-        "decay_step_size": "decay_steps",
-        "decay_lr_rate": "decay_lr_rate",
-        "cycle_momentum": "cycle_momentum",
-        "cycle_min_mom": "min_momentum",
-        "cycle_max_mom": "max_momentum",
-        "decay_mom_rate": "decay_momentum_rate",
-    }
     given: list[dict[str, Any]] = [
         {"cycle_first_step_size": 50},
         {"cycle_first_step_size": 30, "cycle_second_step_size": 70},
@@ -150,12 +147,8 @@ def cycle_blocks() -> list[Block]:
             "decay_mom_rate": 0.001,
         },
     ]
-    blocks: list[Block] = []
-    for changes in given:
-        theirs = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.1, **changes}
-        ours = {words[key]: value for key, value in theirs.items()}
-        blocks.append(("OneCycle", theirs, {"type": "one_cycle", "second_beta": 0.99, **ours}))
-    return blocks
+    common = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.1}
+    return [block("OneCycle", "one_cycle", {**common, **changes}, second_beta=0.99) for changes in given]
 
 
 def torch_blocks() -> list[Block]:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.trainer import Opened, Reading, Trainer
-from shardwise.comm.trace import Traffic
+from shardwise.cli.trainer import Opened, Reading, Throughput, Trainer
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
@@ -30,7 +29,6 @@ from shardwise.observe.auc import ClickMetrics, ClickScore
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.observe.memory import in_use_bytes
 from shardwise.observe.metrics import ClickRecord
-from shardwise.observe.progress import count_text
 from shardwise.optim.schedule_policy import ends_at, lacks_end
 from shardwise.parallel.embedding.planner import Choice
 from shardwise.parallel.embedding.rows import Tally
@@ -47,13 +45,10 @@ class ClickTrainer(Trainer):
 
     def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
         super().__init__(world, resolved, folder, profile_steps)
-        config = self.config
-        # Of its own: an evaluation stands in no step's order of collectives.
-        self._ranks = world.group(self.mesh, "dp", config.comm, world.clock(config.comm), Traffic())
         self.score: ClickScore | None = None
         self.tally = self._earlier = Tally(0)
         """Rows of all tables at the last evaluation, and before this process."""
-        self._samples, self._seconds = 0, 0.0
+        self._throughput = Throughput("samples")
         for name, collection in self.engine.tables.items():
             for line in described(collection.choices):
                 _log.info("%s: %s", name, line)
@@ -102,8 +97,7 @@ class ClickTrainer(Trainer):
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> ClickRecord:
         """The row of metrics.csv."""
         samples = int(result.weight)
-        self._samples += samples
-        self._seconds += step_s
+        self._throughput.count(samples, step_s)
         return ClickRecord(
             step=result.step,
             loss=result.loss,
@@ -118,15 +112,11 @@ class ClickTrainer(Trainer):
     def evaluate(self) -> float:
         """AUC and log loss over the held-out rows, into ``score``; rows of the tables, into ``tally``."""
         metrics = ClickMetrics()
-        was_training = self.engine.module.training
-        self.engine.eval()
-        try:
+        with self.evaluating():
             for batch in self.engine.prefetch(batch for batch, _ in self.validation_batches()):
                 (output,) = self.engine.predict([batch])
                 metrics.add(logits_in(output), batch["labels"])
-        finally:
-            self.engine.train(was_training)
-        self.score = metrics.result(self._ranks)
+        self.score = metrics.result(self.ranks)
         self.tally = self._count_rows()
         return self.score.auc
 
@@ -172,12 +162,7 @@ class ClickTrainer(Trainer):
             said.append(
                 f"tables: {tally.rows:,} rows in use, {tally.inserted:,} inserted, {tally.evicted:,} evicted"
             )
-        if self._samples:
-            rate = count_text(self._samples / self._seconds)
-            said.append(
-                f"{count_text(self._samples)} samples in {self._seconds:.1f} s of steps: {rate} samples/s"
-            )
-        return said
+        return said + self._throughput.lines()
 
 
 def with_steps(config: RunConfig, samples: int, epochs: int | None) -> RunConfig:

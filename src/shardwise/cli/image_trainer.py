@@ -17,8 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from shardwise.cli.click_trainer import logits_in
 from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.trainer import Opened, Trainer
-from shardwise.comm.trace import Traffic
+from shardwise.cli.trainer import Opened, Throughput, Trainer
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
@@ -29,7 +28,6 @@ from shardwise.models import build as build_model
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import in_use_bytes
 from shardwise.observe.metrics import ImageRecord
-from shardwise.observe.progress import count_text
 from shardwise.plan.errors import UsageError
 from shardwise.plan.target import load_target
 
@@ -57,14 +55,13 @@ class ImageTrainer(Trainer):
 
     def __init__(self, world: World, resolved: Resolved, folder: RunFolder, profile_steps: int = 0) -> None:
         super().__init__(world, resolved, folder, profile_steps)
-        config = self.config
-        self._ranks = world.group(self.mesh, "dp", config.comm, world.clock(config.comm), Traffic())
-        wanted = config.train.metrics
+        wanted = self.config.train.metrics
         self._metrics: Metrics | None = None if wanted is None else load_target("train.metrics", wanted)
         self.score: dict[str, float] = {}
         """Of the last evaluation: loss, accuracy, and what ``train.metrics`` gives."""
-        self._waited_s = 0.0
-        self._samples, self._seconds, self._stalled_s = 0, 0.0, 0.0
+        self._throughput = Throughput("pictures")
+        self._waited_s = self._stalled_s = 0.0
+        """For pictures: in the last step, and in all."""
 
     def open_data(self, config: RunConfig) -> Opened:
         """The pictures, of the side that the model takes."""
@@ -107,8 +104,7 @@ class ImageTrainer(Trainer):
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> ImageRecord:
         """The row of metrics.csv."""
         samples = int(result.weight)
-        self._samples += samples
-        self._seconds += step_s
+        self._throughput.count(samples, step_s)
         self._stalled_s += self._waited_s
         return ImageRecord(
             step=result.step,
@@ -125,20 +121,16 @@ class ImageTrainer(Trainer):
     def evaluate(self) -> float:
         """Everything over the held-out pictures, into ``score``; returns the accuracy."""
         parts: dict[str, list[_Part]] = {}
-        was_training = self.engine.module.training
-        self.engine.eval()
-        try:
+        with self.evaluating():
             for outputs, labels, samples in self._outputs():
                 for name, part in self._parts_of(outputs, labels, samples).items():
                     parts.setdefault(name, []).append(part if samples else _Part(0.0, 0.0))
-        finally:
-            self.engine.train(was_training)
         sums = torch.tensor(
             [[sum(column) for column in zip(*each, strict=True)] for each in parts.values()],
             dtype=torch.float64,
             device=self.world.device,
         )
-        self._ranks.all_reduce(sums.view(-1), "sums of the evaluation", purpose="control").wait()
+        self.ranks.all_reduce(sums.view(-1), "sums of the evaluation", purpose="control").wait()
         self.score = {
             name: total / count if count else float("nan")
             for name, (total, count) in zip(parts, sums.tolist(), strict=True)
@@ -200,13 +192,10 @@ class ImageTrainer(Trainer):
             said.append(
                 f"held out, {len(self.corpus.validation or ())} pictures: {self._told(set(self.score))}"
             )
-        if self._samples:
-            rate = count_text(self._samples / self._seconds)
-            said.append(
-                f"{count_text(self._samples)} pictures in {self._seconds:.1f} s of steps: {rate} pictures/s; "
-                f"{self._stalled_s / self._seconds:.1%} of it waiting for pictures"
-            )
-        return said
+        waited = self._stalled_s / self._throughput.seconds if self._throughput.seconds else 0.0
+        return said + [
+            f"{line}; {waited:.1%} of it waiting for pictures" for line in self._throughput.lines()
+        ]
 
 
 _OURS = frozenset({"loss", "accuracy"})

@@ -9,6 +9,7 @@ stop after the same one.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -24,6 +25,8 @@ from shardwise.cli.evaluations import Evaluations
 from shardwise.cli.profile import StepProfile
 from shardwise.cli.run_folder import RunFolder
 from shardwise.cli.run_saves import RunSaves
+from shardwise.comm.collectives import Group
+from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
@@ -50,6 +53,28 @@ class Reading:
         if time.monotonic() - self._said_at >= _READING_LINE_S:
             self._said_at = time.monotonic()
             _log.info("%s: %.0f%% of %s", self._what, 100 * done_bytes / total_bytes, bytes_text(total_bytes))
+
+
+class Throughput:
+    """How fast the steps of this process went, in samples of a kind: ``pictures``."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._samples, self.seconds = 0, 0.0
+
+    def count(self, samples: int, step_s: float) -> None:
+        """One more step."""
+        self._samples += samples
+        self.seconds += step_s
+
+    def lines(self) -> list[str]:
+        """For the end of a run; none before the first step."""
+        if not self._samples:
+            return []
+        rate = count_text(self._samples / self.seconds)
+        return [
+            f"{count_text(self._samples)} {self._kind} in {self.seconds:.1f} s of steps: {rate} {self._kind}/s"
+        ]
 
 
 class Opened(NamedTuple):
@@ -144,6 +169,24 @@ class Trainer(ABC):
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
+
+    # For an evaluation of a subclass's own -----------------------------------------------------------------------
+
+    @functools.cached_property
+    def ranks(self) -> Group:
+        """The data-parallel ranks, in a group of its own: an evaluation stands in no step's order of collectives."""
+        policy = self.config.comm
+        return self.world.group(self.mesh, "dp", policy, self.world.clock(policy), Traffic())
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in its evaluation mode, and afterwards as it was."""
+        was_training = self.engine.module.training
+        self.engine.eval()
+        try:
+            yield
+        finally:
+            self.engine.train(was_training)
 
     # The run -----------------------------------------------------------------------------------------------------
 

@@ -21,12 +21,13 @@ from torch import Tensor, nn, optim
 from torch.utils.data import IterableDataset
 
 from shardwise.deepspeed import getters, groups, saved
-from shardwise.deepspeed.events import EngineEvents, milliseconds
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
+from shardwise.deepspeed.monitor_events import EngineEvents
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
 from shardwise.deepspeed.refusals import INSTEAD
 from shardwise.deepspeed.settings import DeepSpeedConfig
+from shardwise.deepspeed.timers import milliseconds
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
 from shardwise.plan.errors import UsageError

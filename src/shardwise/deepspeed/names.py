@@ -107,12 +107,18 @@ _COMM = _all(
     "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced has_coalescing_manager "
     "initialize_mesh_device configure log_summary",
 )
-_CHECKPOINTING = _all(
-    "recompute_calls",
-    "configure is_configured reset set_num_layers partition_activations_in_checkpoint checkpoint "
-    "non_reentrant_checkpoint CudaRNGStatesTracker get_cuda_rng_tracker model_parallel_cuda_manual_seed "
-    "model_parallel_reconfigure_tp_seed",
-)
+_CHECKPOINTING = {
+    **_all(
+        "recompute_calls",
+        "configure is_configured reset set_num_layers partition_activations_in_checkpoint checkpoint "
+        "non_reentrant_checkpoint",
+    ),
+    **_all(
+        "random_streams",
+        "CudaRNGStatesTracker get_cuda_rng_tracker model_parallel_cuda_manual_seed "
+        "model_parallel_reconfigure_tp_seed",
+    ),
+}
 _TOPOLOGY = _all(
     "topology",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
@@ -160,7 +166,7 @@ NAMES: dict[str, Rows] = {
     "accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
     "accelerator.abstract_accelerator": _ACCELERATOR,
-    "checkpoint.utils": _all("seeds", "clone_tensors_for_torch_save"),
+    "checkpoint.utils": _all("small_functions", "clone_tensors_for_torch_save"),
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
@@ -218,21 +224,21 @@ NAMES: dict[str, Rows] = {
     | _all("pipeline_module", "PipelineError"),
     "runtime.utils": {
         **_all(
-            "seeds",
-            "set_random_seed empty_cache memory_status clip_grad_norm_ call_to_str partition_uniform "
-            "required_torch_version",
+            "small_functions",
+            "empty_cache memory_status clip_grad_norm_ call_to_str partition_uniform required_torch_version",
         ),
+        **_all("random_streams", "set_random_seed"),
         **_all("logs", "see_memory_usage"),
     },
     "runtime.zero": _PARTITIONED,
-    "runtime.zero.config": _all("choices", "ZeroStageEnum DeepSpeedZeroConfig"),
-    "runtime.zero.offload_config": _all("choices", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    "runtime.zero.config": _all("enums", "ZeroStageEnum DeepSpeedZeroConfig"),
+    "runtime.zero.offload_config": _all("enums", "OffloadDeviceEnum OffloadStateTypeEnum"),
     "runtime.zero.partition_parameters": {
         **_PARTITIONED,
         **_all("construction", "zero_wrapper_for_fp_tensor_constructor"),
         "_orig_torch_arange": "torch:arange",
     },
-    "runtime.constants": _all("choices", "ValidationMode"),
+    "runtime.constants": _all("enums", "ValidationMode"),
     "runtime.zero.stage3": {**_ESTIMATES_3, **_all("partitioned", "unwrap_model_for_generation")},
     "runtime.zero.stage_1_and_2": _ESTIMATES_2,
     "runtime.zero.tiling": _none(_TILES, "TiledLinear TiledLinearReturnBias"),
@@ -249,7 +255,7 @@ NAMES: dict[str, Rows] = {
         **_GROUPS,
         **_all("logs", "instrument_w_nvtx"),
         **_all("loader", "RepeatingLoader"),
-        **_all("seeds", "recursive_getattr"),
+        **_all("small_functions", "recursive_getattr"),
         **_all("construction", "OnDevice"),
     },
     "utils.init_on_device": _all("construction", "OnDevice"),

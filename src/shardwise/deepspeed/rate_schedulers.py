@@ -163,6 +163,20 @@ class OneCycle(RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
+def _warmup(
+    form: str, low: PerGroup, top: PerGroup, steps: int, rise: str, total_steps: int | None = None
+) -> Any:
+    return _policy(
+        WarmupPolicy,
+        type=form,
+        min_lr=low,
+        max_lr=top,
+        warmup_steps=steps,
+        rise=rise,
+        total_steps=total_steps,
+    )
+
+
 class WarmupLR(RateScheduler):
     """A rise to the top, which stays; the top left out is each group's own rate."""
 
@@ -175,14 +189,7 @@ class WarmupLR(RateScheduler):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ):
-        policy = _policy(
-            WarmupPolicy,
-            type="warmup",
-            min_lr=warmup_min_lr,
-            max_lr=warmup_max_lr,
-            warmup_steps=warmup_num_steps,
-            rise=warmup_type,
-        )
+        policy = _warmup("warmup", warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
@@ -199,15 +206,8 @@ class WarmupDecayLR(RateScheduler):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ):
-        policy = _policy(
-            WarmupPolicy,
-            type="warmup_linear",
-            min_lr=warmup_min_lr,
-            max_lr=warmup_max_lr,
-            warmup_steps=warmup_num_steps,
-            rise=warmup_type,
-            total_steps=total_num_steps,
-        )
+        rise = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        policy = _warmup("warmup_linear", *rise, total_steps=total_num_steps)
         super().__init__(optimizer, policy, last_batch_iteration)
 
 

@@ -5,22 +5,15 @@ random numbers and sees the same autocast and dtypes of operations. Models whose
 ``recompute: full`` in our configuration, ``activation_checkpointing`` in DeepSpeed's, wraps the blocks.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.utils.checkpoint
 
-from shardwise.comm import default_group
-from shardwise.plan.errors import UsageError
 from shardwise.precision.operations import running_dtypes_again
 
 _SAID: dict[str, Any] = {}
-"""What ``configure`` was told, until ``reset``: scripts ask ``is_configured``."""
-_MODEL_PARALLEL = "model-parallel-rng"
-_APART = 2718
-"""By how much the seeds of ranks that share a model lie apart from everybody's."""
+"""What ``configure`` was told: scripts ask ``is_configured``."""
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
@@ -53,87 +46,3 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 non_reentrant_checkpoint = checkpoint
-
-
-class CudaRNGStatesTracker:
-    """Streams of random numbers by name, of the device's generator."""
-
-    def __init__(self) -> None:
-        self.states_: dict[str, torch.Tensor] = {}
-        self.seeds_: set[int] = set()
-
-    def reset(self) -> None:
-        """Forget all streams."""
-        self.states_.clear()
-        self.seeds_.clear()
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        """By name."""
-        return dict(self.states_)
-
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Put them back."""
-        self.states_ = dict(states)
-
-    def add(self, name: str, seed: int) -> None:
-        """A stream that begins with ``seed``. Errors: UsageError where one of either is there."""
-        if name in self.states_ or seed in self.seeds_:
-            raise UsageError(
-                f"CudaRNGStatesTracker.add: there is a stream {name!r} or of the seed {seed} already"
-            )
-        before = _state()
-        _seed(seed)
-        self.seeds_.add(seed)
-        self.states_[name] = _state()
-        _restore(before)
-
-    @contextmanager
-    def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """A context that draws from the stream ``name``."""
-        if name not in self.states_:
-            raise UsageError(
-                f"CudaRNGStatesTracker.fork: there is no stream {name!r}; add(name, seed) makes one"
-            )
-        before = _state()
-        _restore(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = _state()
-            _restore(before)
-
-
-_TRACKER = CudaRNGStatesTracker()
-
-
-def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """That of this process."""
-    return _TRACKER
-
-
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device alike on all ranks, and a stream of each rank's own beside it."""
-    _TRACKER.reset()
-    _seed(seed)
-    _TRACKER.add(_MODEL_PARALLEL, seed + _APART + default_group.rank())
-
-
-model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
-
-
-def _state() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _restore(state: torch.Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Clocks that scripts of DeepSpeed's start and stop themselves."""
+"""Clocks: those that scripts of DeepSpeed's start and stop themselves, and what a step of the engine took."""
 
 import time
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from shardwise.deepspeed.device import get_accelerator
 from shardwise.deepspeed.logs import log_dist
 from shardwise.plan.errors import UsageError
+from shardwise.plan.trace import Trace
 
 
 class WallClock:
@@ -82,3 +83,9 @@ class SynchronizedWallClockTimer:
         for name in found if reset else ():
             self.timers[name].reset()
         return found
+
+
+def milliseconds(trace: Trace) -> dict[str, float]:
+    """Of the step that is over, by what they went to."""
+    spent = trace.seconds()
+    return {"fwd": spent.forward_s * 1e3, "bwd": spent.backward_s * 1e3, "step": spent.update_s * 1e3}

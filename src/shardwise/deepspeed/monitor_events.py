@@ -1,4 +1,4 @@
-"""Numbers of a script's own beside the engine's, and the clocks of a step, in DeepSpeed's words.
+"""``engine.monitor``: numbers of a script's own beside the engine's.
 
 engine.monitor.write_events([("Train/accuracy", 0.9, engine.global_samples)])
 """
@@ -6,7 +6,6 @@ engine.monitor.write_events([("Train/accuracy", 0.9, engine.global_samples)])
 from collections.abc import Iterable
 
 from shardwise.engine.monitor import Monitor
-from shardwise.plan.trace import Trace
 
 
 class EngineEvents:
@@ -25,9 +24,3 @@ class EngineEvents:
         """Each a tag, a number, and the samples trained on so far. Rank 0 alone writes."""
         for tag, number, place in event_list:
             self._monitor.send({tag: float(number)}, int(place) // self._samples)
-
-
-def milliseconds(trace: Trace) -> dict[str, float]:
-    """Of the step that is over, by what they went to."""
-    spent = trace.seconds()
-    return {"fwd": spent.forward_s * 1e3, "bwd": spent.backward_s * 1e3, "step": spent.update_s * 1e3}

@@ -1,22 +1,13 @@
-"""Seeds, and the few functions of ``deepspeed.runtime.utils`` that scripts call."""
+"""Small functions that scripts import from DeepSpeed and that no other subject has, most from ``runtime.utils``."""
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.deepspeed.device import get_accelerator
 from shardwise.plan.errors import UsageError
-
-
-def set_random_seed(seed: int) -> None:
-    """Seed Python, numpy and torch on every device."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
 
 
 def empty_cache() -> None:
