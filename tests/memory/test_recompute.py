@@ -1,8 +1,8 @@
 """Recomputation: the same gradients, and bytes and operations as the closed forms say."""
 
 import gc
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,9 +17,9 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.kernels.rotary import Angles
-from shardwise.memory.recompute import RecomputePolicy, apply_recompute, chosen
+from shardwise.memory.recompute import RecomputePolicy, apply_recompute, chosen, recomputed
 from shardwise.memory.recompute_cost import BlockShape, kept_elements, repeated_flops
-from shardwise.memory.replay import BatchPosition, Replay
+from shardwise.memory.replay import Again, BatchPosition, Replay
 from shardwise.models.cache import Cache
 from shardwise.models.dropout import KeyedDropout, replace_dropout
 from shardwise.models.gpt import Gpt, GptPolicy
@@ -81,7 +81,8 @@ def test_without_the_replay_they_would_differ(monkeypatch: pytest.MonkeyPatch) -
         replace_dropout(model, 0, replay)
         wrap(model, replay, {"scope": "full"})
         if broken:
-            monkeypatch.setattr(replay, "again", nullcontext)
+            monkeypatch.setattr(Again, "__enter__", lambda self: None)
+            monkeypatch.setattr(Again, "__exit__", lambda self, *exception: None)
         results.append(gradients(model, replay))
     assert not all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -146,6 +147,124 @@ def test_a_second_backward_pass_runs_it_again() -> None:
     parameters = list(model.parameters())
     first = torch.autograd.grad(loss, parameters, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, parameters), strict=True))
+
+
+# Choices that are made once ------------------------------------------------------------------------------------------
+
+
+class Choosing(nn.Module):
+    """Each row of x [N, D] goes through one of E matrices. What the choice hangs on moves while passes are under way,
+    as the last bit of a sum may."""
+
+    def __init__(self, replay: Replay, experts: int = 3, width: int = 4) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.router = nn.Parameter(torch.randn(experts, width, generator=generator, dtype=torch.float64))
+        self.experts = nn.Parameter(
+            torch.randn(experts, width, width, generator=generator, dtype=torch.float64)
+        )
+        self.replay = replay
+        self.moved = 0
+        self.chosen: list[Tensor] = []
+
+    def choose(self, scores: Tensor) -> Tensor:
+        index = scores.roll(self.moved, -1).argmax(-1)
+        self.chosen.append(index)
+        return index
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x @ self.router.T).softmax(-1)
+        index = self.replay.keep("choice", lambda: self.choose(scores))
+        out = torch.einsum("nd,nde->ne", x, self.experts[index]).tanh()
+        return x + out * scores.gather(1, index[:, None])
+
+
+def routed(wrap: Callable[[Choosing, Replay], None], twice: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of two microbatches, both forwards first, and the choices. ``twice``: with a second backward pass."""
+    replay = Replay()
+    net, generator = Choosing(replay), torch.Generator().manual_seed(1)
+    wrap(net, replay)
+    losses = []
+    for first in range(2):
+        with replay.at(BatchPosition(0, first)):
+            losses.append(net(torch.randn(5, 4, dtype=torch.float64, generator=generator)).square().sum())
+    net.moved = 1
+    parameters = [net.router, net.experts]
+    found = [each for loss in losses for each in torch.autograd.grad(loss, parameters, retain_graph=twice)]
+    if twice:
+        again = [each for loss in losses for each in torch.autograd.grad(loss, parameters)]
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    return found, net.chosen
+
+
+def nested(net: Choosing, replay: Replay) -> None:
+    net.forward = recomputed(recomputed(net.forward, replay), replay)  # type: ignore[method-assign]
+
+
+WRAPS: dict[str, Callable[[Choosing, Replay], Any]] = {
+    "full": lambda net, replay: apply_recompute([("b", net)], RecomputePolicy(scope="full"), replay),
+    "to its end": lambda net, replay: apply_recompute(
+        [("b", net)], RecomputePolicy(scope="full"), replay, ["b"]
+    ),
+    "operations": lambda net, replay: apply_recompute(
+        [("b", net)], RecomputePolicy(scope="selective"), replay
+    ),
+    "nested": nested,
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_a_choice_is_made_once(name: str) -> None:
+    """A block that chooses anew sends its rows through other experts than those that the loss came from."""
+    twice = name != "operations"  # torch's own refuses a second pass there
+    (expected, chosen_once), (found, chosen) = routed(lambda *_: None), routed(WRAPS[name], twice)
+    assert len(chosen_once) == len(chosen) == 2
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_choice_that_is_made_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite's own check."""
+    monkeypatch.setattr(Replay, "keep", lambda self, key, make: make())
+    expected, found = routed(lambda *_: None)[0], routed(WRAPS["nested"])[0]
+    assert not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_what_is_kept_goes_with_the_graph() -> None:
+    replay, kept = Replay(), []
+
+    def make() -> Tensor:
+        made = torch.arange(3)
+        kept.append(weakref.ref(made))
+        return made
+
+    run = recomputed(lambda x: x.tanh()[replay.keep("choice", make)], replay)
+    loss = run(torch.ones(3, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    assert len(kept) == 1 and kept[0]() is not None
+    del loss
+    gc.collect()
+    assert kept[0]() is None
+
+
+class Ending(nn.Module):
+    """Calls something behind the last tensor that it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp() + 1
+        self.calls += 1
+        return y
+
+
+@pytest.mark.parametrize(("whole", "calls"), [((), 1), (("b",), 2)])
+def test_a_block_that_is_to_runs_again_to_its_end(whole: tuple[str, ...], calls: int) -> None:
+    block = Ending()
+    apply_recompute([("b", block)], RecomputePolicy(scope="full"), Replay(), whole)
+    block(torch.ones(3, requires_grad=True)).sum().backward()
+    assert block.calls == calls
 
 
 # Bytes and operations ------------------------------------------------------------------------------------------------

@@ -10,21 +10,27 @@ out of its turn, in the backward pass of another microbatch perhaps, puts it bac
     with again:                                            ... and later, as often as it likes
         block(x)
 
-What else a pass decides once and a piece of it must find again stands here too: whether it left the sequence whole.
+What else a pass decides once and a piece of it must find again stands here too: whether it left the sequence whole, and
+what ``keep`` was given to keep (which experts a token goes to: a second choice may fall otherwise, by the last bit of a
+sum or by a bias that has moved since, and would send rows that nobody waits for).
 
 A layer that runs twice in one pass must not drop the same features twice: ``next_call`` numbers its calls, and
 ``again`` takes the numbers back too. What passes run in (``inside``) is entered around their pieces again, for the same
 reason. One object per engine, handed to those who need it; nothing is global.
 
-Cost: a dictionary with one entry per layer that drew.
+Cost: a dictionary with one entry per layer that drew; what is kept lives as long as the graph that will run again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from shardwise.plan.errors import UsageError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Replay:
         """True while no pass shall cut the sequence."""
         self.runs_again = 0
         """Pieces of passes that run again now, one in another perhaps."""
+        self._runs: list[_Run] = []
+        """Pieces that run now, for the first time or again, each inside of those before it."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -94,20 +102,75 @@ class Replay:
         finally:
             self._place, self._calls = before
 
-    def again(self) -> AbstractContextManager[None]:
-        """A context that brings back what is now; it can be entered many times."""
-        return _Again(self)
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returns; in a piece that runs again what it returned in the first run, by ``key`` and by how
+        often the piece asked for it before.
+
+        ``make`` runs without gradients, for the second run saves nothing in its place, and computes no product of
+        matrices, which selective recomputation counts. What it returns may not change later.
+        """
+        firsts = []
+        for run in reversed(self._runs):
+            if run.taken is not None:
+                value = run.take(key)
+                break
+            firsts.append(run)
+        else:
+            with torch.no_grad():
+                value = make()
+        for run in firsts:
+            run.kept.setdefault(key, []).append(value)
+        return value  # type: ignore[no-any-return]
+
+    def again(self) -> "Again":
+        """A context that brings back what is now; it can be entered many times. ``first`` of it goes around the first
+        run, where that is to ``keep``."""
+        return Again(self)
 
 
-class _Again(AbstractContextManager[None]):
+@dataclass
+class _Run:
+    """A piece that runs: for the first time, or again, and then it has ``taken`` so many of what was kept."""
+
+    kept: dict[Hashable, list[Any]]
+    taken: dict[Hashable, int] | None = None
+
+    def take(self, key: Hashable) -> Any:
+        """The next that was kept under ``key``."""
+        assert self.taken is not None, "a piece that runs for the first time has nothing to take"
+        place, kept = self.taken.get(key, 0), self.kept.get(key, [])
+        if place >= len(kept):
+            raise UsageError(
+                f"recompute: {key!r} was asked for {len(kept)} times where the piece ran first, and once more where "
+                "it runs again, so it takes another path the second time; leave it out of recompute.blocks, or set "
+                "recompute: none"
+            )
+        self.taken[key] = place + 1
+        return kept[place]
+
+
+class Again(AbstractContextManager[None]):
+    """See ``Replay.again``."""
+
     def __init__(self, replay: Replay):
         self._replay = replay
+        self._kept: dict[Hashable, list[Any]] = {}
         self._then = replay._place, dict(replay._calls), replay.whole_sequence
         self._before: list[tuple[BatchPosition | None, dict[str, int], bool]] = []
         self._inside: list[AbstractContextManager[Any]] = []
 
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the first run."""
+        self._replay._runs.append(_Run(self._kept))
+        try:
+            yield
+        finally:
+            self._replay._runs.pop()
+
     def __enter__(self) -> None:
         self._replay.runs_again += 1
+        self._replay._runs.append(_Run(self._kept, {}))
         self._before.append((self._replay._place, self._replay._calls, self._replay.whole_sequence))
         place, calls, self._replay.whole_sequence = self._then
         self._replay._place, self._replay._calls = place, dict(calls)
@@ -116,5 +179,6 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._inside.pop().__exit__(*exception)
+        self._replay._runs.pop()
         self._replay.runs_again -= 1
         self._replay._place, self._replay._calls, self._replay.whole_sequence = self._before.pop()
