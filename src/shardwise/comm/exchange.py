@@ -4,11 +4,13 @@
     send      rows by those counts; what arrives lies in the order of the ranks it came from
     back      the same rows the other way: counts read transposed
     gather    every rank gets the rows of all, in rank order
+    scatter   every rank gets the sum of what all ranks made of its rows
 
 Every rank knows all counts, so no transport needs a header or a second message, and a rank without data joins with
 counts of 0.
 
-Cost:   share sends N·(N-1)·K numbers of 8 bytes; send what leaves the rank; gather (N-1) times the largest part.
+Cost:   share sends N·(N-1)·K numbers of 8 bytes; send what leaves the rank; gather (N-1) times the largest part;
+        scatter the parts of the others.
 Shapes: rows [n, ...]; N ranks; K kinds of rows.
 """
 
@@ -62,6 +64,20 @@ def gather(
     own[rows.shape[0] :] = 0
     group.all_gather(full.view(-1), own.reshape(-1), what, purpose).wait()
     return torch.cat([part[:count] for part, count in zip(full, parts, strict=True)])
+
+
+def scatter(
+    addends: Tensor, parts: Sequence[int], group: Group, what: str, purpose: Purpose = "activations"
+) -> Tensor:
+    """This rank's part of the sum of all ranks' ``addends``, of which ``parts[i]`` rows are rank i's.
+
+    Nothing is padded. Sums are taken in rank order, those of 16-bit floats in fp32.
+    """
+    if group.size == 1:
+        return addends
+    arrived = send(addends, [list(parts)] * group.size, group, what, purpose)
+    wide = torch.promote_types(addends.dtype, torch.float32)
+    return arrived.view(group.size, -1, *addends.shape[1:]).sum(0, dtype=wide).to(addends.dtype)
 
 
 def transposed(counts: Sequence[Sequence[int]]) -> Counts:
