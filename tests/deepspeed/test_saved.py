@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from shardwise.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
 
 import shardwise.deepspeed as deepspeed
 from shardwise.comm.world import World
@@ -100,6 +102,50 @@ def test_a_run_goes_on_at_another_stage(ranks: Callable[[int], RankPool], tmp_pa
     assert not torch.equal(masters["embed.weight"], for_torch["module"]["embed.weight"].float())
 
 
+def warming(step: int) -> Any:
+    """As scripts write it: with NumPy, whose numbers land in the scheduler's state."""
+    return np.minimum(np.float64(step + 1) / 4, 1.0)
+
+
+OWN = {
+    "function": lambda optimizer: LambdaLR(optimizer, warming),
+    "milestones": lambda optimizer: MultiStepLR(optimizer, [2, 4]),
+    "cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9),
+    "sequence": lambda optimizer: SequentialLR(
+        optimizer, [ConstantLR(optimizer), LambdaLR(optimizer, warming)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_scheduler_of_the_scripts_own_goes_on(tmp_path: Path, name: str) -> None:
+    """Given to ``initialize``, it is saved and restored with the rest, as data."""
+
+    def engine_of(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        return deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=OWN[name](optimizer),
+            config={"train_batch_size": 2},
+        )[0]
+
+    def trains(engine: Any) -> list[Any]:
+        return [(*train(engine, 1), *engine.get_lr(), *engine.get_mom()) for _ in range(3)]
+
+    engine = engine_of(1)
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    went_on = trains(engine)
+    engine.destroy()
+    again = engine_of(2)
+    again.load_checkpoint(tmp_path)
+    assert trains(again) == went_on
+    again.destroy()
+
+
 def test_what_would_need_code_to_be_read_is_refused_by_key(tmp_path: Path) -> None:
     engine = made(0, seed=1)
     with pytest.raises(UsageError, match=r"client_state\['run'\]\['args'\] is a pathlib.*Path"):
@@ -108,6 +154,9 @@ def test_what_would_need_code_to_be_read_is_refused_by_key(tmp_path: Path) -> No
         engine.save_checkpoint(tmp_path, client_state={"module": 1})
     with pytest.raises(UsageError, match="not a plain name"):
         engine.save_checkpoint(tmp_path, tag="../up")
+    engine.lr_scheduler.state_dict = lambda: {"since": {"when": tmp_path}}
+    with pytest.raises(UsageError, match=r"lr_scheduler.state_dict\(\)\['since'\]\['when'\] is a pathlib"):
+        engine.save_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())
     assert engine.load_checkpoint(tmp_path) == (None, {})
     with pytest.raises(CheckpointError, match="holds no step"):

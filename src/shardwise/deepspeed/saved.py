@@ -13,10 +13,12 @@ import logging
 import os
 import shutil
 import tempfile
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -51,15 +53,14 @@ def save(
 ) -> bool:
     """See ``DeepSpeedEngine.save_checkpoint``."""
     name = _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
-    client = dict(client_state or {})
-    _check_client(client)
+    client, scheduler = _client_data(client_state or {}), _scheduler_data(engine.lr_scheduler)
     ours, folder = engine.ours, Path(save_dir) / name
     counters = vars(engine.counters)
     ours.save(folder, {"counters": counters, "client": sorted(client)}, asynchronous=False)
     error = ""
     if ours.is_main:
         try:
-            _write_for_torch(engine, folder, client, exclude_frozen)
+            _write_for_torch(engine, folder, client, scheduler, exclude_frozen)
             if save_latest:
                 _write(Path(save_dir) / LATEST, lambda path: path.write_text(name, encoding="utf-8"))
         except OSError as found:
@@ -79,46 +80,59 @@ def _checked(tag: str) -> str:
     return tag
 
 
-def _check_client(client: Mapping[str, Any]) -> None:
+def _client_data(client: Mapping[str, Any]) -> dict[str, Any]:
     """Errors: UsageError by key, for what could not be read back without running code."""
     taken = _RESERVED & client.keys()
     if taken:
         raise UsageError(
             f"save_checkpoint: client_state[{min(taken)!r}] is the engine's own key; give it another name"
         )
+    return {key: _data(value, f"client_state[{key!r}]") for key, value in client.items()}
 
-    def check(value: Any, where: str) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                if not isinstance(key, str | int | float | bool):
-                    raise UsageError(
-                        f"save_checkpoint: {where} has a key of type {type(key).__name__}; use text"
-                    )
-                check(inner, f"{where}[{key!r}]")
-        elif isinstance(value, list | tuple | set):
-            for number, inner in enumerate(value):
-                check(inner, f"{where}[{number}]")
-        elif value is not None and type(value) not in (
-            bool,
-            int,
-            float,
-            str,
-            bytes,
-            Tensor,
-            torch.nn.Parameter,
-        ):
-            kind = type(value)
-            raise UsageError(
-                f"save_checkpoint: {where} is a {kind.__module__}.{kind.__qualname__}, which could be read back by "
-                "running code alone; give numbers, text, tensors, lists and dictionaries, such as its state_dict()"
-            )
 
-    for key, value in client.items():
-        check(value, f"client_state[{key!r}]")
+def _scheduler_data(scheduler: Any) -> Any:
+    """Its state; None where it has none. Errors: as of the client's."""
+    if scheduler is None:
+        return None
+    if not hasattr(scheduler, "state_dict"):
+        _log.warning(
+            "save_checkpoint: the scheduler, a %s, has no state_dict() and is not saved; keep what it needs in "
+            "client_state",
+            type(scheduler).__qualname__,
+        )
+        return None
+    return _data(scheduler.state_dict(), "lr_scheduler.state_dict()")
+
+
+_MAPPINGS = (dict, Counter, OrderedDict)
+_SEQUENCES = (list, tuple, set)
+_DATA = (bool, int, float, str, bytes, Tensor, torch.nn.Parameter, type(None))
+
+
+def _data(value: Any, where: str) -> Any:
+    """``value`` in types that torch.load(weights_only=True) knows: numbers of NumPy become Python's."""
+    if type(value) in _MAPPINGS:
+        for key in value:
+            if not isinstance(key, str | int | float | bool):
+                raise UsageError(f"save_checkpoint: {where} has a key of type {type(key).__name__}; use text")
+        return type(value)(
+            {_data(key, where): _data(each, f"{where}[{key!r}]") for key, each in value.items()}
+        )
+    if type(value) in _SEQUENCES:
+        return type(value)(_data(each, f"{where}[{place}]") for place, each in enumerate(value))
+    if isinstance(value, numpy.generic):
+        return value.item()
+    if type(value) not in _DATA:
+        kind = type(value)
+        raise UsageError(
+            f"save_checkpoint: {where} is a {kind.__module__}.{kind.__qualname__}, which could be read back by "
+            "running code alone; give numbers, text, tensors, lists and dictionaries, such as its state_dict()"
+        )
+    return value
 
 
 def _write_for_torch(
-    engine: DeepSpeedEngine, folder: Path, client: Mapping[str, Any], exclude_frozen: bool
+    engine: DeepSpeedEngine, folder: Path, client: Mapping[str, Any], scheduler: Any, exclude_frozen: bool
 ) -> None:
     """Rank 0: the file that torch reads, from the map of the step's own."""
     newest = max(folder.glob("step_*/manifest.json"), key=lambda path: path.stat().st_mtime_ns).parent
@@ -133,7 +147,6 @@ def _write_for_torch(
         name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad
     }
     left_out = frozen if exclude_frozen else set()
-    scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
     content = {
         **client,
         "module": {name: tensor for name, tensor in tensors.items() if name not in left_out},
