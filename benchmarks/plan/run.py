@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from shardwise.compose.plan import Policies, make_plan
-from shardwise.compose.spec import Blocks, ModelSpec, OnTp, ParameterSpec, positions_by_order
+from shardwise.compose.spec import Blocks, ModelSpec, OnAxis, ParameterSpec, positions_by_order
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
@@ -51,13 +51,13 @@ MESHES = [
 ]
 
 
-def on_tp(row: dict[str, Any]) -> OnTp:
+def on_tp(row: dict[str, Any]) -> OnAxis:
     """Where a parameter lies on "tp", by its word."""
     if row["tp"] == "addend":
-        return OnTp(Replicate(), Partial())
+        return OnAxis(Replicate(), Partial())
     blocks = tuple(Block(size, parts) for size, parts in row.get("heads", ()))
     shard = Shard(0 if row["tp"] == "rows" else 1, blocks)
-    return OnTp(shard, shard)
+    return OnAxis(shard, shard)
 
 
 def model(given: dict[str, Any]) -> ModelSpec:
@@ -78,7 +78,7 @@ def model(given: dict[str, Any]) -> ModelSpec:
     dealt = Blocks(
         blocks, (weights[0],) * len(blocks), weights[1], weights[2], positions_by_order(names, blocks)
     )
-    places = {name: on_tp(row) for name, row in rows.items()}
+    places = {name: {"tp": on_tp(row)} for name, row in rows.items()}
     return ModelSpec(parameters, {}, names, tuple(names), blocks, dealt, places)
 
 

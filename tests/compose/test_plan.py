@@ -1,5 +1,6 @@
 """A model becomes a Plan: Units, buckets, placements, bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from shardwise.compose.plan import Planned, Policies, StageOrder, make_plan, reg
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
+from shardwise.plan.slices import Slices
 from shardwise.precision.policy import PrecisionPolicy
 
 
@@ -142,6 +145,52 @@ def test_a_whole_step() -> None:
 # Embedding tables ----------------------------------------------------------------------------------------------------
 
 TABLES = {"users": ("users",), "blocks.2.items": ("blocks.2.items",)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(dp_shard=4, ep=2),
+        Mesh(dp_shard=4, ep=4),
+        Mesh(tp=4),
+        Mesh(dp_replicate=2, dp_shard=2, tp=2, ep=2, etp=2),
+        Mesh(pp=2, dp_shard=2, tp=2, ep=2),
+    ],
+    ids=str,
+)
+def test_experts_lie_on_other_ranks_than_the_rest(mesh: Mesh, stage: int) -> None:
+    """Where one rank holds them alone they are at stage 0, while the rest is cut; or the other way round."""
+    made = described_plan(mesh, stage, spec=described(stack=4))  # and validated
+    shards = {"dp_shard": mesh.dp_shard, "edp": mesh.edp}
+    for each in made.classes.values():
+        for (unit, place), rows in each.buffers.items():
+            found, bucket = each.units[unit], each.units[unit].buckets[place]
+            inner = "edp" if found.name.endswith(".experts") else "dp_shard"
+            assert found.axes == bucket.key.axes == ("dp_replicate", inner)
+            assert bucket.shards == shards[inner]
+            assert {axis for row in rows for axis in row.placement} == set(found.axes)
+            cuts_weight = stage == 3 and shards[inner] > 1
+            assert str(rows[0].placement[inner]) == ("S" if cuts_weight else "R")
+            cuts_grad = [
+                Action(Kind.REDUCE, unit, 0, -1, -1) in each.actions,
+                stage >= 2 and shards[inner] > 1,
+            ]
+            assert cuts_grad[0] == cuts_grad[1], "with each microbatch where it stays cut"
+            gathers = [a for a in each.actions if a[:2] == (Kind.UNSHARD, unit) and a.microbatch >= 0]
+            assert bool(gathers) == cuts_weight
+    info = made.registry.get("parameter", "blocks.0.experts.gate_up")
+    assert Slices(made.registry, mesh, 0).local_shape(info) == (4 // mesh.ep, 16 // mesh.etp, 16)
+    assert info.bytes_on(mesh, 0) * mesh.ep * mesh.etp * (mesh.edp if stage == 3 else 1) == 4 * 4 * 16 * 16
+    assert "of experts" in str(made)
+
+
+def test_a_unit_of_experts_and_of_others() -> None:
+    spec = replace(described(1, stack=2), units=("blocks.0",))
+    with pytest.raises(
+        PlanError, match="'blocks.0' holds 'blocks.0.out.bias' and 'blocks.0.experts.down', but"
+    ):
+        described_plan(Mesh(dp_shard=2, ep=2), spec=spec)
 
 
 def test_tables_are_units_of_the_class_whose_stage_uses_them() -> None:

@@ -104,7 +104,7 @@ def overflow_on_one_rank(world: Any, layout: Layout, where: int) -> tuple[bool, 
         model = Gpt(policy_of(layout))
     config = config_of(layout) | {"precision": {"compute": "fp16", "loss_scale": {"hysteresis": 1}}}
     engine = shardwise.initialize(model, config, world=world)
-    engine_step = engine.step
+    engine_step = engine._training.step
 
     def with_overflow() -> Any:
         if world.rank == where:
@@ -115,7 +115,7 @@ def overflow_on_one_rank(world: Any, layout: Layout, where: int) -> tuple[bool, 
     index = engine.dp_index
     batches = list(zip(*(each[index :: layout.dp] for each in parts), strict=True))
     before = engine.state_dict()
-    with patch.object(engine, "step", with_overflow):
+    with patch.object(engine._training, "step", with_overflow):
         result = engine.train_step(batches)
     after = engine.state_dict()
     same = all(torch.equal(before[name], after[name]) for name in before)

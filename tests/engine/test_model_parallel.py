@@ -144,7 +144,7 @@ def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
     """Train three steps and compare."""
     engine = shardwise.initialize(model_of(layout), config_of(layout, check), world=world)
     found: dict[str, Tensor] = {}
-    engine_step = engine.step
+    engine_step = engine._training.step
 
     def with_gradients() -> Any:
         if engine._parts.accumulation.is_complete:
@@ -152,7 +152,7 @@ def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
             found.update(engine.gradients())
         return engine_step()
 
-    engine.step = with_gradients  # type: ignore[method-assign]
+    engine._training.step = with_gradients  # type: ignore[method-assign]
     figures, conformance = Figures(0.0, 0.0, 0.0, 0.0, 0.0), Conformance(engine)
     dp_index = engine.dp_index
     for step, wanted in enumerate(truth(layout.family, layout.kv_heads, layout.layers, layout.heads)):

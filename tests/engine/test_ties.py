@@ -94,8 +94,8 @@ def measure(
             world=world,
         )
         found: dict[str, Tensor] = {}
-        step = engine.step
-        engine.step = lambda: (found.update(engine.gradients()), step())[1]  # type: ignore[method-assign]
+        training, step = engine._training, engine._training.step
+        training.step = lambda: (found.update(engine.gradients()), step())[1]  # type: ignore[method-assign]
         result = engine.train_step(batches())
         engine.close()
     return worst(found, truth.gradients, truth.addends), abs(result.grad_norm - truth.norm) / truth.norm

@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 
 from shardwise.compose.plan import Policies, make_plan
-from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnTp, ParameterSpec, positions_by_order
+from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnAxis, ParameterSpec, positions_by_order
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
@@ -16,11 +16,11 @@ from shardwise.plan.registry import UpdateRule
 from shardwise.precision.policy import PrecisionPolicy
 
 WIDTH, HEADS, KV_HEADS, VOCABULARY = 16, 4, 2, 32
-_ALONE, _ADDEND = OnTp(Replicate(), Replicate()), OnTp(Replicate(), Partial())
+_ALONE, _ADDEND = OnAxis(Replicate(), Replicate()), OnAxis(Replicate(), Partial())
 
 
-def _cut(dim: int, *blocks: Block) -> OnTp:
-    return OnTp(Shard(dim, blocks), Shard(dim, blocks))
+def _cut(dim: int, *blocks: Block) -> OnAxis:
+    return OnAxis(Shard(dim, blocks), Shard(dim, blocks))
 
 
 _HEAD = WIDTH // HEADS
@@ -34,15 +34,34 @@ BLOCK = {
     "out.bias": ((WIDTH,), _ADDEND),
 }
 """Shape and place on "tp" of a block's parameters."""
+HIDDEN = 8
+GATE_UP = (Block(HIDDEN, HIDDEN), Block(HIDDEN, HIDDEN))
+
+
+def experts(count: int) -> dict[str, tuple[tuple[int, ...], dict[str, OnAxis]]]:
+    """Shapes and places of a stack's parameters."""
+    return {
+        "experts.gate_up": ((count, 2 * HIDDEN, WIDTH), {"ep": _cut(0), "etp": _cut(1, *GATE_UP)}),
+        "experts.down": ((count, WIDTH, HIDDEN), {"ep": _cut(0), "etp": _cut(2)}),
+    }
 
 
 def model(
-    blocks: int = 4, tied: bool = False, frozen: str = "", tables: Mapping[str, tuple[str, ...]] | None = None
+    blocks: int = 4,
+    tied: bool = False,
+    frozen: str = "",
+    tables: Mapping[str, tuple[str, ...]] | None = None,
+    stack: int = 0,
 ) -> ModelSpec:
-    """``tied``: the head is the embedding; ``frozen``: the parameter that does not train; ``tables``: all names of each
-    collection of embedding tables, outside of blocks in front of them."""
+    """``stack``: how many experts each block has, in a Unit of their own; ``tied``: the head is the embedding;
+    ``frozen``: the parameter that does not train; ``tables``: all names of each collection of embedding tables, outside
+    of blocks in front of them."""
     rows = {"embedding.weight": ((VOCABULARY, WIDTH), _cut(0))}
     rows |= {f"blocks.{i}.{name}": row for i in range(blocks) for name, row in BLOCK.items()}
+    stacks = {
+        f"blocks.{i}.{name}": row for i in range(blocks) for name, row in experts(stack).items() if stack
+    }
+    rows |= {name: (shape, _ALONE) for name, (shape, _) in stacks.items()}
     rows |= {"norm.weight": ((WIDTH,), _ADDEND)}
     head = "head.weight"
     rows |= {} if tied else {head: ((VOCABULARY, WIDTH), _cut(0))}
@@ -58,9 +77,11 @@ def model(
     positions = positions_by_order(canonical, names) | positions_by_order(collections, names) | {"mask": 0}
     weight = sum(torch.Size(shape).numel() for shape, _ in BLOCK.values())
     dealt = Blocks(names, (weight,) * blocks, VOCABULARY * WIDTH, VOCABULARY * WIDTH, positions)
-    places = {name: place for name, (_, place) in rows.items()}
+    places = {name: {"tp": place} for name, (_, place) in rows.items()}
+    places |= {name: place for name, (_, place) in stacks.items()}
+    units = tuple(unit for name in names for unit in (name, f"{name}.experts")[: 1 + bool(stack)])
     return ModelSpec(
-        parameters, buffers, canonical, tuple(chain(canonical)), names, dealt, places, tables or {}
+        parameters, buffers, canonical, tuple(chain(canonical)), units, dealt, places, tables or {}
     )
 
 

@@ -26,7 +26,7 @@ def slices(
     gradient: dict[str, Placement] | None = None,
 ) -> list[Slices]:
     registry = Registry(mesh)
-    gradient = {axis: where.get(axis, R) for axis in mesh.model_axes} | {"dp_shard": P} | (gradient or {})
+    gradient = {axis: where.get(axis, R) for axis in mesh.model_axes()} | {"dp_shard": P} | (gradient or {})
     for kind in ("parameter", "gradient"):
         registry.add(TensorInfo("w", shape, torch.float32, kind, where, gradient))  # type: ignore[arg-type]
     return [Slices(registry, mesh, rank) for rank in range(mesh.world_size)]
@@ -60,7 +60,7 @@ def test_the_pieces_of_all_ranks_make_the_whole(case: Any, data: Any) -> None:
         for run in here.runs(info):
             flat[run.local : run.local + run.elements] = full.view(-1)[run.full : run.full + run.elements]
             times[run.full : run.full + run.elements] += 1
-            if here.is_first(run):
+            if here.is_first(info, run):
                 first_times[run.full : run.full + run.elements] += 1
             said[run.full : run.full + run.elements] = math.prod(run.replicas) * mesh.dp_shard
         assert torch.equal(flat, piece.view(-1)), "views and runs hold the same elements"
@@ -111,7 +111,7 @@ def test_gradients_are_added_up_over_the_axes_that_hold_addends(
         info = here.registry.get("parameter", "w")
         for run in here.runs(info):
             found.add(here.addends(info, run))
-            if here.is_first(run):
+            if here.is_first(info, run):
                 counted.update(range(run.full, run.full + run.elements))
     assert sorted(found - {()}) == wanted
     assert counted == Counter({element: 1 for element in range(4)})

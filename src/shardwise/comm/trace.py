@@ -21,6 +21,8 @@ Purpose = Literal["weights", "gradients", "activations", "keys", "control"]
 """A collective between layers that are cut is for "activations" in both directions: their cost is known for a forward
 and a backward pass together. Messages between stages are for one or the other."""
 
+_STATE_AXES = ("dp", "dp_shard", "dp_replicate", "edp", "expert_dp")
+"""Of the groups that model state moves over."""
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 0}
 
 
@@ -40,8 +42,9 @@ class Traffic:
     bytes: int = 0
     """All that was sent so far."""
     sequence: int = 0
-    """32-bit hash of the collectives over the data-parallel axes, in their order: equal on ranks that called the same
-    ones. On the other axes sizes differ from one data-parallel rank to another: with its batch, and with its shard."""
+    """32-bit hash of the collectives over the data-parallel axes, those of experts too, in their order: equal on ranks
+    that called the same ones. On the other axes sizes differ from one data-parallel rank to another: with its batch,
+    and with its shard."""
 
     def add(
         self,
@@ -57,7 +60,7 @@ class Traffic:
 
         Of a send and an all-to-all, ``elements`` are those that leave this rank.
         """
-        if axis.startswith("dp"):
+        if axis in _STATE_AXES:
             size = "" if operation == "all_to_all" else elements  # each rank sends as much as its data needs
             self.sequence = zlib.crc32(f"{operation} {what} {size}".encode(), self.sequence)
         sent = (

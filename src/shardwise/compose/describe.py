@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnTp, ParameterSpec
+from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnAxis, ParameterSpec
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, positions, weigh
 from shardwise.parallel.pipeline.layers import Layers, class_name
@@ -105,7 +105,10 @@ def describe_cut(
         alone = owners(model, table, placed)
         spec = replace(
             spec,
-            on_tp={name: OnTp(placed[name].placement, placed[name].gradient) for name in spec.parameters},
+            slices={
+                name: {"tp": OnAxis(placed[name].placement, placed[name].gradient)}
+                for name in spec.parameters
+            },
         )
         sizes = {
             id(parameter): math.prod(local_shape(parameter.shape, [Cut(placed[name].placement, 0, mesh.tp)]))

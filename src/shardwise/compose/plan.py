@@ -1,7 +1,7 @@
 """Plan: (model description, mesh, policies) -> a Plan of all classes of ranks. Pure: no module, no process group.
 
     1  stages      blocks dealt to stages along "pp"            parallel/pipeline/partition.py
-    2  registry    every tensor with its place on every axis    parallel/zero/layout.py, what spec.py says of "tp"
+    2  registry    every tensor with its place on every axis    parallel/zero/layout.py, what spec.py says of slices
     3  Units       parameters that move together, per stage     names in the description
                    behind them collections of embedding tables, without buckets
     4  buckets     those of one dtype, trained or frozen, and one optimizer group, laid out flat
@@ -38,7 +38,6 @@ from shardwise.plan.dataflow import Lists
 from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import (
     Boundary,
-    Strategy,
     backward_actions,
     forward_actions,
     is_inside,
@@ -46,9 +45,9 @@ from shardwise.plan.lists import (
     update_actions,
     with_fetches,
 )
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.names import matching
-from shardwise.plan.placement import Partial, PerRank, Replicate
+from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
 from shardwise.plan.plan import Plan, RankClass, class_of
 from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
 from shardwise.plan.slices import Slices
@@ -101,13 +100,13 @@ class Planned(NamedTuple):
         """What this rank does for ``batches`` forward passes without a backward pass."""
         plan, (zero, pipeline, *_) = self.plan, self.policies
         row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
-        strategy, ahead = layout.strategy_of(zero, plan.mesh), _prefetch(zero)
+        strategies, ahead = layout.strategies_of(zero, plan.mesh, plan.units), _prefetch(zero)
         known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
 
         @cache
         def forward(stage: int, last: bool) -> list[Action]:
             boundaries, fetches = known[stage]
-            return with_fetches(forward_actions(boundaries, strategy, ahead), fetches)
+            return with_fetches(forward_actions(boundaries, strategies, ahead), fetches)
 
         return add_sharding({0: row}, forward, _none)[0]
 
@@ -117,7 +116,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) ->
 
     Errors: PlanError where the model cannot be cut so.
     """
-    if mesh.tp > 1 and not spec.on_tp:
+    if mesh.tp > 1 and not spec.slices:
         raise PlanError(
             f"tensor: mesh.tp is {mesh.tp}, but the model's description does not say how to cut it"
         )
@@ -136,10 +135,9 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) ->
 
 def with_orders(plan: Plan, policies: Policies, orders: Orders | None = None) -> Plan:
     """``plan`` with its lists made anew, in the ``orders`` of stages where they are known, and validated."""
-    strategy = layout.strategy_of(policies.zero, plan.mesh)
     rows = schedule_lists(plan.mesh.pp, policies.microbatches, policies.pipeline)
     classes = {
-        name: replace(each, actions=_actions(each, rows[place], plan, strategy, policies, orders or {}))
+        name: replace(each, actions=_actions(each, rows[place], plan, policies, orders or {}))
         for place, (name, each) in enumerate(plan.classes.items())
     }
     made = replace(plan, classes=classes)
@@ -169,24 +167,24 @@ def _actions(
     ranks: RankClass,
     row: Sequence[Action],
     plan: Plan,
-    strategy: Strategy,
     policies: Policies,
     orders: Orders,
 ) -> tuple[Action, ...]:
     prefetch = _prefetch(policies.zero)
+    strategies = layout.strategies_of(policies.zero, plan.mesh, ranks.units)
     trained = ranks.trained
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
 
     @cache
     def forward(stage: int, last: bool) -> list[Action]:
         boundaries, fetches = known[stage]
-        return with_fetches(forward_actions(boundaries, strategy, prefetch), fetches)
+        return with_fetches(forward_actions(boundaries, strategies, prefetch), fetches)
 
     @cache
     def backward(stage: int, last: bool) -> list[Action]:
-        return backward_actions(known[stage].boundaries, strategy, trained, last, prefetch)
+        return backward_actions(known[stage].boundaries, strategies, trained, last, prefetch)
 
-    reshards = policies.zero.reshard_after_forward or not strategy.has_windows
+    reshards = policies.zero.reshard_after_forward or not any(each.has_windows for each in strategies)
     actions = add_sharding({0: row}, forward, backward, reshards)[0]
     actions += [Action(Kind.DELIVER, unit.index) for unit in ranks.tables]
     if Slices(plan.registry, plan.mesh, 0).shares_gradients(ranks.stages):
@@ -197,7 +195,7 @@ def _actions(
     # Norms are summed over all ranks of the job, matrices are dealt among those of a stage.
     between = [TRUST] * bool(plan.registry.needs("norm"))
     between += [DEAL] * any("matrix" in found for found in needs.values())
-    return (*actions, NORM, *update_actions(trained, strategy, directed, between), *rows)
+    return (*actions, NORM, *update_actions(trained, strategies, directed, between), *rows)
 
 
 def _prefetch(zero: ZeroPolicy) -> int:
@@ -228,8 +226,6 @@ def registered(ranks: RankClass, stage: int) -> StageOrder:
 def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies: Policies) -> Registry:
     """Every persistent tensor with its place on every axis."""
     registry = Registry(mesh)
-    strategy = layout.strategy_of(policies.zero, mesh)
-    addends = dict.fromkeys(strategy.axes, Partial())
     for name, shape, dtype, trained, aliases in spec.parameters.values():
         dtypes = policies.precision.dtypes(name, dtype)
         moments, needs = policies.updates[policies.group_of(name)] if trained else UpdateRule()
@@ -238,11 +234,16 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
                 f"optimizer: {name!r} has the shape {list(shape)}, but its rule updates matrices of two dims; give it "
                 "to another rule (AdamW, say), by a group or an optimizer of its own"
             )
-        place = spec.on_tp[name] if mesh.tp > 1 else None
-        cut = {} if place is None or isinstance(place.placement, Replicate) else {"tp": place.placement}
+        axes = spec.state_axes(name)
+        strategy = layout.strategy_of(policies.zero, mesh, axes)
+        places = {axis: place for axis, place in spec.slices.get(name, {}).items() if mesh.size(axis) > 1}
+        cut = {
+            a: place.placement for a, place in places.items() if not isinstance(place.placement, Replicate)
+        }
         rows = layout.buffers(strategy, dtypes, trained, moments)
         placed = {row.kind: {**row.placement, **cut} for row in rows}
-        gradient = addends if place is None else {**addends, "tp": place.gradient}
+        gradient: dict[str, Placement] = dict.fromkeys(axes, Partial())
+        gradient |= {axis: place.gradient for axis, place in places.items()}
         stages = tuple(sorted({stage_of[each] for each in (name, *aliases)}))
         registry.add(
             TensorInfo(
@@ -252,6 +253,7 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
                 "parameter",
                 placed["weight"],
                 gradient,
+                axes,
                 aliases=aliases,
                 stages=stages,
             )
@@ -260,16 +262,20 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
             continue
         master = {**dict(zip(strategy.axes, strategy.master, strict=True)), **cut}
         registry.add(
-            TensorInfo(name, shape, dtypes.grad, "gradient", placed["grad"], gradient, stages=stages)
+            TensorInfo(name, shape, dtypes.grad, "gradient", placed["grad"], gradient, axes, stages=stages)
         )
-        registry.add(TensorInfo(name, shape, dtypes.master, "master", master, stages=stages, needs=needs))
+        registry.add(
+            TensorInfo(name, shape, dtypes.master, "master", master, axes=axes, stages=stages, needs=needs)
+        )
         for moment in moments:
             registry.add(
-                TensorInfo(name, shape, dtypes.master, "moment", master, label=moment, stages=stages)
+                TensorInfo(
+                    name, shape, dtypes.master, "moment", master, axes=axes, label=moment, stages=stages
+                )
             )
     for name, buffer in spec.buffers.items():
         # Statistics follow the batches of their rank, and nobody promises more of any other buffer.
-        own = dict.fromkeys(strategy.axes, PerRank())
+        own = dict.fromkeys(DENSE, PerRank())
         dtype = policies.precision.buffer_dtype(name, buffer.dtype)
         registry.add(TensorInfo(name, buffer.shape, dtype, "buffer", own, stages=(stage_of[name],)))
     return registry
@@ -284,7 +290,6 @@ def _class(
     policies: Policies,
 ) -> RankClass:
     """What the ranks hold on which the ``stages`` live."""
-    strategy = layout.strategy_of(policies.zero, mesh)
     slices = Slices(registry, mesh, 0)
     units: list[Unit] = []
     unit_stages: list[int] = []
@@ -292,6 +297,8 @@ def _class(
     for stage in stages:
         for name, members in _units_on(spec, stage_of, stage, policies.zero.external_parameters):
             buckets: list[Bucket] = []
+            axes = _state_axes(name, members, spec)
+            strategy = layout.strategy_of(policies.zero, mesh, axes)
             for key, dtypes, names in _grouped(members, spec, registry, policies):
                 slots = []
                 for each in names:
@@ -300,14 +307,27 @@ def _class(
                 buffers[len(units), len(buckets)] = layout.buffers(
                     strategy, dtypes, key.trained, policies.updates[key.optimizer_group].moments
                 )
-                buckets.append(lay_out(key, slots, mesh.dp_shard))
+                buckets.append(lay_out(key, slots, mesh.size(axes[1])))
             units.append(Unit(len(units), name, tuple(buckets)))
             unit_stages.append(stage)
     for name in spec.tables:
         if stage_of[name] in stages:
             units.append(Unit(len(units), name, (), has_rows=True))
             unit_stages.append(stage_of[name])
-    return RankClass(stages, tuple(units), tuple(unit_stages), buffers, strategy.windows)
+    windows = layout.strategy_of(policies.zero, mesh).windows
+    return RankClass(stages, tuple(units), tuple(unit_stages), buffers, windows)
+
+
+def _state_axes(unit: str, members: Sequence[str], spec: ModelSpec) -> StateAxes:
+    """Those of all parameters of one Unit, which is reduced at one time. Errors: PlanError."""
+    by_axes = {spec.state_axes(name): name for name in members}
+    if len(by_axes) > 1:
+        raise PlanError(
+            f"zero: the Unit {unit or '(root)'!r} holds {' and '.join(map(repr, by_axes.values()))}, but an expert's "
+            "state lies on other ranks than the rest; leave experts out of zero.external_parameters, and use each "
+            "stack inside its own module alone"
+        )
+    return next(iter(by_axes), DENSE)
 
 
 def _units_on(
@@ -342,7 +362,7 @@ def _grouped(
         own = policies.precision.dtypes(name, entry.dtype)
         tie = name if entry.trained and len(registry.get("parameter", name).stages) > 1 else ""
         group = policies.group_of(name) if entry.trained else 0
-        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce)
+        key = BucketKey(own.compute, entry.trained, group, tie, own.reduce, spec.state_axes(name))
         groups.setdefault(key, []).append(name)
         dtypes[key] = own
     return [(key, dtypes[key], members) for key, members in groups.items()]

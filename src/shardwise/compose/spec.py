@@ -18,6 +18,7 @@ import torch
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.errors import PlanError
+from shardwise.plan.mesh import DENSE, EXPERT, StateAxes
 from shardwise.plan.placement import Placement
 
 
@@ -66,8 +67,8 @@ class Blocks(NamedTuple):
         )
 
 
-class OnTp(NamedTuple):
-    """How one parameter lies where "tp" has several ranks."""
+class OnAxis(NamedTuple):
+    """How one parameter lies on an axis that has several ranks."""
 
     placement: Placement
     gradient: Placement
@@ -89,10 +90,14 @@ class ModelSpec:
     """Names of the modules whose parameters move together, in order of registration; the root is left out."""
     blocks: Blocks | None = None
     """None where the model is not to be cut into stages."""
-    on_tp: Mapping[str, OnTp] = field(default_factory=dict)
-    """By first name; empty where the model is not to be cut along "tp"."""
+    slices: Mapping[str, Mapping[str, OnAxis]] = field(default_factory=dict)
+    """By first name and axis: "tp", or, of a parameter of experts, "ep" and "etp"; empty where nothing is to be cut."""
     tables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """All names of each collection of embedding tables, by its first."""
+
+    def state_axes(self, name: str) -> StateAxes:
+        """Over which the state of a parameter is copied and cut, by its first name."""
+        return EXPERT if "ep" in self.slices.get(name, ()) else DENSE
 
     def stage_starts(self, policy: PipelinePolicy, ranks: int) -> tuple[str, ...]:
         """Names of the blocks that begin each stage but the first, over ``ranks`` on "pp".

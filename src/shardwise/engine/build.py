@@ -15,6 +15,7 @@ everywhere.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,8 +78,7 @@ from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.parallel.zero.views import absent
 from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.errors import DamagedError, MismatchError, PlanError, UsageError
-from shardwise.plan.lists import Strategy
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
 from shardwise.plan.slices import Slices
@@ -94,6 +94,7 @@ _log = logging.getLogger(__name__)
 
 _NEVER_SHARES = 1 << 30
 _AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
+_EXPERT_AXES = ("expert_dp", "edp", "ep", "etp")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -156,6 +157,7 @@ def initialize(
             "so each would run a Plan of its own; build the same model on every rank, and give all the same kind of "
             "example"
         )
+    site = _with_groups_of_experts(site, share.plan)
     uncut = _uncut(model, site)
     start = start_weights(model, settings, initial, share.described.spec)
     pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
@@ -222,6 +224,16 @@ def _site(world: World, config: RunConfig) -> Site:
     ledger = Ledger()
     ledger.take("rings", "transports", lambda: world.ring_bytes)
     return Site(world, settings, mesh, groups, clock, traffic, ledger)
+
+
+def _with_groups_of_experts(site: Site, plan: Plan) -> Site:
+    """With those that state of experts lies on, where a rank has any."""
+    units = (unit for each in plan.classes.values() for unit in each.units)
+    if all(unit.axes == DENSE for unit in units):
+        return site
+    world, settings, mesh, groups, clock, traffic, *_ = site
+    made = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _EXPERT_AXES}
+    return site._replace(groups={**groups, **made})
 
 
 # The Plan ----------------------------------------------------------------------------------------------------------
@@ -346,12 +358,16 @@ def _stage(
     """The stage with its buckets filled and its hooks in place."""
     settings, device, mesh = site.settings, site.world.device, site.mesh
     is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
-    strategy = strategy_of(settings.zero, mesh)
 
     def hooks(states: list[UnitState]) -> UnitHooks:
         first = share.plan.own.units_of(index)[0].index
-        windows = UnitWindows(states, strategy, walker, first, _gathers_once(site))
-        order = Order([state.unit for state in states], strategy, int(settings.zero.prefetch_units), first)
+        windows = UnitWindows(states, walker, first, _gathers_once(site))
+        order = Order(
+            [state.unit for state in states],
+            [state.strategy for state in states],
+            int(settings.zero.prefetch_units),
+            first,
+        )
         made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1)
         _gather_around_methods(made, settings.zero, mesh)
         return made
@@ -363,7 +379,7 @@ def _stage(
     made, handles = apply_to_stage(
         module,
         buffers=lambda module: _move_buffers(module, device, settings.precision),
-        weights=lambda module: _unit_states(module, index, share, _bucket_context(strategy, site), start),
+        weights=lambda module: _unit_states(module, index, share, _bucket_contexts(site), start),
         compile_backend=settings.compile.backend if settings.compile.scope == "blocks" else None,
         recompute=recompute,
         hooks=hooks,
@@ -382,29 +398,39 @@ def _gather_around_methods(hooks: UnitHooks, zero: ZeroPolicy, mesh: Mesh) -> No
     units = {state.unit.name: index for index, state in enumerate(hooks.states)}
     modules = {name: hooks.states[index].module for name, index in units.items()}
     for name, method in methods_of(modules, zero, mesh):
-        if hooks.has_windows:
+        if hooks.states[units[name]].has_windows:
             hooks.gather_around(units[name], method)
 
 
-def _bucket_context(strategy: Strategy, site: Site) -> BucketContext:
+def _bucket_contexts(site: Site) -> Callable[[StateAxes], BucketContext]:
+    """Those of the Units of a stage, by the axes of their state."""
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     shares = zero.reuse_buffers and not _gathers_once(site)
     spare = int(zero.prefetch_units) if shares else _NEVER_SHARES
     weights, gradients = SlotPool(device, spare, zero.debug), SlotPool(device, 0, zero.debug)
     site.ledger.take("gathered", "slots of weights", lambda: weights.bytes)
     site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
-    return BucketContext.of(
-        strategy=strategy,
-        group_over=lambda axes: groups[site.mesh.name_of(axes)],
-        weights=weights,
-        gradients=gradients,
-        ledger=site.ledger,
-        device=device,
-    )
+
+    @cache
+    def around(axes: StateAxes) -> BucketContext:
+        return BucketContext.of(
+            strategy=strategy_of(zero, site.mesh, axes),
+            group_over=lambda axes: groups[site.mesh.name_of(axes)],
+            weights=weights,
+            gradients=gradients,
+            ledger=site.ledger,
+            device=device,
+        )
+
+    return around
 
 
 def _unit_states(
-    module: nn.Module, index: int, share: _Share, around: BucketContext, start: StartWeights
+    module: nn.Module,
+    index: int,
+    share: _Share,
+    around_of: Callable[[StateAxes], BucketContext],
+    start: StartWeights,
 ) -> list[UnitState]:
     """Errors: PlanError where ``module`` is not what the Plan says."""
     spec, precision = share.planned.spec, share.planned.policies.precision
@@ -413,7 +439,7 @@ def _unit_states(
     fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
     states: list[UnitState] = []
     for unit in units:
-        made = []
+        around, made = around_of(unit.axes), []
         for place, layout in enumerate(unit.buckets):
             holdings = [parameters_here[slot.name] for slot in layout.slots]
             parameters = [_real(module, holding, layout.key.dtype, around.device) for holding in holdings]
@@ -425,7 +451,7 @@ def _unit_states(
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)
         own = replace(unit, index=len(states))  # hooks number the Units of its stage
-        states.append(UnitState(own, modules[unit.name], made, trained, frozen))
+        states.append(UnitState(own, modules[unit.name], made, trained, frozen, around.strategy))
     return states
 
 

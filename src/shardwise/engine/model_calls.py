@@ -59,7 +59,10 @@ class ModelCalls:
         parts = self._parts
         if parts.groups["model"].size > 1:
             return f"with mesh.tp {parts.mesh.tp} and mesh.pp {parts.mesh.pp} this rank holds a part of the model alone"
-        if parts.strategy.has_windows and not all(bucket.weight.is_whole for bucket in state.buckets(parts)):
+        if any(map(parts.slices.cut_axes, parts.registry.of_kind("parameter"))):
+            return f"with mesh.ep {parts.mesh.ep} and mesh.etp {parts.mesh.etp} this rank holds some experts alone"
+        has_windows = any(hooks.has_windows for hooks in parts.hooks)
+        if has_windows and not all(bucket.weight.is_whole for bucket in state.buckets(parts)):
             return "at zero stage 3 the weights lie in pieces on all ranks"
         return None
 

@@ -2,6 +2,7 @@
 
     data-parallel ranks, microbatches    each computed other samples: their counts are added
     stages                               each ran other modules: added
+    ranks along ep, etp                  each computed other rows, or another part of them: added
     ranks along tp                       cut modules: added. What each of them computes alike (a module that is kept
                                          whole, a head of keys and values that several hold) is counted once, by the
                                          placements in the registry:
@@ -22,6 +23,7 @@ import torch
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.observe.module_profile import Costs, ModuleCounter, ModuleTree, scaled
+from shardwise.plan.mesh import DENSE
 from shardwise.plan.placement import Cut, Partial, Shard, shape_on
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.trace import PassSeconds, Trace
@@ -126,6 +128,8 @@ class _Shares:
         return Fraction(1) if is_cut else Fraction(1, self._tp)
 
     def _of_matrix(self, info: TensorInfo) -> Fraction:
+        if info.axes != DENSE:
+            return Fraction(1)
         where = info.on("tp")
         if isinstance(where, Shard):
             shapes = [shape_on(info.shape, [Cut(where, index, self._tp)]) for index in range(self._tp)]

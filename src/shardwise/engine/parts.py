@@ -24,8 +24,6 @@ from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.hooks import UnitHooks
-from shardwise.parallel.zero.layout import strategy_of
-from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.slices import Slices
@@ -40,7 +38,8 @@ class Site(NamedTuple):
     settings: RunConfig
     mesh: Mesh
     groups: Mapping[str, Group]
-    """By axis: "dp", "dp_shard", "dp_replicate", "tp", "pp", "model" and "world"."""
+    """By axis: "dp", "dp_shard", "dp_replicate", "tp", "pp", "model" and "world"; where experts lie on other ranks
+    than the rest, "expert_dp", "edp", "ep" and "etp"."""
     clock: Clock
     traffic: Traffic
     ledger: Ledger
@@ -166,11 +165,6 @@ class Parts:
     def loss_scale(self) -> LossScale | None:
         """Only under fp16."""
         return self.accumulation.loss_scale
-
-    @property
-    def strategy(self) -> Strategy:
-        """How model state is cut over the data-parallel ranks."""
-        return strategy_of(self.site.settings.zero, self.site.mesh)
 
     @property
     def dp(self) -> Group:

@@ -261,7 +261,7 @@ def _pieces(
             continue
         pieces = held.setdefault((kind, slot.name), [])
         for run in parts.slices.runs(info, start - slot.offset, stop - slot.offset):
-            if window is not None and not parts.slices.is_first(run):
+            if window is not None and not parts.slices.is_first(info, run):
                 continue
             place = slot.offset + run.local - first
             pieces.append(

@@ -48,7 +48,7 @@ class SharedGradients:
                     ranks = slices.addends(info, run)
                     if ranks:
                         _extend(self._held.setdefault(ranks, {}).setdefault(bucket, []), found)
-                    if stage == info.stages[0] and slices.is_first(run):
+                    if stage == info.stages[0] and slices.is_first(info, run):
                         _extend(counted, found)
                     else:
                         counts_all = False

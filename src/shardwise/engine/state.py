@@ -77,7 +77,7 @@ def full_parameters(
         )
     keep = write or from_rank is not None
     summoned = _summon(parts, names)
-    is_cut = parts.groups["model"].size > 1
+    is_cut = _is_cut(parts)
     whole = {
         bucket.layout.slots[place].name: bucket.parameters[place]
         for bucket, _ in summoned
@@ -293,9 +293,9 @@ def own_buffers(parts: Parts) -> dict[str, Tensor]:
 def assembled(
     parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInfo], to_cpu: bool = False
 ) -> dict[str, Tensor]:
-    """Whole tensors on every rank, from pieces that are whole over the data-parallel ranks already."""
+    """Whole tensors on every rank, from pieces that are whole over the ranks that share their state already."""
     model, stages = parts.groups["model"], parts.stage_group
-    if model.size == 1:
+    if not _is_cut(parts):
         return dict(own)
     is_owner = [parts.owner(info) == stages.index and info.name in own for info in infos]
     present = torch.tensor(is_owner, dtype=torch.float64, device=parts.device)
@@ -310,6 +310,12 @@ def assembled(
         stages.broadcast(full.view(-1), parts.owner(info), info.name).wait()
         found[info.name] = full.cpu() if to_cpu else full
     return found
+
+
+def _is_cut(parts: Parts) -> bool:
+    """Whether stages or slices of parameters lie on other ranks."""
+    parameters = parts.registry.of_kind("parameter")
+    return parts.groups["model"].size > 1 or any(map(parts.slices.cut_axes, parameters))
 
 
 def _put_together(parts: Parts, info: TensorInfo, piece: Tensor, full: Tensor) -> None:

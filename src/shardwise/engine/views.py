@@ -53,7 +53,9 @@ def end_passes(parts: Parts) -> None:
     parts.program.follow(step.passes)
     last = {(Kind.REDUCE, step.passes - 1)}
     late = [action for action in parts.program.step() if (action.kind, action.microbatch) in last]
-    if late and any(hooks.windows.lacks_reductions for hooks in parts.hooks):
+    missing = {unit for hooks in parts.hooks for unit in hooks.windows.not_reduced}
+    late = [action for action in late if action.unit in missing]
+    if late:
         walker.insert(late, "nobody knew that the backward pass was the last one of its step")
     step.is_summed = True
 

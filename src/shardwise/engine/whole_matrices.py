@@ -112,7 +112,7 @@ class WholeMatrices:
         mesh, ranks = self._slices.mesh, self._group.ranks
         slicing = self._slices.cut_axes(info)
         cut = {*slicing, *(("dp_shard",) if trained.bucket.owned_range[1] > 1 else ())}
-        alike = [axis for axis in mesh.stage_axes if axis not in cut]
+        alike = [axis for axis in mesh.stage_axes(info.axes) if axis not in cut]
         held = []
         for rank, range_ in zip(ranks, ranges, strict=True):
             brings = all(mesh.index(axis, rank) == mesh.index(axis, ranks[owner]) for axis in alike)

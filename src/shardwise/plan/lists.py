@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.plan.action import Action, Kind
+from shardwise.plan.mesh import DENSE, StateAxes
 from shardwise.plan.placement import Placement, Shard
 
 
@@ -32,7 +33,7 @@ class Strategy:
     master: tuple[Placement, Placement]
     windows: bool = False
     """Whether weights that are not cut have windows too."""
-    axes: tuple[str, str] = ("dp_replicate", "dp_shard")
+    axes: StateAxes = DENSE
     """The axes, whose ranks together sum the gradient: other ones for other Units (experts, say)."""
 
     def __post_init__(self) -> None:
@@ -69,12 +70,12 @@ class Boundary(NamedTuple):
 
 
 def forward_actions(
-    boundaries: Sequence[Boundary], strategy: Strategy, prefetch_units: int = 0
+    boundaries: Sequence[Boundary], strategies: Sequence[Strategy], prefetch_units: int = 0
 ) -> list[Action]:
-    """The forward pass of one microbatch."""
+    """The forward pass of one microbatch. ``strategies``: by Unit."""
     actions: list[Action] = []
     for (enters, unit), is_outermost in zip(boundaries, _outermost(boundaries), strict=True):
-        moves = strategy.has_windows and is_outermost
+        moves = strategies[unit].has_windows and is_outermost
         if enters:
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.F, unit)]
         elif moves:
@@ -84,7 +85,7 @@ def forward_actions(
 
 def backward_actions(
     boundaries: Sequence[Boundary],
-    strategy: Strategy,
+    strategies: Sequence[Strategy],
     trained: Sequence[bool],
     last: bool,
     prefetch_units: int = 0,
@@ -99,12 +100,12 @@ def backward_actions(
     last_close = {boundary.unit: i for i, boundary in enumerate(mirror) if not boundary.enters}
     actions: list[Action] = []
     for i, ((enters, unit), is_outermost) in enumerate(zip(mirror, _outermost(mirror), strict=True)):
-        moves = strategy.has_windows and is_outermost
+        moves = strategies[unit].has_windows and is_outermost
         if enters:
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.B, unit)]
             continue
         actions += [Action(Kind.RESHARD, unit)] * moves
-        if trained[unit] and (last or strategy.cuts_grad) and i == last_close[unit]:
+        if trained[unit] and (last or strategies[unit].cuts_grad) and i == last_close[unit]:
             actions.append(Action(Kind.REDUCE, unit))
     return _gather_ahead(_without_pauses(actions), prefetch_units)
 
@@ -178,7 +179,10 @@ def keys_ahead(actions: Sequence[Action]) -> list[Action]:
 
 
 def update_actions(
-    trained: Sequence[bool], strategy: Strategy, directed: Sequence[int] = (), between: Sequence[Action] = ()
+    trained: Sequence[bool],
+    strategies: Sequence[Strategy],
+    directed: Sequence[int] = (),
+    between: Sequence[Action] = (),
 ) -> list[Action]:
     """The end of the step: update what is owned, gather what is kept whole.
 
@@ -186,7 +190,7 @@ def update_actions(
     halves of the update.
     """
     actions = [*(Action(Kind.DIRECT, unit) for unit in directed), *between]
-    for unit, is_trained in enumerate(trained):
+    for unit, (is_trained, strategy) in enumerate(zip(trained, strategies, strict=True)):
         if is_trained:
             actions.append(Action(Kind.STEP, unit))
             if strategy.cuts_master and not strategy.cuts_weight:

@@ -29,6 +29,12 @@ from shardwise.plan.errors import MeshError
 from shardwise.plan.policy import Policy
 from shardwise.plan.words import counted
 
+StateAxes = tuple[str, str]
+"""The axes over which ranks hold copies and shards of one state, the outer and the inner one; together they sum its
+gradient."""
+DENSE: StateAxes = ("dp_replicate", "dp_shard")
+EXPERT: StateAxes = ("dp_replicate", "edp")
+_MODEL_AXES = {DENSE: ("cp", "tp"), EXPERT: ("ep", "etp")}
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
 _TOGETHER = {
@@ -79,15 +85,13 @@ class Mesh:
         """Ranks that share the state of one expert."""
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
-    @property
-    def model_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks hold slices of one stage of one model: neither data-parallel nor stages."""
-        return tuple(axis for axis in _TOGETHER["model"] if axis != "pp")
+    def model_axes(self, state: StateAxes = DENSE) -> tuple[str, ...]:
+        """The axes whose ranks hold slices of one tensor, whose shards lie on ``state``."""
+        return _MODEL_AXES[state]
 
-    @property
-    def stage_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks hold the same stage."""
-        return _TOGETHER["stage"]
+    def stage_axes(self, state: StateAxes = DENSE) -> tuple[str, ...]:
+        """All axes whose ranks hold the same stage, in the view that ``state`` belongs to."""
+        return (*state, *_MODEL_AXES[state])
 
     @property
     def world_size(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.plan.action import Action
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import EXPERT, Mesh, StateAxes
 from shardwise.plan.placement import Placement, Shard
 from shardwise.plan.registry import Registry
 from shardwise.plan.unit import Bucket, Unit
@@ -78,10 +78,12 @@ class RankClass:
         """Of each Unit whether any parameter in it trains."""
         return tuple(any(bucket.key.trained for bucket in unit.buckets) for unit in self.units)
 
-    def bytes_of_units(self, mesh: Mesh) -> dict[str, int]:
-        """Model-state bytes of the Units by row of the ledger, padding included."""
+    def bytes_of_units(self, mesh: Mesh, axes: StateAxes | None = None) -> dict[str, int]:
+        """Model-state bytes of the Units (of those with state on ``axes``) by row of the ledger, padding included."""
         total: dict[str, int] = {}
         for (unit, bucket), buffers in self.buffers.items():
+            if axes is not None and self.units[unit].axes != axes:
+                continue
             for buffer in buffers:
                 size = buffer.elements(self.units[unit].buckets[bucket], mesh) * buffer.itemsize
                 total[buffer.row] = total.get(buffer.row, 0) + size
@@ -159,6 +161,10 @@ class Plan:
             by_row = self.bytes_per_rank(first)
             held = ", ".join(f"{row} {_human(size)}" for row, size in by_row.items())
             lines.append(f"  bytes per rank: {held}; together {_human(sum(by_row.values()))}")
+            of_experts = sum(each.bytes_of_units(self.mesh, EXPERT).values())
+            if of_experts:
+                rest = sum(by_row.values()) - of_experts
+                lines[-1] += f" ({_human(of_experts)} of experts, {_human(rest)} of the rest)"
             lines.append(f"  step ({name} ranks): {_summary(each.actions)}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from shardwise.plan.errors import PlanError
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import FLAT, Cut, Placement, Replicate, Shard, shape_on
 from shardwise.plan.unit import Unit
 
@@ -46,6 +46,8 @@ class TensorInfo:
     """Placement per axis; an axis that is not named is Replicate. Tables lie on "dp", its two axes as one."""
     grad_placement: Mapping[str, Placement] = field(default_factory=dict)
     """For a parameter: placement of its gradient per axis before reduction."""
+    axes: StateAxes = DENSE
+    """Over which its state is copied and cut; which axes may cut it into slices follows (``Mesh.model_axes``)."""
     label: str = ""
     """Which moment: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` ...; of a table, which state of its rows."""
     aliases: tuple[str, ...] = ()
@@ -105,7 +107,7 @@ class Registry:
     def _check_gradient(self, info: TensorInfo) -> None:
         unsaid = [
             axis
-            for axis in self.mesh.stage_axes
+            for axis in self.mesh.stage_axes(info.axes)
             if self.mesh.size(axis) > 1 and axis not in info.grad_placement
         ]
         if unsaid:

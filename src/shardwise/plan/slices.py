@@ -5,8 +5,9 @@
     addends   the ranks whose gradients are added to this rank's          sums over model-parallel ranks
     is_first  whether this rank counts, or writes, for all that hold it   the norm, checkpoints
 
-Everything is read off the placements in the registry, in loops over the axes of the mesh. Data-parallel axes are not
-among these: their state is cut flat, bucket by bucket (parallel/zero/context.py), after all slices.
+Everything is read off the placements in the registry, in loops over the axes that may cut a tensor into slices: cp and
+tp, for one of an expert ep and etp (``Mesh.model_axes``). Data-parallel axes are not among these: their state is cut
+flat, bucket by bucket (parallel/zero/context.py), after all slices.
 
     gradient on an axis    held alike there           its addends are on
     Partial                by all ranks (Replicate)   all ranks of the axis
@@ -19,7 +20,7 @@ from itertools import product
 
 from torch import Tensor
 
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.placement import Cut, Partial, Run, Shard, local_shape, runs, spans
 from shardwise.plan.registry import Registry, TensorInfo
 
@@ -31,7 +32,8 @@ class Slices:
         self.registry = registry
         self.mesh = mesh
         self.rank = rank
-        self._places = tuple(mesh.index(axis, rank) for axis in mesh.model_axes)
+        views = (mesh.model_axes(state) for state in (DENSE, EXPERT))
+        self._places = {axis: mesh.index(axis, rank) for axes in views for axis in axes}
 
     def of(self, rank: int) -> "Slices":
         """The same as another rank sees it."""
@@ -39,14 +41,14 @@ class Slices:
 
     def cut_axes(self, info: TensorInfo) -> tuple[str, ...]:
         """The axes whose ranks hold different slices of the tensor."""
-        named = zip(self.mesh.model_axes, self.cuts(info), strict=True)
+        named = zip(self.mesh.model_axes(info.axes), self.cuts(info), strict=True)
         return tuple(axis for axis, cut in named if cut.dim is not None)
 
     def cuts(self, info: TensorInfo) -> tuple[Cut, ...]:
         """How each axis cuts the tensor, seen from this rank."""
         return tuple(
-            Cut(info.on(axis), place, self.mesh.size(axis))
-            for axis, place in zip(self.mesh.model_axes, self._places, strict=True)
+            Cut(info.on(axis), self._places[axis], self.mesh.size(axis))
+            for axis in self.mesh.model_axes(info.axes)
         )
 
     def local_shape(self, info: TensorInfo) -> tuple[int, ...]:
@@ -57,19 +59,20 @@ class Slices:
         """How elements [start, stop) of this rank's flattened piece lie in the whole tensor."""
         return runs(info.shape, self.cuts(info), start, stop)
 
-    def is_first(self, run: Run) -> bool:
-        """Whether this rank is the first of its stage's that hold ``run``."""
-        return all(place % held == 0 for place, held in zip(self._places, run.replicas, strict=True))
+    def is_first(self, info: TensorInfo, run: Run) -> bool:
+        """Whether this rank is the first of its stage's that hold ``run`` of a tensor."""
+        axes = self.mesh.model_axes(info.axes)
+        return all(self._places[axis] % held == 0 for axis, held in zip(axes, run.replicas, strict=True))
 
     def holds_first(self, info: TensorInfo) -> bool:
         """Whether this rank is the first of its stage's that hold a tensor, or values of their own for it."""
-        axes = (axis for axis in self.mesh.stage_axes if not isinstance(info.on(axis), Shard))
+        axes = (axis for axis in self.mesh.stage_axes(info.axes) if not isinstance(info.on(axis), Shard))
         return all(self.mesh.index(axis, self.rank) == 0 for axis in axes)
 
     def addends(self, info: TensorInfo, run: Run) -> tuple[int, ...]:
         """The ranks whose gradients of ``run`` are added up, this one among them; none where nothing is to add."""
         counts = {}
-        for axis, held in zip(self.mesh.model_axes, run.replicas, strict=True):
+        for axis, held in zip(self.mesh.model_axes(info.axes), run.replicas, strict=True):
             is_addend = isinstance(info.on(axis), Shard) or isinstance(info.gradient_on(axis), Partial)
             if held > 1 and is_addend:
                 counts[axis] = held
@@ -84,8 +87,9 @@ class Slices:
             info = self.registry.get("parameter", gradient.name)
             if len(info.stages) > 1:
                 ties.add(info.stages)
-            choices = [self._counts(info, axis) for axis in self.mesh.model_axes]
-            counts |= {tuple(zip(self.mesh.model_axes, chosen, strict=True)) for chosen in product(*choices)}
+            axes = self.mesh.model_axes(info.axes)
+            choices = [self._counts(info, axis) for axis in axes]
+            counts |= {tuple(zip(axes, chosen, strict=True)) for chosen in product(*choices)}
         every = range(self.mesh.world_size)
         found = {self.mesh.neighbours(rank, dict(chosen)) for chosen in counts for rank in every}
         found |= {self.mesh.stage_ranks(rank, stages) for stages in ties for rank in every}
@@ -98,7 +102,7 @@ class Slices:
             info = self.registry.get("parameter", gradient.name)
             if not set(stages).isdisjoint(info.stages) and (
                 len(info.stages) > 1
-                or any(max(self._counts(info, axis)) > 1 for axis in self.mesh.model_axes)
+                or any(max(self._counts(info, axis)) > 1 for axis in self.mesh.model_axes(info.axes))
             ):
                 return True
         return False

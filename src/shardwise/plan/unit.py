@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.plan.mesh import DENSE, StateAxes
+
 ALIGNMENT_BYTES = 64
 
 
@@ -58,6 +60,8 @@ class BucketKey(NamedTuple):
     layout is the same on every stage that holds it."""
     reduce_dtype: torch.dtype | None = None
     """Of gradients between ranks; None: as it follows from the compute dtype."""
+    axes: StateAxes = DENSE
+    """Over which its state is copied and cut; the same for all buckets of a Unit, which is reduced at one time."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,14 @@ class Unit:
     buckets: tuple[Bucket, ...]
     has_rows: bool = False
     """Whether it is a collection of embedding tables: without buckets, for rows lie in the tables' own stores."""
+
+    def __post_init__(self) -> None:
+        assert len({bucket.key.axes for bucket in self.buckets}) <= 1, f"{self.title}: state on several axes"
+
+    @property
+    def axes(self) -> StateAxes:
+        """Over which its state is copied and cut."""
+        return self.buckets[0].key.axes if self.buckets else DENSE
 
     @property
     def elements(self) -> int:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from shardwise.plan.action import DEAL, NORM, SUM, TRUST, Action, Kind
 from shardwise.plan.errors import PlanError
+from shardwise.plan.mesh import DENSE
 from shardwise.plan.placement import FLAT, Shard
 from shardwise.plan.plan import Plan, RankClass
 from shardwise.plan.registry import Kind as RegisteredKind
@@ -58,7 +59,9 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
         [(slot.name, bucket.key.trained) for bucket in unit.buckets for slot in bucket.slots]
         for unit in ranks.units
     ]
-    any_moves = any(_is_cut(registry, "parameter", name) for held in names for name, _ in held)
+    # A root that holds no parameter is gathered as the dense ones are.
+    dense = [held for unit, held in zip(ranks.units, names, strict=True) if unit.axes == DENSE and held]
+    any_moves = any(_is_cut(registry, "parameter", name) for held in dense or names for name, _ in held)
     for unit, held in zip(ranks.units, names, strict=True):
         if unit.has_rows:
             found.append(_Rules(trains=True, moves=False, reduces_each=False, returns=False))

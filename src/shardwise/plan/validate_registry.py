@@ -34,10 +34,11 @@ def _registered(name: str, ranks: RankClass, plan: Plan, slices: Slices) -> None
     for unit, stage in zip(ranks.units, ranks.unit_stages, strict=True):
         for place, bucket in enumerate(unit.buckets):
             rows = ranks.buffers.get((unit.index, place), ())
-            if bucket.shards != plan.mesh.dp_shard or not rows:
+            axis = bucket.key.axes[1]
+            if bucket.shards != plan.mesh.size(axis) or not rows:
                 raise PlanError(
                     f"plan: bucket {place} of Unit {unit.title} on {name} ranks is laid out for {bucket.shards} ranks "
-                    f"in {len(rows)} buffers; the mesh has dp_shard {plan.mesh.dp_shard}"
+                    f"in {len(rows)} buffers; the mesh has {axis} {plan.mesh.size(axis)}"
                 )
             for slot in bucket.slots:
                 _check_slot(slot, bucket, rows, stage, slices)
@@ -59,6 +60,11 @@ def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int,
         raise PlanError(
             f"{where}: its bucket is of {bucket.key.dtype}, tied to {bucket.key.tie or 'nothing'}, but the registry "
             f"has {info.dtype} on stages {list(info.stages)}"
+        )
+    if info.axes != bucket.key.axes:
+        raise PlanError(
+            f"{where}: its bucket is cut over {' and '.join(bucket.key.axes)}, but the registry has its state on "
+            f"{' and '.join(info.axes)}"
         )
     for row in rows:
         if row.kind in ("weight", "grad", "master"):
@@ -89,7 +95,7 @@ def _check_gradient(
                 f"{where}: its gradient is registered {info.gradient_on(axis)} on {axis}, where each rank has samples "
                 "of its own; expected P, an addend"
             )
-    for axis in mesh.model_axes:
+    for axis in mesh.model_axes(info.axes):
         if isinstance(info.on(axis), Shard) and info.gradient_on(axis) != info.on(axis):
             raise PlanError(
                 f"{where}: it is cut {info.on(axis)} on {axis}, but its gradient is {info.gradient_on(axis)}"

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise
 from shardwise.parallel.zero.cost import elements_sent_per_step
-from shardwise.parallel.zero.layout import strategy_of
+from shardwise.parallel.zero.layout import strategies_of, strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
@@ -59,12 +59,13 @@ def count(world: Any, case: Case) -> Counted:
         for microbatch in range(case.accumulation):
             engine.backward(engine(piece(step, microbatch * world.size + world.rank)))
             engine.step()
-    plan, strategy = engine.plan, engine._parts.strategy
+    plan = engine.plan
+    strategies = strategies_of(engine.config.zero, plan.mesh, plan.units)
     buckets = [bucket for unit in plan.units for bucket in unit.buckets]
     counted = Counted(
         engine.traffic.total("weights", "gradients").elements,
         engine.traffic.total("control").elements,
-        elements_sent_per_step(plan.units, strategy, plan.mesh, case.accumulation),
+        elements_sent_per_step(plan.units, strategies, plan.mesh, case.accumulation),
         sum(bucket.elements for bucket in buckets if bucket.key.trained),
         sum(bucket.elements for bucket in buckets if not bucket.key.trained),
     )
@@ -105,7 +106,7 @@ def test_replicas_that_do_not_divide_the_padding() -> None:
     bucket: Bucket = lay_out(key, [("w", (7,), ())], 1)
     mesh = Mesh(dp_replicate=3)
     sent = elements_sent_per_step(
-        [Unit(0, "", (bucket,))], strategy_of(ZeroPolicy(stage=0), mesh), mesh, accumulation=1
+        [Unit(0, "", (bucket,))], [strategy_of(ZeroPolicy(stage=0), mesh)], mesh, accumulation=1
     )
     assert sent == 2 * bucket.elements * 2 // 3  # as the trace counts an all-reduce
 

@@ -1,6 +1,6 @@
 """What a bucket's state moves over and into: the groups of the axes that it is placed on, and the slots.
 
-Buckets of one Unit may be placed on different axes: each has groups, and a REDUCE, of its own.
+The buckets of one Unit lie on the same axes, those of another Unit perhaps on others; all share the slots.
 """
 
 from collections.abc import Callable, Sequence

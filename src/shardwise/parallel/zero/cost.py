@@ -18,11 +18,13 @@ from shardwise.plan.placement import Partial, Replicate, Shard, elements_sent
 from shardwise.plan.unit import Unit
 
 
-def elements_sent_per_step(units: Sequence[Unit], strategy: Strategy, mesh: Mesh, accumulation: int) -> int:
-    """Elements of weights and gradients that one rank sends in one optimizer step."""
-    replicas, shards = mesh.size("dp_replicate"), mesh.size("dp_shard")
+def elements_sent_per_step(
+    units: Sequence[Unit], strategies: Sequence[Strategy], mesh: Mesh, accumulation: int
+) -> int:
+    """Elements of weights and gradients that one rank sends in one optimizer step. ``strategies``: by Unit."""
     total = 0
-    for unit in units:
+    for unit, strategy in zip(units, strategies, strict=True):
+        replicas, shards = (mesh.size(axis) for axis in strategy.axes)
         for bucket in unit.buckets:
             gather = elements_sent(Shard(), Replicate(), bucket.elements, shards)
             if strategy.cuts_weight:

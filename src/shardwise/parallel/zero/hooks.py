@@ -146,8 +146,8 @@ class UnitHooks:
 
     @property
     def has_windows(self) -> bool:
-        """Whether weights must be gathered before use."""
-        return self.windows.strategy.has_windows
+        """Whether some weights must be gathered before use."""
+        return any(state.has_windows for state in self.states)
 
     def _enter(self, to: Pass) -> None:
         if to is not self._pass:
@@ -200,7 +200,7 @@ class UnitHooks:
         if self._is_backward and index == 0 and torch._C._current_graph_task_id() < 0:
             self.recover()
         if self._is_backward:
-            if self.has_windows and state.window is not Window.BACKWARD:
+            if state.has_windows and state.window is not Window.BACKWARD:
                 self.windows.recompute(state)
             return
         if index == 0:  # [step 1]
@@ -212,6 +212,7 @@ class UnitHooks:
             self._walker.diverge(f"forward of {state.unit.title} is not next in the list")
         if self.has_windows:
             self.order.has_departed |= not is_next
+        if state.has_windows:
             self.windows.need(state)
             state.enter(Window.FORWARD)
             state.calls += 1
@@ -240,7 +241,7 @@ class UnitHooks:
             return
         if self._pass is Pass.FORWARD:
             self.order.saw(False, index)
-        if self.has_windows:
+        if state.has_windows:
             state.calls -= 1
             if state.calls <= 0:
                 self._close_forward(state)  # [step 3]
@@ -407,10 +408,10 @@ class UnitHooks:
         if action.kind is Kind.B:
             # Hooks on weights that are always there are not needed; nor is there a gradient of a frozen Unit. A Unit
             # that ran twice in one window opens it once.
-            is_silent = not self.has_windows or not state.trained_parameters or state.is_in_backward
+            is_silent = not state.has_windows or not state.trained_parameters or state.is_in_backward
             # A tensor that is the output of two nested Units calls the inner one's hook first.
             is_around = target is not None and is_inside(self.windows.of(target).unit.name, state.unit.name)
-            if is_around and self.has_windows and not state.is_in_backward:
+            if is_around and state.has_windows and not state.is_in_backward:
                 self._open_backward(state)
             if is_silent or is_around:
                 self._walker.passed(action)

@@ -1,7 +1,7 @@
 """ZeRO 0 to 3 and HSDP as a table of placements.
 
-Each Unit has a weight, a gradient and a master (with the optimizer's moments). Each lies somehow on the two
-data-parallel axes; the stage is nothing else than this table, written (dp_replicate, dp_shard):
+Each Unit has a weight, a gradient and a master (with the optimizer's moments). Each lies somehow on the two axes of its
+state; the stage is nothing else than this table, written (dp_replicate, dp_shard), for experts (dp_replicate, edp):
 
     strategy          weight    gradient between microbatches    master and moments
     0  DDP            R, R      P, P                             R, R
@@ -14,32 +14,38 @@ With ranks on both axes stage 3 is HSDP (MiCS, hpZ). The Actions that follow fro
 Papers: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Zhao et al. 2023, arXiv:2304.11277 (FSDP).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.lists import Strategy
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard
 from shardwise.plan.plan import Buffers
+from shardwise.plan.unit import Unit
 from shardwise.precision.policy import Dtypes
 
-AXES = ("dp_replicate", "dp_shard")
 _WHOLE, _CUT, _ADDEND = Replicate(), Shard(), Partial()
 
 
-def strategy_of(policy: ZeroPolicy, mesh: Mesh, windows: bool = False) -> Strategy:
-    """The row of the table. On one shard rank every stage is stage 0: there is nothing to cut.
+def strategy_of(policy: ZeroPolicy, mesh: Mesh, axes: StateAxes = DENSE, windows: bool = False) -> Strategy:
+    """The row of the table for state on ``axes``. On one shard rank every stage is stage 0: there is nothing to cut.
 
     ``windows``: whether weights are to have windows there too, as cut ones have: memory of their own in between.
     """
-    if mesh.size("dp_shard") == 1 or policy.stage == 0:
-        return Strategy((_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE), windows)
+    if mesh.size(axes[1]) == 1 or policy.stage == 0:
+        return Strategy((_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE), windows, axes)
     reduces_each = policy.reduce == "microbatch" or (policy.reduce == "auto" and policy.stage >= 2)
     return Strategy(
         weight=(_WHOLE, _CUT if policy.stage == 3 else _WHOLE),
         grad=(_ADDEND, _CUT if reduces_each else _ADDEND),
         master=(_WHOLE, _CUT),
+        axes=axes,
     )
+
+
+def strategies_of(policy: ZeroPolicy, mesh: Mesh, units: Iterable[Unit]) -> list[Strategy]:
+    """Of each Unit the row of its state."""
+    return [strategy_of(policy, mesh, unit.axes) for unit in units]
 
 
 def buffers(strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence[str]) -> tuple[Buffers, ...]:
@@ -49,7 +55,7 @@ def buffers(strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence
     """
 
     def placed(kind: str, itemsize: int, placement: tuple[Placement, Placement]) -> Buffers:
-        return Buffers(kind, itemsize, dict(zip(AXES, placement, strict=True)))
+        return Buffers(kind, itemsize, dict(zip(strategy.axes, placement, strict=True)))
 
     rows = [placed("weight", dtypes.compute.itemsize, strategy.weight)]
     if trained:

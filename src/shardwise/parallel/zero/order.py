@@ -22,15 +22,18 @@ from shardwise.plan.unit import Unit
 
 
 class Order:
-    """See the module's docstring. ``first``: number of the first Unit in the rank's list."""
+    """See the module's docstring. ``strategies``: by Unit; ``first``: number of the first Unit in the
+    rank's list."""
 
-    def __init__(self, units: Sequence[Unit], strategy: Strategy, prefetch_units: int, first: int):
+    def __init__(
+        self, units: Sequence[Unit], strategies: Sequence[Strategy], prefetch_units: int, first: int
+    ):
         self.agreed: tuple[Boundary, ...] = tuple(registration_boundaries([unit.name for unit in units]))
         """What the list follows."""
         self.has_departed = False
         """Whether the running forward pass took another way."""
         self.prefetch_units = prefetch_units
-        self._strategy = strategy
+        self._strategies = strategies
         self._first = first
         self._trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
         self._running: list[Boundary] = []
@@ -132,10 +135,10 @@ class Order:
             if len(self._lists) > 8:
                 self._lists.clear()
             if what == "forward":
-                made = forward_actions(order, self._strategy, self.prefetch_units)
+                made = forward_actions(order, self._strategies, self.prefetch_units)
             else:
                 trained = [False] * len(self._trained) if what == "foreign" else self._trained
-                made = backward_actions(order, self._strategy, trained, what == "last", self.prefetch_units)
+                made = backward_actions(order, self._strategies, trained, what == "last", self.prefetch_units)
             made = [action._replace(unit=action.unit + self._first) for action in made]
             self._lists[order, what] = with_fetches(made, self._fetches) if what == "forward" else made
         return self._lists[order, what]

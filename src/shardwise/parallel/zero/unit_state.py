@@ -15,6 +15,7 @@ from enum import Enum, auto
 from torch import nn
 
 from shardwise.parallel.zero.bucket import BucketState
+from shardwise.plan.lists import Strategy
 from shardwise.plan.unit import Unit
 
 
@@ -51,6 +52,7 @@ class UnitState:
     buckets: list[BucketState]
     trained_parameters: int
     has_frozen: bool
+    strategy: Strategy
     window: Window = Window.CLOSED
     calls: int = 0
     """Calls of its forward that are under way: more than one where it calls itself."""
@@ -59,6 +61,11 @@ class UnitState:
     is_reduced: bool = False
     is_kept: bool = False
     """The step's list gathered it for more than one pass."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether its weights must be gathered before use."""
+        return self.strategy.has_windows
 
     def enter(self, window: Window) -> None:
         """The window changes."""

@@ -17,7 +17,6 @@ from shardwise.comm.collectives import Pending
 from shardwise.parallel.zero.unit_state import UnitState, Window
 from shardwise.plan.action import Action
 from shardwise.plan.errors import UsageError
-from shardwise.plan.lists import Strategy
 from shardwise.plan.walker import Walker
 
 
@@ -25,11 +24,8 @@ class UnitWindows:
     """See the module's docstring. ``first``: number of the first Unit in the rank's list; ``keeps``: whether the list
     gathers a Unit once for all passes of a step."""
 
-    def __init__(
-        self, states: Sequence[UnitState], strategy: Strategy, walker: Walker, first: int, keeps: bool
-    ):
+    def __init__(self, states: Sequence[UnitState], walker: Walker, first: int, keeps: bool):
         self.states = list(states)
-        self.strategy = strategy
         self.first = first
         self._walker = walker
         self._keeps = keeps
@@ -54,7 +50,7 @@ class UnitWindows:
     def unshard(self, action: Action) -> None:
         """UNSHARD: begin to gather what is cut; in the end of the step what was updated in pieces."""
         state = self.of(action)
-        if not self.strategy.has_windows:
+        if not state.has_windows:
             self._updates += [b.weight.gather_updated() for b in state.buckets if b.layout.key.trained]
             return
         if any(bucket.weight.in_the_way is not None for bucket in state.buckets):
@@ -125,8 +121,8 @@ class UnitWindows:
 
     def close_all(self) -> None:
         """What passes have left open, by an exception or by a departure from the list."""
-        if self.strategy.has_windows:
-            for state in self.states:
+        for state in self.states:
+            if state.has_windows:
                 self.close(state)
 
     # Passes ----------------------------------------------------------------------------------------------------
@@ -165,9 +161,12 @@ class UnitWindows:
         self.adds_up = True
 
     @property
-    def lacks_reductions(self) -> bool:
-        """Whether the step's last backward pass was not known to be it, so that whole gradients were not reduced."""
-        return self.adds_up and not self._is_last and not self.strategy.cuts_grad
+    def not_reduced(self) -> set[int]:
+        """Numbers in the rank's list of Units whose gradients stay whole and were not reduced, because the step's last
+        backward pass was not known to be it. Cut ones were: a second time would count them twice."""
+        if not self.adds_up or self._is_last:
+            return set()
+        return {self.first + state.unit.index for state in self.states if not state.strategy.cuts_grad}
 
     def end_step(self) -> None:
         """The next backward pass is the first of a step."""
