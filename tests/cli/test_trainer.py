@@ -1,6 +1,7 @@
 """The training loop on two ranks in the pool."""
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,12 @@ def trained(
     world: World, folder: str, stage: int, changes: dict[str, Any] | None = None
 ) -> tuple[list[list[Any]], str | None, str | None]:
     """Losses and norms, and the sample by both routes."""
+    before = set(threading.enumerate())
     trainer = trainer_of(world, config_of(folder, stage, changes=changes))
     sink = Kept()
     assert trainer.run(sink)
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not any(name.startswith("shardwise-data") for name in left), "readers end with the run"
     trainer.engine.wait_for_save()
     whole = trainer.sample()
     trainer.gathered_model_fits = lambda: world.rank != 0  # type: ignore[method-assign]

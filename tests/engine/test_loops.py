@@ -1,9 +1,12 @@
 """What a user's own loop takes from the engine: data, metrics, and a word on rank 0."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shardwise
 from shardwise.comm.world import World
+from shardwise.data.batched import BatchedDataset
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.errors import ConfigError, DataError, UsageError
 
@@ -138,6 +142,32 @@ def resumed(world: World, folder: str) -> bool:
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_position_is_saved_with_the_engine(ranks: Any, tmp_path: Path, size: int) -> None:
     assert ranks(size).run(resumed, str(tmp_path)) == [True] * size
+
+
+class Numbers(BatchedDataset):
+    """Read ahead by a thread."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> Any:
+        return torch.from_numpy(samples)
+
+    def fingerprint(self) -> str:
+        return "numbers"
+
+
+def test_a_closed_engine_reads_nothing_ahead() -> None:
+    """Its loaders' threads lived on until somebody collected garbage."""
+    before = set(threading.enumerate())
+    engine = shardwise.initialize(Net(), {"batch": {"micro_size": 2}})
+    loader = engine.loader(Numbers(), shuffle=False)
+    first = next(iter(loader)).tolist()
+    assert set(threading.enumerate()) - before, "a loop that is left goes on with what was read ahead"
+    engine.close()
+    assert set(threading.enumerate()) <= before
+    assert [first, next(iter(loader)).tolist()] == [[0, 1], [2, 3]], "the position stays"
+    loader.loader.close()
 
 
 def sizes(world: World) -> dict[str, Any]:

@@ -5,6 +5,7 @@ over all ranks; loss, accuracy and metrics of the user's own (``train.metrics``)
 ``train.early_stop`` looks at the accuracy. How long steps wait for pictures stands in every line.
 """
 
+import contextlib
 import itertools
 import logging
 import time
@@ -81,14 +82,12 @@ class ImageTrainer(Trainer):
 
     def steps(self) -> Generator[list[Any]]:
         """As the loader has them, on the device; how long that took is noted."""
-        try:
-            while self.loader.steps_left != 0:
-                began = time.perf_counter()
-                batches = self.loader.step_batches()
+        began = time.perf_counter()
+        with contextlib.closing(super().steps()) as steps:
+            for batches in steps:
                 self._waited_s = time.perf_counter() - began
                 yield [self._on_device(batch) for batch in batches]
-        finally:
-            self.loader.close()
+                began = time.perf_counter()
 
     def _on_device(self, batch: ImageBatch) -> ImageBatch:
         """From pinned memory the copy runs beside the computation."""

@@ -265,8 +265,11 @@ class Trainer(ABC):
 
     def steps(self) -> Generator[list[Any]]:
         """This rank's microbatches, step by step; without end, or as many steps on every rank."""
-        while self.loader.steps_left != 0:
-            yield self.loader.step_batches()
+        try:
+            while self.loader.steps_left != 0:
+                yield self.loader.step_batches()
+        finally:
+            self.loader.close()
 
     def step(self, steps: Iterator[list[Any]]) -> Record:
         """One optimizer step and, where it is due, an evaluation."""

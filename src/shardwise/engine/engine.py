@@ -403,6 +403,8 @@ class Engine(StateAccess):
         the weights): every rank gathers them. ``whole=False`` leaves the weights as they lie, for a model that is not
         used any more, and so does an exception on its way through (``finally: engine.close()``), for other ranks may
         not come. Under tp and pp a rank keeps its own part of the model either way. A second call does nothing.
+
+        What its loaders read ahead is dropped and their threads end; a loop over one goes on, and starts them again.
         """
         if self.is_closed:
             return
@@ -412,7 +414,10 @@ class Engine(StateAccess):
         self._record.close()
         self._training.close()
         self.monitor.close()
-        self._held.give_back(whole and sys.exc_info()[0] is None)
+        is_calm = sys.exc_info()[0] is None
+        self._held.give_back(whole and is_calm)
+        if is_calm:  # else a reader may hang on what went wrong
+            self._loaders.close()
         if self.world.ends_with_engine:
             self.world.release()
 

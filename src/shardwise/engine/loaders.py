@@ -83,6 +83,11 @@ class Loaders:
         micro = batch_size or getattr(data, "batch_size", None) or self._config.batch.micro_size or 1
         return evaluation_batches(data, dp.index, dp.size, micro, collate_fn=collate_fn, workers=workers)
 
+    def close(self) -> None:
+        """Nothing is read ahead any more, until somebody asks for a step."""
+        for loader in self._made:
+            loader.close()
+
     def positions(self) -> list[dict[str, Any]]:
         """Of each, as JSON."""
         return [loader.state() for loader in self._made]
