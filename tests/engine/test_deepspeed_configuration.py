@@ -159,8 +159,8 @@ def test_numbers_go_where_their_monitors_say(
         "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": str(tmp_path / "flops.txt")},
     }
     assert same(trained(world, THEIRS), trained(world, watched))
-    with (tmp_path / "numbers" / "metrics.csv").open() as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+    with (tmp_path / "numbers" / "Train_Samples_lr.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["8", "16", "24"]
     (events,) = (tmp_path / "events").iterdir()
     written = events.read_bytes()
     assert b"Train/Samples/train_loss" in written and b"Train/Samples/lr" in written

@@ -127,6 +127,23 @@ def test_tags_and_samples(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_for_each_number(tmp_path: Path) -> None:
+    """Laid out as DeepSpeed's are; a run that goes on after step 2 drops what stands for later ones."""
+    policy = MonitorPolicy(csv=False, picture=False, tensorboard=False, csv_per_tag=str(tmp_path / "job"))
+    naming = Naming({"lr": "Train/Samples/lr"}, samples_per_step=4)
+    for resumed, steps in ((0, (1, 2, 3)), (2, (3,))):
+        sinks = open_sinks(tmp_path / "run", policy, resumed, naming=naming)
+        for step in steps:
+            sinks.write(StepRecord(step, 3.5, lr=0.25 / (1 + resumed)))
+        sinks.send({"Train/own thing": 0.5}, 12)
+        sinks.close()
+    assert {path.name: path.read_text() for path in (tmp_path / "job").iterdir()} == {
+        "Train_Samples_lr.csv": "step,lr\n4,0.25\n8,0.25\n12,0.08333333333333333\n",
+        "Train_own_thing.csv": "step,own thing\n12,0.5\n",
+    }
+    assert not (tmp_path / "run").exists()
+
+
 def test_comet_is_said_to_be_missing_and_continues_the_same_experiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

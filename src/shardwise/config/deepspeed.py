@@ -444,7 +444,7 @@ def _monitor(v: KeyValues) -> dict[str, Any]:
     every = v("steps_per_print")
     made = _some(
         tensorboard=_folder(v, "tensorboard"),
-        csv=_folder(v, "csv_monitor"),
+        csv_per_tag=_folder(v, "csv_monitor"),
         print_every=int(every) if every not in (None, math.inf) else None,
         breakdown=True if v("wall_clock_breakdown") else None,
     )
@@ -455,7 +455,7 @@ def _monitor(v: KeyValues) -> dict[str, Any]:
             v.refuse("comet.project", None, "the name of a project")
         places = {"comet": "project", "comet_workspace": "workspace", "comet_experiment": "experiment_name"}
         made |= _some(**{ours: v(f"comet.{theirs}") for ours, theirs in places.items()})
-    if {"tensorboard", "wandb", "comet"} & {*made}:
+    if {"tensorboard", "csv_per_tag", "wandb", "comet"} & {*made}:
         made["tags"] = dict(_TAGS)
         if v("train_batch_size") is not None or v("train_micro_batch_size_per_gpu") is not None:
             made["axis"] = "samples"

@@ -669,10 +669,10 @@ _OBSERVE = [
         does("project", "text", "deepspeed", "monitor.wandb"),
     ),
     *block(
-        does("csv_monitor", "block", {}, "monitor.csv; one file, metrics.csv, with a column a number"),
-        does("enabled", "bool", False, "monitor.csv"),
-        does("output_path", "text", "", "monitor.csv; the folder, with job_name in it"),
-        does("job_name", "text", "DeepSpeedJobName", "monitor.csv; the folder in output_path"),
+        does("csv_monitor", "block", {}, f"monitor.csv_per_tag; {_TAGS}"),
+        does("enabled", "bool", False, "monitor.csv_per_tag"),
+        does("output_path", "text", "", "monitor.csv_per_tag; the folder, with job_name in it"),
+        does("job_name", "text", "DeepSpeedJobName", "monitor.csv_per_tag; the folder in output_path"),
     ),
     *block(
         does("comet", "block", {}, f"monitor.comet; {_TAGS}"),

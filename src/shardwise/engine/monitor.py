@@ -52,7 +52,7 @@ class Monitor:
         self._sinks.write(record)
 
     def send(self, scalars: Mapping[str, float], step: int | None = None) -> None:
-        """Numbers of your own to TensorBoard, Weights & Biases and Comet, under their own names, at ``step`` (left out:
+        """Numbers of your own to all monitors but ``metrics.csv``, under their own names, at ``step`` (left out:
         the last one). Nothing on ranks other than 0."""
         if self._watches and self._last is None:
             self._begin(0 if step is None else step)

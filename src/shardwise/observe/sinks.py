@@ -32,6 +32,9 @@ class MonitorPolicy(Policy):
     """Write ``metrics.csv`` into ``output_dir``, or into this folder."""
     tensorboard: bool | str = True
     """Write TensorBoard events into ``tensorboard/`` of ``output_dir``, or into this folder."""
+    csv_per_tag: str | None = None
+    """Folder that gets a CSV file for each number that TensorBoard is sent, with two columns, ``step`` on the axis and
+    the number: what ``csv_monitor`` of DeepSpeed writes."""
     picture: bool = True
     """Draw ``loss.png`` into ``output_dir``, for a click-through model ``auc.png`` and ``lanes.png``, with a range test
     ``lr_range.png``."""
@@ -52,10 +55,11 @@ class MonitorPolicy(Policy):
     breakdown: bool = False
     """Say in the lines how long forward, backward and update took."""
     tags: dict[str, str] = Field(default_factory=dict)
-    """Columns of ``metrics.csv`` and the names under which TensorBoard, Weights & Biases and Comet get them; the others
-    are then not sent. Left out, all are, as ``loss/train``, ``step/lr`` ..."""
+    """Columns of ``metrics.csv`` and the names under which the other monitors get them; those without one are then not
+    sent. Left out, all are, as ``loss/train``, ``step/lr`` ..."""
     axis: Literal["steps", "samples"] = "steps"
-    """What TensorBoard, Weights & Biases and Comet count by: steps, or samples (steps times ``batch.global_size``)."""
+    """What monitors other than ``metrics.csv`` count by: steps, or samples (steps times ``batch.global_size``, even
+    where the caller ends steps)."""
 
     def asked(self) -> "MonitorPolicy":
         """This without what nobody set: no default writes a file."""
@@ -65,7 +69,15 @@ class MonitorPolicy(Policy):
     @property
     def is_silent(self) -> bool:
         """True where no number goes anywhere."""
-        places = (self.csv, self.tensorboard, self.picture, self.wandb, self.comet, self.print_every)
+        places = (
+            self.csv,
+            self.csv_per_tag,
+            self.tensorboard,
+            self.picture,
+            self.wandb,
+            self.comet,
+            self.print_every,
+        )
         return not any(places)
 
 
@@ -152,6 +164,36 @@ class TensorBoardEvents(ScalarSink):
     def close(self) -> None:
         """Write the queue out."""
         self._writer.close()
+
+
+class TagFiles(ScalarSink):
+    """Sink that adds a line to a file for each number: ``Train/Samples/lr`` to ``Train_Samples_lr.csv``, whose header
+    is ``step,lr``. Lines of steps that are computed again are dropped."""
+
+    def __init__(self, folder: str | os.PathLike[str], resume_step: int = 0, naming: Naming = OURS) -> None:
+        super().__init__(naming)
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._last = naming.place(resume_step)
+        self._begun: set[Path] = set()
+
+    def send(self, scalars: Mapping[str, float], place: int) -> None:
+        """Write them."""
+        for tag, value in scalars.items():
+            path = self._folder / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
+            if path not in self._begun:
+                self._begin(path, tag.rpartition("/")[2])
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{place},{value!r}\n")
+
+    def _begin(self, path: Path, name: str) -> None:
+        rows = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() and self._last else []
+        kept = [row for row in rows if int(row.partition(",")[0]) <= self._last]
+        path.write_text("".join(f"{row}\n" for row in (f"step,{name}", *kept)), encoding="utf-8")
+        self._begun.add(path)
+
+    def close(self) -> None:
+        """Nothing: each line is written when it comes."""
 
 
 class WandbRun(ScalarSink):
@@ -309,6 +351,8 @@ def open_sinks(
                 Path(policy.tensorboard) if isinstance(policy.tensorboard, str) else folder / "tensorboard"
             )
             sinks.add(TensorBoardEvents(events, resume_step, naming))
+        if policy.csv_per_tag is not None:
+            sinks.add(TagFiles(policy.csv_per_tag, resume_step, naming))
         if policy.wandb is not None:
             sinks.add(WandbRun(policy, folder, settings or {}, naming))
         if policy.comet is not None:
