@@ -5,12 +5,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.world import World
 from shardwise.parallel.expert.cost import elements_sent, expected_rows
 from shardwise.parallel.expert.dispatch import Dispatcher
-from tests.parallel.expert.layer import Given, Result, compute_with, direction, given, groups, stacks, whole
+from tests.parallel.expert.layer import (
+    WIDTH,
+    Given,
+    Result,
+    compute_with,
+    direction,
+    given,
+    groups,
+    stacks,
+    whole,
+)
 
 EXPERTS = 8
 TOLERANCE = 1e-12
@@ -42,14 +53,27 @@ def cases(ranks: int) -> dict[str, Given]:
     }
 
 
-def dispatched(world: World, layer: Given, ep: Group, etp: Group) -> tuple[Result, Dispatcher]:
-    """This rank's part of the layer: forward and backward."""
+def dispatched(
+    world: World, layer: Given, ep: Group, etp: Group, rows: int | None = None, recompute: bool = False
+) -> Result:
+    """This rank's part of the layer: forward and backward. No expert takes more than ``rows``."""
     own = layer.of(world.rank)
     leaves = [x.clone().requires_grad_() for x in (own.hidden, own.weights, *stacks(layer, ep, etp))]
     hidden, weights, gate_up, down = leaves
-    dispatcher = Dispatcher(ep, etp, layer.gate_up.shape[0])
-    out = dispatcher(hidden, own.index, weights, compute_with(gate_up, down))
-    return Result(out.detach(), *torch.autograd.grad(out, leaves, direction(out))), dispatcher
+    experts = compute_with(gate_up, down)
+
+    def compute(rows_here: Tensor, counts: list[int]) -> Tensor:
+        assert rows is None or rows_here.shape[0] <= rows
+        return experts(rows_here, counts)
+
+    dispatcher = Dispatcher(ep, etp, layer.gate_up.shape[0], rows)
+    routes = dispatcher.routes(own.index) if recompute else None
+
+    def forward(hidden: Tensor, weights: Tensor) -> Tensor:
+        return dispatcher(hidden, own.index, weights, compute, routes)
+
+    out = checkpoint(forward, hidden, weights, use_reentrant=False) if recompute else forward(hidden, weights)
+    return Result(out.detach(), *torch.autograd.grad(out, leaves, direction(out)))
 
 
 def distance(world: World, layer: Given, found: Result, ep: Group, etp: Group) -> float:
@@ -60,26 +84,48 @@ def distance(world: World, layer: Given, found: Result, ep: Group, etp: Group) -
     return max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(found, expected, strict=True))
 
 
-def distances(world: World, ep: int, etp: int, delay_s: float) -> dict[str, float]:
-    groups_here = groups(world, ep, etp, delay_s)
+def distances(
+    world: World,
+    ep: int,
+    etp: int,
+    delay_s: float = 0.0,
+    rows: int | None = None,
+    recompute: bool = False,
+) -> dict[str, float]:
+    here = groups(world, ep, etp, delay_s)
     return {
-        name: distance(world, layer, dispatched(world, layer, *groups_here)[0], *groups_here)
+        name: distance(world, layer, dispatched(world, layer, *here, rows, recompute), *here)
         for name, layer in cases(ep * etp).items()
+        if rows is None or layer.index.shape[1] * ep * etp < rows
     }
 
 
-def test_one_process() -> None:
-    assert max(distances(World(0, 1), 1, 1, 0.0).values()) <= TOLERANCE
+@pytest.mark.parametrize("rows", [None, 3])
+def test_one_process(rows: int | None) -> None:
+    assert max(distances(World(0, 1), 1, 1, rows=rows).values()) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 def test_exact_with_any_routing(ranks: Any, ep: int, etp: int) -> None:
-    for found in ranks(ep * etp).run(distances, ep, etp, 0.0):
+    for found in ranks(ep * etp).run(distances, ep, etp):
         assert max(found.values()) <= TOLERANCE, found
 
 
 def test_exact_where_messages_are_late(ranks: Any) -> None:
     for found in ranks(2).run(distances, 2, 1, 0.003):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize(("ep", "etp", "rows"), [(2, 1, 5), (4, 1, 9), (2, 2, 9)])
+def test_exact_in_rounds(ranks: Any, ep: int, etp: int, rows: int) -> None:
+    for found in ranks(ep * etp).run(distances, ep, etp, 0.0, rows):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+def test_exact_where_all_of_it_runs_again(ranks: Any, rows: int | None) -> None:
+    """A rank without rows ends its recomputation where the others do."""
+    for found in ranks(2).run(distances, 2, 1, 0.0, rows, True):
         assert max(found.values()) <= TOLERANCE, found
 
 
@@ -107,32 +153,44 @@ def test_a_row_goes_once_to_each_rank_of_its_experts(ranks: Any, size: int) -> N
     assert rows / size == pytest.approx(expected_rows(tokens, top_k, EXPERTS, size), rel=0.02)
 
 
-def kept_tensors(world: World) -> list[int]:
-    """How many tensors each routing keeps for its backward pass."""
+def kept(world: World, width: int, layers: list[Given], rows: int | None) -> list[tuple[int, int]]:
+    """How many tensors each layer keeps for its backward pass, and their elements, those of the stacks left out."""
     ep, etp = groups(world, world.size, 1)
-    numbers = []
-    for layer in cases(world.size).values():
-        kept: list[Tensor] = []
+    found = []
+    for layer in layers:
+        tensors: list[Tensor] = []
 
-        def pack(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
-            kept.append(tensor)
+        def pack(tensor: Tensor, tensors: list[Tensor] = tensors) -> Tensor:
+            tensors.append(tensor)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            dispatched(world, layer, ep, etp)
-        numbers.append(len(kept))
-    return numbers
+            dispatched(world, layer, ep, etp, rows)
+        activations = {t.untyped_storage().data_ptr(): t.numel() for t in tensors if t.dim() < 3}
+        found.append((len(tensors), sum(activations.values())))
+    return found
 
 
 def test_a_rank_without_rows_keeps_as_many_tensors(ranks: Any) -> None:
-    assert len({number for found in ranks(2).run(kept_tensors) for number in found}) == 1
+    found = ranks(2).run(kept, WIDTH, list(cases(2).values()), None)
+    assert len({number for each in found for number, _ in each}) == 1
+
+
+def test_one_rank_that_takes_all_keeps_no_more_than_all_ranks_alike(ranks: Any) -> None:
+    """And ``dispatched`` sees that it never takes more than ``rows`` at once."""
+    size, tokens, width = 4, 64, 64
+    evenly = drawn(size * tokens, 2)
+    layers = [given(index, [tokens] * size, EXPERTS, width) for index in (evenly, drawn(size * tokens, 2, 2))]
+    rows = int(1.3 * 2 * tokens)
+    for (_, alike), (_, all_to_one) in ranks(size).run(kept, width, layers, rows):
+        assert all_to_one <= alike
 
 
 def with_nan(world: World) -> list[bool]:
     ep, etp = groups(world, world.size, 1)
     layer = cases(world.size)["drawn"]
     layer.weights[2] = torch.nan  # a token of rank 0
-    found, _ = dispatched(world, layer, ep, etp)
+    found = dispatched(world, layer, ep, etp)
     return found.out.isnan().any(1).tolist()
 
 

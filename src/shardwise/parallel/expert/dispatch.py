@@ -11,6 +11,10 @@ Which message holds what is a ``Routes``, found from ``index`` alone and before 
 whom to whom (``comm.exchange.share``), then the numbers of their experts. A pass that runs again takes the Routes of
 the first.
 
+Where a rank would take more than ``rows`` pairs, all ranks cut what they send it into as many rounds as the fullest
+needs. A round keeps nothing and runs again in backward, its messages too: routing that goes to few ranks costs time,
+not memory.
+
 Where an expert's features are cut over ``etp``, the rows that arrived at its ranks are gathered there, each works on
 its features for all of them, and what comes out, addends now, is summed and scattered before it returns.
 
@@ -19,7 +23,8 @@ tensors as any other: torch's checkpoint ends a recomputation with the last tens
 at different places would wait for one another. ``_Combine`` keeps its tensors after its exchange, so that no
 recomputation ends before.
 
-Cost:   ``parallel.expert.cost``. Kept for backward: results and weights of P pairs, besides what ``compute`` keeps.
+Cost:   ``parallel.expert.cost``; half as much again in rounds. Kept for backward, but in rounds: results and weights
+        of P pairs, besides what ``compute`` keeps.
 Shapes: N tokens of this rank, k experts a token, D width, S messages that this rank sends, R rows that arrive (over
         ``etp`` too), P pairs.
 """
@@ -31,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
@@ -58,8 +64,8 @@ class RowSums:
 
 
 @dataclass(frozen=True)
-class Routes:
-    """Where the rows of one pass go, found from ``index`` alone."""
+class Round:
+    """Where rows go that travel together."""
 
     ep: Group
     etp: Group
@@ -67,8 +73,8 @@ class Routes:
     """The layer's in errors and traces."""
     tokens: Tensor
     """Of each message, its token: [S]."""
-    messages: RowSums
-    """Of each token, its messages."""
+    messages: RowSums | None
+    """Of each token, its messages; None where each has one, in order."""
     counts: Counts
     """Messages from rank to rank of ``ep``."""
     parts: list[int]
@@ -82,19 +88,13 @@ class Routes:
     experts: list[int]
     """Pairs of each local expert."""
 
-    @property
-    def rows_sent(self) -> int:
-        """Rows that leave this rank: of each token one for every other rank among those of its experts."""
-        counts = self.counts[self.ep.index]
-        return sum(counts) - counts[self.ep.index]
-
     def select(self, rows: Tensor) -> Tensor:
         """Of each message the row of its token: [N, ...] -> [S, ...]."""
-        return rows if self.ep.size == 1 else rows.index_select(0, self.tokens)
+        return rows if self.messages is None else rows.index_select(0, self.tokens)
 
     def join(self, returned: Tensor) -> Tensor:
         """Of each token the sum of its messages: [S, ...] -> [N, ...]. ``select`` backwards."""
-        return returned if self.ep.size == 1 else self.messages.of(returned)
+        return returned if self.messages is None else self.messages.of(returned)
 
     def go(self, rows: Tensor, what: str) -> Tensor:
         """Messages to the ranks of their experts: [S, ...] -> [R, ...]."""
@@ -107,17 +107,36 @@ class Routes:
         return back(scatter(rows, self.parts, self.etp, what), self.counts, self.ep, what)
 
 
+@dataclass(frozen=True)
+class Routes:
+    """Where the rows of one pass go."""
+
+    rounds: tuple[Round, ...]
+
+    @property
+    def rows_sent(self) -> int:
+        """Rows that leave this rank: of each token one for every other rank among those of its experts."""
+        return sum(
+            count
+            for each in self.rounds
+            for rank, count in enumerate(each.counts[each.ep.index])
+            if rank != each.ep.index
+        )
+
+
 class Dispatcher:
     """Carries rows to the experts of a layer: E/ep of them on each rank of ``ep``, in order, features cut over ``etp``.
 
-    ``name`` is the layer's in errors and traces.
+    ``rows`` bounds the pairs that a rank takes at once; None: there is no bound. It should exceed k for each rank that
+    sends, for a token's pairs stay together. ``name`` is the layer's in errors and traces.
     """
 
-    def __init__(self, ep: Group, etp: Group, experts: int, name: str = "experts"):
+    def __init__(self, ep: Group, etp: Group, experts: int, rows: int | None = None, name: str = "experts"):
         assert experts % ep.size == 0, f"{experts} experts cannot be spread evenly over {ep.size} ranks"
         self.ep = ep
         self.etp = etp
         self.experts = experts
+        self.rows = rows
         self.name = name
 
     @uncompiled
@@ -128,26 +147,49 @@ class Dispatcher:
 
         An ``index`` of -1 [N, k] counts nowhere. ``routes``: what ``self.routes(index)`` returned before.
         All ranks of ``ep`` and ``etp`` call this together, however many tokens they have. With ``etp``, what
-        ``compute`` returns is this rank's addend.
+        ``compute`` returns is this rank's addend. In rounds ``compute`` runs again in backward.
         """
-        if routes is None:
-            routes = self.routes(index)
-        rows, pair_weights = _Dispatch.apply(hidden, weights, routes)
-        results = compute(rows, routes.experts)
-        returned = _Combine.apply(results, pair_weights, hidden.dtype, routes)
-        out: Tensor = _SumMessages.apply(returned, routes)
+        first, *rest = (routes or self.routes(index)).rounds
+        if not rest:
+            return _carried(hidden, weights, compute, first)
+        out = checkpoint(_carried, hidden, weights, compute, first, use_reentrant=False)
+        for each in rest:
+            out = out + checkpoint(_carried, hidden, weights, compute, each, use_reentrant=False)
         return out
 
     @torch.no_grad()
     def routes(self, index: Tensor) -> Routes:
         """Where rows with the experts ``index`` [N, k] go. All ranks of ``ep`` and ``etp`` call this together."""
+        ep, local = self.ep, self.experts // self.ep.size
+        owner = torch.where(index < 0, ep.size, index.div(local, rounding_mode="floor"))  # ep.size: nobody
+        held = index.new_zeros(index.shape[0], ep.size + 1).scatter_add_(1, owner, torch.ones_like(owner))
+        held = held[:, : ep.size]  # pairs of each (token, rank)
+        goes = held > 0
+        rounds = self._number_of_rounds(held, index.shape[1])
+        if rounds == 1:
+            return Routes(
+                (self._round(index, owner, goes | (ep.size == 1)),)
+            )  # on one rank rows stay as they lie
+        before = held.cumsum(0) - held
+        turn = before * rounds // held.sum(0).clamp_min(1)
+        return Routes(tuple(self._round(index, owner, goes & (turn == each)) for each in range(rounds)))
+
+    def _number_of_rounds(self, held: Tensor, top_k: int) -> int:
+        """In how many the fullest rank takes no more than ``rows`` pairs; the same on all ranks."""
+        if self.rows is None:
+            return 1
+        what = f"counts of {self.name}"
+        all_pairs = share(share(held.sum(0)[:, None], self.ep, what), self.etp, what)  # [etp, from, to, 1]
+        fullest = int(all_pairs.sum((0, 1)).max())
+        if fullest <= self.rows:
+            return 1
+        # A rank cuts between tokens, so that its part of a round may have k pairs more than the mean.
+        return -(-fullest // max(self.rows - self.ep.size * self.etp.size * top_k, 1))
+
+    def _round(self, index: Tensor, owner: Tensor, goes: Tensor) -> Round:
+        """Of the messages ``goes`` [N, ep], which (token, rank) pairs are marked."""
         ep, etp, name, local = self.ep, self.etp, self.name, self.experts // self.ep.size
         count, top_k = index.shape
-        owner = torch.where(index < 0, ep.size, index.div(local, rounding_mode="floor"))
-        goes = torch.zeros(count, ep.size + 1, dtype=torch.bool, device=index.device)
-        goes = goes.scatter_(1, owner, True)[:, : ep.size]
-        if ep.size == 1:
-            goes.fill_(True)  # the rows stay as they lie
         rank, tokens = goes.T.nonzero(as_tuple=True)
         counts = share(goes.sum(0)[:, None], ep, f"counts of {name}")[..., 0].tolist()
         here = torch.where(owner[tokens] == rank[:, None], index[tokens] - rank[:, None] * local, -1)
@@ -161,12 +203,12 @@ class Dispatcher:
         place = torch.empty_like(chosen)
         place[slots] = torch.arange(slots.shape[0], device=slots.device)
         message = goes.T.flatten().cumsum(0).view(ep.size, count).T - 1  # of each (token, rank): [N, ep]
-        return Routes(
+        return Round(
             ep,
             etp,
             name,
             tokens=tokens,
-            messages=RowSums(message[goes], _starts(goes.sum(1))),
+            messages=None if goes.all() and ep.size == 1 else RowSums(message[goes], _starts(goes.sum(1))),
             counts=counts,
             parts=parts,
             rows=slots.div(top_k, rounding_mode="floor"),
@@ -174,6 +216,15 @@ class Dispatcher:
             pairs=RowSums(place[lives], _starts(lives.view(-1, top_k).sum(1))),
             experts=experts,
         )
+
+
+def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: Round) -> Tensor:
+    """Of each token the weighted sum of the results of those experts that this round goes to: [N, D]."""
+    rows, pair_weights = _Dispatch.apply(hidden, weights, round)
+    results = compute(rows, round.experts)
+    returned = _Combine.apply(results, pair_weights, hidden.dtype, round)
+    out: Tensor = _SumMessages.apply(returned, round)
+    return out
 
 
 def _starts(sizes: Tensor) -> Tensor:
@@ -185,40 +236,40 @@ class _Dispatch(torch.autograd.Function):
     """Rows and weights of the pairs, sorted by expert; their gradients return and are summed."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
-        ctx.routes, ctx.top_k = routes, weights.shape[1]
-        arrived = routes.go(routes.select(hidden), "rows")
-        arrived_weights = routes.go(routes.select(weights), "weights")
-        return arrived.index_select(0, routes.rows), arrived_weights.flatten().index_select(0, routes.slots)
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, round: Round) -> tuple[Tensor, Tensor]:
+        ctx.round, ctx.top_k = round, weights.shape[1]
+        arrived = round.go(round.select(hidden), "rows")
+        arrived_weights = round.go(round.select(weights), "weights")
+        return arrived.index_select(0, round.rows), arrived_weights.flatten().index_select(0, round.slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_pairs: Tensor) -> tuple[Any, ...]:
-        routes: Routes = ctx.routes
-        d_arrived = routes.pairs.of(d_rows)
-        d_hidden = routes.join(routes.back(d_arrived, "gradients"))
+        round: Round = ctx.round
+        d_arrived = round.pairs.of(d_rows)
+        d_hidden = round.join(round.back(d_arrived, "gradients"))
         d_weights = d_pairs.new_zeros(d_arrived.shape[0], ctx.top_k)
-        d_weights.view(-1).index_copy_(0, routes.slots, d_pairs)
-        return d_hidden, routes.join(routes.back(d_weights, "gradients of weights")), None
+        d_weights.view(-1).index_copy_(0, round.slots, d_pairs)
+        return d_hidden, round.join(round.back(d_weights, "gradients of weights")), None
 
 
 class _Combine(torch.autograd.Function):
     """Weighted sums of each arrived row's results, returned: [S, D]. [Note: the same calls on every rank]"""
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, dtype: torch.dtype, routes: Routes) -> Tensor:
-        ctx.routes = routes
+    def forward(ctx: Any, results: Tensor, weights: Tensor, dtype: torch.dtype, round: Round) -> Tensor:
+        ctx.round = round
         ctx.save_for_backward(results, weights)
-        of_pairs = weights.index_select(0, routes.pairs.rows).to(results.dtype)
-        return routes.back(routes.pairs.of(results, of_pairs).to(dtype), "results")
+        of_pairs = weights.index_select(0, round.pairs.rows).to(results.dtype)
+        return round.back(round.pairs.of(results, of_pairs).to(dtype), "results")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         results, weights = ctx.saved_tensors
-        routes: Routes = ctx.routes
-        arrived = routes.go(grad, "gradients of results")
-        d_results = arrived.to(results.dtype).index_select(0, routes.rows)
+        round: Round = ctx.round
+        arrived = round.go(grad, "gradients of results")
+        d_results = arrived.to(results.dtype).index_select(0, round.rows)
         d_weights = torch.linalg.vecdot(d_results, results).to(weights.dtype)
         return d_results.mul_(weights[:, None]), d_weights, None, None
 
@@ -227,11 +278,11 @@ class _SumMessages(torch.autograd.Function):
     """Of each token the sum of what came back: [S, D] -> [N, D]."""
 
     @staticmethod
-    def forward(ctx: Any, returned: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return routes.join(returned)
+    def forward(ctx: Any, returned: Tensor, round: Round) -> Tensor:
+        ctx.round = round
+        return round.join(returned)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.routes.select(grad), None
+        return ctx.round.select(grad), None
