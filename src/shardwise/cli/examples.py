@@ -1,12 +1,13 @@
 """``shardwise examples``: configurations that come with the package, to run by name or to begin with."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import shardwise
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import ConfigError, UsageError
 
 FOLDER = Path(shardwise.__file__).parent / "examples"
 
@@ -30,9 +31,19 @@ def found() -> dict[str, Path]:
 
 
 def named(config: str) -> str:
-    """The path of the example called ``config``, where there is one and no such file; else ``config``."""
+    """The path of the example called ``config``, where there is one and no such file; else ``config``.
+
+    Errors: ConfigError for what is nearly the name of one.
+    """
     known = found()
-    return str(known[config]) if config in known and not Path(config).exists() else config
+    if "." in config or Path(config).exists():
+        return config
+    if config not in known and (near := get_close_matches(config, known, n=1)):
+        raise ConfigError(
+            f"config: no file and no example is called {config!r}; did you mean {near[0]!r}? shardwise examples lists "
+            "them"
+        )
+    return str(known.get(config, config))
 
 
 def _about(path: Path) -> str:

@@ -63,6 +63,8 @@ def initialize(
     """
     if model is None:
         raise UsageError("deepspeed.initialize: model is required")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"deepspeed.initialize: model is {model!r:.100}; give a module")
     given = _one_config(args, config, config_params)
     settings = DeepSpeedConfig(given)
     _check_batch(settings)
@@ -172,6 +174,11 @@ def _optimizer_of(
     groups = None if parameters is None else _trained(parameters)
     if isinstance(given, optim.Optimizer):
         made = given
+    elif given is not None and not callable(given):
+        raise UsageError(
+            f"deepspeed.initialize: optimizer is {given!r:.100}; give one of torch's, a function of the parameters, or "
+            "name it in the configuration (optimizer.type)"
+        )
     elif given is not None:
         made = given(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
     elif settings.value("optimizer.type") is not None:

@@ -206,7 +206,7 @@ class DeepSpeedEngine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another global batch from the next step on, by more or fewer microbatches. Errors: UsageError."""
         part = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size < part or train_batch_size % part:
+        if not isinstance(train_batch_size, int) or train_batch_size < part or train_batch_size % part:
             raise UsageError(
                 f"set_train_batch_size: {train_batch_size} does not divide into microbatches of "
                 f"{self.train_micro_batch_size_per_gpu()} on {self.dp_world_size} ranks; give a multiple of {part}"

@@ -6,6 +6,7 @@ engine.monitor.write_events([("Train/accuracy", 0.9, engine.global_samples)])
 from collections.abc import Iterable
 
 from shardwise.engine.monitor import Monitor
+from shardwise.plan.errors import UsageError
 
 
 class EngineEvents:
@@ -21,6 +22,11 @@ class EngineEvents:
         return True
 
     def write_events(self, event_list: Iterable[tuple[str, float, int]]) -> None:
-        """Each a tag, a number, and the samples trained on so far. Rank 0 alone writes."""
-        for tag, number, place in event_list:
-            self._monitor.send({tag: float(number)}, int(place) // self._samples)
+        """Each a tag, a number, and the samples trained on so far. Rank 0 alone writes. Errors: UsageError."""
+        for event in event_list:
+            if not isinstance(event, tuple | list) or len(event) != 3:
+                raise UsageError(
+                    f"write_events: expected (tag, number, samples so far), given {event!r:.100}"
+                )
+            tag, number, place = event
+            self._monitor.send({tag: number}, int(place) // self._samples)

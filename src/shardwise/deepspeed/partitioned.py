@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.comm import default_group
 from shardwise.deepspeed.living import find
 from shardwise.engine.sharded_init import PieceTensor
+from shardwise.plan.errors import UsageError
 
 
 class ZeroParamStatus(Enum):
@@ -78,7 +79,13 @@ def _listed(params: Any) -> list[nn.Parameter]:
         return list(params.parameters())
     if isinstance(params, torch.Tensor):
         return [params] if isinstance(params, nn.Parameter) else []
-    return [each for each in params if isinstance(each, nn.Parameter)] if isinstance(params, Iterable) else []
+    listed = list(params) if isinstance(params, Iterable) else [params]
+    if strange := [each for each in listed if not isinstance(each, torch.Tensor)]:
+        raise UsageError(
+            f"GatheredParameters: expected parameters, or a module, given {strange[0]!r:.100}; take them from "
+            "engine.module"
+        )
+    return [each for each in listed if isinstance(each, nn.Parameter)]
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -26,6 +26,10 @@ def are_alike(parts: Parts, number: int) -> bool:
 
 def gather_rows(dp: Group, device: torch.device, value: Tensor, samples: int | None) -> Tensor:
     """See ``Engine.gather_metrics``. Rows travel as bytes, padded to the most that a rank has."""
+    if not isinstance(value, Tensor):
+        raise UsageError(
+            f"gather_metrics: expected a tensor, given {value!r:.100}; torch.tensor(value) makes one"
+        )
     own = value.detach().to(device)
     own = own.reshape(1) if own.dim() == 0 else own
     if samples is not None:

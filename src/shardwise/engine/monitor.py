@@ -20,7 +20,7 @@ from shardwise.observe.metrics import ClickRecord, Record, Sink, StepRecord
 from shardwise.observe.progress import PrintedLines
 from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, open_sinks
 from shardwise.optim.schedule_policy import RangeTestPolicy
-from shardwise.plan.errors import ConfigError
+from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.trace import Trace
 
@@ -54,9 +54,17 @@ class Monitor:
     def send(self, scalars: Mapping[str, float], step: int | None = None) -> None:
         """Numbers of your own to all monitors but ``metrics.csv``, under their own names, at ``step`` (left out:
         the last one). Nothing on ranks other than 0."""
+        numbers: dict[str, float] = {}
+        for tag, number in scalars.items():
+            try:
+                numbers[tag] = float(number)
+            except (TypeError, ValueError, RuntimeError):
+                raise UsageError(
+                    f"monitor.send: expected a number for {tag!r}, given {number!r:.100}"
+                ) from None
         if self._watches and self._last is None:
             self._begin(0 if step is None else step)
-        self._sinks.send(scalars, self._naming.place((self._last or (0, 0.0))[0] if step is None else step))
+        self._sinks.send(numbers, self._naming.place((self._last or (0, 0.0))[0] if step is None else step))
 
     def close(self) -> None:
         """Write out what is held back."""

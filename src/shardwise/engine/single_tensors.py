@@ -10,6 +10,7 @@ Cost: P elements of the parameter to all ranks, in broadcasts; nothing else is g
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ def full_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
 def set_full_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
     """See ``Engine.set_full_tensor``."""
     info = _trained_info(parts, name, of)
+    _check_tensor("set_full_tensor", name, value)
     if tuple(value.shape) != info.shape:
         raise UsageError(
             f"set_full_tensor: {name} ({of}) has the shape {info.shape}, given {tuple(value.shape)}"
@@ -86,6 +88,7 @@ def local_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
 def set_local_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
     """See ``Engine.set_local_tensor``."""
     info = _trained_info(parts, name, of)
+    _check_tensor("set_local_tensor", name, value)
     divisor = views.settled_divisor(parts) if of == "gradient" else 1.0
     for bucket, place in _held(parts, info):
         held = _overlap(bucket, place)
@@ -95,6 +98,13 @@ def set_local_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
                 f"set_local_tensor: this rank has {elements} elements of {name} ({of}), given {value.numel()}"
             )
         _write(parts, bucket, place, of, value.detach().to(parts.device).reshape(-1), divisor)
+
+
+def _check_tensor(call: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise UsageError(
+            f"{call}: expected a tensor for {name}, given {value!r:.100}; torch.as_tensor makes one"
+        )
 
 
 def _info(parts: Parts, name: str, of: str) -> TensorInfo | None:

@@ -264,6 +264,8 @@ def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> 
 
 def _check_names(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
     whole = parts.spec
+    if others := [name for name, value in given.items() if not isinstance(value, Tensor)]:
+        raise MismatchError(f"load_state_dict: expected tensors by name; {others[:5]} are none")
     missing = [name for name in whole.order if name not in given]
     unknown = [name for name in given if name not in whole.order]
     shapes = {name: entry.shape for name, entry in whole.parameters.items()}

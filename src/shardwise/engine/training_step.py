@@ -9,6 +9,7 @@ After an exception inside, the engine stands between two steps again (``StepDisc
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -344,16 +345,22 @@ class TrainingStep:
     def set_accumulation(self, microbatches: int, loaders: Loaders) -> None:
         """See ``Engine.set_accumulation``."""
         self._check_between_steps("set_accumulation")
-        if not metrics.are_alike(self._parts, int(microbatches)):
+        try:
+            microbatches = operator.index(microbatches)
+        except TypeError:
+            raise UsageError(
+                f"set_accumulation: expected a whole number of microbatches, given {microbatches!r}"
+            ) from None
+        if not metrics.are_alike(self._parts, microbatches):
             raise UsageError(
                 f"set_accumulation: {microbatches} microbatches here, another number on other ranks; all ranks must "
                 "say the same"
             )
         if microbatches < 1:
             raise UsageError(f"set_accumulation: expected at least 1 microbatch, given {microbatches}")
-        loaders.set_accumulation(int(microbatches))
-        self._parts.program.begin(int(microbatches))
-        self._accumulation.microbatches = int(microbatches)
+        loaders.set_accumulation(microbatches)
+        self._parts.program.begin(microbatches)
+        self._accumulation.microbatches = microbatches
         self._accumulation.per_microbatch = 1
 
     def set_boundary(self, is_boundary: bool | None) -> None:
