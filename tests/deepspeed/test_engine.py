@@ -318,6 +318,20 @@ def test_optimizers_by_the_names_of_their_kernels() -> None:
         engine.destroy()
 
 
+def test_a_pass_shorter_than_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    """The accumulation goes on in the next pass, as DeepSpeed's does, and it is told."""
+    engine, _, loader, _ = made(training_data=samples()[:MICRO], config=configuration(0, scheduler=None))
+    assert "a pass has 1 microbatches for each rank, and a step takes 2" in caplog.text
+    steps = []
+    for _ in range(4):
+        for inputs, labels in loader:
+            engine.backward(nn.functional.cross_entropy(engine(inputs), labels))
+            engine.step()
+            steps.append(engine.global_steps)
+    assert steps == [0, 1, 1, 2]
+    engine.destroy()
+
+
 def test_groups_of_parameters_keep_their_own_numbers() -> None:
     model = net()
     groups = [
@@ -377,9 +391,12 @@ def test_muon_takes_every_matrix_but_embeddings_and_heads() -> None:
 def test_numbers_and_clocks_of_a_script(tmp_path: Path) -> None:
     """A script's own numbers go where the configuration's monitors write."""
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine, *_ = made(config=configuration(0, tensorboard=block))
+    engine, *_ = made(config=configuration(0, tensorboard=block, csv_monitor=block))
     counted(engine, lambda place: engine(torch.ones(2, 4, dtype=torch.float64)).square().mean())
     engine.monitor.write_events([("Train/own", 0.5, engine.global_samples)])
+    boundary_of_the_script(
+        engine, lambda place: engine(torch.ones(2, 4, dtype=torch.float64)).square().mean()
+    )
     spent = engine.get_wall_clock_timers()
     assert set(spent) == {"fwd", "bwd", "step"} and min(spent.values()) > 0
     engine.offload_states()
@@ -387,3 +404,6 @@ def test_numbers_and_clocks_of_a_script(tmp_path: Path) -> None:
     engine.destroy()
     events = b"".join(file.read_bytes() for file in tmp_path.rglob("events*"))
     assert b"Train/own" in events and b"Train/Samples/lr" in events
+    rates, own = (tmp_path / "job" / f"Train_{name}.csv" for name in ("Samples_lr", "own"))
+    assert [row.split(",")[0] for row in rates.read_text().split()] == ["step", "4", "8"]
+    assert own.read_text() == "step,own\n4,0.5\n"

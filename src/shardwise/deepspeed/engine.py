@@ -10,6 +10,7 @@ Whatever is not here is the module's. ``engine.ours`` is our engine, with all th
 """
 
 import gc
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from shardwise.deepspeed.timers import milliseconds
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
 from shardwise.plan.errors import UsageError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -275,8 +278,17 @@ class DeepSpeedEngine(nn.Module):
         )
 
     def take_training_data(self, dataset: Any) -> None:
-        """``training_data`` of ``initialize``."""
-        self.training_dataloader = self.deepspeed_io(dataset)
+        """``training_data`` of ``initialize``. A pass over it that is shorter than a step is told: the accumulation
+        goes on in the next pass, and a script of one pass would train nothing."""
+        loader = self.training_dataloader = self.deepspeed_io(dataset)
+        parts = self.gradient_accumulation_steps()
+        if self.ours.is_main and self.is_map_style_dataset(dataset) and len(loader) < parts:
+            _log.warning(
+                "training_data: a pass has %d microbatches for each rank, and a step takes %d "
+                "(gradient_accumulation_steps): it ends in a later pass, and in a single one no weight moves",
+                len(loader),
+                parts,
+            )
 
     # Who and where ---------------------------------------------------------------------------------------------
 
