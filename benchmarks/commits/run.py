@@ -65,7 +65,8 @@ def render(results: dict[str, dict[str, list[float]]], command: str) -> str:
     for name in results["before"]:
         before, after = results["before"][name], results["after"][name]
         ratios = [a / b for a, b in zip(after, before, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        # One round has no quartiles.
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         times = [f"{1e3 * statistics.median(each):.3g}" for each in (before, after)]
         lines.append(f"| {name} | {times[0]} | {times[1]} | {middle:.2f} ({low:.2f}-{high:.2f}) |")
     return "\n".join(lines)
