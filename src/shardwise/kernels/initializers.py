@@ -5,7 +5,10 @@
 They are plain data; ``models.initial`` draws parameters from them, ``kernels.tables.start_rows`` rows.
 """
 
+import math
 from dataclasses import dataclass
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -32,3 +35,21 @@ class Constant:
 
 
 Initializer = Normal | Uniform | Constant
+
+
+def of_torch(module: nn.Module, local: str) -> Initializer | None:
+    """What torch's own ``reset_parameters`` draws the parameter ``local`` of a common module from; None of another."""
+    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        inputs = module.weight[0].numel()
+        return of_linear(inputs) if inputs else Constant(0.0)
+    if isinstance(module, nn.Embedding) and module.padding_idx is None:
+        return Normal(1.0)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)):
+        return Constant(1.0 if local == "weight" else 0.0)
+    return None
+
+
+def of_linear(inputs: int) -> Uniform:
+    """Of the weight and of the bias of a linear layer with so many inputs."""
+    bound = 1 / math.sqrt(inputs)
+    return Uniform(-bound, bound)

@@ -111,6 +111,11 @@ def uniform(key: int, start: int, stop: int, dtype: torch.dtype = torch.float64)
     return _fill(key, start, stop, dtype, inverse_cdf=False)
 
 
+def uniform_of(key: int, start: int, stop: int, substreams: Sequence[Substream]) -> Tensor:
+    """The same of each of some substreams, in fp64: [substreams, stop - start]."""
+    return torch.from_numpy(_to_unit_interval(words_of(key, start, stop, substreams)))
+
+
 def normal(key: int, start: int, stop: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Elements [start, stop) of the stream ``key``, mean 0 and standard deviation 1, |x| < 8.3: [stop - start]."""
     return _fill(key, start, stop, dtype, inverse_cdf=True)

@@ -11,7 +11,6 @@ patterns (``match_rules``).
 Cost: memory of the result and 2 MiB beside it.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.kernels import philox
-from shardwise.kernels.initializers import Constant, Initializer, Normal, Uniform
+from shardwise.kernels.initializers import Constant, Initializer, Normal, of_torch
 from shardwise.plan.errors import PlanError
 from shardwise.plan.policy import nearest
 
@@ -77,7 +76,7 @@ def torch_rules(model: nn.Module) -> dict[str, Initializer]:
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False):
             name = names[id(parameter)]
-            rule = _torch_rule(module, local)
+            rule = of_torch(module, local)
             if rule is not None:
                 rules.setdefault(name, rule)
             elif name not in rules:
@@ -89,17 +88,3 @@ def torch_rules(model: nn.Module) -> dict[str, Initializer]:
             "{parameter name: Normal | Uniform | Constant}, or pass it initialised"
         )
     return rules
-
-
-def _torch_rule(module: nn.Module, local: str) -> Initializer | None:
-    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        fan_in = module.weight[0].numel()
-        if not fan_in:
-            return Constant(0.0)
-        bound = 1 / math.sqrt(fan_in)
-        return Uniform(-bound, bound)
-    if isinstance(module, nn.Embedding) and module.padding_idx is None:
-        return Normal(1.0)
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)):
-        return Constant(1.0 if local == "weight" else 0.0)
-    return None

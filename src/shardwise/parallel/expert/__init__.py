@@ -1,7 +1,9 @@
 """Mixtures of experts: each token goes through the few experts that its router chose.
 
-policy        what the user may set            router   scores, choice, room and weights of a token's experts
-surroundings  what a layer knows of its ranks  balance  the loss and the bias that spread tokens over experts
-module        the layer: its own reference     dispatch rows to the ranks of their experts and back
+policy        what the user may set            router    scores, choice and weights of a token's experts
+surroundings  what a layer knows of its ranks  capacity  which pairs there is room for
+noise         of a router, keyed by its place  balance   the loss and the bias that spread tokens over experts
+experts       stacks of parameters             module    the layer: its own reference
+dispatch      rows to the ranks of their experts and back
 cost          rows and elements in closed form
 """

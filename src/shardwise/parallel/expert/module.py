@@ -1,77 +1,40 @@
 """MixtureOfExperts: a feed-forward layer of E experts, of which a token uses k; its own single-process reference.
 
-    y = Σ_j w_j · expert_{i_j}(x)           i, w: the router's choice of k experts and what they count
+    y = Σ_j w_j · expert_{i_j}(x)                  i, w: the router's choice of k experts and what they count
+      + shared(x)                                  every token's, where there are any
     expert_e(x) = down_e (silu(gate_e x) · up_e x)
 
-    parameter             shape         what it is
-    router.weight         [E, D]
-    experts.gate_up       [E, 2F, D]    rows of gate first, then of up
-    experts.down          [E, D, F]
+    PR-MoE:  y' = c_0 · y + c_1 · dense(x)         c = softmax(mix x), two numbers a token
+
+    parameter                 shape              what it is
+    router.weight             [E, D]
+    experts.gate_up           [E, 2F, D]         rows of gate first, then of up
+    experts.down              [E, D, F]
+    experts.<name>            [E, ...]           instead, with ``expert``: its parameters, stacked
+    shared.gate_up.weight     [2·S·F, D]         S shared experts are one of S times the size
+    shared.down.weight        [D, S·F]
+    residual.<name>           those of dense     with ``residual``
+    mix.weight, mix.bias      [2, D], [2]
+    router.bias               [E], fp32          a buffer, with ``balance: bias``
 
 Papers: Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020 (GShard), arXiv:2006.16668; Fedus et al. 2021
-        (Switch), arXiv:2101.03961.
-Cost:   6·D·F multiplications a token and expert forward, whatever E is.
-Shapes: B batch, T sequence, D width, E experts, F hidden, k experts of a token; N tokens, R rows of (token, expert).
+        (Switch), arXiv:2101.03961; Rajbhandari et al. 2022 (PR-MoE), arXiv:2201.05596; Dai et al. 2024 (DeepSeekMoE,
+        shared experts), arXiv:2401.06066.
+Cost:   6·D·F operations a token and expert forward, whatever E is, and 2·D·E for the router.
+Shapes: B batch, T sequence, D width, E experts, F hidden, k experts of a token, S shared experts, n tokens here.
 """
 
-import math
-from typing import Any
+from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kernels.initializers import Initializer, Uniform
+from shardwise.kernels.initializers import Initializer, of_linear
+from shardwise.parallel.expert.balance import inject, move_bias
+from shardwise.parallel.expert.experts import DenseExpert, Experts, MadeExperts
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.router import Router
 from shardwise.parallel.expert.surroundings import Surroundings
 from shardwise.plan.errors import ConfigError, UsageError
-
-
-class Experts(nn.Module):
-    """E gated feed-forward layers as two stacks."""
-
-    def __init__(self, width: int, hidden: int, experts: int) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
-        self.down = nn.Parameter(torch.empty(experts, width, hidden))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Each expert as two of torch's linear layers start."""
-        for name, rule in self.initial_rules().items():
-            nn.init.uniform_(getattr(self, name), rule.low, rule.high)
-
-    def initial_rules(self) -> dict[str, Uniform]:
-        """The same for a model on meta."""
-        return {name: _of_linear(weight.shape[-1]) for name, weight in self.named_parameters()}
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
-        return by_expert(self, hidden, index, weights, len(self.down))
-
-    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows sorted by expert, ``counts[e]`` of them for expert e, through their experts: [R, D] -> [R, D].
-
-        An expert without rows runs too: its weights then have a gradient of 0 instead of none.
-        """
-        results = []
-        for e, part in enumerate(rows.split(counts)):
-            gate, up = F.linear(part, self.gate_up[e]).chunk(2, -1)  # [R_e, F] each
-            results.append(F.linear(F.silu(gate) * up, self.down[e]))
-        return torch.cat(results)
-
-
-def by_expert(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, count: int) -> Tensor:
-    """``experts.compute`` on the rows of each expert in turn, summed by token with their weights: [N, D]."""
-    flat = index.reshape(-1)
-    order = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # [R], places of pairs
-    counts = torch.bincount(flat[order], minlength=count).tolist()
-    token = order.div(index.shape[1], rounding_mode="floor")
-    results = experts.compute(hidden[token], counts)
-    weighted = results * weights.reshape(-1)[order, None]
-    total = weighted.new_zeros(len(hidden), results.shape[1])
-    return total.index_add(0, token, weighted).to(hidden.dtype)
 
 
 class MixtureOfExperts(nn.Module):
@@ -82,41 +45,95 @@ class MixtureOfExperts(nn.Module):
         y = x + layer(norm(x))
     """
 
-    def __init__(self, width: int, hidden: int, experts: int, router: RouterPolicy | None = None) -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        router: RouterPolicy | None = None,
+        expert: Callable[[], nn.Module] | None = None,
+        shared: int = 0,
+        residual: bool = False,
+    ) -> None:
         """``width`` D, ``hidden`` F, ``experts`` E; ``router``: how it chooses.
 
-        Errors: ConfigError for sizes that make no layer.
+        ``expert``: makes one expert, any module [n, D] -> [n, D] without dropout and buffers, called E times; left out,
+        a gated feed-forward of ``hidden``. ``shared``: experts that every token uses besides. ``residual``: a dense
+        expert beside, mixed by a learned two-way softmax.
+        Errors: ConfigError for sizes and experts that make no layer.
         """
         super().__init__()
-        for name, size in (("width", width), ("hidden", hidden), ("experts", experts)):
-            if size < 1:
-                raise ConfigError(f"MixtureOfExperts: {name} is {size}; expected 1 or more")
+        least = {"width": 1, "hidden": 1, "experts": 1, "shared": 0}
+        for (name, low), size in zip(least.items(), (width, hidden, experts, shared), strict=True):
+            if size < low:
+                raise ConfigError(f"MixtureOfExperts: {name} is {size}; expected {low} or more")
+        if expert is not None and shared:
+            raise ConfigError(
+                f"MixtureOfExperts: shared is {shared} beside expert=, whose size nobody knows; add a module of your "
+                "own to what the layer returns"
+            )
         self.width = width
         self.router = Router(width, experts, router or RouterPolicy())
-        self.experts = Experts(width, hidden, experts)
+        self.experts = Experts(width, hidden, experts) if expert is None else MadeExperts(expert, experts)
+        self.shared = DenseExpert(width, shared * hidden) if shared else None
+        self.residual: nn.Module | None = None
+        self.mix: nn.Linear | None = None
+        if residual:
+            self.residual = DenseExpert(width, hidden) if expert is None else expert()
+            self.mix = nn.Linear(width, 2)
         self.surroundings = Surroundings()
         """What it knows of the place it runs at; an engine fills it in."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` and the result: [B, T, D].
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``x`` and the result: [B, T, D]. ``mask`` [B, T]: which tokens count; others, padding say, go to no expert,
+        take no room and count in no balance.
 
-        Errors: UsageError where ``x`` has another shape; NonFiniteError where the router makes a NaN.
+        Errors: UsageError where ``x`` or ``mask`` has another shape; NonFiniteError where the router makes a NaN
+        and no engine runs.
         """
-        if x.dim() != 3 or x.shape[-1] != self.width:
-            raise UsageError(
-                f"{self.surroundings.name or 'MixtureOfExperts'}: was given a tensor of shape {list(x.shape)}; "
-                f"expected [batch, sequence, {self.width}]"
-            )
+        self._check_call(x, mask)
         tokens = self.surroundings.take(x)
-        routing = self.router(tokens, self.surroundings)
+        counted = None if mask is None else self.surroundings.here(mask, tokens).bool()
+        routing = self.router(tokens, self.surroundings, counted)
         y = self.experts(tokens.hidden, routing.index, routing.weights)  # [n, D]
+        if self.shared is not None:
+            y = y + self.shared(tokens.hidden)
+        if self.residual is not None and self.mix is not None:
+            shares = self.mix(tokens.hidden).softmax(-1)  # [n, 2]
+            y = y * shares[:, :1] + self.residual(tokens.hidden) * shares[:, 1:]
+        if routing.balance is not None:
+            y = inject(y, routing.balance, self.surroundings.scale)
         return self.surroundings.give(y, x)
 
+    def move_bias(self) -> None:
+        """With ``balance: bias`` and without an engine, which does it itself: once a step, after the optimizer's."""
+        routed, self.surroundings.routed = self.surroundings.routed, None
+        if self.router.bias is not None and routed is not None:
+            move_bias(self.router.bias, routed, self.router.policy.bias_rate)
+
     def initial_rules(self) -> dict[str, Initializer]:
-        """How its parameters start where it was made on meta: as torch's linear layers."""
-        return {name: _of_linear(weight.shape[-1]) for name, weight in self.named_parameters()}
+        """How its parameters start where it was made on meta: as torch's linear layers, or as an ``expert`` does."""
+        rules: dict[str, Initializer] = {}
+        for name, child in self.named_children():
+            if isinstance(child, Experts | MadeExperts):
+                own = child.initial_rules()
+            elif name == "residual" and isinstance(self.experts, MadeExperts):
+                own = self.experts.initial_rules()  # made by the same function
+            else:
+                own = {
+                    local: of_linear(weight.shape[-1] if weight.dim() > 1 else self.width)
+                    for local, weight in child.named_parameters()
+                }
+            rules |= {f"{name}.{local}": rule for local, rule in own.items()}
+        return rules
 
-
-def _of_linear(inputs: int) -> Uniform:
-    bound = 1 / math.sqrt(inputs)
-    return Uniform(-bound, bound)
+    def _check_call(self, x: Tensor, mask: Tensor | None) -> None:
+        name = self.surroundings.name or "MixtureOfExperts"
+        if x.dim() != 3 or x.shape[-1] != self.width:
+            raise UsageError(
+                f"{name}: was given a tensor of shape {list(x.shape)}; expected [batch, sequence, {self.width}]"
+            )
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise UsageError(
+                f"{name}: was given a mask of shape {list(mask.shape)}; expected {list(x.shape[:2])}, as the tokens"
+            )

@@ -1,22 +1,54 @@
 """RouterPolicy: which experts a token goes to, and how much each of them counts."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from shardwise.plan.policy import Policy
 
+Count = Annotated[int, Field(ge=1)]
+
 
 class RouterPolicy(Policy):
-    """How a router chooses: by default the two experts of largest probability, weights divided by their sum."""
+    """How a router chooses: by default the two experts of largest probability, weights divided by their sum.
 
-    top_k: Annotated[int, Field(ge=1)] = 2
+    Room and balance are counted in each sequence by itself, so that nothing depends on how a batch is cut.
+    """
+
+    top_k: Count = 2
     """Experts of a token."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """``softmax`` over all experts, or ``sigmoid`` of each expert by itself (DeepSeek-V3)."""
     normalize: bool | None = None
     """Whether the weights of a token's experts are divided by their sum; left out, where there are several: a single
     one divided by itself is 1, and the router would learn nothing."""
     scale: PositiveFloat = 1.0
     """What the weights are multiplied by at last."""
+    groups: Count = 1
+    """Groups of as many neighbouring experts, of which a token's experts lie in a few (DeepSeek)."""
+    top_groups: Count | None = None
+    """Groups that a token's experts may lie in: those whose best expert is best (softmax), or whose two best are
+    (sigmoid). Left out: all."""
+    noise: Literal["none", "jitter", "gumbel"] = "none"
+    """In training. ``jitter``: what the router reads is multiplied by 0.99 to 1.01, feature by feature (Switch);
+    ``gumbel``: the choice, not the weights, is by logits plus Gumbel noise, so that an expert is drawn with its
+    probability. Keyed by seed, layer, token and expert or feature, as dropout is: the same on every layout."""
+    capacity: PositiveFloat | None = None
+    """An expert takes at most ``capacity`` · k · T / E tokens of a sequence of T, rounded up; those without room go
+    without it, and their other experts count as before. Left out: all that come."""
+    min_capacity: NonNegativeInt = 0
+    """Tokens of a sequence that an expert has room for at least."""
+    drop: Literal["score", "position"] = "score"
+    """Who gets the room: the pairs of largest weight (of equals the earlier token), or the earlier tokens."""
+    balance: Literal["none", "loss", "bias"] = "none"
+    """What spreads tokens over experts. ``loss``: a term whose gradient is added at the router; the loss itself stays.
+    ``bias``: a number for each expert that is added to its score in the choice alone, and moves after each step."""
+    balance_weight: NonNegativeFloat = 0.01
+    """Weight of the term of ``balance: loss``."""
+    z_weight: NonNegativeFloat = 0.0
+    """Weight of the mean of logsumexp(logits)², which keeps logits small (ST-MoE)."""
+    bias_rate: PositiveFloat = 0.001
+    """How far ``balance: bias`` moves an expert's number in a step."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -25,7 +57,37 @@ class RouterPolicy(Policy):
                 "normalize: true makes the weight of a token's only expert 1 (top_k is 1), so that the router gets no "
                 "gradient; leave normalize out or set top_k to 2 or more"
             )
+        if self.top_groups is not None and self.top_groups > self.groups:
+            raise ValueError(
+                f"top_groups is {self.top_groups} of {self.groups} groups; expected at most as many"
+            )
+        needs = (
+            ("min_capacity", "capacity", self.capacity is not None),
+            ("drop", "capacity", self.capacity is not None),
+            ("balance_weight", "balance: loss", self.balance == "loss"),
+            ("bias_rate", "balance: bias", self.balance == "bias"),
+        )
+        for key, other, is_there in needs:
+            given = getattr(self, key)
+            if not is_there and given != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key} is {given!r}, which acts with {other} alone; set that too, or leave {key} out"
+                )
         return self
+
+    def check_experts(self, experts: int) -> str:
+        """What is wrong with it for so many experts; empty where nothing is."""
+        if self.top_k > experts:
+            return f"router.top_k is {self.top_k} but there are {experts} experts; expected at most as many"
+        if experts % self.groups:
+            return f"router.groups is {self.groups}, which does not divide {experts} experts"
+        reach = (self.top_groups or self.groups) * (experts // self.groups)
+        if self.top_k > reach:
+            return (
+                f"router.top_groups: {self.top_groups} groups of {experts // self.groups} experts have {reach}, fewer "
+                f"than the {self.top_k} of router.top_k; expected at least {-(-self.top_k * self.groups // experts)}"
+            )
+        return ""
 
     @property
     def normalizes(self) -> bool:

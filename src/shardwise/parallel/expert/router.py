@@ -1,26 +1,38 @@
 """Router: which experts each token goes to, and how much each of them counts.
 
-    logits   l = x Wᵀ                                            in fp32 at least
-    scores   s = softmax(l)                                      over all experts
-    choice   the k experts of largest score                      ties: the lower expert
+    logits   l = x Wᵀ                                            in fp32 at least; with jitter x · u
+    scores   s = softmax(l) over all experts, or sigmoid(l)
+    choice   the k experts of largest s + b                      b: the balance bias; ties: the lower expert
+             ... of s(l + gumbel) + b, with Gumbel noise
+             ... inside the best groups, where experts lie in groups
     weights  w_j = scale · s_j / Σ_j s_j                         the division where ``normalize``
+    room     of a pair that its expert has no room for, expert -1 and weight 0
 
 The choice has no gradient; the weights of the chosen carry it to the router. Ties are settled, because a router that
-starts at zero has nothing else: torch's topk promises nothing there, a stable sort does.
+starts at zero has nothing else: torch's topk promises nothing there, a stable sort does. Choice, room and counts are
+decided once a pass (``Surroundings.keep``): a piece of it that runs again finds them again, and computes weights anew,
+so that gradients flow.
 
-Papers: Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020 (GShard), arXiv:2006.16668.
+Papers: Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020 (GShard), arXiv:2006.16668; Fedus et al. 2021
+        (Switch), arXiv:2101.03961, jitter; DeepSeek-AI 2024 (V2, V3), arXiv:2405.04434 and arXiv:2412.19437, groups,
+        sigmoid, bias.
 Cost:   2·n·E·D operations, a sort of [n, E].
-Shapes: n tokens here, D width, E experts, k experts of a token.
+Shapes: B sequences, n tokens here, D width, E experts, k experts of a token.
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.kernels.initializers import of_linear
 from shardwise.kernels.operation import operation
+from shardwise.parallel.expert.balance import pair_counts, term
+from shardwise.parallel.expert.capacity import choose_kept
+from shardwise.parallel.expert.noise import gumbel, jitter
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.surroundings import Decision, Surroundings, Tokens
 from shardwise.plan.errors import ConfigError, NonFiniteError
@@ -31,57 +43,173 @@ class Routing:
     """Where the tokens here go."""
 
     index: Tensor
-    """Experts of each token: int64 [n, k]."""
+    """Experts of each token, -1 for a pair that was dropped: int64 [n, k]."""
     weights: Tensor
     """What they count: [n, k], with gradients."""
+    balance: Tensor | None
+    """What the tokens here add to balance and z, with gradients; None where there is no such term."""
 
 
 class Router(nn.Module):
-    """The weights ``[E, D]`` and the rule."""
+    """The weights ``[E, D]``, the bias of ``balance: bias`` and the rule."""
+
+    bias: Tensor | None
 
     def __init__(self, width: int, experts: int, policy: RouterPolicy) -> None:
         super().__init__()
-        if policy.top_k > experts:
-            raise ConfigError(
-                f"router.top_k is {policy.top_k} but there are {experts} experts; expected at most as many"
-            )
+        if said := policy.check_experts(experts):
+            raise ConfigError(said)
         self.policy = policy
         self.weight = nn.Parameter(torch.empty(experts, width))
+        # Never on meta: it starts at zero, and no rule says how a buffer starts.
+        has_bias = policy.balance == "bias"
+        self.register_buffer(
+            "bias", torch.zeros(experts, dtype=torch.float32, device="cpu") if has_bias else None
+        )
+        if has_bias and not self.weight.is_meta:
+            self.bias = self.bias.to(self.weight.device)  # type: ignore[union-attr]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """As torch's linear layers start."""
-        bound = 1 / math.sqrt(self.weight.shape[1])
-        nn.init.uniform_(self.weight, -bound, bound)
+        rule = of_linear(self.weight.shape[1])
+        nn.init.uniform_(self.weight, rule.low, rule.high)
 
-    def forward(self, tokens: Tokens, surroundings: Surroundings) -> Routing:
-        """Errors: NonFiniteError where the router of this rank makes a NaN or an infinity."""
-        logits = router_logits(tokens.hidden, self.weight)  # [n, E]
+    def forward(self, tokens: Tokens, surroundings: Surroundings, counted: Tensor | None = None) -> Routing:
+        """``counted`` [n]: which tokens count; None where all do.
+
+        Errors: NonFiniteError where it makes a NaN or an infinity without an engine, whose step tells all ranks of it.
+        """
+        policy, experts = self.policy, len(self.weight)
+        hidden, shift = tokens.hidden, None
+        if self.training and policy.noise == "jitter":
+            hidden = hidden * jitter(surroundings, tokens, hidden.shape[-1]).to(_wide(hidden, self.weight))
+        elif self.training and policy.noise == "gumbel":
+            shift = gumbel(surroundings, tokens, experts)
+        logits = router_logits(hidden, self.weight)  # [n, E]
+        if surroundings.replay is None:
+            self._check_finite(logits)
+        scores = scores_of(logits, policy)
+        learns = self.training and torch.is_grad_enabled()
+        adds = learns and (policy.balance == "loss" or policy.z_weight > 0)
+
+        def decide() -> Decision:
+            seen = scores if shift is None else scores_of(logits + shift.to(logits.dtype), policy)
+            index = choice(seen.detach(), self.bias, policy)
+            chosen = index if counted is None else index.masked_fill(~counted[:, None], -1)
+            kept, counts = self._kept(
+                chosen, scores, index, tokens, surroundings, adds and policy.balance == "loss"
+            )
+            return index, kept, counts
+
+        index, kept, counts = surroundings.keep(f"router:{surroundings.name}", decide)
+        if learns:
+            self._count(index, kept, scores.detach(), counted, surroundings)
+        weights = weights_of(scores, index, policy).masked_fill(~kept, 0)
+        value = None
+        if adds:
+            shares = shares_of(scores, policy)
+            value = term(policy, shares, logits, counts, tokens.sequence, counted)
+        return Routing(index.masked_fill(~kept, -1), weights, value)
+
+    def _check_finite(self, logits: Tensor) -> None:
         bad = int((~logits.isfinite().all(-1)).sum())
         if bad:
             raise NonFiniteError(
-                f"{surroundings.name or 'MixtureOfExperts'}: the router has no finite logits for {bad} of "
-                f"{len(logits)} tokens, so there is no choice of experts; look for the NaN or infinity in the layers "
-                "before it, or in its weights"
+                f"MixtureOfExperts: the router has no finite logits for {bad} of {len(logits)} tokens, so "
+                "there is no choice of experts; look for the NaN or infinity in the layers before it, or in its weights"
             )
-        scores = logits.softmax(-1)
 
-        def choose() -> Decision:
-            return (largest(scores.detach(), self.policy.top_k),)
+    def _kept(
+        self,
+        chosen: Tensor,
+        scores: Tensor,
+        index: Tensor,
+        tokens: Tokens,
+        surroundings: Surroundings,
+        balances: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Which pairs stay, and the counts of whole sequences."""
+        policy, experts, group = self.policy, len(self.weight), surroundings.group
+        name = surroundings.name or "MixtureOfExperts"
+        if policy.capacity is not None:
+            weights = weights_of(scores.detach(), index, policy)
+            return choose_kept(policy, chosen, weights, tokens, experts, group, name)
+        counts = pair_counts(chosen, tokens.sequence, tokens.sequences, experts)
+        if group is not None and (balances or policy.z_weight):
+            group.all_reduce(counts.view(-1), f"loads of {name}", "control").wait()
+        return chosen >= 0, counts
 
-        (index,) = surroundings.keep(surroundings.name, choose)
-        return Routing(index, weights_of(scores, index, self.policy))
+    def _count(
+        self, index: Tensor, kept: Tensor, scores: Tensor, counted: Tensor | None, surroundings: Surroundings
+    ) -> None:
+        """Tell who watches what this rank's tokens do."""
+        chosen = index if counted is None else index.masked_fill(~counted[:, None], -1)
+        one = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
+        experts = len(self.weight)
+        routed = pair_counts(chosen, one, 1, experts)[0]
+        if surroundings.loads is None:
+            before = surroundings.routed
+            surroundings.routed = routed if before is None else before + routed
+            return
+        stayed = pair_counts(chosen.masked_fill(~kept, -1), one, 1, experts)[0]
+        entropy = torch.special.entr(shares_of(scores, self.policy)).sum(-1)
+        entropy = entropy if counted is None else entropy.masked_fill(~counted, 0)
+        tokens = routed.sum().div(self.policy.top_k, rounding_mode="floor")
+        surroundings.loads.add(surroundings.name, routed, stayed, tokens, 0, entropy.sum())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """The bias moves with the module and stays in fp32: a step of it is lost in 16 bits."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None:
+            device = self.bias.device
+            self.bias = torch.zeros_like(before, device=device) if before.is_meta else before.to(device)
+        return self
 
     def extra_repr(self) -> str:
         experts, width = self.weight.shape
-        return f"{width}, {experts}, top_k={self.policy.top_k}"
+        said = [f"{key}={getattr(self.policy, key)}" for key in sorted(self.policy.model_fields_set)]
+        return ", ".join([str(width), str(experts), *said])
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """Their dtype, fp32 at least."""
+    dtype = torch.float32
+    for each in tensors:
+        dtype = torch.promote_types(dtype, each.dtype)
+    return dtype
 
 
 @operation("fp32")
 def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """``hidden`` times the transposed ``weight`` in fp32 at least: [n, D], [E, D] -> [n, E]."""
-    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    dtype = _wide(hidden, weight)
     return F.linear(hidden.to(dtype), weight.to(dtype))
+
+
+def scores_of(logits: Tensor, policy: RouterPolicy) -> Tensor:
+    """[n, E] -> [n, E]."""
+    return logits.softmax(-1) if policy.score == "softmax" else logits.sigmoid()
+
+
+def shares_of(scores: Tensor, policy: RouterPolicy) -> Tensor:
+    """Scores of a token as shares of 1: [n, E] -> [n, E]."""
+    return scores if policy.score == "softmax" else _normalized(scores)
+
+
+def choice(scores: Tensor, bias: Tensor | None, policy: RouterPolicy) -> Tensor:
+    """The experts of each token, the best first: [n, E] -> int64 [n, k]."""
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if policy.top_groups is not None and policy.top_groups < policy.groups:
+        grouped = scores.unflatten(-1, (policy.groups, -1))  # [n, groups, E/groups]
+        best = 1 if policy.score == "softmax" else min(2, grouped.shape[-1])
+        of_groups = grouped.sort(-1, descending=True).values[..., :best].sum(-1)
+        outside = torch.ones_like(of_groups, dtype=torch.bool)
+        outside.scatter_(-1, largest(of_groups, policy.top_groups), False)
+        scores = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    return largest(scores, policy.top_k)
 
 
 def largest(x: Tensor, k: int) -> Tensor:
@@ -92,6 +220,12 @@ def largest(x: Tensor, k: int) -> Tensor:
 def weights_of(scores: Tensor, index: Tensor, policy: RouterPolicy) -> Tensor:
     """What the chosen experts count: [n, E], [n, k] -> [n, k]."""
     chosen = scores.gather(-1, index)
-    if policy.normalizes:
-        chosen = chosen / chosen.sum(-1, keepdim=True)
-    return chosen * policy.scale
+    return (_normalized(chosen) if policy.normalizes else chosen) * policy.scale
+
+
+_SMALLEST = 1e-20
+"""Sigmoids may all be 0; added to their sum, as DeepSeek does, it changes no other."""
+
+
+def _normalized(scores: Tensor) -> Tensor:
+    return scores / (scores.sum(-1, keepdim=True) + _SMALLEST)

@@ -18,7 +18,7 @@ Shapes: B sequences of a microbatch, T tokens of a whole sequence, D width, N ra
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
+from shardwise.memory.replay import Replay
 
 Layout = Literal["cut", "alike", "addends"]
 """How activations and their gradients lie on the ranks that share a sequence."""
@@ -45,6 +46,14 @@ def _decide(layer: str, make: Callable[[], Decision]) -> Decision:
 
 def _one() -> float:
     return 1.0
+
+
+class LoadSink(Protocol):
+    """Takes what went where in a forward pass of a layer."""
+
+    def add(
+        self, layer: str, routed: Tensor, kept: Tensor, tokens: Tensor, rows_sent: int, entropy: Tensor
+    ) -> None: ...
 
 
 class Tokens(NamedTuple):
@@ -81,6 +90,14 @@ class Surroundings:
     """(layer, make) -> what ``make`` returns; where a piece of a pass runs again, what it returned at first."""
     scale: Callable[[], float] = _one
     """Called in a backward pass: what the loss of its microbatch was multiplied by."""
+    replay: Replay | None = None
+    """Where the running microbatch stands, which noise is keyed by; None where torch's generator draws it."""
+    seed: int = 0
+    """The run's, for noise."""
+    loads: LoadSink | None = None
+    """Counts the pairs of this rank's tokens; None where ``routed`` does."""
+    routed: Tensor | None = None
+    """Pairs that chose each expert in training since the bias moved: int64 [E]."""
 
     def take(self, x: Tensor) -> Tokens:
         """This rank's tokens of ``x`` [B, T or T/N, D]."""

@@ -1,0 +1,82 @@
+"""Capacity: which pairs of (token, expert) there is room for, in each sequence by itself.
+
+    room  C_b = max(min_capacity, ceil(capacity · k · n_b / E))          n_b tokens of sequence b that count
+    kept  the C_b pairs of expert e of largest weight                    ties: the earlier token; or the earlier tokens
+
+Among ranks that share sequences every rank gets the pairs of all, and finds the same.
+
+Papers: Lepikhin et al. 2020 (GShard), arXiv:2006.16668; by weight: Riquelme et al. 2021, arXiv:2106.05974.
+Cost:   two sorts of the B·T·k pairs; where sequences are shared, a gather of (2k + 1) numbers of 8 bytes a token.
+Shapes: B sequences of T tokens, n tokens here, N = B·T, E experts, k experts of a token.
+"""
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import exchange
+from shardwise.comm.collectives import Group
+from shardwise.parallel.expert.balance import pair_counts
+from shardwise.parallel.expert.policy import RouterPolicy
+from shardwise.parallel.expert.surroundings import Tokens
+
+_DIGITS = 10**6
+"""Denominators of capacities: 1.1 is 11/10, whose products are rounded up as on paper."""
+
+
+def room(policy: RouterPolicy, tokens: Tensor, experts: int) -> Tensor:
+    """Tokens that an expert takes of sequences with ``tokens`` that count: int64 [B] -> [B]."""
+    assert policy.capacity is not None, "without a capacity there is room for all"
+    share = Fraction(policy.capacity).limit_denominator(_DIGITS) * policy.top_k / experts
+    full = (tokens * share.numerator + share.denominator - 1).div(share.denominator, rounding_mode="floor")
+    return full.clamp_min(policy.min_capacity)
+
+
+def kept_pairs(
+    index: Tensor, weights: Tensor, sequence: Tensor, room: Tensor, experts: int, drop: str
+) -> Tensor:
+    """Which pairs of tokens, given in the order of their places, stay: [N, k], [N, k], [N], [B] -> bool [N, k]."""
+    nobody = len(room) * experts
+    pairs = torch.where(index < 0, nobody, sequence[:, None] * experts + index).view(-1)
+    first = torch.arange(len(pairs), device=pairs.device)
+    if drop == "score":
+        first = weights.reshape(-1).argsort(descending=True, stable=True)
+    order = first[pairs[first].argsort(stable=True)]
+    expert = pairs[order]  # rising
+    rank = torch.arange(len(order), device=order.device) - torch.searchsorted(expert, expert)
+    limit = torch.cat([room, room.new_zeros(1)])[expert.div(experts, rounding_mode="floor")]
+    kept = torch.empty_like(pairs, dtype=torch.bool)
+    kept[order] = rank < limit
+    return kept.view(index.shape)
+
+
+def choose_kept(
+    policy: RouterPolicy,
+    index: Tensor,
+    weights: Tensor,
+    tokens: Tokens,
+    experts: int,
+    group: Group | None,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    """Which pairs of the tokens here stay, bool [n, k], and how many chose each expert in whole sequences, [B, E]."""
+    if group is not None and group.size > 1:
+        index, weights = _of_all(index, weights, tokens, group, name)
+    total = tokens.sequences * tokens.length
+    sequence = torch.arange(total, device=index.device).div(max(tokens.length, 1), rounding_mode="floor")
+    counts = pair_counts(index, sequence, tokens.sequences, experts)
+    counted = counts.sum(-1).div(policy.top_k, rounding_mode="floor")
+    kept = kept_pairs(index, weights, sequence, room(policy, counted, experts), experts, policy.drop)
+    return kept[tokens.place], counts
+
+
+def _of_all(index: Tensor, weights: Tensor, tokens: Tokens, group: Group, name: str) -> tuple[Tensor, Tensor]:
+    """The pairs of all ranks, by place: [N, k] each. One message, the weights as the bits of doubles."""
+    bits = weights.double().view(torch.int64)
+    rows = torch.cat([tokens.place[:, None], index, bits], 1)
+    full = exchange.gather(rows, tokens.parts, group, f"choices of {name}", "control")
+    by_place = torch.empty_like(full)
+    by_place[full[:, 0]] = full
+    k = index.shape[1]
+    return by_place[:, 1 : k + 1], by_place[:, k + 1 :].contiguous().view(torch.float64)

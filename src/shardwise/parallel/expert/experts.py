@@ -1,0 +1,167 @@
+"""The experts of a layer, as stacks: parameter ``[E, ...]`` of E modules of one form.
+
+All have the interface that transformers 5 gave its own: ``experts(hidden [N, D], index [N, k], weights [N, k])`` is
+Σ_j weights_j · expert_{index_j}(hidden), and ``compute`` works on rows that lie expert by expert. An expert without
+rows runs too: its weights then have a gradient of 0 instead of none, and every rank of a layout keeps as many tensors.
+
+Shapes: E experts, D width, F hidden, k experts of a token; N tokens, R rows of (token, expert).
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shardwise.comm.collectives import Group
+from shardwise.kernels.grouped import grouped_product, swiglu
+from shardwise.kernels.initializers import Initializer, of_linear, of_torch
+from shardwise.parallel.expert.dispatch import Compute, Dispatcher
+from shardwise.plan.errors import ConfigError, PlanError, UsageError
+
+
+def by_expert(compute: Compute, hidden: Tensor, index: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """``compute`` of all ``experts`` here, on one rank, summed by token with their weights: [N, D]."""
+    return Dispatcher(Group.alone("ep"), Group.alone("etp"), experts)(hidden, index, weights, compute)
+
+
+class Experts(nn.Module):
+    """down (silu(gate x) · up x), E times: ``gate_up`` [E, 2F, D], gate first, and ``down`` [E, D, F]."""
+
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert as two of torch's linear layers start."""
+        for stack in (self.gate_up, self.down):
+            rule = of_linear(stack.shape[-1])
+            nn.init.uniform_(stack, rule.low, rule.high)
+
+    def initial_rules(self) -> dict[str, Initializer]:
+        """The same for a model on meta."""
+        return {name: of_linear(stack.shape[-1]) for name, stack in self.named_parameters()}
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
+        return by_expert(self.compute, hidden, index, weights, len(self.down))
+
+    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Rows, ``counts[e]`` of them for expert e, through their experts: [R, D] -> [R, D]."""
+        return grouped_product(swiglu(grouped_product(rows, self.gate_up, counts)), self.down, counts)
+
+
+class MadeExperts(nn.Module):
+    """E modules that ``make`` returned, as one: parameter ``name`` of theirs is the stack ``name`` [E, ...] here."""
+
+    def __init__(self, make: Callable[[], nn.Module], experts: int) -> None:
+        super().__init__()
+        made = [make() for _ in range(experts)]
+        forms = [{name: each.shape for name, each in module.named_parameters()} for module in made]
+        _check_form(made[0])
+        if any(form != forms[0] for form in forms):
+            raise ConfigError(
+                "expert: made modules of different parameters; every expert must have the same shapes"
+            )
+        for name, first in made[0].named_parameters():
+            stack = torch.stack([module.get_parameter(name).detach() for module in made])
+            holder: nn.Module = self
+            *path, local = name.split(".")
+            for part in path:
+                if part not in holder._modules:
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            holder.register_parameter(local, nn.Parameter(stack, first.requires_grad))
+        self.count = experts
+        # In a tuple it is no module of this one: its parameters are the stacks.
+        self._one = (made[0].to("meta"),)
+
+    def initial_rules(self) -> dict[str, Initializer]:
+        """How torch's common modules start.
+
+        Errors: PlanError for parameters of other modules.
+        """
+        found: dict[str, Initializer] = {}
+        for prefix, module in self._one[0].named_modules():
+            for local, _ in module.named_parameters(recurse=False):
+                name, rule = f"{prefix}.{local}" if prefix else local, of_torch(module, local)
+                if rule is None:
+                    raise PlanError(
+                        f"start weights: parameter {name} of an expert belongs to a {type(module).__name__}, whose "
+                        "start is not known; make the layer off meta"
+                    )
+                found[name] = rule
+        return found
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
+        return by_expert(self.compute, hidden, index, weights, self.count)
+
+    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Rows, ``counts[e]`` of them for expert e, through their experts: [R, D] -> [R, D].
+
+        Errors: UsageError where an expert returns another shape.
+        """
+        (one,) = self._one
+        stacks = dict(self.named_parameters())
+        results = []
+        for e, part in enumerate(rows.split(counts)):
+            result = functional_call(one, {name: stack[e] for name, stack in stacks.items()}, (part,))
+            if not isinstance(result, Tensor) or result.shape != part.shape:
+                shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                raise UsageError(
+                    f"expert: a {type(one).__name__} made {shape} of rows {list(part.shape)}; expected the same shape"
+                )
+            results.append(result)
+        return torch.cat(results)
+
+
+class DenseExpert(nn.Module):
+    """The same for every token: down (silu(gate x) · up x), [n, D] -> [n, D]."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def _check_form(module: nn.Module) -> None:
+    """Errors: ConfigError for what a stack does not do as the module by itself."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"expert: returned a {type(module).__name__}; expected a function that makes a module"
+        )
+    kind = type(module).__name__
+    if not any(True for _ in module.parameters()):
+        raise ConfigError(f"expert: a {kind} has no parameters; expected those of one expert")
+    if dropping := list(_dropouts(module)):
+        raise ConfigError(
+            f"expert: a {kind} has dropout inside ({', '.join(dropping)}), whose mask would depend on how rows are "
+            "dealt to ranks; put it behind the layer, or set it to 0"
+        )
+    if buffers := [name for name, _ in module.named_buffers()]:
+        raise ConfigError(
+            f"expert: a {kind} has buffers ({', '.join(buffers)}), and parameters alone are stacked; compute them in "
+            "forward"
+        )
+    if len(list(module.named_parameters())) != len(list(module.named_parameters(remove_duplicate=False))):
+        raise ConfigError(f"expert: a {kind} has tied parameters, which a stack does not keep; untie them")
+
+
+def _dropouts(module: nn.Module) -> Iterator[str]:
+    """As far as classes and attributes tell."""
+    for name, each in module.named_modules():
+        if isinstance(each, nn.modules.dropout._DropoutNd):
+            shares = {"p": each.p}
+        else:
+            shares = {key: value for key, value in vars(each).items() if "drop" in key}
+        for key, value in shares.items():
+            if isinstance(value, float) and value > 0:
+                yield f"{name or type(each).__name__} ({key}={value})"

@@ -1,0 +1,47 @@
+"""Noise of a router, keyed by its place as dropout is: the same on every layout, and again where a pass runs again.
+
+    u(b, t, c) = uniform number t·W + c of Philox's substream (call, first_sample + b, step) under the layer's key
+
+Without an engine that says step and sample, torch's generator draws.
+
+Cost:   one word of 8 bytes an element, drawn on the CPU.
+Shapes: n tokens here at places b·T + t, W numbers of a token.
+"""
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.philox import key_of, uniform_of
+from shardwise.parallel.expert.surroundings import Surroundings, Tokens
+
+_JITTER = 0.01
+
+
+def jitter(surroundings: Surroundings, tokens: Tokens, width: int) -> Tensor:
+    """Factors of what the router reads, between 1 - 0.01 and 1 + 0.01: fp64 [n, width]."""
+    return 1 + _JITTER * (2 * uniform(surroundings, tokens, width) - 1)
+
+
+def gumbel(surroundings: Surroundings, tokens: Tokens, experts: int) -> Tensor:
+    """-ln(-ln u), of which the largest among logits + noise is drawn from their softmax: fp64 [n, experts]."""
+    return -(-uniform(surroundings, tokens, experts).log()).log()
+
+
+def uniform(surroundings: Surroundings, tokens: Tokens, width: int) -> Tensor:
+    """``width`` numbers of each token, uniform in (0, 1): fp64 [n, width] on the tokens' device."""
+    replay, place, device = surroundings.replay, tokens.place, tokens.place.device
+    if replay is None:
+        return torch.rand(len(place), width, dtype=torch.float64, device=device).clamp_min(2.0**-54)
+    at, stream = replay.place, f"router:{surroundings.name}"
+    key, call = key_of(surroundings.seed, stream), replay.next_call(stream)
+    out = torch.empty(len(place), width, dtype=torch.float64)
+    start, ends = 0, torch.bincount(tokens.sequence, minlength=tokens.sequences).cumsum(0).tolist()
+    positions = (place - tokens.sequence * tokens.length).tolist()
+    for b, stop in enumerate(ends):
+        if start < stop:
+            first, last = positions[start], positions[stop - 1] + 1  # neighbours in every layout
+            assert last - first == stop - start, "a rank's tokens of a sequence are neighbours"
+            substream = (call, at.first_sample + b, at.step)
+            out[start:stop] = uniform_of(key, first * width, last * width, [substream]).view(-1, width)
+        start = stop
+    return out.to(device)
