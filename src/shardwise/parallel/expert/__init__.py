@@ -5,5 +5,7 @@ surroundings  what a layer knows of its ranks  capacity  which pairs there is ro
 noise         of a router, keyed by its place  balance   the loss and the bias that spread tokens over experts
 experts       stacks of parameters             module    the layer: its own reference
 dispatch      rows to the ranks of their experts and back
+stacks        which tensors of any model hold experts, and how these are cut
+transformers_experts                     what experts of transformers' classes compute
 cost          rows and elements in closed form
 """

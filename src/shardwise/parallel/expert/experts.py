@@ -18,7 +18,9 @@ from shardwise.comm.collectives import Group
 from shardwise.kernels.grouped import grouped_product, swiglu
 from shardwise.kernels.initializers import Initializer, of_linear, of_torch
 from shardwise.parallel.expert.dispatch import Compute, Dispatcher
+from shardwise.parallel.expert.stacks import Stack, Stacked, gated_stack
 from shardwise.plan.errors import ConfigError, PlanError, UsageError
+from shardwise.plan.placement import Replicate
 
 
 def by_expert(compute: Compute, hidden: Tensor, index: Tensor, weights: Tensor, experts: int) -> Tensor:
@@ -44,6 +46,10 @@ class Experts(nn.Module):
     def initial_rules(self) -> dict[str, Initializer]:
         """The same for a model on meta."""
         return {name: of_linear(stack.shape[-1]) for name, stack in self.named_parameters()}
+
+    def expert_stack(self) -> Stack:
+        """How its tensors lie on ranks that share experts."""
+        return gated_stack(len(self.down), self.down.shape[-1])
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
@@ -95,6 +101,11 @@ class MadeExperts(nn.Module):
                     )
                 found[name] = rule
         return found
+
+    def expert_stack(self) -> Stack:
+        """How its tensors lie on ranks that share experts; an expert of any form is not cut itself."""
+        whole = Stacked(Replicate(), Replicate())
+        return Stack(self.count, 0, {name: whole for name, _ in self.named_parameters()})
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
