@@ -6,7 +6,8 @@ The Plan comes first and touches no module; here the module is cut to it. On the
     2  start           rank 0's weights and buffers are everybody's while every rank still has the whole model
     3  dropout         its masks are keyed by names and by how inputs are cut, so before slices, which check for dropout
                        that is not keyed
-    4  slices          along "tp", before stages: a table's patterns match names of the whole model
+    4  slices          along "tp", before stages: a table's patterns match names of the whole model; then stacks of
+                       experts, for which the rest of the model must know by then how tokens lie on "tp"
     5  stages          along "pp"; what is built only here (LayerSpec) gets its keyed dropout now
 
 and on each stage:
@@ -35,6 +36,8 @@ from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.parallel.embedding.collection import as_before
+from shardwise.parallel.expert.apply import ExpertRanks, cut_experts, surround
+from shardwise.parallel.expert.surroundings import Layout
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
 from shardwise.parallel.pipeline.layers import Layers
@@ -42,6 +45,7 @@ from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.uses import order_of_use
 from shardwise.parallel.tensor.apply import make_parallel
 from shardwise.parallel.tensor.layout import dropout_cuts
+from shardwise.parallel.tensor.region import Region
 from shardwise.parallel.zero.batch_norm import synchronize_batch_norm
 from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.unit_state import UnitState
@@ -74,6 +78,7 @@ def apply_to_model(
     if start is not None:
         start()
     table, is_cut, tp = described.table, described.cuts_sequence, groups["tp"]
+    region = Region(tp, is_cut, replay)
     replace_dropout(
         model,
         seed,
@@ -82,7 +87,14 @@ def apply_to_model(
     )
     if table is not None:
         _refuse_unkeyed(model)
-        make_parallel(model, table, tp, is_cut, replay=replay)
+        make_parallel(model, table, tp, is_cut, region)
+
+    def layout() -> Layout:
+        return "cut" if region.cut else "addends" if region.adds else "alike"
+
+    surround(model, tp, layout, replay)
+    if described.stacks:
+        cut_experts(model, described.stacks, ExpertRanks(groups["ep"], groups["etp"], tp, layout), replay)
     if groups["pp"].size == 1:
         return {0: (model, None)}
     here = range(groups["pp"].index, len(starts) + 1, groups["pp"].size)

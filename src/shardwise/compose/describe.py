@@ -4,7 +4,7 @@ Cost: names and shapes; where a pipeline cuts the model, one pass without number
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from torch import nn
 
 from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnAxis, ParameterSpec
 from shardwise.parallel.embedding.collection import collections_of
+from shardwise.parallel.expert.apply import mixtures
+from shardwise.parallel.expert.stacks import Stack, find_stacks, refuse_unknown
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, positions, weigh
 from shardwise.parallel.pipeline.layers import Layers, class_name
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -25,7 +27,7 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.names import chosen_by
-from shardwise.plan.placement import Cut, local_shape
+from shardwise.plan.placement import Cut, Shard, local_shape
 
 
 class Described(NamedTuple):
@@ -39,10 +41,12 @@ class Described(NamedTuple):
     """The module in whose forward pass alone a parameter may be used, by each name of one that "tp" cuts or sums."""
     uses: Uses | None
     """In which order the model uses its parts, where that was seen."""
+    stacks: Mapping[str, Stack]
+    """Modules of experts whose state lies on other ranks than the rest; each is a Unit."""
 
 
-def describe(model: nn.Module, zero: ZeroPolicy | None = None) -> ModelSpec:
-    """The tensors of ``model`` and, where ``zero`` is given, its Units.
+def describe(model: nn.Module, zero: ZeroPolicy | None = None, stacks: Collection[str] = ()) -> ModelSpec:
+    """The tensors of ``model`` and, where ``zero`` is given, its Units, modules of experts (``stacks``) among them.
 
     Errors: PlanError where the model has no parameters, complex ones, or two over one memory, or where a Unit cannot be
     called; ConfigError where patterns of ``zero`` match nothing.
@@ -69,7 +73,7 @@ def describe(model: nn.Module, zero: ZeroPolicy | None = None) -> ModelSpec:
         name: BufferSpec(tuple(buffer.shape), buffer.dtype, name in persistent)
         for name, buffer in model.named_buffers()
     }
-    units = () if zero is None else _units(model, zero)
+    units = () if zero is None else _units(model, zero, stacks)
     return ModelSpec(parameters, buffers, canonical, tuple(persistent), units, tables=_tables(model))
 
 
@@ -92,7 +96,8 @@ def describe_cut(
             f"tensor: mesh.tp is {mesh.tp}, but the model is a list with layers that are not built yet (LayerSpec), "
             "whose matrices cannot be cut; give built modules in the list, or set mesh.tp: 1"
         )
-    spec = describe(model, zero)
+    stacks = _stacks(model, mesh)
+    spec = describe(model, zero, stacks)
     table, cuts_sequence, uses = None, False, None
     sizes: dict[int, int] = {}
     alone: Mapping[str, str] = {}
@@ -100,6 +105,8 @@ def describe_cut(
         table = table_of(model, tensor.table)
         if tensor.gather_logits:
             table = replace(table, causal_loss=False)
+        # Each rank routes tokens of its own, so what all hold alike in there gets addends.
+        table = replace(table, rows={**table.rows, **dict.fromkeys(mixtures(model), "partial")})
         cuts_sequence = table.sequence and tensor.sequence_parallel
         placed = places(model, table, mesh.tp, cuts_sequence)
         alone = owners(model, table, placed)
@@ -114,10 +121,44 @@ def describe_cut(
             id(parameter): math.prod(local_shape(parameter.shape, [Cut(placed[name].placement, 0, mesh.tp)]))
             for name, parameter in model.named_parameters()
         }
+    of_experts = {
+        spec.canonical[f"{module}.{leaf}"]: {
+            "ep": OnAxis(Shard(0), Shard(0)),
+            "etp": OnAxis(stacked.placement, stacked.gradient),
+        }
+        for module, stack in stacks.items()
+        for leaf, stacked in stack.parameters.items()
+    }
+    spec = replace(spec, slices={**spec.slices, **of_experts})
+    for name, places_ in of_experts.items():
+        parameter = model.get_parameter(name)
+        cuts = [Cut(place.placement, 0, mesh.size(axis)) for axis, place in places_.items()]
+        sizes[id(parameter)] = math.prod(local_shape(parameter.shape, cuts))
     if mesh.pp > 1:
         uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
         spec = replace(spec, blocks=blocks_of(model, pipeline, uses, sizes))
-    return Described(spec, table, cuts_sequence, alone, uses)
+    return Described(spec, table, cuts_sequence, alone, uses, stacks)
+
+
+def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, Stack]:
+    """Modules of experts, where their state lies on other ranks than the rest. Errors: PlanError."""
+    found = find_stacks(model)
+    refuse_unknown(model, found, mesh.ep, mesh.etp)
+    if mesh.ep * mesh.etp * mesh.cp * mesh.tp == 1:
+        return {}
+    if found.stacks and isinstance(model, Layers) and model.has_specs:
+        raise PlanError(
+            f"experts: mesh.ep is {mesh.ep}, but the model is a list with layers that are not built yet (LayerSpec), "
+            "whose experts cannot be cut; give built modules in the list, or set mesh.ep: 1"
+        )
+    for name in (*found.stacks, *mixtures(model)):
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if isinstance(module, nn.Dropout) and module.p:
+                raise PlanError(
+                    f"experts: dropout {inner!r} (p={module.p}) would draw by rows that come in another order on "
+                    "every mesh; set its p to 0, and drop behind the layer"
+                )
+    return found.stacks
 
 
 def blocks_of(
@@ -145,13 +186,14 @@ def _tables(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for name, names in found.items()}
 
 
-def _units(model: nn.Module, zero: ZeroPolicy) -> tuple[str, ...]:
+def _units(model: nn.Module, zero: ZeroPolicy, stacks: Collection[str]) -> tuple[str, ...]:
     """As the user, the model or its repeated blocks say."""
     if zero.external_parameters:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         chosen_by(zero.external_parameters, names, "zero.external_parameters", "parameter")
     own = getattr(model, "unit_patterns", None)
     wanted = set(unit_names(model, own() if zero.units == "auto" and own is not None else zero.units))
+    wanted |= set(stacks)
     units = tuple(name for name, _ in model.named_modules(remove_duplicate=False) if name in wanted)
     check_callable(model, units)
     return units

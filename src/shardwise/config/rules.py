@@ -51,8 +51,8 @@ RULES = (
     ),
     Rule(
         "techniques",
-        lambda c: c.mesh.cp == c.mesh.ep == c.mesh.etp == 1,
-        lambda c: "mesh: this version cuts along pp, dp and tp; set cp, ep and etp to 1",
+        lambda c: c.mesh.cp == 1,
+        lambda c: "mesh: this version cuts along pp, dp, tp, ep and etp; set cp to 1",
     ),
     Rule(
         "virtual stages",

@@ -267,7 +267,7 @@ def _share(
     )
     policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates)
     planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
-    units = described.spec.units
+    units = [unit for unit in described.spec.units if unit not in described.stacks]
     blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
     operations = Operations(settings.precision)
     to_recompute = chosen(blocks, settings.recompute)

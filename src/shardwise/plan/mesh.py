@@ -211,9 +211,9 @@ class MeshPolicy(Policy):
     tp: PositiveInt = 1
     """Ranks that share every matrix (tensor parallelism)."""
     ep: PositiveInt = 1
-    """Ranks that share the experts (expert parallelism); 1 in this version."""
+    """Ranks that share the experts of a layer (expert parallelism), among those of dp and tp."""
     etp: PositiveInt = 1
-    """Ranks that share every matrix of an expert; 1 in this version."""
+    """Ranks that share every matrix of an expert."""
 
     def mesh(self, world_size: int) -> Mesh:
         """The mesh over ``world_size`` ranks. Errors: MeshError where the axes do not cover them."""

@@ -1,0 +1,128 @@
+"""Cuts stacks of experts to the ranks of "ep" and "etp", and puts a dispatcher around what is left of them.
+
+    experts(hidden, index, weights)     before   Σ_j weights_j · expert_{index_j}(hidden), of all E experts
+                                        after    the same; rows travel to the ranks that hold their experts
+
+The module, its Parameter objects, names and hooks stay: dispatch, compute and combine run where its forward ran, inside
+the window of its Unit, in the backward pass too. Which tokens are this rank's own is the business of ``Surroundings``:
+a MixtureOfExperts asks its own; any other stack, which is called with the tokens of all ranks, gets some here.
+
+Shapes: N tokens here, D width, E experts, k experts of a token.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Group
+from shardwise.memory.replay import Replay
+from shardwise.parallel.expert.dispatch import Dispatcher
+from shardwise.parallel.expert.module import MixtureOfExperts
+from shardwise.parallel.expert.stacks import Stack
+from shardwise.parallel.expert.surroundings import Layout, Surroundings
+from shardwise.parallel.expert.transformers_experts import compute_of
+from shardwise.plan.errors import UsageError
+from shardwise.plan.placement import Cut, Shard, local_shape, spans
+
+
+class ExpertRanks(NamedTuple):
+    """The ranks that share experts, and those that share a sequence."""
+
+    ep: Group
+    etp: Group
+    tokens: Group
+    """The ranks that are given the same microbatch: along "tp"."""
+    layout: Callable[[], Layout]
+    """How the running pass lies on ``tokens``."""
+
+
+def mixtures(model: nn.Module) -> dict[str, MixtureOfExperts]:
+    """The mixtures of experts in ``model``, by every name."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, MixtureOfExperts)}
+
+
+def surround(model: nn.Module, tokens: Group, layout: Callable[[], Layout], replay: Replay) -> None:
+    """Tell each mixture of experts the ranks that are given the same microbatch, and what runs again."""
+    for name, layer in mixtures(model).items():
+        around = layer.surroundings
+        around.name, around.group, around.layout, around.keep = name, tokens, layout, replay.keep
+
+
+def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRanks, replay: Replay) -> None:
+    """Cut ``stacks``, by module name, in place.
+
+    A parameter on meta becomes a smaller one on meta; a real one this rank's piece of the values that all ranks have.
+    """
+    surrounded = {layer.experts for layer in mixtures(model).values()}
+    for name, stack in stacks.items():
+        module = model.get_submodule(name)
+        for leaf, stacked in stack.parameters.items():
+            parameter, axes = (
+                module.get_parameter(leaf),
+                ((Shard(0), ranks.ep), (stacked.placement, ranks.etp)),
+            )
+            parameter.data = _piece(parameter.data, [Cut(where, on.index, on.size) for where, on in axes])
+        own = None if module in surrounded else Surroundings(name, ranks.tokens, ranks.layout)
+        forward: Any = _Dispatched(name, module, stack, ranks, replay, own)
+        module.forward = forward
+
+
+@torch.no_grad()
+def _piece(full: Tensor, cuts: Sequence[Cut]) -> Tensor:
+    """A copy of what ``cuts`` leave of a tensor."""
+    if full.is_meta:
+        return full.new_empty(local_shape(full.shape, cuts))
+    piece = full
+    for dim in sorted({cut.dim for cut in cuts if cut.dim is not None}):
+        held, _ = spans(full.shape[dim], dim, cuts)
+        piece = torch.cat([piece.narrow(dim, span.full, span.size) for span in held], dim)
+    return piece.clone()
+
+
+class _Dispatched:
+    """The forward of a stack that was cut."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        stack: Stack,
+        ranks: ExpertRanks,
+        replay: Replay,
+        surroundings: Surroundings | None,
+    ):
+        self._name = name
+        self._stack = stack
+        self._replay = replay
+        self._surroundings = surroundings
+        self._dispatcher = Dispatcher(ranks.ep, ranks.etp, stack.experts, name=name)
+        self._compute = compute_of(module, adds_bias=ranks.etp.index == 0)
+        self._signature = inspect.signature(type(module).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """(hidden [N, D], index [N, k], weights [N, k]), by whatever names the class gives them: [N, D]."""
+        _, hidden, index, weights = self._signature.bind(None, *args, **kwargs).arguments.values()
+        index = torch.where(index < self._stack.experts, index, -1)  # "nobody" in classes of transformers
+        if self._surroundings is None:
+            return self._dispatch(hidden, index, weights)
+        tokens = self._surroundings.take(hidden[None])
+        own_weights = self._surroundings.take(weights[None]).hidden
+        own_index = index if len(index) == len(tokens.place) else index[tokens.place]
+        return self._surroundings.give(self._dispatch(tokens.hidden, own_index, own_weights), hidden[None])[0]
+
+    def _dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        routes = self._replay.keep((self._name, "routes"), lambda: self._dispatcher.routes(index))
+        return self._dispatcher(hidden, index, weights, self._compute, routes)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            f"copy.deepcopy(model): the experts of {self._name} lie on several ranks, and a copy would not reach "
+            "them; take engine.state_dict(), or copy the model before initialize()"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("torch.save(model), pickle: a pickle would be code. Save engine.state_dict()")
