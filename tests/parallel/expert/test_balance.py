@@ -7,7 +7,7 @@ import torch
 
 from shardwise.parallel.expert.balance import inject, move_bias
 from tests.parallel.expert import naive
-from tests.parallel.expert.layers import EXPERTS, batch, close, gradients, made
+from tests.parallel.expert.small import EXPERTS, batch, close, gradients, made
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

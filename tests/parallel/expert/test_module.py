@@ -14,7 +14,7 @@ from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.models.initial import draw_all, torch_rules
 from shardwise.plan.errors import ConfigError, NonFiniteError, UsageError
 from tests.parallel.expert import naive
-from tests.parallel.expert.layers import EXPERTS, HIDDEN, WIDTH, batch, close, gradients, made
+from tests.parallel.expert.small import EXPERTS, HIDDEN, WIDTH, batch, close, gradients, made
 
 MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]).bool()
 

@@ -14,7 +14,7 @@ from shardwise.parallel.expert.capacity import kept_pairs, room
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.router import choice
 from tests.parallel.expert import naive
-from tests.parallel.expert.layers import batch, close, gradients, made
+from tests.parallel.expert.small import batch, close, gradients, made
 from tests.parallel.tensor.whole import tensor_group
 
 
