@@ -14,6 +14,7 @@ from shardwise.checkpoint import Checkpoints
 from shardwise.cli.main import main
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
+from shardwise.cli.trained import open_trained
 from shardwise.plan.words import printable
 
 
@@ -221,3 +222,24 @@ def test_code_in_a_pt_file_is_not_run(
     )
     assert code == 1 and "a pickle can hold code, which is never run here" in error
     assert not (tmp_path / "owned").exists() and not (tmp_path / "new.safetensors").exists()
+
+
+def test_a_dense_run_becomes_experts_that_start_as_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each expert is a copy, and the weights of a token's experts add up to 1: the same logits."""
+    out = tmp_path / "experts"
+    words = ("convert", str(run), str(out), "--experts", "{count: 4, router: {top_k: 2}}")
+    code, said, _ = call(monkeypatch, capsys, *words)
+    assert code == 0 and "4 experts a block as step 4" in said
+    dense, sparse = (open_trained(path, torch.device("cpu")).model for path in (run, out))
+    assert sparse.blocks[0].mlp.experts.down.shape == (4, 16, 64)
+    x = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.allclose(dense(x), sparse(x), atol=1e-5)
+    for wrong, said in (
+        ("{count: 4, shared: 1}", "shared is 1"),
+        ("{count: 4, router: {top_k: 1}}", "add up to 1"),
+    ):
+        code, _, error = call(monkeypatch, capsys, "convert", str(run), str(out / "2"), "--experts", wrong)
+        assert code == 2 and said in error

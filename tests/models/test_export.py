@@ -28,6 +28,7 @@ POLICIES = {
     "llama stretched": GptPolicy.model_validate(
         LLAMA.model_dump() | {"rope_theta": 500.0, "rope_scaling": STRETCH}
     ),
+    "mixtral": GptPolicy.model_validate(LLAMA.model_dump() | {"experts": {"count": 4}}),
     "gpt2": GPT2,
     "gpt2 untied": GptPolicy.model_validate(GPT2.model_dump() | {"tied_head": False}),
 }
@@ -89,11 +90,19 @@ def mistral_config() -> Any:
     )  # fmt: skip
 
 
+def mixtral_config() -> Any:
+    return transformers.MixtralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
+        experts_implementation="eager",  # the default product knows no fp64 on a processor
+    )  # fmt: skip
+
+
 def gpt2_config() -> Any:
     return transformers.GPT2Config(vocab_size=50, n_embd=24, n_layer=2, n_head=3, n_positions=16)
 
 
-@pytest.mark.parametrize("config", [llama_config, mistral_config, gpt2_config])
+@pytest.mark.parametrize("config", [llama_config, mistral_config, mixtral_config, gpt2_config])
 def test_their_models_compute_the_same_here(config: Callable[[], Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config()).eval()
@@ -142,3 +151,13 @@ def test_a_shape_that_transformers_has_no_name_for(tmp_path: Path) -> None:
     policy = GptPolicy(layers=1, width=20, heads=3, head_size=8, context=8, vocab=10)
     with pytest.raises(ConfigError, match="width 20 does not divide by heads 3"):
         write_huggingface(tmp_path, policy, Gpt(policy).named_parameters())
+
+
+def test_experts_that_no_mixtral_has(tmp_path: Path) -> None:
+    experts = {"count": 4, "first": 1, "shared": 1, "router": {"score": "sigmoid"}}
+    policy = GptPolicy.model_validate(LLAMA.model_dump() | {"experts": experts})
+    with pytest.raises(
+        ConfigError, match=r"here experts\.shared, experts\.first, .*, experts\.router\.score say"
+    ):
+        write_huggingface(tmp_path, policy, Gpt(policy).named_parameters())
+    assert not (tmp_path / "config.json").exists()

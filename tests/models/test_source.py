@@ -22,7 +22,8 @@ def stored_like_theirs(policy: GptPolicy) -> tuple[dict[str, Tensor], dict[str, 
     ours = {name: p.detach() for name, p in restless(policy).named_parameters()}
     theirs = {}
     for name, parts in parts_of(policy).items():
-        pieces = ours[name].split([part.our_shape[0] for part in parts])
+        tensor = ours[name].flatten(0, 1) if parts[0].experts else ours[name]
+        pieces = tensor.split([part.our_shape[0] for part in parts])
         for part, piece in zip(parts, pieces, strict=True):
             theirs[part.name] = (piece.T if part.transposed else piece).contiguous()
     return theirs, ours
@@ -229,7 +230,7 @@ def test_configurations_of_llama(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "bert"}, "model_type is 'bert'; a Gpt can be a llama, a mistral, a gpt2"),
+        ({"model_type": "bert"}, "model_type is 'bert'; a Gpt can be a llama, a mistral, a mixtral, a gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which a Gpt does not compute; expected 'silu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rotary positions of type 'yarn'"),

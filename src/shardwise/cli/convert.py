@@ -3,9 +3,11 @@
 text (a file, a folder, stdlib)      a token file that training maps into memory
 click logs, into a .clicks file      packed clicks: Criteo text, CSV (both also .gz), Parquet, folders of them
 a run, its checkpoints or one step   a folder that Hugging Face's from_pretrained opens; of a model with embedding
-                                     tables the tables' (key, vector) pairs, for serving
+                                     tables the tables' (key, vector) pairs, for serving; with --experts a checkpoint
+                                     of the same GPT with experts, each a copy of its feed-forward part
 a folder of transformers             a checkpoint of our GPT: what save_pretrained, or a step of its Trainer, left of a
-                                     llama, mistral or gpt2 (weights alone; init_from reads such a folder as it is)
+                                     llama, mistral, mixtral or gpt2 (weights alone; init_from reads such a folder as it
+                                     is)
 a .pt, .pth or .bin of torch         a safetensors file; nothing in it is executed
 a checkpoint that DeepSpeed saved    a folder of checkpoints of ours, which any layout loads; nothing in it is executed
 a DeepSpeed configuration, into      our configuration; what became of every key is printed
@@ -23,7 +25,13 @@ from shardwise.plan.errors import ConfigError, DamagedError, UsageError
 from shardwise.plan.words import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
     from shardwise.data.clicks import Schema
+    from shardwise.models import GptPolicy
+    from shardwise.models.source import WeightSource
 
 _PICKLES = (".pt", ".pth", ".bin")
 
@@ -66,10 +74,20 @@ def command(
     malformed_limit: Annotated[
         int, typer.Option("--malformed-limit", min=0, help="For click logs: rows that may be skipped.")
     ] = 0,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            "--experts",
+            help="For a run of a dense gpt: model.experts of the one that starts as it, as {count: 8}.",
+        ),
+    ] = None,
 ) -> None:
     """Turn text into tokens, click logs into packed clicks, a checkpoint into Hugging Face's or vectors and back, a .pt
     into tensors, a DeepSpeed configuration into ours."""
     path = Path(source)
+    if experts is not None:
+        _upcycle(path, out, experts)
+        return
     if out.suffix in (".yaml", ".yml"):
         _translate(path, out)
         return
@@ -212,11 +230,7 @@ def _export(source: Path, out: Path) -> None:
     if damage := verify(step.path):
         raise DamagedError(f"{step.path}: {damage[0]}; nothing was exported")
     weights = open_weights(step.path / "model", policy)
-    tensors = (
-        (name, weights.read(name, 0, math.prod(weights.shape(name))).view(weights.shape(name)))
-        for name in weights.names()
-    )
-    write_huggingface(out, policy, tensors)
+    write_huggingface(out, policy, ((name, _whole(weights, name)) for name in weights.names()))
     assert isinstance(config.data, DataPolicy), "a language model's data is text"
     if (tokenizer := tokenizer_of(config)) != "bytes":
         given = Path(tokenizer).expanduser()
@@ -225,25 +239,74 @@ def _export(source: Path, out: Path) -> None:
 
 
 def _import(source: Path, out: Path) -> None:
+    from shardwise.models import gpt_policy_from_huggingface, open_weights
+
+    policy = gpt_policy_from_huggingface(source).resolved()
+    weights = open_weights(source, policy)
+    tokenizer = source / "tokenizer.json"
+    data = {"data": {"tokenizer": str(tokenizer.resolve())}} if tokenizer.is_file() else {}
+    _save_start(out, policy, data, ((name, _whole(weights, name)) for name in weights.names()))
+    typer.echo(f"{out}: step 0 with the weights of {source}; a run begins with them by init_from: {out}")
+
+
+def _upcycle(source: Path, out: Path, experts: str) -> None:
+    from shardwise.checkpoint import verify
+    from shardwise.cli.trained import gpt_of, newest_step, tokenizer_of
+    from shardwise.config.run import RunConfig
+    from shardwise.models import GptPolicy, open_weights
+    from shardwise.models.upcycle import upcycled, upcycled_policy
+
+    step = newest_step(source)
+    dense, config = gpt_of(step)
+    keys = _keys(experts)
+    if not isinstance(keys, dict):
+        raise ConfigError(f"--experts: {experts!r} names no keys; expected {{count: 8}}, say")
+    model = {"name": "gpt", **dense.model_dump(exclude={"name"}), "experts": keys}
+    given = RunConfig.parse({"model": model}, "--experts").model
+    assert isinstance(given, GptPolicy) and given.experts is not None, "a gpt with keys under experts"
+    policy = upcycled_policy(dense, given.experts)
+    if damage := verify(step.path):
+        raise DamagedError(f"{step.path}: {damage[0]}; nothing was converted")
+    weights = open_weights(step.path / "model", dense)
+    tensors = upcycled(policy, lambda name: _whole(weights, name), config.train.seed)
+    _save_start(out, policy, {"data": {"tokenizer": tokenizer_of(config)}}, tensors)
+    count = policy.experts.count if policy.experts else 0
+    typer.echo(
+        f"{out}: step 0, {count} experts a block as step {step.step} of {source}; a run begins with them by "
+        f"init_from: {out}"
+    )
+
+
+def _keys(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--experts: {text!r} is no YAML ({error}); expected {{count: 8}}, say") from None
+
+
+def _whole(weights: "WeightSource", name: str) -> "Tensor":
+    shape = weights.shape(name)
+    return weights.read(name, 0, math.prod(shape)).view(shape)
+
+
+def _save_start(
+    out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "Iterable[tuple[str, Tensor]]"
+) -> None:
+    """A step 0 that a run may begin with."""
     from shardwise.checkpoint import Checkpoints, FlatSlice, Item
     from shardwise.config.run import RunConfig
-    from shardwise.models import gpt_policy_from_huggingface, open_weights
 
     if _is_checkpoint(out):
         raise UsageError(f"convert: {out} holds checkpoints already; choose another folder")
-    policy = gpt_policy_from_huggingface(source).resolved()
-    weights = open_weights(source, policy)
-    items = []
-    for name in weights.names():
-        shape = weights.shape(name)
-        whole = weights.read(name, 0, math.prod(shape))
-        items.append(Item("weight", name, shape, whole.dtype, [FlatSlice(0, whole.numel(), whole)]))
-    tokenizer = source / "tokenizer.json"
-    data = {"data": {"tokenizer": str(tokenizer.resolve())}} if tokenizer.is_file() else {}
+    items = [
+        Item("weight", name, tuple(whole.shape), whole.dtype, [FlatSlice(0, whole.numel(), whole.view(-1))])
+        for name, whole in tensors
+    ]
     config = RunConfig.parse({"model": {"name": "gpt", **policy.model_dump(exclude={"name"})}, **data})
     user = {"config": config.model_dump(mode="json", exclude_none=True)}
     Checkpoints(out).save(0, items, {"engine": {"step": 0}, "user": user}, asynchronous=False)
-    typer.echo(f"{out}: step 0 with the weights of {source}; a run begins with them by init_from: {out}")
 
 
 def _export_tables(step: Path, out: Path) -> None:

@@ -49,6 +49,8 @@ def write_huggingface(
                     f"export to {folder}: {name} has shape {list(tensor.shape)}, the model's is {list(expected)}"
                 )
             rows = [part.our_shape[0] for part in table[name]]
+            if table[name][0].experts:
+                tensor = tensor.flatten(0, 1)
             for part, piece in zip(table[name], tensor.split(rows), strict=True):
                 file.write(part.name, piece.T if part.transposed else piece)
     _write_json(folder / "config.json", config)

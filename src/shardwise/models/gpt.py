@@ -4,6 +4,8 @@
     llama    RMSNorm     rotary              SwiGLU, F = 8/3·D    no       its own (``tied_head: false``)
     gpt2     LayerNorm   learned, added      GELU,   F = 4·D      yes      the embedding's weights
 
+With ``experts`` the feed-forward part of some blocks is a mixture of experts (parallel/expert/module.py).
+
 Nothing in it knows of ranks: the engine cuts it by its Units, and the attention function is given from outside.
 It can be built on the meta device, where it has neither weights nor buffers: rotary angles are a function of the
 position, and start weights follow from (seed, name) by ``initial_rules``.
@@ -29,6 +31,7 @@ from shardwise.models.initial import draw_all
 from shardwise.models.layers import (
     Attention,
     AttentionFunction,
+    ExpertMlp,
     GeluMlp,
     Head,
     RmsNorm,
@@ -36,6 +39,7 @@ from shardwise.models.layers import (
     TransformerBlock,
 )
 from shardwise.observe.flops import needed_per_token
+from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from shardwise.plan.policy import Policy
 
@@ -67,6 +71,27 @@ class RopeScaling(Policy):
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError("low_freq_factor must be below high_freq_factor")
         return self
+
+
+class GptExperts(Policy):
+    """Keys under ``model.experts``: which blocks have experts in the place of their feed-forward part, and which."""
+
+    count: Size
+    """Experts of a block."""
+    hidden: Size | None = None
+    """Features inside one expert; left out: as many as a dense block's feed-forward part has."""
+    shared: Annotated[int, Field(ge=0, le=64)] = 0
+    """Experts beside these that every token goes through."""
+    first: Annotated[int, Field(ge=0)] = 0
+    """The first block with experts, counted from 0: those before it are dense."""
+    every: PositiveInt = 1
+    """From there on each block (1), every second one (2) ..."""
+    router: RouterPolicy = RouterPolicy()
+    """How tokens choose."""
+
+    def in_block(self, index: int) -> bool:
+        """Whether the block of that index has experts."""
+        return index >= self.first and (index - self.first) % self.every == 0
 
 
 class GptPolicy(Policy):
@@ -103,6 +128,8 @@ class GptPolicy(Policy):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of features zeroed in training after the embedding and after each half of a block. Attention weights
     have none."""
+    experts: GptExperts | None = None
+    """Mixtures of experts in the place of feed-forward parts; left out: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -115,9 +142,15 @@ class GptPolicy(Policy):
             raise ValueError(f"rotary positions turn pairs of features, but a head has {size}; make it even")
         if self.family == "gpt2":
             self._check_gpt2(size)
+        if self.experts is not None and self.experts.first >= self.layers:
+            raise ValueError(
+                f"experts.first is {self.experts.first}, but the blocks are 0 to {self.layers - 1}: none would have any"
+            )
         return self
 
     def _check_gpt2(self, size: int) -> None:
+        if self.experts is not None:
+            raise ValueError("experts are for family: llama, whose feed-forward part they repeat")
         if self.kv_heads not in (None, self.heads):
             raise ValueError(
                 f"kv_heads {self.kv_heads} is for family: llama; gpt2 has as many as heads ({self.heads})"
@@ -126,6 +159,10 @@ class GptPolicy(Policy):
             raise ValueError(f"head_size {size} is for family: llama; gpt2 has width / heads")
         if self.rope_scaling is not None or self.rope_theta != GptPolicy.model_fields["rope_theta"].default:
             raise ValueError("rope_theta and rope_scaling are for family: llama; gpt2 learns its positions")
+
+    def has_experts(self, block: int) -> bool:
+        """Whether the block of that index has a mixture of experts."""
+        return self.experts is not None and self.experts.in_block(block)
 
     def resolved(self, vocab: int | None = None) -> Self:
         """The same policy with every key filled; ``vocab`` is the tokenizer's size, where there is a tokenizer."""
@@ -148,6 +185,9 @@ class GptPolicy(Policy):
             "hidden": self.hidden or hidden,
             "tied_head": not llama if self.tied_head is None else self.tied_head,
         }
+        if self.experts is not None:
+            own = self.experts.hidden or filled["hidden"]
+            filled["experts"] = self.experts.model_copy(update={"hidden": own}).model_dump()
         return type(self).model_validate(self.model_dump() | filled)
 
 
@@ -163,7 +203,7 @@ class Gpt(nn.Module):
         self.embed = nn.Embedding(_set(p.vocab), p.width)
         self.positions = None if llama else nn.Embedding(p.context, p.width)
         self.dropout = nn.Dropout(p.dropout)
-        self.blocks = nn.ModuleList(_block(p, attention) for _ in range(p.layers))
+        self.blocks = nn.ModuleList(_block(p, attention, index) for index in range(p.layers))
         self.norm = _norm(p)
         self.head = Head(p.width, _set(p.vocab), bias=False)
         if p.tied_head:
@@ -200,7 +240,9 @@ class Gpt(nn.Module):
             if parameter.dim() == 1:
                 rules[name] = Constant(1.0 if name.endswith("norm.weight") else 0.0)
             else:
-                rules[name] = residual if name.endswith(("out.weight", "down.weight")) else Normal(_STD)
+                rules[name] = (
+                    residual if name.endswith(("out.weight", "down.weight", "experts.down")) else Normal(_STD)
+                )
         return rules
 
     def unit_patterns(self) -> list[str]:
@@ -222,14 +264,17 @@ class Gpt(nn.Module):
             "blocks.*.attention.out": f"row {p.heads}",
             "blocks.*.attention.dropout": "sequence",
             "blocks.*.mlp_norm": "sequence",
-            "blocks.*.mlp.down": "row",
             "blocks.*.mlp.dropout": "sequence",
             "norm": "sequence",
             "head": "head",
         }
-        if p.family == "llama":
-            return table | {"blocks.*.mlp.gate_up": f"column {p.hidden}+{p.hidden}"}
-        return table | {"blocks.*.mlp.up": "column", "positions": "sequence"}
+        if any(not p.has_experts(block) for block in range(p.layers)):
+            table["blocks.*.mlp.down"] = "row"
+            if p.family == "llama":
+                table["blocks.*.mlp.gate_up"] = f"column {p.hidden}+{p.hidden}"
+        if p.family == "gpt2":
+            table |= {"blocks.*.mlp.up": "column", "positions": "sequence"}
+        return table
 
     def _angles(self, start: int, stop: int, device: torch.device) -> Angles:
         p = self.policy
@@ -269,26 +314,33 @@ def flops_per_token(policy: GptPolicy, causal: bool = True) -> int:
     """Floating-point operations of one token, forward and backward: 6·P + 12·L·H·K·C, the second term halved.
 
     P counts the matrices that a token is multiplied with: not the embedding that it is only looked up in, but a head
-    tied to it. A causal query sees half of the context on average; ``causal=False`` gives the figure of papers that
-    count the whole square.
+    tied to it; of E experts the k that it goes through. A causal query sees half of the context on average;
+    ``causal=False`` gives the figure of papers that count the whole square.
     """
     p = policy.resolved()
     with torch.device("meta"):
         model = Gpt(p)
     looked_up = {"positions.weight"} if p.tied_head else {"embed.weight", "positions.weight"}
-    multiplied = sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 2 and name not in looked_up
-    )
+    multiplied = 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and name not in looked_up:
+            multiplied += parameter.numel()
+        elif parameter.dim() == 3:  # a stack of experts
+            assert p.experts is not None, "only experts are stacked"
+            multiplied += parameter.numel() * p.experts.router.top_k // p.experts.count
     seen = p.context // 2 if causal else p.context
     return needed_per_token(multiplied, p.layers, seen, p.heads * _set(p.head_size))
 
 
-def _block(p: GptPolicy, attention: AttentionFunction) -> TransformerBlock:
+def _block(p: GptPolicy, attention: AttentionFunction, index: int) -> TransformerBlock:
     llama = p.family == "llama"
     mix = Attention(p.width, p.heads, _set(p.kv_heads), _set(p.head_size), not llama, p.dropout, attention)
-    mlp = (SwiGlu if llama else GeluMlp)(p.width, _set(p.hidden), p.dropout)
+    mlp: nn.Module
+    if p.experts is not None and p.has_experts(index):
+        own = p.experts
+        mlp = ExpertMlp(p.width, _set(own.hidden), own.count, own.router, own.shared, p.dropout)
+    else:
+        mlp = (SwiGlu if llama else GeluMlp)(p.width, _set(p.hidden), p.dropout)
     return TransformerBlock(_norm(p), mix, _norm(p), mlp)
 
 

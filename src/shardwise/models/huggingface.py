@@ -4,6 +4,7 @@ Our tensor is the stored parts joined along dim 0, each transposed first where G
 
     blocks.3.attention.qkv.weight   =  rows of  layers.3.self_attn.{q,k,v}_proj.weight          (llama, mistral)
     blocks.3.attention.qkv.weight   =  transpose of  h.3.attn.c_attn.weight                     (gpt2)
+    blocks.3.mlp.experts.gate_up    =  rows of  block_sparse_moe.experts.{0.w1, 0.w3, 1.w1 ...}.weight         (mixtral)
 
 A configuration is accepted only where our model computes the same function; anything else is refused by its key.
 """
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from shardwise.models.gpt import GptPolicy, RopeScaling
+from shardwise.models.gpt import GptExperts, GptPolicy, RopeScaling
+from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.plan.errors import ConfigError
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
@@ -26,6 +28,8 @@ class StoredPart(NamedTuple):
     shape: tuple[int, ...]
     """As stored."""
     transposed: bool = False
+    experts: int = 0
+    """Of how many experts our tensor is a stack; 0 where it is none."""
 
     @property
     def our_shape(self) -> tuple[int, ...]:
@@ -36,7 +40,12 @@ class StoredPart(NamedTuple):
 def joined_shape(parts: list[StoredPart]) -> tuple[int, ...]:
     """Shape of our tensor made of ``parts``."""
     first = parts[0].our_shape
-    return (sum(part.our_shape[0] for part in parts), *first[1:])
+    return stacked((sum(part.our_shape[0] for part in parts), *first[1:]), parts[0].experts)
+
+
+def stacked(shape: tuple[int, ...], experts: int) -> tuple[int, ...]:
+    """Shape of the stack whose matrices, one below the other, have ``shape``; ``experts`` 0: of no stack."""
+    return (experts, shape[0] // experts, *shape[1:]) if experts else shape
 
 
 def parts_of(policy: GptPolicy) -> dict[str, list[StoredPart]]:
@@ -61,6 +70,11 @@ def _llama_parts(p: GptPolicy) -> dict[str, list[StoredPart]]:
             ],
             f"{ours}.attention.out.weight": [StoredPart(f"{attn}.o_proj.weight", (d, q))],
             f"{ours}.mlp_norm.weight": [StoredPart(f"{theirs}.post_attention_layernorm.weight", (d,))],
+        }
+        if p.has_experts(i):
+            parts |= _expert_parts(p, f"{ours}.mlp", f"{theirs}.block_sparse_moe")
+            continue
+        parts |= {
             f"{ours}.mlp.gate_up.weight": [
                 StoredPart(f"{mlp}.gate_proj.weight", (p.hidden, d)),
                 StoredPart(f"{mlp}.up_proj.weight", (p.hidden, d)),
@@ -70,6 +84,29 @@ def _llama_parts(p: GptPolicy) -> dict[str, list[StoredPart]]:
     parts["norm.weight"] = [StoredPart("model.norm.weight", (d,))]
     if not p.tied_head:
         parts["head.weight"] = [StoredPart("lm_head.weight", (p.vocab, d))]
+    return parts
+
+
+def _expert_parts(p: GptPolicy, ours: str, theirs: str) -> dict[str, list[StoredPart]]:
+    """Those of one mixture. What a Mixtral has not (shared experts, the bias of a router) keeps our name."""
+    assert p.experts is not None and p.experts.hidden is not None, "resolved() fills these"
+    d, count, hidden = p.width, p.experts.count, p.experts.hidden
+    each = [f"{theirs}.experts.{e}" for e in range(count)]
+    parts = {
+        f"{ours}.router.weight": [StoredPart(f"{theirs}.gate.weight", (count, d))],
+        f"{ours}.experts.gate_up": [
+            StoredPart(f"{expert}.{leaf}.weight", (hidden, d), experts=count)
+            for expert in each
+            for leaf in ("w1", "w3")
+        ],
+        f"{ours}.experts.down": [
+            StoredPart(f"{expert}.w2.weight", (d, hidden), experts=count) for expert in each
+        ],
+    }
+    if p.experts.shared:
+        inside = p.experts.shared * hidden
+        for leaf, shape in (("gate_up", (2 * inside, d)), ("down", (d, inside))):
+            parts[f"{ours}.shared.{leaf}.weight"] = [StoredPart(f"{theirs}.shared.{leaf}.weight", shape)]
     return parts
 
 
@@ -106,7 +143,12 @@ def policy_of(config: Mapping[str, Any], where: str) -> GptPolicy:
     """The policy of the model that a ``config.json`` describes; ``where`` is for the error messages."""
     family = config.get("model_type")
     readers: dict[Any, Callable[[Mapping[str, Any], str], GptPolicy]]
-    readers = {"llama": _llama_policy, "mistral": _llama_policy, "gpt2": _gpt2_policy}
+    readers = {
+        "llama": _llama_policy,
+        "mistral": _llama_policy,
+        "mixtral": _mixtral_policy,
+        "gpt2": _gpt2_policy,
+    }
     if not isinstance(family, str) or family not in readers:
         raise ConfigError(f"{where}: model_type is {family!r:.200}; a Gpt can be a {', a '.join(readers)}")
     if config.get("quantization_config"):
@@ -157,6 +199,18 @@ def _llama_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
         tied_head=config.get("tie_word_embeddings", False),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         **rope,
+    )
+
+
+def _mixtral_policy(config: Mapping[str, Any], where: str) -> GptPolicy:
+    plain = _llama_policy(config, where)
+    router = RouterPolicy(top_k=config.get("num_experts_per_tok", 2))
+    if router.top_k == 1:
+        raise ConfigError(
+            f"{where}: num_experts_per_tok is 1, whose weight a Mixtral divides by itself; expected 2 or more"
+        )
+    return plain.model_copy(
+        update={"experts": GptExperts(count=config["num_local_experts"], hidden=plain.hidden, router=router)}
     )
 
 
@@ -248,6 +302,8 @@ def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
     }
+    if p.experts is not None:
+        config |= _mixtral_config(p.experts, p.layers)
     if p.rope_scaling is not None:
         config["rope_scaling"] = {
             "rope_type": "llama3",
@@ -257,3 +313,33 @@ def config_of(policy: GptPolicy, dtype: str) -> dict[str, Any]:
             "original_max_position_embeddings": p.rope_scaling.original_context,
         }
     return config
+
+
+def _mixtral_config(experts: GptExperts, layers: int) -> dict[str, Any]:
+    """What a Mixtral's configuration has besides, or instead. Errors: ConfigError where it would compute otherwise."""
+    router = experts.router
+    differs = {
+        "experts.shared": experts.shared == 0,
+        "experts.first, experts.every": all(experts.in_block(i) for i in range(layers)),
+        "experts.router.score": router.score == "softmax",
+        "experts.router.normalize": router.normalizes,
+        "experts.router.scale": router.scale == 1,
+        "experts.router.top_groups": router.top_groups in (None, router.groups),
+        "experts.router.capacity": router.capacity is None,
+        "experts.router.balance: bias": router.balance != "bias",
+    }
+    wrong = [key for key, is_alike in differs.items() if not is_alike]
+    if wrong:
+        raise ConfigError(
+            "export: a Mixtral has experts in every block, none shared, two or more for a token by softmax with "
+            f"weights that add up to 1, and no limit or bias; here {', '.join(wrong)} say otherwise"
+        )
+    return {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": experts.hidden,
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": router.top_k,
+        "router_aux_loss_coef": router.balance_weight if router.balance == "loss" else 0.0,
+        "sliding_window": None,
+    }

@@ -18,6 +18,8 @@ from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.kernels.rotary import Angles, rotate
 from shardwise.models.cache import LayerCache
+from shardwise.parallel.expert.module import MixtureOfExperts
+from shardwise.parallel.expert.policy import RouterPolicy
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, H, T, K], k [B, N, S, K], v [B, N, S, K]) -> [B, H, T, K], causal, as ``kernels.attention`` defines it."""
@@ -99,6 +101,20 @@ class GeluMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+
+
+class ExpertMlp(MixtureOfExperts):
+    """A mixture of SwiGLU experts, then dropout."""
+
+    def __init__(
+        self, width: int, hidden: int, experts: int, router: RouterPolicy, shared: int, dropout: float
+    ) -> None:
+        super().__init__(width, hidden, experts, router=router, shared=shared)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = self.dropout(super().forward(x, mask))
+        return y
 
 
 class TransformerBlock(nn.Module):

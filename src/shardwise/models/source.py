@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.formats.safetensors import StoredTensor, read_header
 from shardwise.models.gpt import GptPolicy
-from shardwise.models.huggingface import joined_shape, parts_of, policy_of
+from shardwise.models.huggingface import joined_shape, parts_of, policy_of, stacked
 from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, MismatchError
 from shardwise.plan.policy import nearest
 from shardwise.plan.strict_json import JSON_BYTES, StrictModel, read_object, validated
@@ -45,7 +45,9 @@ class _WeightIndex(StrictModel):
 
 class _Piece(NamedTuple):
     stored: StoredTensor
-    transposed: bool
+    transposed: bool = False
+    experts: int = 0
+    """Of how many experts the whole is a stack; 0 where it is none."""
 
 
 class WeightSource:
@@ -63,7 +65,8 @@ class WeightSource:
         """Global shape."""
         pieces = self._recipe(name)
         shapes = [p.stored.shape[::-1] if p.transposed else p.stored.shape for p in pieces]
-        return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        joined = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return stacked(joined, pieces[0].experts)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that ``read`` returns."""
@@ -75,7 +78,7 @@ class WeightSource:
         if not 0 <= start <= stop <= total:
             raise CheckpointError(f"{self.where}: elements [{start}, {stop}) of {name}, which has {total}")
         read, begin = [], 0
-        for stored, transposed in pieces:
+        for stored, transposed, _ in pieces:
             low, high = max(start - begin, 0), min(stop - begin, stored.elements)
             if low < high:
                 read.append(stored.read(low, high, transposed).to(self.dtype(name)))
@@ -129,7 +132,7 @@ def open_weights(
     where = Path(path)
     stored = _stored_tensors(where)
     if policy is None:
-        return WeightSource(where, {name: [_Piece(tensor, False)] for name, tensor in stored.items()})
+        return WeightSource(where, {name: [_Piece(tensor)] for name, tensor in stored.items()})
     policy = policy.resolved()
     if where.is_dir() and (where / "config.json").is_file():
         _check_same_model(where, policy, _SAME_FUNCTION | _TOLD_BY_SHAPES if missing else _SAME_FUNCTION)
@@ -141,7 +144,7 @@ def open_weights(
 
 
 def gpt_policy_from_huggingface(folder: str | Path) -> GptPolicy:
-    """The policy of the model in a Hugging Face folder (llama, mistral, gpt2).
+    """The policy of the model in a Hugging Face folder (llama, mistral, mixtral, gpt2).
 
     The dropout of its training is left out: set ``model.dropout`` to train with one. Mistral's context is cut to its
     attention window, within which a Gpt computes the same.
@@ -157,9 +160,9 @@ def _recipes(
 ) -> dict[str, list[_Piece]]:
     table = parts_of(policy)
     if "embed.weight" in stored or "head.weight" in stored:
-        own = {name: [_Piece(stored[name], False)] for name in table if name in stored}
+        own = {name: [_Piece(stored[name])] for name in table if name in stored}
         if policy.tied_head and "embed.weight" not in own:
-            own["embed.weight"] = [_Piece(stored["head.weight"], False)]
+            own["embed.weight"] = [_Piece(stored["head.weight"])]
         return own
     # The files of GPT-2 itself, and of models saved without their head, leave out the first part of the name.
     found: dict[str, list[_Piece]] = {}
@@ -179,7 +182,8 @@ def _recipes(
             raise MismatchError(f"{where}: tensors have another shape than model: says: {_list(wrong)}")
         if all(key in stored for key in names):
             found[name] = [
-                _Piece(stored[key], part.transposed) for part, key in zip(parts, names, strict=True)
+                _Piece(stored[key], part.transposed, part.experts)
+                for part, key in zip(parts, names, strict=True)
             ]
     if missing:
         hint = "; set model.tied_head: true" if missing == ["lm_head.weight"] else nearest(missing[0], stored)
@@ -191,11 +195,14 @@ def _recipes(
 
 def _check_same_model(folder: Path, policy: GptPolicy, may_differ: Collection[str]) -> None:
     """Shapes do not tell 8 heads of 64 from 16 of 32: the folder's own configuration does."""
-    theirs = gpt_policy_from_huggingface(folder).resolved()
+    theirs, ours = gpt_policy_from_huggingface(folder).resolved(), policy
+    if policy.experts is not None:
+        same = policy.experts.router.without_training()
+        ours = policy.model_copy(update={"experts": policy.experts.model_copy(update={"router": same})})
     differ = [
-        f"{key} is {getattr(policy, key)!r}, there it is {getattr(theirs, key)!r}"
+        f"{key} is {getattr(ours, key)!r}, there it is {getattr(theirs, key)!r}"
         for key in GptPolicy.model_fields
-        if key not in may_differ and getattr(policy, key) != getattr(theirs, key)
+        if key not in may_differ and getattr(ours, key) != getattr(theirs, key)
     ]
     if differ:
         raise MismatchError(f"{folder}: config.json describes another model than model: {_list(differ)}")

@@ -78,6 +78,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = DenseExpert(width, shared * hidden) if shared else None
         self.residual: nn.Module | None = None
         self.mix: nn.Linear | None = None
+        """What the experts and the dense branch count, by token: logits of two."""
         if residual:
             self.residual = DenseExpert(width, hidden) if expert is None else expert()
             self.mix = nn.Linear(width, 2)

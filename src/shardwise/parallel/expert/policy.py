@@ -93,3 +93,9 @@ class RouterPolicy(Policy):
     def normalizes(self) -> bool:
         """Whether weights are divided by their sum."""
         return self.top_k > 1 if self.normalize is None else self.normalize
+
+    def without_training(self) -> Self:
+        """What computes in evaluation: noise, a balance by loss and the weight of logits act in training alone."""
+        fields = type(self).model_fields
+        told = {"noise", "balance_weight", "z_weight"} | ({"balance"} if self.balance == "loss" else set())
+        return self.model_copy(update={key: fields[key].default for key in told})
