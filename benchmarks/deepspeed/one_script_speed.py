@@ -13,7 +13,7 @@ Ratios are medians over rounds.
 
 Memory is what a rank holds above the import of the package and its late parts (anonymous pages, its part of shared
 ones), the rank with more: at its peak, and after the last step. The heap of glibc keeps holes between large blocks that
-come and go, more with every step; the first figures are of jobs that give large blocks back (MALLOC_MMAP_THRESHOLD_),
+come and go; the first figures are of jobs that give large blocks back (MALLOC_MMAP_THRESHOLD_),
 the last of jobs with the heap as it comes.
 """
 
