@@ -4,9 +4,12 @@
     drows   = dout[r] W_g
     dW_g    = dout_gᵀ rows_g            zero where the group has no row
 
-One operation of autograd, whatever the counts: it always keeps ``rows`` and ``weights``, so a rank without a row keeps
-as many tensors as the others, and a checkpoint stops at the same place on all of them. Products go straight into the
-result. ``torch.nn.functional.grouped_mm`` is no faster than this loop on a CPU and refuses fp64.
+One operation of autograd, whatever the counts: a rank without a row keeps as many tensors as the others, and a
+checkpoint stops at the same place on all of them. Products go straight into the result. No faster than this loop on a
+CPU is ``torch.nn.functional.grouped_mm``, which refuses fp64 too.
+
+Two products with silu(gate) · up between them are one operation too: what lies between is as large as a group, not as
+all rows, so that it is still in a cache, and its memory was touched before. Fresh memory is what costs time on a CPU.
 
 Cost:   2·R·K·N operations forward, twice that backward.
 Shapes: rows [R, K], weights [G, N, K], counts G numbers whose sum is R, out [R, N].
@@ -20,10 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels.operation import operation
 
+_STRETCH_ELEMENTS = 1 << 17
+
+
+@operation("product")
 def grouped_product(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
     """Each row times the matrix of its group: [R, N]. The first ``counts[0]`` rows are of group 0, and so on."""
-    product: Tensor = _GroupedProduct.apply(rows, weights, tuple(counts))
+    product: Tensor = _GroupedProduct.apply(*_autocast(rows, weights), tuple(counts))
     return product
 
 
@@ -33,10 +41,41 @@ def plain_grouped_product(rows: Tensor, weights: Tensor, counts: Sequence[int]) 
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up of rows that hold gate and up side by side: [R, 2F] -> [R, F]. Keeps ``gate_up`` alone."""
-    hidden: Tensor = _SwiGlu.apply(gate_up)
-    return hidden
+@operation("product")
+def gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each row through the gated net of its group: ``gate_up`` [G, 2F, D], gate first, ``down`` [G, D, F]: [R, D].
+
+    Keeps what gate and up are of each row; their product is made again in backward, group by group, in memory that is
+    still in a cache.
+    """
+    cast = _autocast(rows, gate_up, down)
+    out: Tensor = _GatedExperts.apply(*cast, tuple(counts), torch.is_grad_enabled())
+    return out
+
+
+def plain_gated_experts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int]) -> Tensor:
+    """The formula as it stands: the reference."""
+    gate, up = plain_grouped_product(rows, gate_up, counts).chunk(2, -1)
+    return plain_grouped_product(F.silu(gate) * up, down, counts)
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """As torch's own products take them under autocast."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    narrow = torch.get_autocast_dtype(device)
+    return [tensor.to(narrow) if tensor.dtype == torch.float32 else tensor for tensor in tensors]
+
+
+def stretches(rows: Tensor) -> Iterator[slice]:
+    """``rows`` [n, D] in stretches that stay in a core's cache from one operation to the next; on a device in one.
+
+    Large results are written once instead of going to memory and back for each operation.
+    """
+    step = max(_STRETCH_ELEMENTS // max(rows.shape[1], 1), 1) if rows.device.type == "cpu" else len(rows) or 1
+    for start in range(0, len(rows), step):
+        yield slice(start, min(start + step, len(rows)))
 
 
 def _places(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
@@ -77,20 +116,53 @@ class _GroupedProduct(torch.autograd.Function):
         return d_rows, d_weights, None
 
 
-class _SwiGlu(torch.autograd.Function):
+class _GatedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+    def forward(
+        ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...], keeps: bool
+    ) -> Tensor:
+        out, kept = rows.new_empty(rows.shape[0], down.shape[1]), []
+        for group, part in enumerate(rows.split(counts)):
+            both = torch.mm(part, gate_up[group].T)
+            hidden = both.new_empty(both.shape[0], both.shape[1] // 2)
+            for place in stretches(both):
+                gate, up = both[place].chunk(2, -1)
+                torch.ops.aten.silu.out(gate, out=hidden[place])
+                hidden[place].mul_(up)
+            torch.mm(hidden, down[group].T, out=out.split(counts)[group])
+            kept.append(both if keeps else part)
+        ctx.save_for_backward(rows, gate_up, down, *kept)
+        ctx.counts = counts
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        d_gate_up = torch.empty_like(gate_up)
-        d_gate, d_up = d_gate_up.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return d_gate_up
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rows, gate_up, down, *kept = ctx.saved_tensors
+        d_rows, d_gate_up, d_down = (
+            torch.empty_like(tensor) if needed else None
+            for tensor, needed in zip((rows, gate_up, down), ctx.needs_input_grad, strict=False)
+        )
+        parts = zip(rows.split(ctx.counts), grad.split(ctx.counts), kept, strict=True)
+        for group, (part, own, both) in enumerate(parts):
+            d_hidden = torch.mm(own, down[group])
+            hidden, d_both = torch.empty_like(d_hidden), torch.empty_like(both)
+            for place in stretches(both):
+                _silu_backward(both[place], d_hidden[place], hidden[place], d_both[place])
+            if d_down is not None:
+                torch.mm(own.T, hidden, out=d_down[group])
+            if d_gate_up is not None:
+                torch.mm(d_both.T, part, out=d_gate_up[group])
+            if d_rows is not None:
+                torch.mm(d_both, gate_up[group], out=d_rows.split(ctx.counts)[group])
+        return d_rows, d_gate_up, d_down, None, None
+
+
+def _silu_backward(both: Tensor, d_hidden: Tensor, hidden: Tensor, d_both: Tensor) -> None:
+    """Writes ``hidden`` = silu(gate) · up again, and the gradient of ``both``; ``d_hidden`` is used up."""
+    gate, up = both.chunk(2, -1)
+    d_gate, d_up = d_both.chunk(2, -1)
+    torch.ops.aten.silu.out(gate, out=hidden)
+    torch.mul(d_hidden, hidden, out=d_up)
+    hidden.mul_(up)
+    torch.ops.aten.silu_backward.grad_input(d_hidden.mul_(up), gate, grad_input=d_gate)

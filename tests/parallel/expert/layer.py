@@ -10,7 +10,7 @@ from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
-from shardwise.kernels.grouped import grouped_product, swiglu
+from shardwise.kernels.grouped import gated_experts
 
 WIDTH, HIDDEN = 6, 4
 
@@ -79,7 +79,7 @@ def stacks(layer: Given, ep: Group, etp: Group) -> tuple[Tensor, Tensor]:
 
 def compute_with(gate_up: Tensor, down: Tensor) -> Callable[[Tensor, list[int]], Tensor]:
     def compute(rows: Tensor, counts: list[int]) -> Tensor:
-        return grouped_product(swiglu(grouped_product(rows, gate_up, counts)), down, counts)
+        return gated_experts(rows, gate_up, down, counts)
 
     return compute
 

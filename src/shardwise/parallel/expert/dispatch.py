@@ -31,6 +31,7 @@ Shapes: N tokens of this rank, k experts a token, D width, S messages that this 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.comm.exchange import Counts, back, gather, scatter, send, share
+from shardwise.kernels.grouped import stretches
+from shardwise.precision.operations import running_dtypes_again
 
 Compute = Callable[[Tensor, list[int]], Tensor]
 """(rows sorted by local expert [P, D], how many rows each expert has) -> results [P, D]."""
@@ -152,9 +155,10 @@ class Dispatcher:
         first, *rest = (routes or self.routes(index)).rounds
         if not rest:
             return _carried(hidden, weights, compute, first)
-        out = checkpoint(_carried, hidden, weights, compute, first, use_reentrant=False)
+        again = partial(checkpoint, _carried, use_reentrant=False, context_fn=running_dtypes_again)
+        out: Tensor = again(hidden, weights, compute, first)
         for each in rest:
-            out = out + checkpoint(_carried, hidden, weights, compute, each, use_reentrant=False)
+            out = out + again(hidden, weights, compute, each)
         return out
 
     @torch.no_grad()
@@ -269,9 +273,14 @@ class _Combine(torch.autograd.Function):
         results, weights = ctx.saved_tensors
         round: Round = ctx.round
         arrived = round.go(grad, "gradients of results")
-        d_results = arrived.to(results.dtype).index_select(0, round.rows)
-        d_weights = torch.linalg.vecdot(d_results, results).to(weights.dtype)
-        return d_results.mul_(weights[:, None]), d_weights, None, None
+        arrived, own = arrived.to(results.dtype), weights.to(results.dtype)[:, None]
+        d_results, d_weights = torch.empty_like(results), torch.empty_like(weights)
+        for place in stretches(results):
+            part = torch.index_select(arrived, 0, round.rows[place], out=d_results[place])
+            # Gradients of a router are as precise as its weights, which may be wider than the rows.
+            d_weights[place] = torch.linalg.vecdot(part.to(weights.dtype), results[place].to(weights.dtype))
+            part.mul_(own[place])
+        return d_results, d_weights, None, None
 
 
 class _SumMessages(torch.autograd.Function):

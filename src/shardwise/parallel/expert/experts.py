@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardwise.comm.collectives import Group
-from shardwise.kernels.grouped import grouped_product, swiglu
+from shardwise.kernels.grouped import gated_experts
 from shardwise.kernels.initializers import Initializer, of_linear, of_torch
 from shardwise.parallel.expert.dispatch import Compute, Dispatcher
 from shardwise.parallel.expert.stacks import Stack, Stacked, gated_stack
@@ -57,7 +57,7 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows, ``counts[e]`` of them for expert e, through their experts: [R, D] -> [R, D]."""
-        return grouped_product(swiglu(grouped_product(rows, self.gate_up, counts)), self.down, counts)
+        return gated_experts(rows, self.gate_up, self.down, counts)
 
 
 class MadeExperts(nn.Module):
