@@ -23,6 +23,7 @@ PROMISES = {
     "09_tables_of_keys": "tables.user: ",
     "10_optimizers": "DEAL",
     "11_pipeline_as_deepspeed": "of what was loaded",
+    "13_experts": "step 2  loss",
 }
 
 
@@ -74,6 +75,7 @@ def losses(text: str) -> list[float]:
         ("06_pipeline_of_layers", 2, (), "pp 1   "),
         ("09_tables_of_keys", 2, (), "tables.item: 200 rows in use"),
         ("11_pipeline_as_deepspeed", 2, (), "logits "),
+        ("13_experts", 2, ("--ep", "2"), "blocks.1.mlp.experts"),
         ("08_change_the_mesh", 4, ("--mesh", "pp=2,tp=2"), "step (pp 0 ranks)"),
     ],
 )
