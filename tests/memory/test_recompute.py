@@ -203,9 +203,6 @@ def nested(net: Choosing, replay: Replay) -> None:
 
 WRAPS: dict[str, Callable[[Choosing, Replay], Any]] = {
     "full": lambda net, replay: apply_recompute([("b", net)], RecomputePolicy(scope="full"), replay),
-    "to its end": lambda net, replay: apply_recompute(
-        [("b", net)], RecomputePolicy(scope="full"), replay, ["b"]
-    ),
     "operations": lambda net, replay: apply_recompute(
         [("b", net)], RecomputePolicy(scope="selective"), replay
     ),
@@ -244,27 +241,6 @@ def test_what_is_kept_goes_with_the_graph() -> None:
     del loss
     gc.collect()
     assert kept[0]() is None
-
-
-class Ending(nn.Module):
-    """Calls something behind the last tensor that it saves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.exp() + 1
-        self.calls += 1
-        return y
-
-
-@pytest.mark.parametrize(("whole", "calls"), [((), 1), (("b",), 2)])
-def test_a_block_that_is_to_runs_again_to_its_end(whole: tuple[str, ...], calls: int) -> None:
-    block = Ending()
-    apply_recompute([("b", block)], RecomputePolicy(scope="full"), Replay(), whole)
-    block(torch.ones(3, requires_grad=True)).sum().backward()
-    assert block.calls == calls
 
 
 # Bytes and operations ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from shardwise.observe.metrics import ClickRecord, MetricsFile, StepRecord, read
 from shardwise.plan.errors import DataError
 
 BEFORE = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
-HEADER = f"{BEFORE},forward_s,backward_s,update_s,loss_scale"
+HEADER = f"{BEFORE},forward_s,backward_s,update_s,loss_scale,expert_load,expert_drops,router_entropy"
 
 
 def write(path: Path, steps: range, resume_step: int = 0, loss: float = 1.0) -> None:
@@ -40,7 +40,7 @@ def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
 def test_columns_are_in_the_promised_order_and_absent_numbers_are_empty(tmp_path: Path) -> None:
     with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
         metrics.write(StepRecord(7, 2.5, grad_norm=1.0))
-    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,\n"
+    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,,,,\n"
 
 
 def test_numpy_numbers_are_written_as_plain_ones(tmp_path: Path) -> None:

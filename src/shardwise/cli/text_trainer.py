@@ -27,6 +27,7 @@ from shardwise.models.generate import generate
 from shardwise.observe.flops import Counter, flops_text, measured_peak, mfu, peak_of, pf_days
 from shardwise.observe.memory import available_bytes, in_use_bytes
 from shardwise.observe.metrics import StepRecord
+from shardwise.parallel.expert.loads import summary_of
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.words import printable
 
@@ -89,6 +90,7 @@ class TextTrainer(Trainer):
         tokens = int(result.weight) if is_weighted else None
         flops = self._flops_of(tokens)
         self.flops += flops or 0.0
+        experts = summary_of(self.engine.expert_tallies().values())
         return StepRecord(
             step=result.step,
             loss=result.loss,
@@ -102,6 +104,7 @@ class TextTrainer(Trainer):
             pf_days=None if flops is None else pf_days(self.flops),
             mfu=None if flops is None else mfu(flops, step_s, self.peaks),
             loss_scale=self.engine.loss_scale,
+            **({} if experts is None else experts._asdict()),
         )
 
     def _peaks(self) -> float | None:

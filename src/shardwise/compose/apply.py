@@ -6,8 +6,9 @@ The Plan comes first and touches no module; here the module is cut to it. On the
     2  start           rank 0's weights and buffers are everybody's while every rank still has the whole model
     3  dropout         its masks are keyed by names and by how inputs are cut, so before slices, which check for dropout
                        that is not keyed
-    4  slices          along "tp", before stages: a table's patterns match names of the whole model; then stacks of
-                       experts, for which the rest of the model must know by then how tokens lie on "tp"
+    4  slices          along "tp", before stages: a table's patterns match names of the whole model; then experts are
+                       told of the run, by names of the whole model and of how tokens lie on "tp" by then, and stacks of
+                       them are cut
     5  stages          along "pp"; what is built only here (LayerSpec) gets its keyed dropout now
 
 and on each stage:
@@ -37,6 +38,7 @@ from shardwise.memory.replay import Replay
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, cut_experts, surround
+from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.surroundings import Layout
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
@@ -65,6 +67,7 @@ def apply_to_model(
     groups: Mapping[str, Group],
     seed: int,
     replay: Replay,
+    loads: ExpertLoads,
     synchronizes_batch_norm: bool = False,
     start: Callable[[], None] | None = None,
 ) -> Stages:
@@ -92,7 +95,7 @@ def apply_to_model(
     def layout() -> Layout:
         return "cut" if region.cut else "addends" if region.adds else "alike"
 
-    surround(model, tp, layout, replay)
+    surround(model, seed, replay, loads, tp, layout)
     if described.stacks:
         cut_experts(model, described.stacks, ExpertRanks(groups["ep"], groups["etp"], tp, layout), replay)
     if groups["pp"].size == 1:
@@ -101,6 +104,7 @@ def apply_to_model(
     stages = cut(model, starts, here, described.uses)
     for stage in stages.values():  # what a LayerSpec has built here has not been seen before
         replace_dropout(stage.module, seed, replay)
+        surround(stage.module, seed, replay, loads, tp, layout)
     return {index: (stage.module, stage.run) for index, stage in stages.items()}
 
 

@@ -28,6 +28,7 @@ from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.names import chosen_by
 from shardwise.plan.placement import Cut, Shard, local_shape
+from shardwise.precision.resolve import shared_buffers_of
 
 
 class Described(NamedTuple):
@@ -74,7 +75,17 @@ def describe(model: nn.Module, zero: ZeroPolicy | None = None, stacks: Collectio
         for name, buffer in model.named_buffers()
     }
     units = () if zero is None else _units(model, zero, stacks)
-    return ModelSpec(parameters, buffers, canonical, tuple(persistent), units, tables=_tables(model))
+    layers = mixtures(model, by_first_name=True)
+    return ModelSpec(
+        parameters,
+        buffers,
+        canonical,
+        tuple(persistent),
+        units,
+        tables=_tables(model),
+        experts={name: len(layer.router.weight) for name, layer in layers.items()},
+        shared_buffers=frozenset(shared_buffers_of(model)),
+    )
 
 
 def describe_cut(

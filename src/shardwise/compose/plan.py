@@ -274,8 +274,8 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
                 )
             )
     for name, buffer in spec.buffers.items():
-        # Statistics follow the batches of their rank, and nobody promises more of any other buffer.
-        own = dict.fromkeys(DENSE, PerRank())
+        # Statistics follow the batches of their rank, and nobody promises more of most others.
+        own: dict[str, Placement] = {} if name in spec.shared_buffers else dict.fromkeys(DENSE, PerRank())
         dtype = policies.precision.buffer_dtype(name, buffer.dtype)
         registry.add(TensorInfo(name, buffer.shape, dtype, "buffer", own, stages=(stage_of[name],)))
     return registry

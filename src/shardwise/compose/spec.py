@@ -94,6 +94,10 @@ class ModelSpec:
     """By first name and axis: "tp", or, of a parameter of experts, "ep" and "etp"; empty where nothing is to be cut."""
     tables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """All names of each collection of embedding tables, by its first."""
+    experts: Mapping[str, int] = field(default_factory=dict)
+    """How many experts each mixture of experts has, by its first name."""
+    shared_buffers: frozenset[str] = frozenset()
+    """Names of buffers that all ranks move alike; of any other nobody promises that."""
 
     def state_axes(self, name: str) -> StateAxes:
         """Over which the state of a parameter is copied and cut, by its first name."""

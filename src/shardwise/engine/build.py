@@ -65,6 +65,8 @@ from shardwise.memory.ledger import Ledger
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
+from shardwise.parallel.expert.apply import mixtures
+from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
@@ -247,6 +249,7 @@ class _Share(NamedTuple):
     to_recompute: list[str]
     """Names of blocks, of the whole model."""
     replay: Replay
+    loads: ExpertLoads
     operations: Operations
     """Their dtypes."""
 
@@ -271,7 +274,9 @@ def _share(
     blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
     operations = Operations(settings.precision)
     to_recompute = chosen(blocks, settings.recompute)
-    return _Share(described, planned, to_recompute, Replay(operations), operations)
+    replay = Replay(operations)
+    loads = ExpertLoads(described.spec.experts, replay)
+    return _Share(described, planned, to_recompute, replay, loads, operations)
 
 
 def policies_of(
@@ -303,6 +308,7 @@ def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> St
         site.groups,
         settings.train.seed,
         share.replay,
+        share.loads,
         settings.batch_norm == "synchronized",
         give_start,
     )
@@ -581,6 +587,11 @@ def _parts(
     if noted.registry.needs("matrix"):
         peers = world.group(mesh, "stage", settings.comm, site.clock, site.traffic)
     orders = {stage.index: stage.hooks.order for stage in stages}
+    share.loads.routers = {
+        name: layer.router
+        for stage in stages
+        for name, layer in mixtures(stage.module, by_first_name=True).items()
+    }
     folders = Folders(world, settings.checkpoint, world.next_engine())
     site.ledger.take("save", "copies behind training", lambda: folders.copy_bytes)
     return Parts(
@@ -599,6 +610,7 @@ def _parts(
             tp=groups["tp"],
             clock=site.clock,
             replay=share.replay,
+            loads=share.loads,
             vocabulary=vocabulary,
             profile=ModuleProfile(settings, world, share.plan.registry, _modules_of(stages)),
             own_use=_own_use(share.described.owners, stages, settings.compile.scope == "blocks"),

@@ -47,6 +47,7 @@ from shardwise.engine.step import Totals
 from shardwise.memory.replay import Replay
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.observe.memory import available_bytes
+from shardwise.parallel.expert.apply import surround
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.plan.errors import PlanError, ShardwiseError, UsageError
 
@@ -280,6 +281,7 @@ class Check:
         replay, device = Replay(), self._parts.device
         dtype = torch.float32 if self._is_low else self._settings.precision.compute_dtype
         replace_dropout(model, self._settings.train.seed, replay)
+        surround(model, self._settings.train.seed, replay)
         recompute_blocks(model, self._recomputed, self._settings.recompute, replay)
         model.register_forward_pre_hook(
             lambda _, args, kwargs: (cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)),
@@ -301,7 +303,8 @@ class Check:
                 self._rounds_inside = self._rounds_inside or not seen.all.isdisjoint(_LOW)
                 total += float(loss.detach()) * weight
                 # Of these alone: what else trains by this loss has its gradient already.
-                torch.autograd.backward(loss, torch.full_like(loss, weight), inputs=trained)
+                with replay.scaled(weight):
+                    torch.autograd.backward(loss, torch.full_like(loss, weight), inputs=trained)
             if was_drawn():
                 raise _LeftOut("it draws random numbers of its own, which differ from rank to rank")
         return total

@@ -41,6 +41,7 @@ from shardwise.engine.step import StepEnd, StepResult
 from shardwise.engine.training_step import StepDiscard, TrainingStep
 from shardwise.engine.weighing import Weighing
 from shardwise.observe.lanes_picture import Lanes
+from shardwise.parallel.expert.loads import summary_of
 
 OnStep = Callable[["Engine", StepResult], None]
 
@@ -126,7 +127,7 @@ class Engine(StateAccess):
         return self._training.train_step(batches, weights)
 
     def _step_ended(self, result: StepResult) -> None:
-        self.monitor.note(result, self.trace, self.loss_scale)
+        self.monitor.note(result, self.trace, self.loss_scale, summary_of(self.expert_tallies().values()))
         for callback in self.on_step:
             callback(self, result)
 

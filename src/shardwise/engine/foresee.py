@@ -32,6 +32,7 @@ from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import check_mesh, chosen_for, register_tables, tables_of
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
+from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.zero.modules import repeated_blocks
 from shardwise.plan.errors import CheckpointError
 from shardwise.plan.mesh import Mesh
@@ -109,7 +110,9 @@ def _cut(model: nn.Module, starts: tuple[str, ...], settings: RunConfig, mesh: M
     """For what cutting refuses alone."""
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
     groups = {axis: _silent(mesh, axis, rank) for axis in ("dp", "tp", "pp")}
-    apply_to_model(model, described, starts, groups, settings.train.seed, Replay())
+    replay = Replay()
+    loads = ExpertLoads(described.spec.experts, replay)
+    apply_to_model(model, described, starts, groups, settings.train.seed, replay, loads)
 
 
 def _silent(mesh: Mesh, axis: str, rank: int) -> Group:

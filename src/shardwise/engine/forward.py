@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
+from shardwise.engine.metrics import are_alike
 from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
@@ -17,6 +18,8 @@ from shardwise.engine.weighing import Weighing
 from shardwise.parallel.tensor.log_probs import log_probs_of
 from shardwise.plan.errors import UsageError
 from shardwise.plan.pytree import tensors_in
+
+_NONE = object()
 
 
 class Forward:
@@ -93,13 +96,42 @@ class Forward:
         return float(total[0] / total[1]) if total[1] else math.nan
 
     def _losses(self, batches: Iterable[tuple[Any, float | None]]) -> Iterator[tuple[Tensor | None, float]]:
-        pairs = ((batch, self._weight_of(batch) if weight is None else weight) for batch, weight in batches)
+        pairs = (
+            (batch, self._weight_of(batch) if weight is None else weight)
+            for batch, weight in self._together(batches)
+        )
         if self._pipeline is not None:
             with self._discards():
                 yield from self._pipeline.losses(pairs)
             return
         for batch, weight in pairs:
             yield find_loss(self.loss((batch,), {})), weight
+
+    def _together(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """``batches``; where tokens go to experts of other ranks, all ranks bring the next one together, or none.
+
+        Errors, on all ranks alike: UsageError.
+        """
+        rest = iter(batches)
+        while True:
+            batch = next(rest, _NONE)
+            if self._meets_others and not are_alike(self._parts, int(batch is not _NONE)):
+                raise self._uneven("evaluate")
+            if batch is _NONE:
+                return
+            yield batch
+
+    @property
+    def _meets_others(self) -> bool:
+        """Whether a pass waits for passes of ranks with other batches, whose experts it uses."""
+        return self._parts.mesh.ep > 1
+
+    def _uneven(self, call: str) -> UsageError:
+        return UsageError(
+            f"{call}: the ranks were given unlike numbers of batches; with mesh.ep: {self._parts.mesh.ep} each pass "
+            "uses experts of other ranks, so all bring as many: a rank that has run out of data repeats any batch "
+            "(engine.evaluate: with weight 0)"
+        )
 
     def _weight_of(self, batch: Any) -> float:
         counted = self._weighing.of_batch(batch)
@@ -108,6 +140,8 @@ class Forward:
     def predict(self, batches: Sequence[Any], call: Loss | None = None, everywhere: bool = True) -> list[Any]:
         """See ``Engine.predict``."""
         batches = list(batches)
+        if self._meets_others and not are_alike(self._parts, len(batches)):
+            raise self._uneven("predict")
         if self._pipeline is not None:
             with self._discards():
                 return self._pipeline.predict(batches, call or apply, everywhere)

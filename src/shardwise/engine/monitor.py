@@ -20,6 +20,7 @@ from shardwise.observe.metrics import ClickRecord, Record, Sink, StepRecord
 from shardwise.observe.progress import PrintedLines
 from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, open_sinks
 from shardwise.optim.schedule_policy import RangeTestPolicy
+from shardwise.parallel.expert.loads import ExpertSummary
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.trace import Trace
@@ -70,7 +71,9 @@ class Monitor:
         """Write out what is held back."""
         self._close()
 
-    def note(self, result: StepResult, trace: Trace, loss_scale: float | None) -> None:
+    def note(
+        self, result: StepResult, trace: Trace, loss_scale: float | None, experts: ExpertSummary | None
+    ) -> None:
         """A step is over, in a loop that keeps no records itself."""
         if not self._watches:
             return
@@ -90,6 +93,7 @@ class Monitor:
                 memory=in_use_bytes(self._device),
                 loss_scale=loss_scale,
                 **trace.seconds()._asdict(),
+                **({} if experts is None else experts._asdict()),
             )
         )
         self._last = result.step, time.perf_counter()

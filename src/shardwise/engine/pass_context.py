@@ -2,6 +2,7 @@
 
 replay        random numbers belong to the samples' place in the run                           memory/replay.py
 vocabulary    tokens outside the model's are named before a device works on them               vocabulary.py
+loads         what goes to which expert is counted by microbatch                               parallel/expert
 own_use       slices are used by their owners alone, in the first passes                       parallel/tensor
 profile       modules are counted in one step, if wished                                       module_profile.py
 shapes        a first pass over slices that ends in shapes which do not fit is told as a table that does not fit
@@ -16,6 +17,7 @@ from shardwise.comm.collectives import Clock, Group
 from shardwise.engine.module_profile import ModuleProfile
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.memory.replay import BatchPosition, Replay
+from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.plan.errors import PlanError
 from shardwise.plan.pytree import tensors_in
@@ -36,11 +38,14 @@ class PassContext:
     """Who uses which slice."""
     profile: ModuleProfile
     """What modules cost, in the step that is counted."""
+    loads: ExpertLoads
+    """What went to which expert."""
 
     @contextmanager
     def at(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> Iterator[None]:
         """Around a pass: random numbers are drawn at its place. ``rows``: of the batch, where this rank has none of it.
         Errors: DataError where tokens are outside the model's vocabulary."""
+        self.loads.microbatch = microbatch
         place, looked_at = self.place(step, microbatch, batch, rows), self.own_use.looked_at()
         counted = self.profile.forward()
         with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at, counted:

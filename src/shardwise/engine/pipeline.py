@@ -289,7 +289,7 @@ class _Forward:
         with self._parts.passes.at(self._step, microbatch, batch, rows):
             return here.run(lambda root: self._call(root, batch), received, (self._wants, kind_of(batch)))
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
         """Never called: a list without gradients has no B."""
         raise NotImplementedError
 
@@ -330,15 +330,18 @@ class _Training(_Forward):
             self._scales[microbatch] = self._weigh(microbatch, output)
         return output
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
-        """See ``Runner``."""
-        hooks = self._stages[stage].hooks
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
+        """See ``Runner``. What is said is the microbatch's scale, where a stage may have experts."""
+        hooks, passes = self._stages[stage].hooks, self._parts.passes
         hooks.microbatch = microbatch
         loss = self._losses.pop(microbatch) if stage == self._last_stage else None
-        first = None if loss is None else torch.full_like(loss, self._scales.pop(microbatch))
+        scale = float(said or 1.0) if loss is None else self._scales.pop(microbatch)
+        first = None if loss is None else torch.full_like(loss, scale)
+        passes.loads.count(microbatch, scale)
         hooks.begin_backward(last=microbatch == self._last_microbatch[stage])
-        with self._parts.passes.profile.backward():
+        with passes.profile.backward(), passes.replay.scaled(scale):
             hooks.run_backward(lambda: run(first))
+        return repr(scale) if passes.loads.layers else ""
 
 
 def _plain(output: Any) -> Any:

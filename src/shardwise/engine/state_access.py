@@ -31,6 +31,7 @@ from shardwise.engine.record import StepInputs
 from shardwise.observe.module_profile import ModuleTree
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
+from shardwise.parallel.expert.loads import ExpertTally
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 from shardwise.plan.trace import Trace
@@ -183,6 +184,11 @@ class StateAccess:
     def table_tallies(self) -> dict[str, Tally]:
         """Rows in use, inserted and evicted of each embedding table, over all ranks. Collective."""
         return self._parts.tables.tallies()
+
+    def expert_tallies(self) -> dict[str, ExpertTally]:
+        """By name of each mixture of experts: where the tokens of the last step went, over all ranks and microbatches;
+        empty before the first one. Pairs kept and dropped are tokens times k."""
+        return dict(self._parts.passes.loads.last)
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients by name after the last backward of a step and before ``step()``: means, as the optimizer

@@ -4,7 +4,7 @@
              model-parallel ranks hold in common is summed                    (engine/shared.py)
     NORM     one small all-reduce carries: summed weights and losses, Σ g², the used parameters, the order of the Units,
              a hash of the collectives so far                                 (ranks that differ in it stop here),
-             one of learning rates and their like, of the batches in the first step;
+             one of learning rates and their like, of the batches in the first step; what went to which expert;
              a second one over the ranks that share a model, who also compare the losses that they report;
              then all ranks decide alike: scale, clip, or skip
     DIRECT   of each Unit whose updates look beyond their own element: moments and directions; then
@@ -94,6 +94,8 @@ class Totals(NamedTuple):
     """Whether the ranks that share a model were given the same batches."""
     loss_spread: float = 0.0
     """Standard deviation of the mean loss over the ranks of one model that report it."""
+    experts: Sequence[float] = ()
+    """What went to which expert (parallel/expert/loads.py)."""
 
 
 def finish_reductions(trained: Sequence[Trained]) -> None:
@@ -124,6 +126,7 @@ def exchange(parts: Parts, local: Local) -> Totals:
         "rates": terms(local.rates, _BITS),
         "batches": seats,
         "used": used,
+        "experts": parts.passes.loads.numbers(),
     }
     total = _summed(dp, own, "the gradient norm", parts.device)
     if not are_equal(dp.size, total["sequence"]):
@@ -143,6 +146,7 @@ def exchange(parts: Parts, local: Local) -> Totals:
         orders_agree=are_equal(dp.size, total["order"]),
         rates_agree=are_equal(dp.size, total["rates"]),
         batches=tuple(map(int, total["batches"])),
+        experts=total["experts"],
     )
     if parts.groups["model"].size == 1:
         return totals
@@ -166,6 +170,7 @@ def _over_model(
         "losses": (knows, mean, mean * mean),
         "rates": terms(local.rates, _BITS),
         "batches": terms(local.batches or 0),
+        "experts": totals.experts,
     }
     total = _summed(model, own, "the gradient norm over the model", device)
     squares, weight, loss, flags = total["sums"]
@@ -179,6 +184,7 @@ def _over_model(
         orders_agree=disorders == 0,
         rates_agree=departures == 0 and are_equal(model.size, total["rates"]),
         batches_agree=are_equal(model.size, total["batches"]),
+        experts=total["experts"],
         loss_spread=math.sqrt(max(mean_squares / reports - (mean_sum / reports) ** 2, 0.0)),
     )
 

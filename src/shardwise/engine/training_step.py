@@ -62,11 +62,13 @@ class StepDiscard:
     def __call__(self) -> None:
         """See ``Engine.discard``."""
         self._parts.passes.own_use.end()
+        self._parts.passes.replay.scale = 1.0  # a plain backward pass that failed has left its own
         for hooks in self._parts.hooks:
             hooks.abandon()
         self._parts.program.begin(self._parts.program.microbatches)
         self._end.forget()
         self._parts.tables.drop()
+        self._parts.passes.loads.forget()
         self._parts.accumulation.clear()
         self._record.discard()
 
@@ -136,7 +138,8 @@ class TrainingStep:
             weight, lambda: self._weighing.of_loss(loss, self._record.batch(step.passes))
         )
         # After an error half of the gradients may have landed; the next step may not start from them.
-        with self._discard.on_error(), parts.passes.profile.backward():
+        scaled = parts.passes.replay.scaled(scale)
+        with self._discard.on_error(), parts.passes.profile.backward(), scaled:
             parts.hooks[0].run_backward(
                 lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             )
@@ -153,11 +156,17 @@ class TrainingStep:
             self._plain = PlainBackward(
                 parts.model,
                 parts.hooks[0],
-                lambda: self._enter_backward(1.0, lambda: 1.0)[1],
+                self._begin_plain_backward,
                 self._end_plain_backward,
             )
 
+    def _begin_plain_backward(self) -> float:
+        _, scale = self._enter_backward(1.0, lambda: 1.0)
+        self._parts.passes.replay.scale = scale
+        return scale
+
     def _end_plain_backward(self) -> None:
+        self._parts.passes.replay.scale = 1.0
         self._parts.hooks[0].end_backward()
         self._leave_backward(None, 1.0)
 
@@ -173,6 +182,7 @@ class TrainingStep:
         weight = step.weight_of(None if weight is None else float(weight), found)
         parts.passes.own_use.end()
         scale = step.scale_of(weight)
+        parts.passes.loads.count(step.passes, weight)
         hooks = parts.hooks[0]
         hooks.recover()
         is_last = step.is_last_backward
@@ -227,9 +237,11 @@ class TrainingStep:
         else:
             parts.walker.skip_rest()
             parts.tables.drop()
+        parts.passes.loads.end_step(totals.experts)
         parts.progress.count(applies)
         if applies:
             parts.optimizer_groups.note_step()
+            parts.passes.loads.move_biases()
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
         if totals.orders_agree:

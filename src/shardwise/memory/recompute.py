@@ -11,14 +11,15 @@
 A block's forward is wrapped on the instance, so that hooks on the block stay outside: its weights are gathered when its
 backward window opens, once. Recomputation is torch's non-reentrant checkpoint; it puts back torch's random state and
 ours (``memory.replay``), runs on the buffers that the first run saw, and stops at the last tensor that is needed, so
-that a block's last product is not repeated (but where ranks exchange rows: [Note: whole runs]).
+that a block's last product is not repeated. Ranks that hold experts end together however many rows they had: the last
+exchange keeps its tensors behind it ([Note: the same calls on every rank] in parallel/expert/dispatch.py).
 Collectives inside run again, in the order of the blocks' backward passes, which is the same on every rank.
 
 Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective).
 Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -99,15 +100,10 @@ def chosen(names: Sequence[str], policy: RecomputePolicy) -> list[str]:
 
 
 def apply_recompute(
-    blocks: Sequence[tuple[str, nn.Module]],
-    policy: RecomputePolicy,
-    replay: Replay,
-    whole: Collection[str] = (),
+    blocks: Sequence[tuple[str, nn.Module]], policy: RecomputePolicy, replay: Replay
 ) -> list[str]:
     """Wrap the chosen of ``blocks`` (all of the model's, in order, with their names); returns the names of the chosen.
 
-    ``whole``: names of blocks that run again to their very end: those in which ranks exchange rows of unlike numbers
-    [Note: whole runs].
     With compiled blocks: compile first, then wrap; ``operations`` then runs the whole block again, since the compiler
     hides its operations.
     Errors: ConfigError where the policy does not fit the blocks.
@@ -122,9 +118,9 @@ def apply_recompute(
                 "model.gradient_checkpointing_disable(), or set recompute: none"
             )
         if policy.scope == "full":
-            _wrap_forward(block, name, replay, None, name not in whole)
+            _wrap_forward(block, name, replay, None)
         else:
-            _select(block, name, policy, replay, name not in whole)
+            _select(block, name, policy, replay)
     return names
 
 
@@ -133,19 +129,12 @@ def recomputed(
     replay: Replay,
     saves: Callable[..., CheckpointPolicy] | None = None,
     buffers: "_Buffers | None" = None,
-    stops_early: bool = True,
 ) -> Callable[..., Any]:
     """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps.
-    ``stops_early``: at the last tensor that is needed.
 
     [Note: compiled blocks]
     A compiler cannot trace our contexts, and where it gives up inside a checkpoint it goes on without them: other
     masks, silently. So this frame is never compiled; what it calls may be.
-
-    [Note: whole runs]
-    A run that stops early stops where the first one saved its last tensor. A rank whose experts got no row may have
-    saved less than the others, and would leave them alone in the exchanges behind that place; so blocks with experts
-    on several ranks run to their end. It costs the block's last product and exchange once more.
     """
 
     @torch.compiler.disable(recursive=False)
@@ -154,9 +143,7 @@ def recomputed(
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         contexts = partial(_contexts, replay, saves, buffers)
-        return checkpoint(
-            function, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early, **kwargs
-        )
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
 
@@ -303,13 +290,9 @@ def _contexts(
 
 
 def _wrap_forward(
-    block: nn.Module,
-    name: str,
-    replay: Replay,
-    saves: Callable[..., CheckpointPolicy] | None,
-    stops_early: bool,
+    block: nn.Module, name: str, replay: Replay, saves: Callable[..., CheckpointPolicy] | None
 ) -> None:
-    inner = recomputed(block.forward, replay, saves, _Buffers(block, name), stops_early)
+    inner = recomputed(block.forward, replay, saves, _Buffers(block, name))
 
     @wraps(block.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -332,7 +315,7 @@ def _wrap_forward(
 # Selective ---------------------------------------------------------------------------------------------------------
 
 
-def _select(block: nn.Module, name: str, policy: RecomputePolicy, replay: Replay, stops_early: bool) -> None:
+def _select(block: nn.Module, name: str, policy: RecomputePolicy, replay: Replay) -> None:
     holders = [module for module in block.modules() if callable(vars(module).get(_ATTENTION))]
     if policy.select == "attention" and not holders:
         raise ConfigError(
@@ -340,7 +323,7 @@ def _select(block: nn.Module, name: str, policy: RecomputePolicy, replay: Replay
             f"{_ATTENTION!r}; set recompute.select: operations"
         )
     if policy.select == "operations" or not holders:
-        _wrap_forward(block, name, replay, _keep_expensive, stops_early)
+        _wrap_forward(block, name, replay, _keep_expensive)
         return
     for holder in holders:
         setattr(holder, _ATTENTION, _recomputed_attention(getattr(holder, _ATTENTION), replay))

@@ -59,6 +59,9 @@ class Replay:
         """True while no pass shall cut the sequence."""
         self.runs_again = 0
         """Pieces of passes that run again now, one in another perhaps."""
+        self.scale = 1.0
+        """What the loss of the microbatch was multiplied by whose backward pass runs; 1 where none does. A term that a
+        layer adds to the gradients by itself, and not to the loss, is multiplied by it there."""
         self._runs: list[_Run] = []
         """Pieces that run now, for the first time or again, each inside of those before it."""
 
@@ -71,6 +74,15 @@ class Replay:
             yield
         finally:
             self.stays_whole, self.whole_sequence = before
+
+    @contextmanager
+    def scaled(self, scale: float) -> Iterator[None]:
+        """A backward pass from a loss that was multiplied by ``scale``."""
+        before, self.scale = self.scale, scale
+        try:
+            yield
+        finally:
+            self.scale = before
 
     @property
     def place(self) -> BatchPosition:

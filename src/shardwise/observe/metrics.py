@@ -61,6 +61,14 @@ class StepRecord(NamedTuple):
     """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights."""
     loss_scale: float | None = None
     """What losses are multiplied by in the next step under fp16; empty otherwise."""
+    expert_load: float | None = None
+    """(token, expert) pairs of the busiest expert over the mean, in the worst layer of this step; 1 is even. This and
+    what follows of models with experts alone."""
+    expert_drops: float | None = None
+    """Share of the pairs that found no room with their expert."""
+    router_entropy: float | None = None
+    """Of the routers' scores, made shares of 1: the mean over tokens and layers in nats. ln E of E experts where a
+    router knows nothing."""
 
     @property
     def validation(self) -> float | None:

@@ -61,6 +61,9 @@ _SAID: Mapping[str, Callable[[float], str]] = {
     "samples_per_s": lambda value: f"{count_text(value)} samples/s",
     "step_s": lambda value: f"{step_time_text(value)}/step",
     "stalled": lambda value: f"waits {100 * value:.0f}%",
+    "expert_load": lambda value: f"expert load {value:.2f}",
+    "expert_drops": lambda value: f"drops {100 * value:.1f}%",
+    "router_entropy": lambda value: f"entropy {value:.2f}",
     "memory": lambda value: f"memory {bytes_text(value)}",
     "mfu": lambda value: f"MFU {100 * value:.1f}%",
 }
@@ -75,7 +78,7 @@ _BREAKDOWN: Mapping[str, Callable[[float], str]] = {
 _OF_EVALUATIONS = ("val_loss", "log_loss", "auc", "accuracy")
 _NEEDED_LEAST_FIRST = (
     "update_s", "backward_s", "forward_s", "memory", "step_s", "mfu", "stalled", "val_loss", "log_loss",
-    "tokens_per_s", "samples_per_s", "auc", "accuracy", "left",
+    "router_entropy", "expert_drops", "expert_load", "tokens_per_s", "samples_per_s", "auc", "accuracy", "left",
 )  # fmt: skip
 
 

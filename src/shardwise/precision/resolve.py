@@ -37,7 +37,10 @@ def resolved(policy: PrecisionPolicy, model: nn.Module) -> tuple[PrecisionPolicy
             "recompute: full"
         )
     policy = policy.with_names(
-        (name for pattern in policy.keep_fp32 for name in names_of(pattern, model)),
+        chain(
+            (name for pattern in policy.keep_fp32 for name in names_of(pattern, model)),
+            shared_buffers_of(model),
+        ),
         (name for pattern in policy.narrow_reduce for name in names_of(pattern, model)),
     )
     if policy.compute_dtype not in SIXTEEN_BITS:
@@ -53,6 +56,15 @@ def resolved(policy: PrecisionPolicy, model: nn.Module) -> tuple[PrecisionPolicy
         f"{' ...' if len(norms) > 4 else ''}"
     )
     return policy.with_names(names), (note,)
+
+
+def shared_buffers_of(model: nn.Module) -> Iterator[str]:
+    """Names of the buffers that modules name in ``shared_buffers``: all ranks move them alike, by steps that 16 bits
+    would lose."""
+    for prefix, module in model.named_modules():
+        for name in getattr(type(module), "shared_buffers", ()):
+            if module._buffers.get(name) is not None:
+                yield f"{prefix}.{name}" if prefix else name
 
 
 def names_of(pattern: str, model: nn.Module) -> Iterator[str]:

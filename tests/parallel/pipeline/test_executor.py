@@ -30,14 +30,17 @@ class Product:
     def __init__(self, stages: int):
         self.stages = stages
         self.weights = {stage: torch.tensor(stage + 2.0, requires_grad=True) for stage in range(stages)}
+        self.said: set[tuple[int, int, str]] = set()
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
         x = torch.full((ELEMENTS,), float(microbatch)) if stage == 0 else received
         y = self.weights[stage] * x
         return y.sum() if stage == self.stages - 1 else y
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
+        self.said.add((stage, microbatch, said))
         run(torch.ones(()) if stage == self.stages - 1 else None)
+        return said or repr(microbatch / 3)
 
 
 def walker_of(stages: ScheduleExecutor, actions: list[Action]) -> Walker:
@@ -52,7 +55,7 @@ def walker_of(stages: ScheduleExecutor, actions: list[Action]) -> Walker:
     return walker
 
 
-def walked(world: World) -> tuple[dict[int, float], dict[int, float], dict[Any, Count]]:
+def walked(world: World) -> tuple[dict[int, float], dict[int, float], dict[Any, Count], set[Any]]:
     traffic, policy = Traffic(), CommPolicy(timeout_s=30)
     group = world.group(Mesh(pp=world.size), "pp", policy, Clock(30.0), traffic)
     lists = add_communication(schedule("interleaved_1f1b", world.size, MICROBATCHES, 2), world.size)
@@ -62,7 +65,7 @@ def walked(world: World) -> tuple[dict[int, float], dict[int, float], dict[Any, 
     losses = stages.run(walker, runner)
     assert walker.trace.actions == lists[world.rank]
     gradients = {s: float(w.grad) for s, w in runner.weights.items() if w.grad is not None}
-    return {i: float(loss) for i, loss in losses.items()}, gradients, dict(traffic.counts)
+    return {i: float(loss) for i, loss in losses.items()}, gradients, dict(traffic.counts), runner.said
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -71,11 +74,17 @@ def test_losses_gradients_and_messages(ranks: Any, size: int) -> None:
     results = ranks(size).run(walked)
     product = float(torch.arange(2, 2 * size + 2).prod())
     assert results[-1][0] == {i: product * i * ELEMENTS for i in range(MICROBATCHES)}
-    found = {stage: gradient for _, gradients, _ in results for stage, gradient in gradients.items()}
+    found = {stage: gradient for _, gradients, *_ in results for stage, gradient in gradients.items()}
     total = product * sum(range(MICROBATCHES)) * ELEMENTS
     assert found == pytest.approx({stage: total / (stage + 2) for stage in range(2 * size)})
+    said = {
+        (s, i, "" if s == 2 * size - 1 else repr(i / 3)) for s in range(2 * size) for i in range(MICROBATCHES)
+    }
+    assert (
+        set().union(*(said for *_, said in results)) == said
+    )  # what the last stage says, on every one before it
     for purpose in ("activations", "gradients"):
-        sent = [counts.get(("send", purpose), Count()) for _, _, counts in results]
+        sent = [counts.get(("send", purpose), Count()) for _, _, counts, _ in results]
         assert sum(count.calls for count in sent) == messages(size, MICROBATCHES, 2) / 2
         assert sum(count.elements for count in sent) == messages(size, MICROBATCHES, 2) / 2 * ELEMENTS
 
@@ -87,10 +96,10 @@ class Fails(Product):
         super().__init__(stages)
         self.culprit = culprit
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
         if (stage, microbatch) == (self.culprit, MICROBATCHES - 1):
             raise UsageError(f"stage {stage} cannot")
-        super().backward(stage, microbatch, run)
+        return super().backward(stage, microbatch, run, said)
 
 
 def failed_at_the_end(world: World, culprit: int) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Group
 from shardwise.memory.replay import Replay
 from shardwise.parallel.expert.dispatch import Dispatcher
+from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.stacks import Stack
 from shardwise.parallel.expert.surroundings import Layout, Surroundings
@@ -39,17 +40,29 @@ class ExpertRanks(NamedTuple):
     """How the running pass lies on ``tokens``."""
 
 
-def mixtures(model: nn.Module) -> dict[str, MixtureOfExperts]:
-    """The mixtures of experts in ``model``, by every name."""
-    named = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in named if isinstance(module, MixtureOfExperts)}
+def mixtures(model: nn.Module, by_first_name: bool = False) -> dict[str, MixtureOfExperts]:
+    """The mixtures of experts in ``model``, by every name or by the first; stand-ins of those on other stages have no
+    parameters, and are left out."""
+    named = model.named_modules(remove_duplicate=by_first_name)
+    found = {name: module for name, module in named if isinstance(module, MixtureOfExperts)}
+    return {name: layer for name, layer in found.items() if next(layer.parameters(), None) is not None}
 
 
-def surround(model: nn.Module, tokens: Group, layout: Callable[[], Layout], replay: Replay) -> None:
-    """Tell each mixture of experts the ranks that are given the same microbatch, and what runs again."""
-    for name, layer in mixtures(model).items():
-        around = layer.surroundings
-        around.name, around.group, around.layout, around.keep = name, tokens, layout, replay.keep
+def surround(
+    model: nn.Module,
+    seed: int,
+    replay: Replay,
+    loads: ExpertLoads | None = None,
+    tokens: Group | None = None,
+    layout: Callable[[], Layout] = lambda: "cut",
+) -> None:
+    """Tell each mixture of experts that was not told before of the run: where random numbers are drawn, what it chose
+    before, what its microbatch counts, who counts its tokens; and the ranks that are given the same microbatch."""
+    for name, layer in mixtures(model, by_first_name=True).items():
+        if layer.surroundings.replay is not replay:
+            layer.surroundings = Surroundings(
+                name, tokens, layout, replay.keep, lambda: replay.scale, replay, seed, loads
+            )
 
 
 def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRanks, replay: Replay) -> None:
@@ -57,7 +70,9 @@ def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRank
 
     A parameter on meta becomes a smaller one on meta; a real one this rank's piece of the values that all ranks have.
     """
-    surrounded = {layer.experts for layer in mixtures(model).values()}
+    mixture_of: dict[nn.Module, MixtureOfExperts] = {
+        layer.experts: layer for layer in mixtures(model).values()
+    }
     for name, stack in stacks.items():
         module = model.get_submodule(name)
         for leaf, stacked in stack.parameters.items():
@@ -66,8 +81,9 @@ def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRank
                 ((Shard(0), ranks.ep), (stacked.placement, ranks.etp)),
             )
             parameter.data = _piece(parameter.data, [Cut(where, on.index, on.size) for where, on in axes])
-        own = None if module in surrounded else Surroundings(name, ranks.tokens, ranks.layout)
-        forward: Any = _Dispatched(name, module, stack, ranks, replay, own)
+        layer = mixture_of.get(module)
+        own = Surroundings(name, ranks.tokens, ranks.layout) if layer is None else None
+        forward: Any = _Dispatched(name, module, stack, ranks, replay, own, layer)
         module.forward = forward
 
 
@@ -94,11 +110,13 @@ class _Dispatched:
         ranks: ExpertRanks,
         replay: Replay,
         surroundings: Surroundings | None,
+        layer: MixtureOfExperts | None,
     ):
         self._name = name
         self._stack = stack
         self._replay = replay
         self._surroundings = surroundings
+        self._layer = layer
         self._dispatcher = Dispatcher(ranks.ep, ranks.etp, stack.experts, name=name)
         self._compute = compute_of(module, adds_bias=ranks.etp.index == 0)
         self._signature = inspect.signature(type(module).forward)
@@ -116,6 +134,11 @@ class _Dispatched:
 
     def _dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routes = self._replay.keep((self._name, "routes"), lambda: self._dispatcher.routes(index))
+        layer = self._layer
+        if layer is not None and layer.training and torch.is_grad_enabled():
+            around = layer.surroundings
+            if around.loads is not None:
+                around.loads.sent(around.name, routes.rows_sent)
         return self._dispatcher(hidden, index, weights, self._compute, routes)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -22,7 +22,7 @@ Shapes: B sequences, n tokens here, D width, E experts, k experts of a token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,9 @@ class Routing:
 
 class Router(nn.Module):
     """The weights ``[E, D]``, the bias of ``balance: bias`` and the rule."""
+
+    shared_buffers: ClassVar[tuple[str, ...]] = ("bias",)
+    """Buffers that all ranks move alike, in fp32."""
 
     bias: Tensor | None
 

@@ -55,6 +55,8 @@ class LoadSink(Protocol):
         self, layer: str, routed: Tensor, kept: Tensor, tokens: Tensor, rows_sent: int, entropy: Tensor
     ) -> None: ...
 
+    def sent(self, layer: str, rows: int) -> None: ...
+
 
 class Tokens(NamedTuple):
     """The tokens that this rank routes."""

@@ -4,6 +4,9 @@
     B(s, i)        received gradient   -> backward            -> gradient to send
     SEND, RECV     what the two exchange with the stages beside them
 
+Beside the gradient of a microbatch travels what its last stage says of it: what its loss was multiplied by, where a
+stage has terms of its own that are multiplied alike.
+
 A stage's input is detached from what was received and asks for gradients where its sender's tensor did. Of its output
 only the edge of the graph is kept for the backward pass: the numbers themselves are dropped once they are sent, unless
 autograd saved them. What runs inside a stage (a Unit's gathers and reductions) stands in the same list, and the hooks
@@ -29,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.peers import Message, Peers
 from shardwise.comm.trace import Purpose
-from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, pack, refusal, unpack
+from shardwise.parallel.pipeline.messages import Packed, check_refusal, is_refusal, pack, refusal, unpack
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import CommError
@@ -42,9 +45,9 @@ class Runner(Protocol):
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
         """The stage's output; of the last stage what ``backward`` begins with."""
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None]) -> None:
+    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
         """Call ``run`` inside whatever a backward pass needs around it: with the gradient that the last stage's output
-        begins with, with None on the others."""
+        begins with, with None on the others. ``said``: what the stage behind returned; empty on the last one."""
 
 
 class ScheduleExecutor:
@@ -61,8 +64,8 @@ class ScheduleExecutor:
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Any] = {}
         self._outputs: dict[tuple[int, int], list[GradientEdge]] = {}
-        self._to_send: dict[tuple[int, int], Any] = {}
-        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
+        self._to_send: dict[tuple[int, int], Packed] = {}
+        self._gradients: dict[tuple[int, int], Message] = {}
         self._results: dict[int, Any] = {}
         self._told_by: int | None = None
         try:
@@ -144,28 +147,26 @@ class ScheduleExecutor:
         key = (action.stage, action.microbatch)
         edges = self._outputs.pop(key)
         inputs = self._inputs.pop(key, [])
-        given = self._gradients.pop(key, [])
+        said, given = self._gradients.pop(key, Message("", []))
 
         def run(first: Tensor | None) -> None:
             gradients = given if first is None else [first]
             if edges:
                 torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
 
-        self._runner.backward(*key, run)
+        says = self._runner.backward(*key, run, said)
         if action.stage:
-            self._to_send[key] = [
+            gradients = [
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
             ]
+            self._to_send[key] = Packed(says, gradients)
 
     def send(self, action: Action) -> None:
         """SEND."""
-        value = self._to_send.pop((action.stage, action.microbatch))
-        what = _name(action)
+        text, tensors = self._to_send.pop((action.stage, action.microbatch))
         to = action.other % self._peers.group.size
-        if action.carries_gradient:
-            self._peers.send("", value, to, what, "gradients")
-            return
-        self._peers.send(value.text, value.tensors, to, what, "activations")
+        purpose: Purpose = "gradients" if action.carries_gradient else "activations"
+        self._peers.send(text, tensors, to, _name(action), purpose)
 
     def receive(self, action: Action) -> None:
         """RECV."""
@@ -173,7 +174,7 @@ class ScheduleExecutor:
         message = self._take(action.other % self._peers.group.size, _name(action))
         if action.carries_gradient:
             check_refusal(message.text)
-            self._gradients[key] = message.tensors
+            self._gradients[key] = message
             return
         self._received[key] = unpack(message.text, message.tensors)
         self._inputs[key] = [tensor for tensor in message.tensors if tensor.requires_grad]

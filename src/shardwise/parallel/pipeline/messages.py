@@ -7,7 +7,7 @@ parsed as JSON: nothing in a message is ever run or imported. A tensor that occu
 again, so that its gradients are summed where they belong.
 
 A gradient's message is the list of gradients of the tensors that ask for one, in their order, zeros for those that had
-no part in the loss.
+no part in the loss. Its text is a number or empty (executor.py).
 
 A stage that cannot run says so in the place of its next message to each neighbour, and they say it to theirs:
 
