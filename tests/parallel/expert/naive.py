@@ -44,6 +44,7 @@ def layer(
     x: Tensor,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    loads: Tensor | None = None,
     jitter: Tensor | None = None,
     gumbel: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -88,7 +89,8 @@ def layer(
             continue
         weight = len(places) / all_tokens
         if policy.balance == "loss":
-            f = x.new_tensor([len(pairs[e]) / (policy.top_k * len(places)) for e in range(experts)])
+            of_sequence = x.new_tensor([len(pairs[e]) / (policy.top_k * len(places)) for e in range(experts)])
+            f = of_sequence if loads is None else loads.to(x)
             term = experts * (f * torch.stack(shares).mean(0)).sum()
             value = value + weight * policy.balance_weight * term
         value = value + weight * policy.z_weight * torch.stack(squares).mean()

@@ -41,13 +41,18 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0],
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     "router",
-    [{"balance": "loss", "z_weight": 0.2, "capacity": 0.75}, {"balance": "loss", "capacity": 1.0}],
+    [
+        {"balance": "loss", "z_weight": 0.2, "capacity": 0.75},
+        {"balance": "loss", "balance_over": "batch", "capacity": 1.0},
+    ],
     ids=str,
 )
 def test_nothing_depends_on_how_a_batch_is_cut(router: dict[str, Any], masked: bool) -> None:
     """Gradients of a batch, and of its parts weighed by their tokens."""
     layer, x, weight = made(**router), batch(4).requires_grad_(), batch(4, seed=3)
     mask = MASK if masked else torch.ones_like(MASK)
+    if layer.router.loads is not None:
+        layer.router.loads.copy_(torch.tensor([0.5, 0.25, 0.0, 0.25]))
     layer.surroundings.scale = lambda: float(mask.sum())
     whole = gradients((layer(x, mask) * weight).sum(), layer, x)
     total = {name: torch.zeros_like(each) for name, each in whole.items()}
@@ -75,10 +80,21 @@ def test_without_an_engine_the_bias_is_moved_by_hand() -> None:
     with torch.no_grad():
         layer(batch())
     layer.eval()(batch())
-    layer.move_bias()
+    layer.end_step()
     assert layer.router.bias.tolist() == expected.tolist() and layer.surroundings.routed is None
-    layer.move_bias()
+    layer.end_step()
     assert layer.router.bias.tolist() == expected.tolist(), "a step without tokens moves nothing"
+
+
+def test_loads_of_the_step_before() -> None:
+    layer = made(top_k=1, balance="loss", balance_over="batch")
+    first = gradients(layer(batch().requires_grad_()).sum() * 0, layer, layer.router.weight)["router.weight"]
+    assert float(first.abs().max()) <= 1e-8, "even loads pull nowhere, up to the rounding of 1/E"
+    routed = layer.surroundings.routed
+    layer.end_step()
+    assert layer.router.loads.tolist() == (routed / 12).tolist() and max(routed) > 3
+    layer.end_step()
+    assert layer.router.loads.tolist() == (routed / 12).tolist(), "a step without tokens changes nothing"
 
 
 def test_a_bias_spreads_tokens() -> None:
@@ -88,5 +104,5 @@ def test_a_bias_spreads_tokens() -> None:
     for _ in range(60):
         layer(x)
         worst.append(int(layer.surroundings.routed.max()))
-        layer.move_bias()
+        layer.end_step()
     assert worst[0] == 64 and max(worst[-10:]) <= 20, worst

@@ -26,8 +26,7 @@ def compare(
     x = x.requires_grad_()
     weight = batch(*x.shape[:2], seed=2)
     parameters, policy = dict(layer.named_parameters()), layer.router.policy
-    if layer.router.bias is not None:
-        given["bias"] = layer.router.bias
+    given |= dict(layer.router.named_buffers())
     theirs, value, seen = naive.layer(parameters, policy, x, mask, **given)
     mine = layer(x, mask)
     assert close(mine, theirs)
@@ -50,6 +49,7 @@ def compare(
         {"score": "sigmoid", "groups": 2, "top_groups": 1, "normalize": False},
         {"balance": "loss", "balance_weight": 0.7},
         {"balance": "loss", "score": "sigmoid", "z_weight": 0.3},
+        {"balance": "loss", "balance_over": "batch", "capacity": 0.75},
         {"z_weight": 0.4, "top_k": 1},
         {"balance": "bias", "score": "sigmoid"},
         {"capacity": 0.5},
@@ -62,6 +62,8 @@ def test_values_and_gradients_are_those_of_the_loops(router: dict[str, Any]) -> 
     layer = made(**router)
     if layer.router.bias is not None:
         layer.router.bias.copy_(torch.tensor([0.3, -0.2, 0.0, 0.1]))
+    if layer.router.loads is not None:
+        layer.router.loads.copy_(torch.tensor([0.5, 0.25, 0.0, 0.25]))
     whole = compare(layer, batch(3))
     if "capacity" in router:
         assert 0 < sum(whole["kept"]) < sum(whole["routed"]), "a case that drops nothing shows nothing"

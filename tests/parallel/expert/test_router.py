@@ -85,7 +85,7 @@ CASES: list[dict[str, Any]] = [
     {"balance": "loss", "balance_weight": 0.7},
     {"capacity": 0.75, "balance": "loss", "z_weight": 0.3, "noise": "jitter"},
     {"capacity": 0.5, "drop": "position", "noise": "gumbel", "top_k": 1},
-    {"z_weight": 0.3},
+    {"z_weight": 0.3, "balance": "loss", "balance_over": "batch"},
 ]
 MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 1, 1, 0, 0, 0]]).bool()
 
@@ -104,6 +104,8 @@ def shared_sequences(world: World, layout: str) -> list[str]:
             layer, x, weight = made(shared=1, **case), batch(b, t).requires_grad_(), batch(b, t, seed=2)
             place = layer.surroundings
             place.replay, place.name = Replay(), "mlp"
+            if layer.router.loads is not None:
+                layer.router.loads.copy_(torch.tensor([0.5, 0.25, 0.0, 0.25]))
             with place.replay.at(BatchPosition(step=2, first_sample=1)):
                 whole = layer(x, mask)
             expected = gradients((whole * weight).sum(), layer, x)

@@ -4,6 +4,7 @@ Of a sequence of n tokens, with p_te the scores of token t made shares of 1, bef
 
     f_e    = (pairs that chose e) / (k·n)                        P_e = mean over its tokens of p_te
     loss   : balance_weight · E · Σ_e f_e P_e                    1 · balance_weight where all is even
+    ... over the batch: f_e of all pairs of the step before, P_e over all tokens of this one
     z      : z_weight · mean over its tokens of logsumexp(l_t)²  keeps logits small
     bias   : b_e += bias_rate · sign(mean load - load_e)         once a step; b_e is added to scores in the choice alone
 
@@ -43,14 +44,21 @@ def term(
     counts: Tensor,
     sequence: Tensor,
     counted: Tensor | None,
+    loads: Tensor | None = None,
 ) -> Tensor:
-    """What the tokens here add to balance and z: ``shares``, ``logits`` [n, E], whole ``counts`` [B, E] -> []."""
+    """What the tokens here add to balance and z: ``shares``, ``logits`` [n, E], whole ``counts`` [B, E], ``loads`` [E]
+    of the step before where it is over the batch -> []."""
     pairs = counts.sum(-1)  # [B], k · n_b
     tokens = (pairs.sum().double() / policy.top_k).clamp_min(1)
     value = logits.new_zeros(())
     if policy.balance == "loss":
         # n_b/Σn of the sequence's term, of which P has 1/n_b.
-        factors = counts.double() / pairs.clamp_min(1)[:, None] * (counts.shape[1] / tokens)  # [B, E]
+        f = (
+            counts.double() / pairs.clamp_min(1)[:, None]
+            if loads is None
+            else loads.double().expand_as(counts)
+        )
+        factors = f * (counts.shape[1] / tokens)  # [B, E]
         each = (factors.to(shares.dtype)[sequence] * shares).sum(-1)
         value = value + policy.balance_weight * _sum(each, counted)
     if policy.z_weight:
@@ -79,6 +87,13 @@ class _Inject(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         dtype, device = ctx.like
         return grad, torch.full((), ctx.scale(), dtype=dtype, device=device), None
+
+
+@torch.no_grad()
+def note_loads(loads: Tensor, routed: Tensor) -> None:
+    """``loads`` [E] become the shares of a step's ``routed`` [E] pairs, in place; where there are none they stay."""
+    if int(routed.sum()):
+        loads.copy_(routed / routed.sum())
 
 
 @torch.no_grad()

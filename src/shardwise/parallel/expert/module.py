@@ -16,6 +16,7 @@
     residual.<name>           those of dense     with ``residual``
     mix.weight, mix.bias      [2, D], [2]
     router.bias               [E], fp32          a buffer, with ``balance: bias``
+    router.loads              [E], fp32          a buffer, with ``balance_over: batch``
 
 Papers: Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020 (GShard), arXiv:2006.16668; Fedus et al. 2021
         (Switch), arXiv:2101.03961; Rajbhandari et al. 2022 (PR-MoE), arXiv:2201.05596; Dai et al. 2024 (DeepSeekMoE,
@@ -29,7 +30,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from shardwise.kernels.initializers import Initializer, of_linear
-from shardwise.parallel.expert.balance import inject, move_bias
+from shardwise.parallel.expert.balance import inject
 from shardwise.parallel.expert.experts import DenseExpert, Experts, MadeExperts
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.router import Router
@@ -106,11 +107,12 @@ class MixtureOfExperts(nn.Module):
             y = inject(y, routing.balance, self.surroundings.scale)
         return self.surroundings.give(y, x)
 
-    def move_bias(self) -> None:
-        """With ``balance: bias`` and without an engine, which does it itself: once a step, after the optimizer's."""
+    def end_step(self) -> None:
+        """Without an engine, which does it itself, and with ``balance: bias`` or ``balance_over: batch``: once a step,
+        after the optimizer's."""
         routed, self.surroundings.routed = self.surroundings.routed, None
-        if self.router.bias is not None and routed is not None:
-            move_bias(self.router.bias, routed, self.router.policy.bias_rate)
+        if routed is not None:
+            self.router.end_step(routed)
 
     def initial_rules(self) -> dict[str, Initializer]:
         """How its parameters start where it was made on meta: as torch's linear layers, or as an ``expert`` does."""

@@ -43,6 +43,9 @@ class RouterPolicy(Policy):
     balance: Literal["none", "loss", "bias"] = "none"
     """What spreads tokens over experts. ``loss``: a term whose gradient is added at the router; the loss itself stays.
     ``bias``: a number for each expert that is added to its score in the choice alone, and moves after each step."""
+    balance_over: Literal["sequence", "batch"] = "sequence"
+    """What ``balance: loss`` counts loads over: ``sequence``, each by itself, or ``batch``, the whole batch, by the
+    loads of the step before, for the gradient may not wait for the other microbatches."""
     balance_weight: NonNegativeFloat = 0.01
     """Weight of the term of ``balance: loss``."""
     z_weight: NonNegativeFloat = 0.0
@@ -64,6 +67,7 @@ class RouterPolicy(Policy):
         needs = (
             ("min_capacity", "capacity", self.capacity is not None),
             ("drop", "capacity", self.capacity is not None),
+            ("balance_over", "balance: loss", self.balance == "loss"),
             ("balance_weight", "balance: loss", self.balance == "loss"),
             ("bias_rate", "balance: bias", self.balance == "bias"),
         )

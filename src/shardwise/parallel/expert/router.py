@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shardwise.kernels.initializers import of_linear
 from shardwise.kernels.operation import operation
-from shardwise.parallel.expert.balance import pair_counts, term
+from shardwise.parallel.expert.balance import move_bias, note_loads, pair_counts, term
 from shardwise.parallel.expert.capacity import choose_kept
 from shardwise.parallel.expert.noise import gumbel, jitter
 from shardwise.parallel.expert.policy import RouterPolicy
@@ -51,12 +51,13 @@ class Routing:
 
 
 class Router(nn.Module):
-    """The weights ``[E, D]``, the bias of ``balance: bias`` and the rule."""
+    """The weights ``[E, D]`` and the rule; the bias of ``balance: bias``, the loads of ``balance_over: batch``."""
 
     shared_buffers: ClassVar[tuple[str, ...]] = ("bias",)
     """Buffers that all ranks move alike, in fp32."""
 
     bias: Tensor | None
+    loads: Tensor | None
 
     def __init__(self, width: int, experts: int, policy: RouterPolicy) -> None:
         super().__init__()
@@ -64,13 +65,16 @@ class Router(nn.Module):
             raise ConfigError(said)
         self.policy = policy
         self.weight = nn.Parameter(torch.empty(experts, width))
-        # Never on meta: it starts at zero, and no rule says how a buffer starts.
-        has_bias = policy.balance == "bias"
-        self.register_buffer(
-            "bias", torch.zeros(experts, dtype=torch.float32, device="cpu") if has_bias else None
-        )
-        if has_bias and not self.weight.is_meta:
-            self.bias = self.bias.to(self.weight.device)  # type: ignore[union-attr]
+        over_batch = policy.balance == "loss" and policy.balance_over == "batch"
+        starts = {
+            "bias": 0.0 if policy.balance == "bias" else None,
+            "loads": 1 / experts if over_batch else None,
+        }
+        # Never on meta: no rule says how a buffer starts.
+        here = torch.device("cpu") if self.weight.is_meta else self.weight.device
+        for name, start in starts.items():
+            made = None if start is None else torch.full((experts,), start, dtype=torch.float32, device=here)
+            self.register_buffer(name, made)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -112,7 +116,7 @@ class Router(nn.Module):
         value = None
         if adds:
             shares = shares_of(scores, policy)
-            value = term(policy, shares, logits, counts, tokens.sequence, counted)
+            value = term(policy, shares, logits, counts, tokens.sequence, counted, self.loads)
         return Routing(index.masked_fill(~kept, -1), weights, value)
 
     def _check_finite(self, logits: Tensor) -> None:
@@ -162,13 +166,21 @@ class Router(nn.Module):
         surroundings.loads.add(surroundings.name, routed, stayed, tokens, 0, entropy.sum())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """The bias moves with the module and stays in fp32: a step of it is lost in 16 bits."""
-        before = self.bias
+        """The buffers move with the module and stay in fp32: steps of the bias are lost in 16 bits."""
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        if before is not None and self.bias is not None:
-            device = self.bias.device
-            self.bias = torch.zeros_like(before, device=device) if before.is_meta else before.to(device)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and not buffer.is_meta:
+                self._buffers[name] = buffer.to(moved.device)
         return self
+
+    def end_step(self, routed: Tensor) -> None:
+        """A step was applied in which ``routed`` [E] pairs chose each expert: what moves with loads moves."""
+        if self.bias is not None:
+            move_bias(self.bias, routed, self.policy.bias_rate)
+        if self.loads is not None:
+            note_loads(self.loads, routed)
 
     def extra_repr(self) -> str:
         experts, width = self.weight.shape
