@@ -28,7 +28,8 @@ from tests.engine.plain import worst
 WIDTH, EXPERTS, VOCABULARY, SEQUENCES, LENGTH, RATE, LR = 8, 4, 11, 6, 6, 0.25, 0.05
 BALANCED = RouterPolicy(top_k=2, balance="loss", balance_weight=0.5, z_weight=0.1)
 BIASED = RouterPolicy(top_k=2, balance="bias", bias_rate=RATE)
-POLICIES = (BALANCED, BIASED, RouterPolicy(top_k=2, capacity=0.75, balance="bias", z_weight=0.2), BALANCED)
+OVER_BATCH = RouterPolicy(top_k=2, balance="loss", balance_over="batch", balance_weight=0.5)
+POLICIES = (BALANCED, BIASED, RouterPolicy(top_k=2, capacity=0.75, balance="bias", z_weight=0.2), OVER_BATCH)
 
 
 class Net(Gpt):
@@ -106,7 +107,7 @@ def truth() -> list[Step]:
         optimizer.step()
         loads.count(0, 1.0)
         loads.end_step(loads.numbers())
-        loads.move_biases()
+        loads.tell_routers()
         state = {name: each.detach().clone() for name, each in net.state_dict().items()}
         steps.append(Step(gradients, state, dict(loads.last)))
     return steps
@@ -150,7 +151,7 @@ def departures(found: list[Step]) -> list[str]:
     said = []
     for got, wanted in zip(found, truth(), strict=True):
         gradients = {name: got.gradients[name] for name in wanted.gradients}
-        biases = [name for name in wanted.state if name.endswith("router.bias")]
+        biases = [name for name in wanted.state if name.endswith(("router.bias", "router.loads"))]
         said += ["gradients"] * (worst(gradients, wanted.gradients) > 1e-10)
         said += ["weights"] * (worst(got.state, wanted.state) > 1e-10)
         said += ["biases"] * any(not torch.equal(got.state[name], wanted.state[name]) for name in biases)
@@ -211,8 +212,8 @@ def without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def moved_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = ExpertLoads.move_biases
-    monkeypatch.setattr(ExpertLoads, "move_biases", lambda self: (inner(self), inner(self)))
+    inner = ExpertLoads.tell_routers
+    monkeypatch.setattr(ExpertLoads, "tell_routers", lambda self: (inner(self), inner(self)))
 
 
 @pytest.mark.parametrize(("plant", "seen"), [(without_scale, "gradients"), (moved_twice, "biases")])

@@ -241,7 +241,7 @@ class TrainingStep:
         parts.progress.count(applies)
         if applies:
             parts.optimizer_groups.note_step()
-            parts.passes.loads.move_biases()
+            parts.passes.loads.tell_routers()
         if parts.loss_scale is not None:
             parts.loss_scale.update(finite)
         if totals.orders_agree:

@@ -1,9 +1,9 @@
-"""Loads: what went to which expert in a step, over all ranks; what a router's bias moves by, and what metrics show.
+"""Loads: what went to which expert in a step, over all ranks; what moves in a router by it, and what metrics show.
 
     a forward pass    a layer adds what the tokens here chose     held back, by microbatch
     its backward      the microbatch counts, or weighs nothing and counts nowhere
     NORM              the sums of all ranks, with the norm        ``numbers``, ``end_step``
-    the step          tallies; where it is applied, biases move, once
+    the step          tallies; where it is applied, biases and the loads of routers move, once
 
 What runs again, or without gradients, adds nothing. Passes with gradients that no backward pass follows count with the
 microbatch that comes next.
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from shardwise.memory.replay import Replay
-from shardwise.parallel.expert.balance import move_bias
 from shardwise.parallel.expert.router import Router
 
 _TOKENS, _ROWS_SENT, _ENTROPY = -3, -2, -1
@@ -156,12 +155,10 @@ class ExpertLoads:
             )
         self.forget()
 
-    def move_biases(self) -> None:
-        """The step was applied: each router's bias moves by it, once."""
+    def tell_routers(self) -> None:
+        """The step was applied: what moves with loads in each router moves, once."""
         for layer, router in self.routers.items():
-            if router.bias is not None:
-                routed = torch.tensor(self.last[layer].routed).to(router.bias.device)
-                move_bias(router.bias, routed, router.policy.bias_rate)
+            router.end_step(torch.tensor(self.last[layer].routed, device=router.weight.device))
 
     def forget(self) -> None:
         """The step begins anew."""

@@ -53,7 +53,7 @@ class Routing:
 class Router(nn.Module):
     """The weights ``[E, D]`` and the rule; the bias of ``balance: bias``, the loads of ``balance_over: batch``."""
 
-    shared_buffers: ClassVar[tuple[str, ...]] = ("bias",)
+    shared_buffers: ClassVar[tuple[str, ...]] = ("bias", "loads")
     """Buffers that all ranks move alike, in fp32."""
 
     bias: Tensor | None
