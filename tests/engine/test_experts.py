@@ -4,9 +4,12 @@ One global batch of 8 sequences a step is cut into data-parallel ranks × microb
 divide. In the last step targets are masked unevenly.
 """
 
+from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +17,19 @@ from torch import Tensor
 
 import shardwise
 from shardwise import MixtureOfExperts, RouterPolicy
+from shardwise.checkpoint import verify
+from shardwise.comm.world import join
+from shardwise.compose.spec import OnAxis
 from shardwise.models import Gpt, GptPolicy
+from shardwise.parallel.zero.gradient import Gradient, GradientState
+from shardwise.parallel.zero.windows import UnitWindows
+from shardwise.plan.errors import MeshError, PlanError
+from shardwise.plan.mesh import DENSE, EXPERT
+from shardwise.plan.placement import Run
+from shardwise.plan.registry import TensorInfo
+from shardwise.plan.slices import Slices
 from tests.engine.conformance import Conformance, evaluation_departures
-from tests.engine.nets import seeded
+from tests.engine.nets import Language, seeded
 from tests.engine.plain import Truth, train, worst
 
 SEQUENCES, CONTEXT, VOCABULARY, WIDTH, HIDDEN, EXPERTS = 8, 6, 13, 8, 4, 4
@@ -28,7 +41,7 @@ class Mixture(Gpt):
     """A small LLaMA whose feed-forward layers are mixtures of experts: with and without drops, shared experts and a
     residual branch."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS) -> None:
         super().__init__(
             GptPolicy(layers=4, width=WIDTH, heads=2, context=CONTEXT, vocab=VOCABULARY, hidden=8)
         )
@@ -39,7 +52,7 @@ class Mixture(Gpt):
             {"router": RouterPolicy(top_k=1, capacity=1.0, drop="position", min_capacity=1)},
         ]
         for block, kind in zip(self.blocks, kinds, strict=True):
-            block.mlp = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, **kind)
+            block.mlp = MixtureOfExperts(WIDTH, HIDDEN, experts, **kind)
 
     def tensor_table(self) -> dict[str, str]:
         return {name: words for name, words in super().tensor_table().items() if ".mlp." not in name}
@@ -59,6 +72,8 @@ class Layout(NamedTuple):
     virtual_stages: int = 1
     sequence: bool = True
     recompute: str = "none"
+    told: bool = True
+    """Whether the engine knows which backward pass is the last of its step."""
 
     @property
     def size(self) -> int:
@@ -138,23 +153,24 @@ def pieces(layout: Layout, dp_index: int, step: int) -> tuple[list[tuple[Tensor,
     return [(tokens[i], targets[i]) for i in mine], [float((targets[i] != -100).sum()) for i in mine]
 
 
-def measure(world: Any, layout: Layout) -> Figures:
+def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
     """Train three steps and compare."""
-    engine = shardwise.initialize(seeded(Mixture), config_of(layout), world=world)
+    config = {**config_of(layout), "check_first_step": check}
+    engine = shardwise.initialize(seeded(Mixture), config, world=world)
     training, step_of = engine._training, engine._training.step
     found: dict[str, Tensor] = {}
 
-    def with_gradients() -> Any:
+    def with_gradients(weight: float | None = None) -> Any:
         if engine._parts.accumulation.is_complete:
             found.clear()
             found.update(engine.gradients())
-        return step_of()
+        return step_of(weight)
 
     training.step = with_gradients  # type: ignore[method-assign]
     figures, conformance = Figures(), Conformance(engine)
     for step, wanted in enumerate(truth()):
         batches, weights = pieces(layout, engine.dp_index, step)
-        result = engine.train_step(batches, weights)
+        result = engine.train_step(batches, weights) if layout.told else untold(engine, batches, weights)
         state = engine.state_dict()
         now = Figures(
             worst(found, wanted.gradients, wanted.addends),
@@ -163,9 +179,19 @@ def measure(world: Any, layout: Layout) -> Figures:
             abs(result.loss / wanted.loss - 1),
         )
         figures = Figures(*map(max, figures, now))
-    departures = conformance.departures + evaluation_departures(engine, list(batches[:2]))
+    departures = conformance.departures * layout.told + evaluation_departures(engine, list(batches[:2]))
     engine.close()
     return figures._replace(departures=float(len(departures)))
+
+
+def untold(engine: Any, batches: list[Any], weights: list[float]) -> Any:
+    """A step of which nobody says, until its last backward pass has run, that it was the last."""
+    for batch, weight in zip(batches, weights, strict=True):
+        engine.set_boundary(False)
+        engine.backward(engine(*batch), weight)
+        engine.set_boundary(batch is batches[-1])
+        result = engine.step()
+    return result
 
 
 def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:
@@ -177,7 +203,8 @@ PAIRS = [
     Layout(dp=2, ep=2, stage=1, microbatches=2),
     Layout(tp=2, ep=2, sequence=False, recompute="selective"),
     Layout(tp=2, etp=2, microbatches=2),
-    Layout(pp=2, microbatches=3),
+    Layout(replicate=2, dp=2, ep=2, stage=2, microbatches=2, told=False),
+    Layout(tp=2, stage=2, microbatches=2, told=False),
     Layout(dp=4, ep=2, stage=2, microbatches=2, recompute="selective"),
     Layout(dp=4, ep=4, stage=3, microbatches=2),
     Layout(replicate=2, dp=2, ep=2, stage=3),
@@ -234,6 +261,121 @@ def measured(ranks: Any) -> Any:
 def test_equals_one_process(measured: Any, layout: Layout) -> None:
     figures = measured(layout.size)[layout]
     assert max(figures) <= 1e-10, figures
+
+
+# Planted bugs ------------------------------------------------------------------------------------------------------
+
+
+def summed_once_more() -> Any:
+    """The gradient of an expert, the sum over all tokens already, times the ranks that share the experts."""
+    right = Gradient.finish_reduce
+
+    def wrong(self: Gradient) -> None:
+        was_reduced = self.state is GradientState.REDUCED
+        right(self)
+        if was_reduced and self.layout.key.axes == EXPERT:
+            self.owned.mul_(2)
+
+    return patch.object(Gradient, "finish_reduce", wrong)
+
+
+def experts_left_out_of_the_norm() -> Any:
+    """Those of other ranks along "tp" than the first."""
+    right = Slices.is_first
+
+    def wrong(self: Slices, info: TensorInfo, run: Run) -> bool:
+        return right(self, info, run) and (info.axes == DENSE or self.mesh.index("tp", self.rank) == 0)
+
+    return patch.object(Slices, "is_first", wrong)
+
+
+def router_not_summed() -> Any:
+    """Each rank along "tp" keeps what its own tokens say of the router."""
+    return patch("shardwise.compose.describe.OnAxis", lambda place, gradient: OnAxis(place, place))
+
+
+def dense_strategy_for_all() -> Any:
+    """Dense gradients stay cut and were reduced with their microbatch, so nobody reduces those of experts, which do
+    not."""
+    return patch.object(UnitWindows, "not_reduced", property(lambda self: set()))
+
+
+BUGS = [
+    (Layout(dp=2, ep=2), summed_once_more, "gradients"),
+    (Layout(tp=2, ep=2), experts_left_out_of_the_norm, "norm"),
+    (Layout(tp=2, ep=2), router_not_summed, "gradients"),
+    (Layout(replicate=2, dp=2, ep=2, stage=2, told=False), dense_strategy_for_all, "gradients"),
+]
+
+
+def with_bug(world: Any, layout: Layout, plant: Callable[[], Any]) -> Figures:
+    with plant():
+        return measure(world, layout, "off")  # which sees some of them itself
+
+
+@pytest.mark.parametrize(("layout", "plant", "shows"), BUGS, ids=[bug[1].__name__ for bug in BUGS])
+def test_planted_bugs_are_seen(ranks: Any, layout: Layout, plant: Callable[[], Any], shows: str) -> None:
+    assert max(getattr(figures, shows) for figures in ranks(layout.size).run(with_bug, layout, plant)) > 1e-6
+
+
+# Checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def visit(world: Any, layout: Layout, folder: str, number: int, steps: int) -> dict[str, list[float]]:
+    """Load step ``number``, where it is one, train, save as the next; the weights."""
+    engine = shardwise.initialize(
+        seeded(Mixture, dtype=torch.float32), {**config_of(layout), "precision": "bf16"}, world=world
+    )
+    if number:
+        engine.load(f"{folder}/{number}")
+    for step in range(steps):
+        engine.train_step(*pieces(layout, engine.dp_index, step))
+    engine.save(f"{folder}/{number + 1}", asynchronous=False)
+    weights = {name: tensor.double().flatten().tolist() for name, tensor in engine.state_dict().items()}
+    engine.close()
+    return weights
+
+
+def test_no_bit_changes_from_layout_to_layout(ranks: Any, tmp_path: Path) -> None:
+    """ep 4 with ZeRO-3 -> one rank -> ep 2 with ZeRO-1: weights, masters and moments."""
+    folder = str(tmp_path)
+    trained = ranks(4).run(visit, Layout(dp=4, ep=4, stage=3), folder, 0, 2)
+    alone = visit(join(quiet=True), Layout(), folder, 1, 0)
+    again = ranks(2).run(visit, Layout(dp=2, ep=2, stage=1), folder, 2, 0)
+    assert all(weights == alone for weights in (*trained, *again))
+    steps = [next((tmp_path / str(number)).glob("step_*")) for number in (1, 2, 3)]
+    assert not any(map(verify, steps))
+    first, *others = [
+        {path.name: path.read_bytes() for path in step.rglob("*.safetensors")} for step in steps
+    ]
+    assert first and all(first == other for other in others)
+
+
+# Refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refusals(world: Any) -> list[str]:
+    found = []
+    for make, mesh in (
+        (lambda: seeded(Mixture, experts=3), {"ep": 2}),
+        (lambda: seeded(Language), {"ep": 2}),
+        (lambda: seeded(Mixture), {"ep": 4}),
+    ):
+        with pytest.raises((PlanError, MeshError)) as caught:
+            shardwise.initialize(make(), {"mesh": mesh}, world=world)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_cannot_be_cut_is_told_on_all_ranks(ranks: Any) -> None:
+    one, other = ranks(2).run(refusals)
+    assert one == other
+    for text, says in zip(
+        one,
+        ("3 experts do not divide over mesh.ep=2", "has no experts", "ep=4 × etp=1 = 4 does not divide"),
+        strict=True,
+    ):
+        assert says in text
 
 
 @pytest.mark.soak
