@@ -70,11 +70,11 @@ def test_an_attribute_that_is_not_there() -> None:
 
 
 def test_what_is_not_supported_may_be_imported_and_says_so_when_used() -> None:
-    from shardwise.deepspeed.moe.layer import MoE
+    from shardwise.deepspeed.moe.sharded_moe import TopKGate
 
-    assert not isinstance(3, MoE)
-    with pytest.raises(UsageError, match="experts are not here yet"):
-        MoE(hidden_size=4)
+    assert not isinstance(3, TopKGate)
+    with pytest.raises(UsageError, match="use moe.layer.MoE"):
+        TopKGate(4, 2)
     refused = [name for path, name in ROWS if isinstance(NAMES[path][name], Refused)]
     assert len(refused) < len(ROWS) / 3
 

@@ -19,6 +19,7 @@ from torch import nn, optim
 from shardwise.config.run import RunConfig
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.experts import layers_of
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
 from shardwise.deepspeed.pipeline_engine import PipelineEngine
@@ -73,7 +74,7 @@ def initialize(
     pipeline = _pipeline_of(model, settings)
     basic = _optimizer_of(model, settings, optimizer, model_parameters)
     scheduler = _scheduler_of(settings, basic, lr_scheduler)
-    ours = build_engine(model, _run_config(settings, pipeline), optimizer=basic)
+    ours = build_engine(model, _run_config(settings, pipeline, _experts_of(model, settings)), optimizer=basic)
     batch = ours.config.batch
     settings.change("train_batch_size", batch.global_size)
     settings.change("train_micro_batch_size_per_gpu", batch.micro_size)
@@ -150,8 +151,26 @@ def _pipeline_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
     return said | {"recompute": {"scope": "full", "blocks": names} if names else {}}
 
 
-def _run_config(settings: DeepSpeedConfig, pipeline: Mapping[str, Any]) -> RunConfig:
-    """Ours, without what the optimizer and the scheduler objects say, with what the model does (``pipeline``)."""
+def _experts_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
+    """What layers of experts say of our configuration. Errors: UsageError where they say several things."""
+    tp = settings.translation.config.get("mesh", {}).get("tp", 1)
+    if tp > 1 and layers_of(model):
+        raise UsageError(
+            f"deepspeed.initialize: a model with deepspeed.moe.layer.MoE over {tp} ranks of tensor parallelism, "
+            "each of which would see a part of the tokens that l_aux is of; use shardwise.MixtureOfExperts with "
+            "RouterPolicy(balance='loss') in its place"
+        )
+    sizes = sorted({layer.ep_size for layer in layers_of(model)})
+    if len(sizes) > 1:
+        raise UsageError(
+            f"deepspeed.initialize: layers of experts with ep_size {' and '.join(map(str, sizes))}; all experts of a "
+            "model lie over the same ranks here, so give every MoE the same ep_size"
+        )
+    return {"mesh": {"ep": sizes[0]}} if sizes and sizes[0] > 1 else {}
+
+
+def _run_config(settings: DeepSpeedConfig, *said: Mapping[str, Any]) -> RunConfig:
+    """Ours, without what the optimizer and the scheduler objects say, with what the model does (``said``)."""
     ours = {
         key: value
         for key, value in settings.translation.config.items()
@@ -159,7 +178,7 @@ def _run_config(settings: DeepSpeedConfig, pipeline: Mapping[str, Any]) -> RunCo
     }
     # A rank whose loader was not divided trains on the same data as another there, and is not refused.
     ours["batch"] = {**ours.get("batch", {}), "duplicates": "allow"}
-    for block, values in pipeline.items():
+    for block, values in (item for each in said for item in each.items()):
         if values:
             ours[block] = {**ours.get(block, {}), **values}
     return RunConfig.parse(ours)

@@ -248,7 +248,7 @@ class DeepSpeedAccelerator:
         return "deepspeed.ops.op_builder"
 
     def prefer_triton_grouped_mm(self) -> bool:
-        """False: experts are not here."""
+        """False: products of experts are torch's."""
         return False
 
     def create_op_builder(self, class_name: str) -> None:

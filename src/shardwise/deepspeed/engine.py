@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import IterableDataset
 
-from shardwise.deepspeed import getters, groups, saved
+from shardwise.deepspeed import experts, getters, groups, saved
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.monitor_events import EngineEvents
@@ -349,8 +349,17 @@ class DeepSpeedEngine(nn.Module):
 
     seq_dp_world_size = dp_world_size
     seq_parallel_group = None
-    has_moe_layers = False
     is_deepcompile_enabled = is_deepcompile_active = lambda self: False
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of experts."""
+        return bool(self.num_experts)
+
+    @property
+    def num_experts(self) -> list[int]:
+        """Experts of each layer that has some."""
+        return [layer.num_experts for layer in experts.layers_of(self.module)]
 
     @property
     def data_parallel_group(self) -> Any:

@@ -76,3 +76,60 @@ def _get_sequence_parallel_rank() -> int:
 
 def _get_sequence_parallel_group() -> Any:
     """None: see ``_get_sequence_parallel_world_size``."""
+
+
+def _expert_axis(axis: str, what: str, group_name: str) -> tuple[int, int]:
+    """(this rank's place on ``axis`` of the experts, its size) of the first engine that lives.
+
+    Errors: UsageError where there is none, or its experts lie over other ranks than ``group_name`` says.
+    """
+    for engine in living():
+        mesh = engine.ours.plan.mesh
+        if group_name not in ("", f"ep_size_{mesh.ep}"):
+            raise UsageError(
+                f"groups: no {group_name!r}; the experts of this engine lie in 'ep_size_{mesh.ep}'"
+            )
+        return mesh.index(axis, engine.global_rank), mesh.size(axis)
+    raise UsageError(f"groups: no engine lives that has {what} ranks; call deepspeed.initialize first")
+
+
+def _get_expert_parallel_rank(group_name: str = "") -> int:
+    """This rank's place among those that hold all experts together."""
+    return _expert_axis("ep", "expert-parallel", group_name)[0]
+
+
+def _get_expert_parallel_world_size(group_name: str = "") -> int:
+    """Ranks that hold all experts together."""
+    return _expert_axis("ep", "expert-parallel", group_name)[1]
+
+
+def _get_expert_parallel_group(group_name: str = "") -> Any:
+    """torch's group of them. Errors: UsageError where those are not all ranks."""
+    return _all_ranks(_expert_axis("ep", "expert-parallel", group_name)[1], "expert-parallel")
+
+
+def _get_expert_data_parallel_rank(group_name: str = "") -> int:
+    """This rank's place among those that hold the same experts."""
+    return _expert_axis("expert_dp", "expert-data-parallel", group_name)[0]
+
+
+def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
+    """Ranks that hold the same experts."""
+    return _expert_axis("expert_dp", "expert-data-parallel", group_name)[1]
+
+
+def _get_expert_data_parallel_group(group_name: str = "") -> Any:
+    """torch's group of them. Errors: UsageError where those are not all ranks."""
+    return _all_ranks(
+        _expert_axis("expert_dp", "expert-data-parallel", group_name)[1], "expert-data-parallel"
+    )
+
+
+def _get_max_expert_size() -> int:
+    """``ep_size`` of the layers of experts, which is one for all."""
+    return _get_expert_parallel_world_size()
+
+
+def _get_max_expert_size_name() -> str:
+    """The name of their group."""
+    return f"ep_size_{_get_max_expert_size()}"

@@ -34,7 +34,10 @@ def _none(why: str, names: str) -> Rows:
     return {name: Refused(why) for name in names.split()}
 
 
-_EXPERTS = "experts are not here yet; use a dense layer, or DeepSpeed itself"
+_INSIDE_EXPERTS = (
+    "an inner part of DeepSpeed's layer of experts; use moe.layer.MoE, or shardwise.MixtureOfExperts and "
+    "shardwise.RouterPolicy, which say all that a router does"
+)
 _KERNELS = "there are no kernels of DeepSpeed's here; torch's own operations are used, and compile: blocks fuses them"
 _SEQUENCE = (
     "the sequence is cut beside tensor parallelism (tensor.sequence_parallel), not over ranks of its own"
@@ -65,7 +68,10 @@ _GROUPS = _all(
     "groups",
     "get_data_parallel_rank get_data_parallel_world_size get_data_parallel_group get_tensor_model_parallel_rank "
     "get_tensor_model_parallel_world_size get_tensor_model_parallel_src_rank get_tensor_model_parallel_group "
-    "_get_sequence_parallel_world_size _get_sequence_parallel_rank _get_sequence_parallel_group",
+    "_get_sequence_parallel_world_size _get_sequence_parallel_rank _get_sequence_parallel_group "
+    "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size "
+    "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
+    "_get_max_expert_size _get_max_expert_size_name",
 ) | {
     "get_model_parallel_rank": "deepspeed.groups:get_tensor_model_parallel_rank",
     "get_model_parallel_world_size": "deepspeed.groups:get_tensor_model_parallel_world_size",
@@ -76,12 +82,6 @@ _GROUPS = _all(
     "_get_sequence_data_parallel_rank": "deepspeed.groups:get_data_parallel_rank",
     "_get_sequence_data_parallel_world_size": "deepspeed.groups:get_data_parallel_world_size",
     "_get_sequence_data_parallel_group": "deepspeed.groups:get_data_parallel_group",
-    **_none(
-        _EXPERTS,
-        "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size "
-        "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
-        "_get_max_expert_size _get_max_expert_size_name",
-    ),
 }
 _PARTITIONED = {
     **_all(
@@ -175,15 +175,24 @@ NAMES: dict[str, Rows] = {
         "use torch.nn.Linear; frozen weights take no optimizer state",
         "OptimizedLinear LoRAConfig QuantizationConfig",
     ),
-    "moe.experts": _none(_EXPERTS, "Experts"),
-    "moe.layer": _none(_EXPERTS, "MoE"),
-    "moe.sharded_moe": _none(_EXPERTS, "MOELayer TopKGate"),
+    "moe.experts": _none(_INSIDE_EXPERTS, "Experts"),
+    "moe.layer": _all("experts", "MoE"),
+    "moe.mappings": _none(_INSIDE_EXPERTS, "drop_tokens gather_tokens"),
+    "moe.sharded_moe": _none(
+        _INSIDE_EXPERTS,
+        "MOELayer TopKGate top1gating top2gating topkgating gumbel_rsample multiplicative_jitter einsum _AllToAll "
+        "_capacity TOPK_GATE_TIMER MOE_TIMER FIRST_ALLTOALL_TIMER SECOND_ALLTOALL_TIMER",
+    ),
     "moe.utils": {
-        **_all("experts", "is_moe_param has_moe_layers"),
+        **_all(
+            "experts",
+            "is_moe_param has_moe_layers is_moe_param_group configure_moe_param_groups "
+            "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params",
+        ),
         **_none(
-            _EXPERTS,
-            "split_params_into_different_moe_groups_for_optimizer split_params_grads_into_shared_and_expert_params "
-            "configure_moe_param_groups",
+            "gradients are no attribute of parameters; engine.get_global_grad_norm() is the norm of all, experts too, "
+            "and safe_get_full_grad gives one",
+            "split_params_grads_into_shared_and_expert_params",
         ),
     },
     "module_inject": _none(_INJECTION, "replace_transformer_layer HFBertLayerPolicy DSPolicy"),

@@ -33,7 +33,7 @@ from shardwise.kernels.initializers import Initializer, of_linear
 from shardwise.parallel.expert.balance import inject
 from shardwise.parallel.expert.experts import DenseExpert, Experts, MadeExperts
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.parallel.expert.router import Router
+from shardwise.parallel.expert.router import Router, Routing
 from shardwise.parallel.expert.surroundings import Surroundings
 from shardwise.plan.errors import ConfigError, UsageError
 
@@ -93,6 +93,10 @@ class MixtureOfExperts(nn.Module):
         Errors: UsageError where ``x`` or ``mask`` has another shape; NonFiniteError where the router makes a NaN
         and no engine runs.
         """
+        return self.routed(x, mask)[0]
+
+    def routed(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """As ``forward``, and where the tokens here went."""
         self._check_call(x, mask)
         tokens = self.surroundings.take(x)
         counted = None if mask is None else self.surroundings.here(mask, tokens).bool()
@@ -105,7 +109,7 @@ class MixtureOfExperts(nn.Module):
             y = y * shares[:, :1] + self.residual(tokens.hidden) * shares[:, 1:]
         if routing.balance is not None:
             y = inject(y, routing.balance, self.surroundings.scale)
-        return self.surroundings.give(y, x)
+        return self.surroundings.give(y, x), routing
 
     def end_step(self) -> None:
         """Without an engine, which does it itself, and with ``balance: bias`` or ``balance_over: batch``: once a step,

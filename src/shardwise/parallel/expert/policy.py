@@ -29,10 +29,11 @@ class RouterPolicy(Policy):
     top_groups: Count | None = None
     """Groups that a token's experts may lie in: those whose best expert is best (softmax), or whose two best are
     (sigmoid). Left out: all."""
-    noise: Literal["none", "jitter", "gumbel"] = "none"
+    noise: Literal["none", "jitter", "gumbel", "gumbel_rest"] = "none"
     """In training. ``jitter``: what the router reads is multiplied by 0.99 to 1.01, feature by feature (Switch);
     ``gumbel``: the choice, not the weights, is by logits plus Gumbel noise, so that an expert is drawn with its
-    probability. Keyed by seed, layer, token and expert or feature, as dropout is: the same on every layout."""
+    probability; ``gumbel_rest``: all but the expert of largest score, which is always chosen (GShard). Keyed by seed,
+    layer, token and expert or feature, as dropout is: the same on every layout."""
     capacity: PositiveFloat | None = None
     """An expert takes at most ``capacity`` · k · T / E tokens of a sequence of T, rounded up; those without room go
     without it, and their other experts count as before. Left out: all that come."""

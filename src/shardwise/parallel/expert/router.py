@@ -3,7 +3,7 @@
     logits   l = x Wᵀ                                            in fp32 at least; with jitter x · u
     scores   s = softmax(l) over all experts, or sigmoid(l)
     choice   the k experts of largest s + b                      b: the balance bias; ties: the lower expert
-             ... of s(l + gumbel) + b, with Gumbel noise
+             ... of s(l + gumbel) + b, with Gumbel noise; without it for the best one where ``gumbel_rest``
              ... inside the best groups, where experts lie in groups
     weights  w_j = scale · s_j / Σ_j s_j                         the division where ``normalize``
     room     of a pair that its expert has no room for, expert -1 and weight 0
@@ -48,6 +48,10 @@ class Routing:
     """What they count: [n, k], with gradients."""
     balance: Tensor | None
     """What the tokens here add to balance and z, with gradients; None where there is no such term."""
+    chosen: Tensor
+    """As ``index``, before any drop; -1 for a token that does not count."""
+    scores: Tensor
+    """[n, E], with gradients."""
 
 
 class Router(nn.Module):
@@ -91,7 +95,7 @@ class Router(nn.Module):
         hidden, shift = tokens.hidden, None
         if self.training and policy.noise == "jitter":
             hidden = hidden * jitter(surroundings, tokens, hidden.shape[-1]).to(_wide(hidden, self.weight))
-        elif self.training and policy.noise == "gumbel":
+        elif self.training and policy.noise in ("gumbel", "gumbel_rest"):
             shift = gumbel(surroundings, tokens, experts)
         logits = router_logits(hidden, self.weight)  # [n, E]
         if surroundings.replay is None:
@@ -102,8 +106,10 @@ class Router(nn.Module):
 
         def decide() -> Decision:
             seen = scores if shift is None else scores_of(logits + shift.to(logits.dtype), policy)
+            if shift is not None and policy.noise == "gumbel_rest":
+                seen = seen.scatter(-1, largest(scores, 1), torch.inf)
             index = choice(seen.detach(), self.bias, policy)
-            chosen = index if counted is None else index.masked_fill(~counted[:, None], -1)
+            chosen = _counted_alone(index, counted)
             kept, counts = self._kept(
                 chosen, scores, index, tokens, surroundings, adds and policy.balance == "loss"
             )
@@ -117,7 +123,8 @@ class Router(nn.Module):
         if adds:
             shares = shares_of(scores, policy)
             value = term(policy, shares, logits, counts, tokens.sequence, counted, self.loads)
-        return Routing(index.masked_fill(~kept, -1), weights, value)
+        chosen = _counted_alone(index, counted)
+        return Routing(index.masked_fill(~kept, -1), weights, value, chosen, scores)
 
     def _check_finite(self, logits: Tensor) -> None:
         bad = int((~logits.isfinite().all(-1)).sum())
@@ -151,7 +158,7 @@ class Router(nn.Module):
         self, index: Tensor, kept: Tensor, scores: Tensor, counted: Tensor | None, surroundings: Surroundings
     ) -> None:
         """Tell who watches what this rank's tokens do."""
-        chosen = index if counted is None else index.masked_fill(~counted[:, None], -1)
+        chosen = _counted_alone(index, counted)
         one = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
         experts = len(self.weight)
         routed = pair_counts(chosen, one, 1, experts)[0]
@@ -186,6 +193,11 @@ class Router(nn.Module):
         experts, width = self.weight.shape
         said = [f"{key}={getattr(self.policy, key)}" for key in sorted(self.policy.model_fields_set)]
         return ", ".join([str(width), str(experts), *said])
+
+
+def _counted_alone(index: Tensor, counted: Tensor | None) -> Tensor:
+    """``index`` [n, k], -1 for tokens that do not count."""
+    return index if counted is None else index.masked_fill(~counted[:, None], -1)
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:
