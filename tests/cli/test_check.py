@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,14 @@ def gpt() -> nn.Module:
         return build_model(GptPolicy(**MODEL))
 
 
-def held(world: World, given: dict[str, Any]) -> dict[str, int]:
+def sparse() -> nn.Module:
+    with torch.device("meta"):
+        return build_model(GptPolicy.model_validate(MODEL | {"experts": {"count": 4, "first": 2}}))
+
+
+def held(world: World, given: dict[str, Any], make: Callable[[], nn.Module] = gpt) -> dict[str, int]:
     """What a rank really holds, by the buffers of its engine's Plan."""
-    engine = shardwise.initialize(gpt(), given, world=world)
+    engine = shardwise.initialize(make(), given, world=world)
     found = engine.plan.bytes_per_rank()
     engine.close()
     return found
@@ -50,6 +56,12 @@ def test_what_is_foreseen_is_what_the_ranks_hold(ranks: Any, given: dict[str, An
     real = ranks(2).run(held, given)
     each = [plan.bytes_per_rank(rank) for rank in plan.mesh.ranks("pp", 0)]
     assert each == real[:: 2 // len(each)]
+
+
+def test_experts_are_foreseen(ranks: Any) -> None:
+    given = {"mesh": {"ep": 2}, "zero": {"stage": 3}, "batch": {"global_size": 8, "micro_size": 2}}
+    plan = foresee(sparse, RunConfig.parse(given), 2, torch.device("cpu")).plan
+    assert [plan.bytes_per_rank(0)] * 2 == ranks(2).run(held, given, sparse)
 
 
 def test_tables_are_counted_on_the_rank_that_holds_most(ranks: Any) -> None:

@@ -59,6 +59,8 @@ def test_flops_count_the_experts_that_a_token_goes_through() -> None:
 def test_experts_that_no_block_would_have_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"experts\.first is 4, but the blocks are 0 to 3"):
         GptPolicy.model_validate(_SPARSE.model_dump() | {"experts": {"count": 2, "first": 4}})
+    with pytest.raises(ValidationError, match=r"router\.top_k is 3 but there are 2 experts"):
+        GptPolicy.model_validate(_SPARSE.model_dump() | {"experts": {"count": 2, "router": {"top_k": 3}}})
     with pytest.raises(ValidationError, match="experts are for family: llama"):
         GptPolicy.model_validate({"family": "gpt2", "experts": {"count": 2}})
 

@@ -109,7 +109,7 @@ def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) 
 def _cut(model: nn.Module, starts: tuple[str, ...], settings: RunConfig, mesh: Mesh, rank: int) -> None:
     """For what cutting refuses alone."""
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
-    groups = {axis: _silent(mesh, axis, rank) for axis in ("dp", "tp", "pp")}
+    groups = {axis: _silent(mesh, axis, rank) for axis in ("dp", "tp", "pp", "ep", "etp")}
     replay = Replay()
     loads = ExpertLoads(described.spec.experts, replay)
     apply_to_model(model, described, starts, groups, settings.train.seed, replay, loads)

@@ -89,6 +89,12 @@ class GptExperts(Policy):
     router: RouterPolicy = RouterPolicy()
     """How tokens choose."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if said := self.router.check_experts(self.count):
+            raise ValueError(said)
+        return self
+
     def in_block(self, index: int) -> bool:
         """Whether the block of that index has experts."""
         return index >= self.first and (index - self.first) % self.every == 0
