@@ -6,18 +6,18 @@
 
 ``speed`` runs all contenders by turns, round by round, in the same processes on the same tokens and the same weights of
 the router, calibrated so that the fullest expert gets ``--load`` times the mean (0: as drawn). ``dense`` is one SwiGLU
-on as many rows as the experts get pairs, so it costs the same operations. ``memory`` is the peak of a process that
-takes all tokens of all ranks, over that of routing that is even.
+on as many rows as the experts get pairs, so it costs the same operations. ``memory`` is what the rank that
+takes all tokens of all ranks holds at most in a pass, over that of routing that is even.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from shardwise.comm.collectives import Clock
 from shardwise.comm.policy import CommPolicy
@@ -150,7 +151,7 @@ def speed(rank: int, world: World, options: argparse.Namespace) -> dict[str, Any
 
 
 def memory(rank: int, world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """MiB that passes added to this process's peak, with even routing or with all tokens to rank 0."""
+    """MiB of tensors that a pass held at most, with even routing or with all tokens to rank 0."""
     here = EXPERTS // world.size
     rows = int(options.tokens * TOP_K * 1.1) if options.rows else None
     layer = Layer(dispatcher_of(world, rows))
@@ -161,12 +162,11 @@ def memory(rank: int, world: World, options: argparse.Namespace) -> dict[str, An
     x = torch.randn(options.tokens, WIDTH, generator=generator).requires_grad_()
     for parameter in (layer.gate_up, layer.down):
         parameter.grad = torch.zeros_like(parameter)
-    # One matrix product first: buffers that a library makes once are no activations.
-    torch.mm(torch.ones(64, 64), torch.ones(64, 64))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(2):
-        layer.dispatcher(x, index, weights, layer.compute).backward(torch.ones_like(x))
-    return {"peak_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
+    for warm in (True, False):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=not warm) as found:
+            layer.dispatcher(x, index, weights, layer.compute).backward(torch.ones_like(x))
+    sizes = [event.nbytes() for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return {"peak_mib": max(accumulate(sizes)) / 2**20}
 
 
 def dispatcher_of(world: World, rows: int | None) -> Dispatcher:
