@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.plan.errors import CommError, ConfigError, MeshError, PlanError, UsageError
 from tests.foreign.models import batch, build
 from tests.foreign.wide import wide
@@ -27,8 +28,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"mesh": {"pp": 2}, "batch": {"accumulation": PIECES}}),
     "tp2": (2, {"mesh": {"tp": 2}, "batch": {"accumulation": PIECES}}),
     "tp2pp2": (4, {"mesh": {"tp": 2, "pp": 2}, "batch": {"accumulation": PIECES}}),
+    "ep2": (2, {"zero": {"stage": 3}, "mesh": {"ep": 2}}),
 }
 """Ranks and configuration by name."""
+OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2-zero0": (2, {"mesh": {"ep": 2}}),
+    "ep2-zero1": (2, {"mesh": {"ep": 2}, "zero": {"stage": 1}}),
+    "ep2-zero2": (2, {"mesh": {"ep": 2}, "zero": {"stage": 2}}),
+    "ep2-recompute": (2, {"mesh": {"ep": 2}, "zero": {"stage": 3}, "recompute": "full"}),
+    "tp2-ep2": (2, {"mesh": {"tp": 2, "ep": 2}, "batch": {"accumulation": PIECES}}),
+    "tp2-etp2": (2, {"mesh": {"tp": 2, "etp": 2}, "batch": {"accumulation": PIECES}}),
+    "dp2-tp2-ep4": (4, {"mesh": {"tp": 2, "ep": 4}, "zero": {"stage": 3}}),
+    "dp2-tp2-ep2-etp2": (4, {"mesh": {"tp": 2, "ep": 2, "etp": 2}, "zero": {"stage": 2}}),
+    "pp2-ep2": (4, {"mesh": {"pp": 2, "ep": 2}, "zero": {"stage": 1}, "batch": {"accumulation": 1}}),
+    "pp2-tp2-ep2": (4, {"mesh": {"pp": 2, "tp": 2, "ep": 2}, "batch": {"accumulation": PIECES}}),
+}
+"""Further ones for models with experts."""
 
 REFUSALS = (PlanError, UsageError, ConfigError, MeshError)
 
@@ -83,6 +98,7 @@ def plain(kind: str, name: str, model_type: str, folder: Path, more: Mapping[str
         "norms": norms,
         "parameters": sum(parameter.numel() for parameter in parameters.values()),
         "draws": again != once_more,
+        "experts": any(find_stacks(model)),
     }
     save_file(
         {key: value.contiguous().clone() for key, value in tensors.items()}, folder / "truth.safetensors"
@@ -104,16 +120,19 @@ def laid_out(
                 "optimizer": {"type": "sgd", "lr": LR},
                 "max_grad_norm": CLIP,
                 "comm": {"timeout_s": 60.0},
-                **LAYOUTS[layout][1],
+                **(LAYOUTS | OF_EXPERTS)[layout][1],
             }
+            if "recompute" in layout:  # what runs again runs inside torch, past the mode around the pass
+                for block in model.model.layers:  # type: ignore[union-attr]
+                    block.forward = wide()(block.forward)  # type: ignore[union-attr]
             before = {key: value.detach().clone() for key, value in model.named_parameters()}
             engine = shardwise.initialize(model, config, world=world, loss=loss_of)
             found: dict[str, Any] = {"losses": [], "norms": []}
+            mine = range(engine.dp_index, PIECES, engine.dp_size)
             for step in range(STEPS):
                 if "pp" in layout:
-                    result = engine.train_step([piece(kind, step, i) for i in range(PIECES)])
+                    result = engine.train_step([piece(kind, step, i) for i in mine])
                 else:
-                    mine = [world.rank] if layout == "zero3" else range(PIECES)
                     for index in mine:
                         engine.backward(engine(piece(kind, step, index)))
                         if step == 0 and index == mine[-1]:

@@ -10,7 +10,7 @@ import transformers
 
 from tests.foreign.case import EXACT, LAYOUTS
 
-_HEADINGS = {"zero3": "ZeRO 3", "pp2": "pp 2", "tp2": "tp 2", "tp2pp2": "tp 2 × pp 2"}
+_HEADINGS = {"zero3": "ZeRO 3", "pp2": "pp 2", "tp2": "tp 2", "tp2pp2": "tp 2 × pp 2", "ep2": "ep 2"}
 _KINDS = {"causal": "Causal", "masked": "Masked", "seq2seq": "Sequence to sequence"}
 
 Answers = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -44,7 +44,8 @@ def page(found: Answers) -> str:
         f"{transformers.__version__} (torch {torch.__version__.partition('+')[0]}), as tiny random models in fp64 with "
         "fp32 inside them widened, against one plain process: losses, norm, gradients (in a pipeline the first "
         "change of the weights) and weights after two steps. A figure is the largest relative error, and at most "
-        f"{EXACT:.0e}; a refusal is an error before the first step, its reason below; an empty cell was not run. "
+        f"{EXACT:.0e}; a refusal is an error before the first step, its reason below; an empty cell was not "
+        "run (ep 2: a model without experts). Along ep experts are cut, under tp too; ep 2 has ZeRO 3. "
         "`python -m tests.foreign.sweep --help` tells how this page is made; `make soak` runs it.\n\n"
         f"{counts['exact']} exact, {counts['refused']} refused"
         + "".join(f", {counts[word]} {word}" for word in ("wrong", "error", "late") if counts[word])

@@ -113,7 +113,7 @@ def describe_cut(
     sizes: dict[int, int] = {}
     alone: Mapping[str, str] = {}
     if mesh.tp > 1:
-        table = table_of(model, tensor.table)
+        table = table_of(model, tensor.table, has_stacks=bool(stacks))
         if tensor.gather_logits:
             table = replace(table, causal_loss=False)
         # Each rank routes tokens of its own, so what all hold alike in there gets addends.

@@ -37,18 +37,21 @@ from shardwise.parallel.tensor.layout import (
 )
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
 from shardwise.parallel.tensor.region import Region
-from shardwise.parallel.tensor.tables import known_table
+from shardwise.parallel.tensor.tables import known_table, whole_table
 from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Cut, Shard, local_shape, pieces
 
 
-def table_of(model: nn.Module, rows: Mapping[str, str] | None = None) -> Table:
+def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks: bool = False) -> Table:
     """The model's table: its own ``tensor_table()``, else that of a known shape, else its Hugging Face plan.
 
-    ``rows`` are added and win over the others. Errors: PlanError where there is nothing to go by.
+    ``rows`` are added and win over the others. Where nothing is known, a model that ``has_stacks`` of experts, which
+    are cut otherwise, stays whole. Errors: PlanError where there is nothing to go by.
     """
     own: Callable[[], Mapping[str, str]] | None = getattr(model, "tensor_table", None)
     table = Table(own()) if own is not None else known_table(model)
+    if table is None and has_stacks:
+        table = whole_table(model)
     if table is None and not rows:
         raise PlanError(
             f"tensor: nobody knows how to cut a {type(model).__name__}: it has no tensor_table() method, is of none of "

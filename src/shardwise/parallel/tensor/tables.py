@@ -34,6 +34,12 @@ def known_table(model: nn.Module) -> Table | None:
     return next((table for reader in readers if (table := reader(model)) is not None), None)
 
 
+def whole_table(model: nn.Module) -> Table:
+    """All of it on every rank: for a model whose experts are cut, and nothing else is known of."""
+    note = "attention of this class is not known, so all but the experts is whole on every rank"
+    return Table(_with_rest(model, {}), sequence=False, note=note)
+
+
 # LLaMA -------------------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +271,9 @@ def _projections(model: nn.Module) -> Table | None:
     rows: dict[str, str] = {}
     for name, module in model.named_modules():
         own = row_of(name, module)
-        if own is None and type(module).__name__ in _PROJECTING:
-            own = _projecting_rows(name, module)
+        kind = type(module).__name__
+        if own is None and kind in (*_PROJECTING, *_GROUPED):
+            own = (_grouped_rows if kind in _GROUPED else _projecting_rows)(name, module)
             if own is None:
                 return None
         rows |= own or {}
@@ -298,6 +305,54 @@ def _projecting_rows(name: str, module: nn.Module) -> dict[str, str] | None:
     }
 
 
+def _grouped_rows(name: str, module: Any) -> dict[str, str] | None:
+    """Heads that share keys, norms of one head's features, a sink or a gate for each head."""
+    size = getattr(module, "head_dim", None)
+    leaving = next((key for key in _LEAVING if isinstance(getattr(module, key, None), nn.Linear)), None)
+    if not isinstance(size, int) or leaving is None or not _has_linears(module, _QUERY_KEY_VALUE):
+        return None
+    heads, kv_heads = module.q_proj.out_features // size, module.k_proj.out_features // size
+    rows = {
+        name: "region",
+        f"{name}.q_proj": f"column {heads}",
+        f"{name}.k_proj": f"column {kv_heads}",
+        f"{name}.v_proj": f"column {kv_heads}",
+        f"{name}.{leaving}": f"row {heads}",
+    }
+    if hasattr(module, "num_key_value_groups"):
+        rows[name] += f" num_key_value_groups={heads}/{kv_heads}"
+    if {key for key, _ in module.named_parameters(recurse=False)} == {_SINKS}:
+        rows[name] = f"channels {rows[name]}"
+    for child_name, child in _with_parameters(module):
+        shapes = [tuple(parameter.shape) for parameter in child.parameters()]
+        if f"{name}.{child_name}" in rows:
+            continue
+        if isinstance(child, nn.Linear) and shapes == [(heads * size, module.q_proj.in_features)]:
+            rows[f"{name}.{child_name}"] = f"column {heads}"  # a gate on what each head gives
+        elif all(shape == (size,) for shape in shapes):
+            rows[f"{name}.{child_name}"] = "partial"
+        else:
+            return None
+    return rows
+
+
+_SINKS = "sinks"
+"""A parameter with a number for each head."""
+_GROUPED = (
+    "AfmoeAttention",
+    "GptOssAttention",
+    "GraniteMoeAttention",
+    "GraniteMoeHybridAttention",
+    "GraniteMoeSWAAttention",
+    "GraniteMoeSharedAttention",
+    "HunYuanMoEV1Attention",
+    "JambaAttention",
+    "Lfm2MoeAttention",
+    "MiniMaxM3VLAttention",
+    "NemotronHAttention",
+    "PhimoeAttention",
+)
+"""Classes of transformers whose heads share keys, held to one process as those below."""
 _PROJECTING = (
     "BartAttention",
     "BigBirdPegasusDecoderAttention",
