@@ -98,6 +98,7 @@ FP16 = {"fp16": {"enabled": True}}
 BF16 = {"bf16": {"enabled": True}}
 AMP = {"amp": {"enabled": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True}}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 COMET = {"comet": {"enabled": True, "project": "a"}}
 PROFILER = {"flops_profiler": {"enabled": True}}
 STAGE_3 = {"zero_optimization": {"stage": 3}}
@@ -148,6 +149,9 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "pipeline.activation_checkpoint_interval": ({}, 1),
     "tensor_parallel.autotp_size": ({}, 2),
     "tensor_parallel.tp.tp_size": ({}, 2),
+    "expert_parallel.enabled": ({"expert_parallel": {"autoep_size": 2}}, True),
+    "expert_parallel.autoep_size": (EXPERTS, 4),
+    "expert_parallel.expert_tensor_parallel_size": (EXPERTS, 2),
     "data_parallel_size": ({"tensor_parallel": {"autotp_size": 4}}, 2),
     "compile.deepcompile": ({}, True),
     "checkpoint.writer.decoupled": ({}, True),

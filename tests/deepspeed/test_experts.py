@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,6 +245,35 @@ def test_training_is_that_of_one_process(ranks: Callable[[int], RankPool], ep: i
     torch.testing.assert_close(weights, [*model.state_dict().values()], rtol=1e-10, atol=1e-12)
 
 
+def saved_and_loaded(world: World, folder: str) -> tuple[list[float], list[Tensor], list[Tensor]]:
+    x, losses, found = samples(world.rank)[0], [], []
+    for ep, stage in ((2, 2), (1, 3)):
+        model = Net(ep)
+        config = {**CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
+        engine = deepspeed.initialize(model=model, model_parameters=[*model.parameters()], config=config)[0]
+        if ep == 2:
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        losses.append(loss_of(engine(x)).item())
+        found.append([*engine.module_state_dict().values()])
+        engine.destroy()
+    served = deepspeed.init_inference(Net(2), dtype=torch.float64, moe={"ep_size": 2}, checkpoint=folder)
+    losses.append(loss_of(served(x)).item())
+    served.destroy()
+    return losses, *found
+
+
+def test_saved_over_two_ranks_and_loaded_where_experts_are_whole(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    for losses, before, after in ranks(2).run(saved_and_loaded, str(tmp_path)):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert losses == pytest.approx(losses[:1] * 3, rel=1e-12)
+
+
 def test_layers_over_other_ranks_are_refused_before_any_work() -> None:
     model = nn.Sequential(made(ep_size=1), made(ep_size=2))
     config = {"train_batch_size": 2}
@@ -251,5 +281,10 @@ def test_layers_over_other_ranks_are_refused_before_any_work() -> None:
         deepspeed.initialize(model=model, config=config)
     with pytest.raises(UsageError, match="tensor parallelism"):
         deepspeed.initialize(model=made(), config={**config, "tensor_parallel": {"autotp_size": 2}})
+    experts = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    with pytest.raises(UsageError, match="ep_size 2 and 4"):
+        deepspeed.initialize(model=made(ep_size=4), config={**config, **experts})
+    with pytest.raises(ConfigError, match='moe .*expected {"ep_size": N}'):
+        deepspeed.init_inference(made(), moe={"size": 2})
     with pytest.raises(UsageError, match="no engine lives"):
         groups._get_expert_parallel_world_size()

@@ -140,7 +140,19 @@ def _mesh(v: KeyValues) -> dict[str, Any]:
         pp=int(stages) if stages != "auto" and stages > 1 else None,
         tp=int(tp) if tp > 1 else None,
         dp=_data_parallel(v),
+        **_experts(v),
     )
+
+
+def _experts(v: KeyValues) -> dict[str, int]:
+    """ep and etp, where they are not 1."""
+    if not v("expert_parallel.enabled"):
+        return {}
+    sizes = {
+        "ep": int(v("expert_parallel.autoep_size")),
+        "etp": int(v("expert_parallel.expert_tensor_parallel_size")),
+    }
+    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def _data_parallel(v: KeyValues) -> Any:

@@ -19,7 +19,7 @@ from torch import nn, optim
 from shardwise.config.run import RunConfig
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
-from shardwise.deepspeed.experts import layers_of
+from shardwise.deepspeed.experts import expert_ranks, layers_of
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
 from shardwise.deepspeed.pipeline_engine import PipelineEngine
@@ -152,21 +152,16 @@ def _pipeline_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _experts_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:
-    """What layers of experts say of our configuration. Errors: UsageError where they say several things."""
-    tp = settings.translation.config.get("mesh", {}).get("tp", 1)
-    if tp > 1 and layers_of(model):
+    """What layers of experts say of our configuration. Errors: UsageError."""
+    mesh = settings.translation.config.get("mesh", {})
+    if mesh.get("tp", 1) > 1 and layers_of(model):
         raise UsageError(
-            f"deepspeed.initialize: a model with deepspeed.moe.layer.MoE over {tp} ranks of tensor parallelism, "
-            "each of which would see a part of the tokens that l_aux is of; use shardwise.MixtureOfExperts with "
-            "RouterPolicy(balance='loss') in its place"
+            f"deepspeed.initialize: a model with deepspeed.moe.layer.MoE over {mesh['tp']} ranks of tensor "
+            "parallelism, each of which would see a part of the tokens that l_aux is of; use "
+            "shardwise.MixtureOfExperts with RouterPolicy(balance='loss') in its place"
         )
-    sizes = sorted({layer.ep_size for layer in layers_of(model)})
-    if len(sizes) > 1:
-        raise UsageError(
-            f"deepspeed.initialize: layers of experts with ep_size {' and '.join(map(str, sizes))}; all experts of a "
-            "model lie over the same ranks here, so give every MoE the same ep_size"
-        )
-    return {"mesh": {"ep": sizes[0]}} if sizes and sizes[0] > 1 else {}
+    ep = expert_ranks(model, mesh.get("ep", 1), "deepspeed.initialize")
+    return {"mesh": {"ep": ep}} if ep > 1 else {}
 
 
 def _run_config(settings: DeepSpeedConfig, *said: Mapping[str, Any]) -> RunConfig:

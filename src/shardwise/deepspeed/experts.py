@@ -179,6 +179,20 @@ def layers_of(model: nn.Module) -> list[MoE]:
     return [each for each in model.modules() if isinstance(each, MoE)]
 
 
+def expert_ranks(model: nn.Module, said: int, call: str) -> int:
+    """Ranks over which experts of ``model`` lie, by its layers and by a configuration that ``said`` so many.
+
+    Errors: UsageError where they disagree.
+    """
+    sizes = {layer.ep_size for layer in layers_of(model)} | ({said} if said > 1 else set())
+    if len(sizes) > 1:
+        raise UsageError(
+            f"{call}: experts of ep_size {' and '.join(map(str, sorted(sizes)))}; all experts of a model lie over the "
+            "same ranks here, so give every MoE the same ep_size, and the configuration none"
+        )
+    return sizes.pop() if sizes else 1
+
+
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """(whether ``m`` has layers of experts, how many experts the first one has)."""
     found = layers_of(m)

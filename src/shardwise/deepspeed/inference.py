@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.checkpoint.steps import steps_at
 from shardwise.deepspeed import saved
 from shardwise.deepspeed.collectives import init_distributed
+from shardwise.deepspeed.experts import expert_ranks
 from shardwise.engine.build import initialize as build_engine
 from shardwise.engine.engine import Engine
 from shardwise.models.torch_file import check_torch_file
@@ -57,11 +58,10 @@ _NO_EFFECT = {
     "use_triton": "",
     "triton_autotune": "",
     "zero": "",
-    "moe": "",
     "quant": "",
 }
 """Keys of DeepSpeed's that change nothing here, and why; without a reason: refused where they are switched on."""
-_KNOWN = {"dtype", "tensor_parallel", "tp", "mp_size", "checkpoint", "base_dir", *_NO_EFFECT}
+_KNOWN = {"moe", "dtype", "tensor_parallel", "tp", "mp_size", "checkpoint", "base_dir", *_NO_EFFECT}
 
 
 class InferenceEngine(nn.Module):
@@ -101,6 +101,8 @@ def init_inference(
 
     dtype             of weights and activations (default fp16, as DeepSpeed has it)
     tensor_parallel   {"tp_size": N}; also ``mp_size``
+    moe               {"ep_size": N}: ranks over which experts lie, where no layer says it; its other keys say what the
+                      model has
     checkpoint        a folder that save_checkpoint left (ours or DeepSpeed's), a run or step of ours, a file of torch
     base_dir          what ``checkpoint`` is relative to
 
@@ -123,7 +125,8 @@ def init_inference(
     init_distributed()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    settings = {"mesh": {"tp": _ranks_of(keys)}, "precision": NAMES[dtype], "check_first_step": "off"}
+    mesh = {"tp": _ranks_of(keys), "ep": expert_ranks(model, _expert_ranks_of(keys), "init_inference")}
+    settings = {"mesh": mesh, "precision": NAMES[dtype], "check_first_step": "off"}
     made = InferenceEngine(build_engine(model.eval(), settings))
     made.ours.eval()
     if keys.get("checkpoint") is not None:
@@ -154,6 +157,25 @@ def _ranks_of(keys: Mapping[str, Any]) -> int:
             f"init_inference: tp_size and mp_size are one thing, given {sorted(sizes)}; keep one"
         )
     return sizes.pop() if sizes else 1
+
+
+def _expert_ranks_of(keys: Mapping[str, Any]) -> int:
+    block = keys.get("moe") or {}
+    if isinstance(block, bool):
+        return 1
+    known = {
+        "enabled",
+        "ep_size",
+        "moe_experts",
+        "num_experts",
+        "type",
+        "ep_mp_group",
+        "ep_group",
+        "expert_group",
+    }
+    if not isinstance(block, Mapping) or set(block) - known:
+        raise ConfigError(f'init_inference: moe {block!r}; expected {{"ep_size": N}}')
+    return int(block.get("ep_size", 1))
 
 
 def _load(engine: InferenceEngine, given: Any, base: str) -> None:
