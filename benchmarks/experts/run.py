@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ from shardwise.comm.collectives import Clock
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
-from shardwise.kernels.grouped import gated_experts
 from shardwise.parallel.expert.dispatch import Dispatcher
+from shardwise.parallel.expert.experts import Experts
+from shardwise.parallel.expert.module import MixtureOfExperts
+from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.plan.mesh import Mesh
 
 EXPERTS, TOP_K, WIDTH, HIDDEN = 8, 2, 512, 1024
@@ -55,25 +58,15 @@ class Mlp(nn.Module):
         return y
 
 
-class Layer(nn.Module):
-    """Ours: a router, stacks of this rank's experts, and a dispatcher between them."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        super().__init__()
-        here = EXPERTS // dispatcher.ep.size
-        self.dispatcher = dispatcher
-        self.router = nn.Parameter(torch.zeros(EXPERTS, WIDTH))
-        self.gate_up = nn.Parameter(torch.randn(here, 2 * HIDDEN, WIDTH) * WIDTH**-0.5)
-        self.down = nn.Parameter(torch.randn(here, WIDTH, HIDDEN) * HIDDEN**-0.5)
-
-    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        return gated_experts(rows, self.gate_up, self.down, counts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = F.linear(x.float(), self.router.float()).softmax(-1)
-        weights, index = scores.topk(TOP_K)
-        weights = weights / weights.sum(-1, keepdim=True)
-        return self.dispatcher(x, index, weights, self.compute)
+def layer_over(dispatcher: Dispatcher, dtype: torch.dtype = torch.float32) -> MixtureOfExperts:
+    """Ours, with this rank's experts alone and a dispatcher around them."""
+    layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, RouterPolicy(top_k=TOP_K)).to(dtype)
+    experts, place = layer.experts, dispatcher.ep
+    assert isinstance(experts, Experts)
+    for stack in experts.parameters():
+        stack.data = stack.data.chunk(place.size)[place.index].clone()
+    experts.forward = partial(dispatcher, compute=experts.compute)  # type: ignore[method-assign]
+    return layer
 
 
 def tokens_and_router(count: int, load: float, rank: int) -> tuple[Tensor, Tensor]:
@@ -117,12 +110,12 @@ def speed(rank: int, world: World, options: argparse.Namespace) -> dict[str, Any
     dispatcher = dispatcher_of(world, None)
     x, router = tokens_and_router(options.tokens, options.load, rank)
     x = x.to(dtype)
-    layer, dense = Layer(dispatcher).to(dtype), Mlp().to(dtype)
+    layer, dense = layer_over(dispatcher, dtype), Mlp().to(dtype)
     with torch.no_grad():
-        layer.router.copy_(router)
+        layer.router.weight.copy_(router)
     repeated = x.repeat(TOP_K, 1).requires_grad_()
     contenders: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]] = {
-        "ours": (layer, layer, x.clone().requires_grad_()),
+        "ours": (layer, lambda x: layer(x[None])[0], x.clone().requires_grad_()),
         "dense": (dense, dense, repeated),
     }
     if options.deepspeed:
@@ -139,7 +132,7 @@ def speed(rank: int, world: World, options: argparse.Namespace) -> dict[str, Any
             world.barrier()
             if turn > 1:
                 found[name].append(time.perf_counter() - start)
-    chosen = F.linear(x.float(), layer.router.float()).topk(TOP_K).indices
+    chosen = F.linear(x.float(), layer.router.weight.float()).topk(TOP_K).indices
     fullest = torch.bincount(chosen.flatten(), minlength=EXPERTS).max() * EXPERTS / chosen.numel()
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     ratios = {
@@ -154,17 +147,18 @@ def memory(rank: int, world: World, options: argparse.Namespace) -> dict[str, An
     """MiB of tensors that a pass held at most, with even routing or with all tokens to rank 0."""
     here = EXPERTS // world.size
     rows = int(options.tokens * TOP_K * 1.1) if options.rows else None
-    layer = Layer(dispatcher_of(world, rows))
+    dispatcher = dispatcher_of(world, rows)
+    experts = layer_over(dispatcher).experts
     generator = torch.Generator().manual_seed(rank)
     among = here if options.all_to_one else EXPERTS
     index = torch.rand(options.tokens, among, generator=generator).argsort(1)[:, :TOP_K]
     weights = torch.rand(options.tokens, TOP_K, generator=generator).requires_grad_()
     x = torch.randn(options.tokens, WIDTH, generator=generator).requires_grad_()
-    for parameter in (layer.gate_up, layer.down):
+    for parameter in experts.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for warm in (True, False):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=not warm) as found:
-            layer.dispatcher(x, index, weights, layer.compute).backward(torch.ones_like(x))
+            experts(x, index, weights).backward(torch.ones_like(x))
     sizes = [event.nbytes() for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
     return {"peak_mib": max(accumulate(sizes)) / 2**20}
 
