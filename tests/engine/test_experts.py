@@ -72,6 +72,7 @@ class Layout(NamedTuple):
     virtual_stages: int = 1
     sequence: bool = True
     recompute: str = "none"
+    rows: int | None = None
     told: bool = True
     """Whether the engine knows which backward pass is the last of its step."""
 
@@ -137,6 +138,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "partition": "uniform",
         },
         "recompute": layout.recompute,
+        "experts": {"rows": layout.rows},
         "batch": {"accumulation": layout.microbatches},
         "optimizer": OPTIMIZER,
         "max_grad_norm": CLIP,
@@ -200,22 +202,22 @@ def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:
 
 PAIRS = [
     Layout(dp=2, ep=2, stage=3, recompute="full"),
-    Layout(dp=2, ep=2, stage=1, microbatches=2),
+    Layout(dp=2, ep=2, stage=1, microbatches=2, rows=7),
+    Layout(dp=2, stage=3, rows=9, recompute="full"),
     Layout(tp=2, ep=2, sequence=False, recompute="selective"),
     Layout(tp=2, etp=2, microbatches=2),
     Layout(replicate=2, dp=2, ep=2, stage=2, microbatches=2, told=False),
     Layout(tp=2, stage=2, microbatches=2, told=False),
-    Layout(dp=4, ep=2, stage=2, microbatches=2, recompute="selective"),
     Layout(dp=4, ep=4, stage=3, microbatches=2),
-    Layout(replicate=2, dp=2, ep=2, stage=3),
     Layout(dp=2, tp=2, ep=2, stage=3, microbatches=2, recompute="full"),
     Layout(dp=2, tp=2, ep=4, stage=1, sequence=False),
-    Layout(dp=2, tp=2, ep=2, etp=2, stage=2),
+    Layout(dp=2, tp=2, ep=2, etp=2, stage=2, rows=11),
     Layout(pp=2, dp=2, ep=2, stage=3, microbatches=3),
     Layout(pp=2, tp=2, ep=2, microbatches=2, virtual_stages=2, recompute="full"),
 ]
 """Every axis with every other one, ZeRO at each stage, both sequence modes."""
 EVERY = [
+    Layout(dp=4, ep=2, stage=2, microbatches=2, recompute="selective", rows=8),
     *(
         Layout(dp=4, ep=ep, stage=stage, microbatches=m)
         for ep, stage, m in product((1, 2, 4), range(4), (1, 2))

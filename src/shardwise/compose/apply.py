@@ -39,6 +39,7 @@ from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
+from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.expert.surroundings import Layout
 from shardwise.parallel.pipeline.check_cut import check_cut
 from shardwise.parallel.pipeline.cut import cut
@@ -68,11 +69,12 @@ def apply_to_model(
     seed: int,
     replay: Replay,
     loads: ExpertLoads,
+    rows: int | None = None,
     synchronizes_batch_norm: bool = False,
     start: Callable[[], None] | None = None,
 ) -> Stages:
-    """Lines 1 to 5, in place. ``starts``: the blocks that begin each stage but the first; ``start`` gives the model its
-    first weights and buffers.
+    """Lines 1 to 5, in place. ``starts``: the blocks that begin each stage but the first; ``rows``: pairs of token and
+    expert that a rank works on at once; ``start`` gives the model its first weights and buffers.
 
     Errors: PlanError where the model cannot be cut so.
     """
@@ -96,8 +98,11 @@ def apply_to_model(
         return "cut" if region.cut else "addends" if region.adds else "alike"
 
     surround(model, seed, replay, loads, tp, layout)
-    if described.stacks:
-        cut_experts(model, described.stacks, ExpertRanks(groups["ep"], groups["etp"], tp, layout), replay)
+    stacks, ep, etp = described.stacks, groups.get("ep"), groups.get("etp")
+    if rows is not None and not stacks:  # they stay whole, and take turns
+        stacks = find_stacks(model).stacks
+    ranks = ExpertRanks(ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, rows)
+    cut_experts(model, stacks, ranks, replay)
     if groups["pp"].size == 1:
         return {0: (model, None)}
     here = range(groups["pp"].index, len(starts) + 1, groups["pp"].size)

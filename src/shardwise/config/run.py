@@ -28,6 +28,7 @@ from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.schedule_policy import AnySchedulePolicy, SchedulePolicy
 from shardwise.parallel.embedding.policy import TablesPolicy
+from shardwise.parallel.expert.policy import ExpertsPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -109,6 +110,8 @@ class RunConfig(Policy):
     """How model state is cut along "dp"."""
     tensor: TensorPolicy = Field(default_factory=TensorPolicy)
     """How matrices are cut along "tp"."""
+    experts: ExpertsPolicy = Field(default_factory=ExpertsPolicy)
+    """How rows go to the experts of a mixture."""
     pipeline: PipelinePolicy = Field(default_factory=PipelinePolicy)
     """How layers are cut along "pp", and in which order the stages run."""
     tables: TablesPolicy = Field(default_factory=TablesPolicy)

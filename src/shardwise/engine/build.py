@@ -309,6 +309,7 @@ def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> St
         settings.train.seed,
         share.replay,
         share.loads,
+        settings.experts.rows,
         settings.batch_norm == "synchronized",
         give_start,
     )

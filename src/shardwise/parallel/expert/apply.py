@@ -38,6 +38,8 @@ class ExpertRanks(NamedTuple):
     """The ranks that are given the same microbatch: along "tp"."""
     layout: Callable[[], Layout]
     """How the running pass lies on ``tokens``."""
+    rows: int | None = None
+    """Pairs that a rank works on at once; None: all."""
 
 
 def mixtures(model: nn.Module, by_first_name: bool = False) -> dict[str, MixtureOfExperts]:
@@ -117,7 +119,7 @@ class _Dispatched:
         self._replay = replay
         self._surroundings = surroundings
         self._layer = layer
-        self._dispatcher = Dispatcher(ranks.ep, ranks.etp, stack.experts, name=name)
+        self._dispatcher = Dispatcher(ranks.ep, ranks.etp, stack.experts, ranks.rows, name)
         self._compute = compute_of(module, adds_bias=ranks.etp.index == 0)
         self._signature = inspect.signature(type(module).forward)
 

@@ -9,6 +9,15 @@ from shardwise.plan.policy import Policy
 Count = Annotated[int, Field(ge=1)]
 
 
+class ExpertsPolicy(Policy):
+    """Keys under ``experts:``; ``mesh.ep`` and ``mesh.etp`` say over how many ranks experts lie."""
+
+    rows: Count | None = None
+    """Pairs of token and expert that a rank works on at once: more come in rounds, which are computed again in the
+    backward pass, so that skewed routing costs time and not memory. More than top_k times mesh.ep. Left out: all at
+    once."""
+
+
 class RouterPolicy(Policy):
     """How a router chooses: by default the two experts of largest probability, weights divided by their sum.
 
