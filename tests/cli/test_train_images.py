@@ -99,6 +99,33 @@ def test_any_number_of_ranks_sees_the_same(ranks: Ranks, tmp_path: Path) -> None
             assert found[1] == accuracy and 0 < accuracy < 1
 
 
+def on_stages(world: World, content: dict[str, Any]) -> list[Any]:
+    trainer = ImageTrainer(
+        world, resolve(load(content), world.size, "cpu"), RunFolder(Path(content["output_dir"]))
+    )
+    pictures, read = trainer.corpus.train.pictures, []
+    picture = pictures.picture
+    pictures.picture = lambda index: read.append(index) or picture(index)  # type: ignore[func-returns-value]
+    steps = trainer.steps()
+    losses = [trainer.step(steps).loss for _ in range(3)]
+    trainer.evaluate()
+    steps.close()
+    return [losses, trainer.score["loss"], len(read)]
+
+
+def test_the_first_stage_alone_reads_pictures(ranks: Ranks, tmp_path: Path) -> None:
+    content = content_of(tmp_path)
+    del content["batch_norm"], content["train"]["metrics"]
+    content["model"] = {"name": "alexnet", "width": 1, "hidden": 4, "size": 64, "dropout": 0.5}
+    ((losses, score, read),) = ranks(1).run(on_stages, content)
+    assert read >= 3 * 16
+    found = ranks(2).run(on_stages, content | {"mesh": {"pp": 2}})
+    for each in found:
+        assert each[:2] == [pytest.approx(losses, rel=1e-5), pytest.approx(score, rel=1e-5)]
+    assert found[0][2] >= 3 * 16
+    assert found[1][2] == 16  # of the first step, which is compared with the uncut model on that rank
+
+
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     for changes, said in (
         ({"data": {"kind": "text"}}, "a model of images reads pictures"),

@@ -22,13 +22,14 @@ from shardwise.cli.trainer import Opened, Throughput, Trainer
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
-from shardwise.data.images import ImageBatch, ImagePolicy, build_images
+from shardwise.data.images import ImageBatch, ImagePolicy, LabelsAlone, build_images
 from shardwise.engine.step import StepResult
 from shardwise.models import TargetPolicy, build_image_model
 from shardwise.models import build as build_model
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import in_use_bytes
 from shardwise.observe.metrics import ImageRecord
+from shardwise.parallel.pipeline.layers import Layers
 from shardwise.plan.errors import UsageError
 from shardwise.plan.target import load_target
 
@@ -80,6 +81,11 @@ class ImageTrainer(Trainer):
         )
         return build_image_model(model, len(self.corpus.class_names), seed)
 
+    def to_read(self, data: Any, whole: int = 0) -> Any:
+        """Of a list of layers the first stage alone reads pictures."""
+        reads_all = self.mesh.index("pp", self.world.rank) == 0 or not isinstance(self.engine.module, Layers)
+        return data if reads_all or data is None else LabelsAlone(data, whole)
+
     def steps(self) -> Generator[list[Any]]:
         """As the loader has them, on the device; how long that took is noted."""
         began = time.perf_counter()
@@ -94,7 +100,8 @@ class ImageTrainer(Trainer):
         device = self.world.device
         if device.type == "cpu":
             return batch
-        return ImageBatch(*(each.to(device, non_blocking=True) for each in batch))
+        images = None if batch.images is None else batch.images.to(device, non_blocking=True)
+        return ImageBatch(images, batch.labels.to(device, non_blocking=True))
 
     def weights(self, batches: Sequence[Any]) -> list[float]:
         """Pictures."""

@@ -103,10 +103,13 @@ class Trainer(ABC):
         self.config, self.validation = opened.config, opened.validation
         self._check_data(opened.fingerprint)
         self.engine: Engine = shardwise.initialize(self.make_model(), self.config, world=world)
+        self.validation = self.to_read(self.validation)
         batch, data = self.config.batch, self.config.data
-        assert batch.global_size and batch.micro_size, "Request.load refuses a run without a batch size"
+        assert batch.global_size and batch.micro_size and batch.accumulation, (
+            "Request.load refuses a run without a batch size"
+        )
         self.loader = Loader(
-            opened.train,
+            self.to_read(opened.train, whole=batch.accumulation),
             global_batch=batch.global_size,
             micro_batch=batch.micro_size,
             dp_index=self.mesh.index("dp", world.rank),
@@ -131,6 +134,10 @@ class Trainer(ABC):
     @abstractmethod
     def make_model(self) -> nn.Module:
         """On meta where the model allows it: the engine then draws each weight on the rank that keeps it."""
+
+    def to_read(self, data: Any, whole: int = 0) -> Any:
+        """What this rank's stages need of ``data``; its first ``whole`` batches as they are. The engine is there."""
+        return data
 
     @abstractmethod
     def weights(self, batches: Sequence[Any]) -> list[float] | None:

@@ -38,6 +38,9 @@ from shardwise.plan.errors import ConfigError, DataError
 
 Collate = Callable[[list[Any]], Any]
 
+_AHEAD = 2
+"""Batches that each worker reads ahead beside those that are asked for at once."""
+
 
 class _Placed(NamedTuple):
     position: int
@@ -99,10 +102,16 @@ class Mapped:
         """Draws nothing from the generators of this process, and says what it holds."""
         return self.is_text or isinstance(self.dataset, PlacedDataset)
 
-    def batches(self, blocks: Iterable[list[SampleAt]], key: int) -> Iterable[Any]:
-        """One batch per block of places, in order; worker processes read ahead where there are any."""
+    def batches(self, blocks: Iterable[list[SampleAt]], key: int, together: int = 1) -> Iterable[Any]:
+        """One batch per block of places, in order; worker processes read ahead where there are any.
+
+        ``together``: batches that are asked for at once. As many and some are read ahead: with fewer, whoever asks
+        waits for the last ones while nothing is computed.
+        """
+        workers = self.worker_options.get("num_workers", 0)
+        ahead = _AHEAD + -(-together // workers) if workers else 0
         if isinstance(self.dataset, PlacedDataset):
-            return placed_batches(self.dataset, blocks, key, self.worker_options.get("num_workers", 0))
+            return placed_batches(self.dataset, blocks, key, workers, ahead)
         reader = _Reader(self.dataset, key, draws=not self.is_text)
         collator = _Collator(self.collate, key, draws=not self.is_text)
         if not self.worker_options:
@@ -110,10 +119,12 @@ class Mapped:
         # The loader draws its workers' seed when it is iterated; from a generator of its own, not from the model's.
         generator = torch.Generator().manual_seed(key)
         sampler: Any = blocks  # any iterable of lists serves; the stub asks for lists of int
+        options = {
+            **self.worker_options,
+            "prefetch_factor": self.worker_options.get("prefetch_factor") or ahead,
+        }
         return iter(
-            DataLoader(
-                reader, batch_sampler=sampler, collate_fn=collator, generator=generator, **self.worker_options
-            )
+            DataLoader(reader, batch_sampler=sampler, collate_fn=collator, generator=generator, **options)
         )
 
 
@@ -137,7 +148,9 @@ def adopt(
         return _adopt_loader(data, collate_fn, workers)
     collate = collate_fn or default_collate
     if isinstance(data, PlacedDataset):
-        return Mapped(data, collate, shuffle, {"num_workers": workers} if workers else {})
+        return Mapped(
+            data, collate, shuffle, {"num_workers": workers} if workers and not data.is_cheap else {}
+        )
     if (
         hasattr(data, "__len__")
         and hasattr(data, "__getitem__")

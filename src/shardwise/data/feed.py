@@ -80,10 +80,11 @@ class MapFeed:
             position += self._share.global_batch
 
     def steps(self, cursor: Cursor) -> Iterator[Fetched]:
-        batches = iter(self._data.batches(self._blocks(cursor["position"]), self._seed))
+        together = self._share.accumulation
+        batches = iter(self._data.batches(self._blocks(cursor["position"]), self._seed, together))
         while True:
             cursor = self.advance(cursor, 1)
-            yield Fetched([next(batches) for _ in range(self._share.accumulation)], cursor)
+            yield Fetched([next(batches) for _ in range(together)], cursor)
 
 
 class _Item(NamedTuple):

@@ -9,16 +9,13 @@ one sentence that it is. Where there is an accelerator, batches of workers lie i
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.plan.errors import DataError
-
-_BATCHES_AHEAD = 3
-"""Of each worker."""
 
 
 class SampleAt(NamedTuple):
@@ -30,6 +27,9 @@ class SampleAt(NamedTuple):
 
 class PlacedDataset(ABC):
     """A dataset with random access whose batches are made from places."""
+
+    is_cheap: ClassVar[bool] = False
+    """Read where it is used, for no worker process is worth its start."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -65,9 +65,12 @@ class _ByPlaces(Dataset[Any]):
 
 
 def placed_batches(
-    data: PlacedDataset, blocks: Iterable[list[SampleAt]], key: int, workers: int
+    data: PlacedDataset, blocks: Iterable[list[SampleAt]], key: int, workers: int, ahead: int
 ) -> Iterator[Any]:
-    """One batch per block of places, in order. Errors: DataError as the dataset raised it."""
+    """One batch per block of places, in order. Errors: DataError as the dataset raised it.
+
+    ``ahead``: batches that each worker makes before they are asked for.
+    """
     if not workers:
         for block in blocks:
             yield data.batch(block, key)
@@ -78,7 +81,7 @@ def placed_batches(
         batch_size=None,
         sampler=sampler,
         num_workers=workers,
-        prefetch_factor=_BATCHES_AHEAD,
+        prefetch_factor=ahead,
         collate_fn=_as_is,
         pin_memory=torch.accelerator.is_available(),
         # The loader draws its workers' seed when it is iterated; from a generator of its own, not from the model's.

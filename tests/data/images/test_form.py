@@ -1,5 +1,7 @@
 """What is drawn for a picture follows from seed and position, on any number of ranks and workers."""
 
+import time
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from shardwise.data import Loader, evaluation_batches
 from shardwise.data.images import ImagePolicy, build_images
 from shardwise.data.images.form import rectangle, to_shorter_side
 from shardwise.data.images.pictures import Pictures
-from shardwise.data.placed import SampleAt, draws_at
+from shardwise.data.placed import PlacedDataset, SampleAt, draws_at
 from shardwise.plan.errors import DataError
 
 # Worker processes are forked, which newer Pythons remark upon when threads are alive.
@@ -75,6 +77,35 @@ def test_an_epoch_draws_anew_and_a_resume_goes_on() -> None:
     again = Loader(data, global_batch=8, micro_batch=8, seed=3)
     again.load_state(loader.state())
     assert torch.equal(loader.step_batches()[0].images, again.step_batches()[0].images)
+
+
+class Counted(PlacedDataset):
+    """Counts its batches in memory that workers share."""
+
+    def __init__(self) -> None:
+        self.made = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, places: Sequence[SampleAt], key: int) -> int:
+        self.made += 1
+        return int(self.made)
+
+    def fingerprint(self) -> str:
+        return ""
+
+
+def test_a_worker_makes_the_whole_next_step_ahead() -> None:
+    """It made three batches ahead, and steps of more waited for the others while nothing was computed."""
+    data = Counted()
+    loader = Loader(data, global_batch=8, micro_batch=1, workers=1)
+    assert loader.step_batches() == [*range(1, 9)]
+    deadline = time.monotonic() + 20
+    while int(data.made) < 16 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert int(data.made) >= 16
+    loader.close()
 
 
 def test_every_held_out_picture_counts_once() -> None:

@@ -33,8 +33,8 @@ _ASPECT = 4 / 3
 class ImageBatch(NamedTuple):
     """What a model is called with: ``model(images, labels)``, or ``model(images)`` where its outputs are wanted."""
 
-    images: Tensor
-    """[B, 3, S, S], fp32."""
+    images: Tensor | None
+    """[B, 3, S, S], fp32; None where a rank's stages read labels alone."""
     labels: Tensor
     """[B], int64."""
 
@@ -68,10 +68,15 @@ class ImageSamples(PlacedDataset):
                 if self._augments
                 else self._middle(picture)
             )
-        labels = self.pictures.labels[self._chosen[[place.sample for place in places]]]
-        values = pixels * self._scale - self._offset
-        images = torch.from_numpy(np.ascontiguousarray(values.transpose(0, 3, 1, 2)))
-        return ImageBatch(images, torch.from_numpy(labels))
+        labels = self.labels(places)
+        values = np.empty((len(places), 3, self._size, self._size), dtype=np.float32)
+        np.multiply(pixels.transpose(0, 3, 1, 2), self._scale[:, None, None], out=values)
+        values -= self._offset[:, None, None]
+        return ImageBatch(torch.from_numpy(values), torch.from_numpy(labels))
+
+    def labels(self, places: Sequence[SampleAt]) -> npt.NDArray[np.int64]:
+        """[B]."""
+        return self.pictures.labels[self._chosen[[place.sample for place in places]]]
 
     def fingerprint(self) -> str:
         """Of the pictures, and which of them."""
@@ -95,6 +100,32 @@ class ImageSamples(PlacedDataset):
         picture = to_shorter_side(picture, shorter)
         top, left = ((side - size) // 2 for side in picture.shape[:2])
         return picture[top : top + size, left : left + size]
+
+
+class LabelsAlone(PlacedDataset):
+    """The same samples for a rank of a pipeline whose stages read no picture.
+
+    The ``whole`` batches that are made first have theirs: a run's first step is compared with the uncut model.
+    """
+
+    is_cheap = True
+
+    def __init__(self, samples: ImageSamples, whole: int = 0) -> None:
+        self._samples, self._whole = samples, whole
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch(self, places: Sequence[SampleAt], key: int) -> ImageBatch:
+        """See ``PlacedDataset``."""
+        if self._whole:
+            self._whole -= 1
+            return self._samples.batch(places, key)
+        return ImageBatch(None, torch.from_numpy(self._samples.labels(places)))
+
+    def fingerprint(self) -> str:
+        """Of the samples."""
+        return self._samples.fingerprint()
 
 
 class Box(NamedTuple):

@@ -41,7 +41,9 @@ class SyntheticImages(Pictures):
         down, right = draws.integers(0, self._size, 2)
         moved = np.roll(self._patterns[self.labels[index]], (int(down), int(right)), (0, 1))
         noise = draws.standard_normal(moved.shape, dtype=np.float32)
-        return np.clip(moved + np.float32(self._policy.noise) * noise, 0, 255).astype(np.uint8)
+        noise *= np.float32(self._policy.noise)
+        noise += moved
+        return np.clip(noise, 0, 255, out=noise).astype(np.uint8)
 
     def fingerprint(self) -> str:
         """The keys that decide it."""
