@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnAxis, ParameterSpec
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.apply import mixtures
-from shardwise.parallel.expert.stacks import Stack, find_stacks, refuse_unknown
+from shardwise.parallel.expert.stacks import Stack, find_stacks, refuse_own_balance, refuse_unknown
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, positions, weigh
 from shardwise.parallel.pipeline.layers import Layers, class_name
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -107,6 +107,7 @@ def describe_cut(
             f"tensor: mesh.tp is {mesh.tp}, but the model is a list with layers that are not built yet (LayerSpec), "
             "whose matrices cannot be cut; give built modules in the list, or set mesh.tp: 1"
         )
+    refuse_own_balance(model, mesh.pp)
     stacks = _stacks(model, mesh)
     spec = describe(model, zero, stacks)
     table, cuts_sequence, uses = None, False, None

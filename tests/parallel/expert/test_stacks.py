@@ -18,6 +18,7 @@ from shardwise.parallel.expert.stacks import (
     Stacked,
     find_stacks,
     gated_stack,
+    refuse_own_balance,
     refuse_unknown,
 )
 from shardwise.parallel.expert.transformers_experts import compute_of
@@ -258,6 +259,25 @@ def test_a_class_that_does_more_with_its_stacks_is_refused() -> None:
         "gate_up_proj [4, 12, 5] where [4, 14, 5]"
         in find_stacks(SimpleNamespace(named_modules=lambda: [("experts", wrong)])).refused["experts"]
     )  # type: ignore[arg-type]
+
+
+def test_a_balance_loss_of_the_model_s_own_is_refused_in_a_pipeline() -> None:
+    """It is made of what all layers' routers said."""
+    pytest.importorskip("transformers", minversion="5")
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        plain, asks = (
+            MixtralForCausalLM(MixtralConfig(**sizes, output_router_logits=on)) for on in (False, True)
+        )
+    refuse_own_balance(plain, 2)
+    refuse_own_balance(asks, 1)
+    with pytest.raises(
+        PlanError, match="MixtralForCausalLM that adds a balance loss .*output_router_logits = False"
+    ):
+        refuse_own_balance(asks, 2)
 
 
 @pytest.mark.soak

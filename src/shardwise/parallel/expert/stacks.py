@@ -24,6 +24,7 @@ Cost:   reads names and shapes.
 Shapes: N tokens, D width, E experts, F hidden features of an expert, k experts of a token.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from shardwise.plan.placement import Block, Partial, Placement, Replicate, Shard
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """What transformers' decorator sets on a module of experts."""
+_OWN_BALANCE = "load_balancing_loss_func"
+"""What transformers' models call for their balance loss."""
 _ALIKE = {"Step3p7Experts": (True, False, False, False, True)}
 """Flags of classes of transformers that compute the same and are not decorated."""
 
@@ -117,6 +120,20 @@ def refuse_unknown(model: nn.Module, found: FoundStacks, ep: int, etp: int) -> N
                     f"experts: {name}: {number} {what} do not divide over mesh.{axis}={ranks}; the nearest "
                     f"mesh.{axis} that works is {best}"
                 )
+
+
+def refuse_own_balance(model: nn.Module, stages: int) -> None:
+    """Errors: PlanError where ``model`` makes a balance loss of the router logits of all its layers, and these lie on
+    several stages."""
+    for name, module in model.named_modules() if stages > 1 else ():
+        asked = getattr(getattr(module, "config", None), "output_router_logits", False)
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if asked and code is not None and _OWN_BALANCE in code.co_names:
+            raise PlanError(
+                f"pipeline: {name or 'the model'} is a {type(module).__name__} that adds a balance loss of its own, "
+                f"made of the router logits of all layers, and each of mesh.pp's {stages} stages has those of its own "
+                "layers alone; set model.config.output_router_logits = False, or mesh.pp: 1"
+            )
 
 
 def gated_stack(experts: int, hidden: int, gate_up: str = "gate_up", down: str = "down") -> Stack:
