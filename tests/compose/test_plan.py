@@ -188,9 +188,21 @@ def test_experts_lie_on_other_ranks_than_the_rest(mesh: Mesh, stage: int) -> Non
 def test_a_unit_of_experts_and_of_others() -> None:
     spec = replace(described(1, stack=2), units=("blocks.0",))
     with pytest.raises(
-        PlanError, match="'blocks.0' holds 'blocks.0.out.bias' and 'blocks.0.experts.down', but"
+        PlanError, match="'blocks.0' holds 'blocks.0.out.bias' and 'blocks.0.experts.bias', but"
     ):
         described_plan(Mesh(dp_shard=2, ep=2), spec=spec)
+
+
+def test_a_bias_of_each_expert_is_no_matrix() -> None:
+    with pytest.raises(
+        PlanError, match=r"experts.bias' has the shape \[2, 16\], one row an expert, but its rule"
+    ):
+        described_plan(
+            Mesh(dp_shard=2, ep=2),
+            spec=described(1, stack=2),
+            updates=(UpdateRule(("exp_avg",)), UpdateRule((), "matrix")),
+            group_of=lambda name: int(name.endswith("experts.bias")),
+        )
 
 
 def test_tables_are_units_of_the_class_whose_stage_uses_them() -> None:

@@ -43,6 +43,7 @@ def experts(count: int) -> dict[str, tuple[tuple[int, ...], dict[str, OnAxis]]]:
     return {
         "experts.gate_up": ((count, 2 * HIDDEN, WIDTH), {"ep": _cut(0), "etp": _cut(1, *GATE_UP)}),
         "experts.down": ((count, WIDTH, HIDDEN), {"ep": _cut(0), "etp": _cut(2)}),
+        "experts.bias": ((count, WIDTH), {"ep": _cut(0), "etp": _ADDEND}),
     }
 
 

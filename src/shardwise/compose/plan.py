@@ -229,10 +229,11 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
     for name, shape, dtype, trained, aliases in spec.parameters.values():
         dtypes = policies.precision.dtypes(name, dtype)
         moments, needs = policies.updates[policies.group_of(name)] if trained else UpdateRule()
-        if needs == "matrix" and len(shape) != 2:
+        if needs == "matrix" and (len(shape) != 2 or spec.is_of_experts(name)):
+            what = ", one row an expert" * spec.is_of_experts(name)
             raise PlanError(
-                f"optimizer: {name!r} has the shape {list(shape)}, but its rule updates matrices of two dims; give it "
-                "to another rule (AdamW, say), by a group or an optimizer of its own"
+                f"optimizer: {name!r} has the shape {list(shape)}{what}, but its rule updates matrices of two dims; "
+                "give it to another rule (AdamW, say), by a group or an optimizer of its own"
             )
         axes = spec.state_axes(name)
         strategy = layout.strategy_of(policies.zero, mesh, axes)

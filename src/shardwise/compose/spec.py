@@ -99,6 +99,11 @@ class ModelSpec:
     shared_buffers: frozenset[str] = frozenset()
     """Names of buffers that all ranks move alike; of any other nobody promises that."""
 
+    def is_of_experts(self, name: str) -> bool:
+        """Whether dim 0 of a parameter, by its first name, counts experts."""
+        stacks = (f"{layer}.experts." if layer else "experts." for layer in self.experts)
+        return "ep" in self.slices.get(name, ()) or any(map(name.startswith, stacks))
+
     def state_axes(self, name: str) -> StateAxes:
         """Over which the state of a parameter is copied and cut, by its first name."""
         return EXPERT if "ep" in self.slices.get(name, ()) else DENSE
