@@ -23,8 +23,16 @@ PROMISES = {
     "09_tables_of_keys": "tables.user: ",
     "10_optimizers": "DEAL",
     "11_pipeline_as_deepspeed": "of what was loaded",
+    "12_cifar_as_deepspeed": "of pictures held out",
     "13_experts": "step 2  loss",
 }
+
+
+@pytest.fixture(autouse=True)
+def _deepspeed_is_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ranks, which are forks: ``--as-deepspeed`` of the launcher."""
+    first, *others = sys.path  # whose place a script's folder takes
+    monkeypatch.setattr(sys, "path", [first, str(EXAMPLES.parent / "compat/deepspeed"), *others])
 
 
 def test_every_example_is_tested() -> None:
@@ -75,6 +83,7 @@ def losses(text: str) -> list[float]:
         ("06_pipeline_of_layers", 2, (), "pp 1   "),
         ("09_tables_of_keys", 2, (), "tables.item: 200 rows in use"),
         ("11_pipeline_as_deepspeed", 2, (), "logits "),
+        ("12_cifar_as_deepspeed", 2, (), "right: "),
         ("13_experts", 2, ("--ep", "2"), "blocks.1.mlp.experts"),
         ("08_change_the_mesh", 4, ("--mesh", "pp=2,tp=2"), "step (pp 0 ranks)"),
     ],
@@ -94,3 +103,19 @@ def test_more_ranks_lose_what_one_process_does(
     assert promise in text, text
     assert len(losses(text)) == 2
     assert losses(text) == pytest.approx(alone, rel=1e-4)
+
+
+def test_experts_in_a_script_of_deepspeeds(capfd: pytest.CaptureFixture[str]) -> None:
+    """On two ranks with half of the experts each as with all on both: a layer alone, and two that share a dense one.
+
+    With ``--stage 3``, at which DeepSpeed has none.
+    """
+    for kind in (
+        (),
+        ("--num-experts", "2", "4", "--mlp-type", "residual", "--moe-param-group", "--stage", "3"),
+    ):
+        found = [
+            losses(said(capfd, "12_cifar_as_deepspeed", "--moe", "--ep-world-size", str(ep), *kind, ranks=2))
+            for ep in (1, 2)
+        ]
+        assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-5)
