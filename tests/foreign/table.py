@@ -45,7 +45,7 @@ def page(found: Answers) -> str:
         "fp32 inside them widened, against one plain process: losses, norm, gradients (in a pipeline the first "
         "change of the weights) and weights after two steps. A figure is the largest relative error, and at most "
         f"{EXACT:.0e}; a refusal is an error before the first step, its reason below; an empty cell was not "
-        "run (ep 2: a model without experts). Along ep experts are cut, under tp too; ep 2 has ZeRO 3. "
+        "run (in ep 2, most often: a model without experts). Along ep experts are cut, under tp too; ep 2 has ZeRO 3. "
         "`python -m tests.foreign.sweep --help` tells how this page is made; `make soak` runs it.\n\n"
         f"{counts['exact']} exact, {counts['refused']} refused"
         + "".join(f", {counts[word]} {word}" for word in ("wrong", "error", "late") if counts[word])
