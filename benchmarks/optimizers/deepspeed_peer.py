@@ -1,4 +1,6 @@
-"""Steps of DeepSpeed with one optimizer, in an environment of its own; rank 0 writes seconds as JSON.
+"""Steps of DeepSpeed with one optimizer, in an environment of its own; rank 0 writes what a step took as JSON.
+
+[seconds by the clock, CPU seconds of all ranks], a list each:
 
 DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 deepspeed_peer.py OPTIMIZER STAGE STEPS OUT
 """
@@ -8,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from net import batch, made
 
 import deepspeed
@@ -36,15 +39,18 @@ def main() -> None:
         "steps_per_print": 100000,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    seconds = []
+    wall, cpu = [], []
     for step in range(steps):
         deepspeed.comm.barrier()
-        start = time.perf_counter()
+        start, spent = time.perf_counter(), time.process_time()
         engine.backward(engine(*batch(step, engine.global_rank)))
         engine.step()
-        seconds.append(time.perf_counter() - start)
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - spent)
+    of_all = torch.tensor(cpu, dtype=torch.float64)
+    deepspeed.comm.all_reduce(of_all)
     if engine.global_rank == 0:
-        out.write_text(json.dumps(seconds))
+        out.write_text(json.dumps([wall, of_all.tolist()]))
 
 
 if __name__ == "__main__":

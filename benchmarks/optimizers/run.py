@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,18 +61,19 @@ def worker(kinds: list[str], steps: int, out: str) -> None:
         for kind in kinds
     }
     found: dict[str, dict[str, list[float]]] = {
-        kind: {"all": [], "step": [], "update": [], "bytes": []} for kind in kinds
+        kind: {"all": [], "cpu": [], "step": [], "update": [], "bytes": []} for kind in kinds
     }
     for step in range(steps):
         for kind, engine in engines.items():
             engine._parts.groups["world"].barrier()
-            begun = time.perf_counter()
+            begun, spent = time.perf_counter(), time.process_time()
             engine.backward(engine(batch(step, world.rank)))
             start = time.perf_counter()
             engine.step()
             now = time.perf_counter()
             found[kind]["step"].append(now - start)
             found[kind]["all"].append(now - begun)
+            found[kind]["cpu"].append(time.process_time() - spent)
             trace = engine.trace
             updates = [
                 (stop - start, sent)
@@ -83,6 +84,10 @@ def worker(kinds: list[str], steps: int, out: str) -> None:
             ]
             found[kind]["update"].append(sum(seconds for seconds, _ in updates))
             found[kind]["bytes"].append(float(sum(sent for _, sent in updates)))
+    for kind, engine in engines.items():
+        cpu = torch.tensor(found[kind]["cpu"], dtype=torch.float64)
+        engine._parts.groups["world"].all_reduce(cpu, "seconds", purpose="control").wait()
+        found[kind]["cpu"] = cpu.tolist()
     if world.rank == 0:
         Path(out).write_text(json.dumps(found))
     for engine in engines.values():
@@ -97,7 +102,7 @@ def ours(kinds: list[str], steps: int, folder: Path) -> dict[str, dict[str, list
     return json.loads(out.read_text())
 
 
-def theirs(python: str, kind: str, steps: int, folder: Path) -> list[float] | None:
+def theirs(python: str, kind: str, steps: int, folder: Path) -> list[list[float]] | None:
     """A job of DeepSpeed's; None where it cannot run here."""
     out = folder / "theirs.json"
     out.unlink(missing_ok=True)
@@ -110,15 +115,26 @@ def theirs(python: str, kind: str, steps: int, folder: Path) -> list[float] | No
     return json.loads(out.read_text()) if done and out.is_file() else None
 
 
-def compared(python: str, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """(ours, theirs) of each round in ms a step, by optimizer; theirs is infinite where it cannot run here."""
-    found: dict[str, list[tuple[float, float]]] = {}
+class Round(NamedTuple):
+    """Of both packages, in ms a step; theirs is infinite where it cannot run here."""
+
+    ours: float
+    theirs: float
+    our_cpu: float
+    their_cpu: float
+
+
+def compared(python: str, kinds: list[str], rounds: int, folder: Path) -> dict[str, list[Round]]:
+    """By optimizer."""
+    found: dict[str, list[Round]] = {}
     for number in range(rounds):
-        for kind in ("adamw", "lamb", "muon"):
-            own = middle(ours([kind], SHORT, folder)[kind]["all"])
-            runs = number == 0 or found[kind][0][1] < math.inf
+        for kind in kinds:
+            own = ours([kind], SHORT, folder)[kind]
+            runs = number == 0 or found[kind][0].theirs < math.inf
             other = theirs(python, kind, SHORT, folder) if runs else None
-            found.setdefault(kind, []).append((own, math.inf if other is None else middle(other)))
+            wall, cpu = (math.inf, math.inf) if other is None else map(middle, other)
+            found.setdefault(kind, []).append(Round(middle(own["all"]), wall, middle(own["cpu"]), cpu))
+            print(kind, found[kind][-1], file=sys.stderr)
     return found
 
 
@@ -144,6 +160,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5, help="beside DeepSpeed")
     parser.add_argument("--deepspeed")
+    parser.add_argument(
+        "--beside", nargs="*", default=["adamw", "lamb", "muon"], help="optimizers, beside DeepSpeed"
+    )
     parser.add_argument("--readme", type=Path)
     parser.add_argument("--worker")
     parser.add_argument("--out")
@@ -154,7 +173,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         together = ours(list(KINDS), wanted.steps, folder)
-        beside = compared(wanted.deepspeed, wanted.rounds, folder) if wanted.deepspeed else {}
+        beside = compared(wanted.deepspeed, wanted.beside, wanted.rounds, folder) if wanted.deepspeed else {}
     shown = ["THEIRS" if each == wanted.deepspeed else each for each in sys.argv[1:]]
     lines = [
         f"`python benchmarks/optimizers/run.py {' '.join(shown)}`",
@@ -174,17 +193,23 @@ def main() -> None:
     if beside:
         lines += [
             "",
-            "| optimizer | forward, backward, step: ours, ms | deepspeed, ms | ratio (range of the rounds) |",
-            "|---|---|---|---|",
+            "| optimizer | forward, backward, step: ours, ms (CPU ms of both ranks) | deepspeed | wall ratio (range) | "
+            "CPU ratio (range) |",
+            "|---|---|---|---|---|",
         ]
     for kind, pairs in beside.items():
-        own, other = (statistics.median(each) for each in zip(*pairs, strict=True))
+        own, other, cpu, their_cpu = (statistics.median(each) for each in zip(*pairs, strict=True))
         if other == math.inf:
-            lines.append(f"| {kind} | {own:.0f} | does not run on the CPU | |")
+            lines.append(f"| {kind} | {own:.0f} ({cpu:.0f}) | does not run on the CPU | | |")
             continue
-        ratios = [a / b for a, b in pairs]
-        spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-        lines.append(f"| {kind} | {own:.0f} | {other:.0f} | {statistics.median(ratios):.2f} ({spread}) |")
+        both = [(a.ours / a.theirs, a.our_cpu / a.their_cpu) for a in pairs]
+        said = [
+            f"{statistics.median(each):.2f} ({min(each):.2f}-{max(each):.2f})"
+            for each in zip(*both, strict=True)
+        ]
+        lines.append(
+            f"| {kind} | {own:.0f} ({cpu:.0f}) | {other:.0f} ({their_cpu:.0f}) | {' | '.join(said)} |"
+        )
     about = describe()
     lines.insert(
         1,
