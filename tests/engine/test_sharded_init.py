@@ -1,5 +1,6 @@
 """Models made in pieces: the values of rank 0's plain model, whatever init code does; trained as one made whole."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -31,12 +32,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """What models do while they are made: ties, padding rows, ``apply``, edits of slices, a dtype."""
+    """What models do while they are made: ties, padding rows, copies, ``apply``, edits of slices, a dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH, padding_idx=3)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.blocks.append(copy.deepcopy(self.blocks[0]))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
         self.apply(self._init)

@@ -239,6 +239,14 @@ class PieceTensor(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PieceTensor({list(self.shape)}, {self.dtype})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Whole, until the copied module becomes a child of another and is cut. Collective."""
+        if id(self) not in memo:
+            copied = self.piece.open(False).clone()
+            is_parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+        return memo[id(self)]
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
