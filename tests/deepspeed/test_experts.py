@@ -274,6 +274,36 @@ def test_saved_over_two_ranks_and_loaded_where_experts_are_whole(
         assert losses == pytest.approx(losses[:1] * 3, rel=1e-12)
 
 
+class Drawing(nn.Module):
+    """Dropout and a drawn second expert, in a piece that the model itself checkpoints, or not."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.moe = made(k=2, top2_2nd_expert_sampling=True)  # which seeds
+        self.first, self.dropped, self.call = nn.Linear(3, WIDTH).double(), nn.Dropout(0.5), call
+
+    def piece(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, l_aux, _ = self.moe(self.dropped(x.tanh()))
+        return y, l_aux
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.call(self.piece, self.first(x))
+
+
+def test_a_checkpoint_of_the_scripts_own_draws_the_same_again() -> None:
+    norms = []
+    for call in (lambda function, x: function(x), deepspeed.checkpointing.checkpoint):
+        engine = deepspeed.initialize(
+            model=Drawing(call), config={**CONFIG, "gradient_accumulation_steps": 1}
+        )[0]
+        for x in samples(0)[:2]:
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    assert norms[:2] == norms[2:]
+
+
 def test_layers_over_other_ranks_are_refused_before_any_work() -> None:
     model = nn.Sequential(made(ep_size=1), made(ep_size=2))
     config = {"train_batch_size": 2}

@@ -1,8 +1,9 @@
 """``deepspeed.checkpointing``: a function whose activations are computed again in the backward pass.
 
 torch's own checkpoint, in its form without reentrance, which knows every gradient. What runs again draws the same
-random numbers and sees the same autocast and dtypes of operations. Models whose blocks are alike need no call:
-``recompute: full`` in our configuration, ``activation_checkpointing`` in DeepSpeed's, wraps the blocks.
+random numbers, sends tokens to the same experts and sees the same autocast and dtypes of operations. Models whose
+blocks are alike need no call: ``recompute: full`` in our configuration, ``activation_checkpointing`` in DeepSpeed's,
+wraps the blocks.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from shardwise.deepspeed.living import living
 from shardwise.precision.operations import running_dtypes_again
 
 _SAID: dict[str, Any] = {}
@@ -40,6 +42,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """What ``function`` returns; what it computes on the way is not kept."""
+    for engine in living():
+        if engine.ours.is_in_a_pass:
+            return engine.ours.recomputed(function)(*args)
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=running_dtypes_again
     )

@@ -40,6 +40,7 @@ from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepEnd, StepResult
 from shardwise.engine.training_step import StepDiscard, TrainingStep
 from shardwise.engine.weighing import Weighing
+from shardwise.memory.recompute import recomputed
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.parallel.expert.loads import summary_of
 
@@ -182,6 +183,17 @@ class Engine(StateAccess):
         Errors: UsageError for ``step()`` inside.
         """
         return self._training.no_sync()
+
+    @property
+    def is_in_a_pass(self) -> bool:
+        """Whether a microbatch goes through the model now."""
+        return self._parts.passes.replay.is_running
+
+    def recomputed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, for a model that calls it in its forward pass: what it computes on the way is not kept, and
+        runs again in the backward pass, with the same dropout and the same experts, which torch's own checkpoint does
+        not know. ``recompute`` of the configuration wraps whole blocks without a call."""
+        return recomputed(function, self._parts.passes.replay)
 
     def prefetch(
         self, steps: Iterable[Any] | Loader, depth: int | None = None, lanes: Lanes | None = None

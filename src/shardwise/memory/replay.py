@@ -85,6 +85,11 @@ class Replay:
             self.scale = before
 
     @property
+    def is_running(self) -> bool:
+        """Whether a microbatch runs now."""
+        return self._place is not None
+
+    @property
     def place(self) -> BatchPosition:
         """The running microbatch.
 
@@ -93,7 +98,9 @@ class Replay:
         if self._place is None:
             raise UsageError(
                 "dropout: no microbatch is running, so there is no place to draw at; call the model through the engine "
-                "(engine(batch), engine.run(...)), or put it in evaluation mode with model.eval()"
+                "(engine(batch), engine.run(...)), or put it in evaluation mode with model.eval(); a piece under "
+                "torch's own checkpoint runs again when its pass is over: take engine.recomputed(piece), or recompute: "
+                "full"
             )
         return self._place
 
