@@ -385,3 +385,28 @@ def test_what_cannot_be_cut_is_told_on_all_ranks(ranks: Any) -> None:
 def test_every_layout_equals_one_process(ranks: Any, layout: Layout) -> None:
     for figures in ranks(layout.size).run(measure, layout):
         assert max(figures) <= 1e-10, figures
+
+
+def beside_layers_of_unknown_form(world: Any) -> float:
+    """Largest error of a gradient of a model that nobody has a table for."""
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, shared=1))
+
+    def loss(model: torch.nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    alone = seeded(make).double()
+    loss(alone, x).backward()
+    engine = shardwise.initialize(seeded(make).double(), {"mesh": {"tp": 2}}, loss=loss, world=world)
+    engine.backward(engine(x))
+    found = engine.gradients()
+    engine.step()  # compares with the uncut model too
+    engine.close()
+    return worst(found, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
+
+
+def test_a_model_without_a_table_has_gradients_of_all_tokens(ranks: Any) -> None:
+    """Rows of its other modules said that a router's gradient is whole on every rank."""
+    assert max(ranks(2).run(beside_layers_of_unknown_form)) < 1e-12

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.comm.world import World
@@ -198,6 +199,19 @@ def test_what_a_loss_was_divided_by() -> None:
     assert divisor_of((of(x, y, reduction="none") * mask).sum() / mask.sum()) == 3
     assert divisor_of(F.mse_loss(x, torch.zeros(4, 5))) is None
     assert divisor_of(x.sum().detach()) is None
+
+
+def test_no_block_runs_again_for_a_look_at_the_graph() -> None:
+    """What a layer divides by lies in its block, where recomputation makes it anew; stage 3 has no weights then."""
+    runs = []
+
+    def block(x: Tensor) -> Tensor:
+        runs.append(x)
+        return x / x.sum()
+
+    x = torch.ones(3, requires_grad=True)
+    assert divisor_of(checkpoint(block, x, use_reentrant=False).square().mean()) is None
+    assert len(runs) == 1
 
 
 def test_which_labels_a_batch_has() -> None:

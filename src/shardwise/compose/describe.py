@@ -26,7 +26,7 @@ from shardwise.parallel.zero.modules import check_callable, check_memory, holdin
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import PlanError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.names import chosen_by
+from shardwise.plan.names import chosen_by, matching
 from shardwise.plan.placement import Cut, Shard, local_shape
 from shardwise.precision.resolve import shared_buffers_of
 
@@ -117,8 +117,7 @@ def describe_cut(
         table = table_of(model, tensor.table, has_stacks=bool(stacks))
         if tensor.gather_logits:
             table = replace(table, causal_loss=False)
-        # Each rank routes tokens of its own, so what all hold alike in there gets addends.
-        table = replace(table, rows={**table.rows, **dict.fromkeys(mixtures(model), "partial")})
+        table = replace(table, rows=_rows_around_mixtures(model, table.rows))
         cuts_sequence = table.sequence and tensor.sequence_parallel
         placed = places(model, table, mesh.tp, cuts_sequence)
         alone = owners(model, table, placed)
@@ -150,6 +149,22 @@ def describe_cut(
         uses = None if isinstance(model, Layers) else order_of_use(model, call, device)
         spec = replace(spec, blocks=blocks_of(model, pipeline, uses, sizes))
     return Described(spec, table, cuts_sequence, alone, uses, stacks)
+
+
+def _rows_around_mixtures(model: nn.Module, rows: Mapping[str, str]) -> dict[str, str]:
+    """A table's ``rows``, without what they say of modules inside mixtures of experts: each rank routes tokens of its
+    own there, so what all hold alike gets addends."""
+    layers = mixtures(model)
+    inside = {name for layer in layers for name, _ in model.get_submodule(layer).named_modules(prefix=layer)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, str] = {}
+    for pattern, words in rows.items():
+        names = matching(modules, pattern)
+        if inside.isdisjoint(names):
+            found[pattern] = words
+        else:
+            found |= {name: words for name in names if name not in inside}
+    return found | dict.fromkeys(layers, "partial")
 
 
 def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, Stack]:

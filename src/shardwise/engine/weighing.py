@@ -118,8 +118,9 @@ def _count(labels: Tensor, is_shifted: bool) -> float:
 
 class _Place(NamedTuple):
     node: Any
-    divisor: float | None
-    """By what everything on the way here was divided last."""
+    quotients: tuple[Any, ...]
+    """The divisions on the way here, the last first; what they divided by is read where a cross entropy is found, for
+    in a block that runs again reading it runs the block."""
     rows: float | None
     """How many a mean on the way was taken over."""
 
@@ -135,11 +136,11 @@ def divisor_of(loss: Tensor) -> float | None:
 def divisors_of(loss: Tensor) -> list[float]:
     """Of each cross entropy in the graph of ``loss``, the nearest first."""
     found: list[float] = []
-    waiting = deque([_Place(loss.grad_fn, None, None)])
+    waiting = deque([_Place(loss.grad_fn, (), None)])
     for _ in range(_NODES):
         if not waiting:
             break
-        node, divisor, rows = waiting.popleft()
+        node, quotients, rows = waiting.popleft()
         if node is None:
             continue
         own = getattr(node, "counted_labels", None)  # our cross entropies
@@ -151,23 +152,24 @@ def divisors_of(loss: Tensor) -> list[float]:
             if name in _NLL and node._saved_reduction == _MEAN:
                 found.append(float(node._saved_total_weight))
             else:
-                found.append(_divided_by(node, divisor, rows))
+                found.append(_divided_by(node, quotients, rows))
             continue
         if name == "DivBackward0":
-            divisor = _number(node._saved_other, divisor)
+            quotients = (node, *quotients)
         elif name == "MeanBackward0":
             rows = float(node._saved_self_sym_numel)
-        waiting.extend(_Place(parent, divisor, rows) for parent, _ in node.next_functions)
+        waiting.extend(_Place(parent, quotients, rows) for parent, _ in node.next_functions)
     return found
 
 
-def _divided_by(node: Any, divisor: float | None, rows: float | None) -> float:
+def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> float:
     """Of cross entropies that were not averaged by themselves: the mean's rows, the divisor, or 1 for a sum.
 
     Divisors are kept from 0 (``clamp_min(1)``): a microbatch without any label, divided by 1, weighs nothing.
     """
     if rows is not None:
         return rows
+    divisor = next((each for each in map(_divisor, quotients) if each is not None), None)
     if divisor is None:
         return 1.0
     return divisor if divisor > 1 or _has_labels(node) else 0.0
@@ -181,5 +183,7 @@ def _has_labels(node: Any) -> bool:
     return bool((node._saved_target != (ignored if ignored < 1 << 63 else ignored - (1 << 64))).any())
 
 
-def _number(value: Any, otherwise: float | None) -> float | None:
-    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else otherwise
+def _divisor(quotient: Any) -> float | None:
+    """None where it is no single number."""
+    value = quotient._saved_other
+    return float(value.detach()) if isinstance(value, Tensor) and value.numel() == 1 else None
