@@ -391,7 +391,9 @@ def beside_layers_of_unknown_form(world: Any) -> float:
     """Largest error of a gradient of a model that nobody has a table for."""
 
     def make() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, shared=1))
+        return torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, WIDTH), MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, shared=1)
+        )
 
     def loss(model: torch.nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
@@ -410,3 +412,22 @@ def beside_layers_of_unknown_form(world: Any) -> float:
 def test_a_model_without_a_table_has_gradients_of_all_tokens(ranks: Any) -> None:
     """Rows of its other modules said that a router's gradient is whole on every rank."""
     assert max(ranks(2).run(beside_layers_of_unknown_form)) < 1e-12
+
+
+def made_in_pieces(world: Any) -> float:
+    """Largest difference of a weight that was made in pieces and then dealt to ranks of ep."""
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(MixtureOfExperts(WIDTH, HIDDEN, EXPERTS))
+
+    with shardwise.sharded_init():
+        model = seeded(make)
+    config = {"mesh": {"dp": 2, "ep": 2}, "zero": {"stage": 3}}
+    engine = shardwise.initialize(model, config, loss=lambda model, x: model(x).sum(), world=world)
+    found = engine.state_dict()
+    engine.close()
+    return worst(found, dict(seeded(make).state_dict()))
+
+
+def test_a_model_made_in_pieces_has_its_own_experts(ranks: Any) -> None:
+    assert max(ranks(2).run(made_in_pieces)) == 0

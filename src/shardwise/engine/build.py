@@ -140,7 +140,7 @@ def initialize(
     settings, mesh, device = site.settings, site.mesh, site.world.device
     if loss is None and settings.loss is not None:
         loss = load_target("loss.target", settings.loss.target)
-    pieces = take_pieces(model, is_cut=mesh.tp * mesh.pp > 1)
+    pieces = take_pieces(model, is_cut=mesh.tp * mesh.pp * mesh.ep * mesh.etp > 1)
     recipe = recipe_of(model, settings, optimizer, elementwise)
     if mesh.pp == 1 and isinstance(model, Layers):
         model.build_all()
