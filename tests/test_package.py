@@ -77,6 +77,7 @@ def test_examples_are_run_by_name_and_copied(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert set(examples.found()) == {
         "gpt_stdlib",
+        "gpt_experts",
         "dlrm",
         "cifar",
         "resnet50",

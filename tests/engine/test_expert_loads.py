@@ -4,6 +4,7 @@ The truth is the layer itself on one process, without an engine, on the whole ba
 data-parallel ranks and microbatches of unlike size, and the model into stages; experts stay whole here.
 """
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -421,3 +422,15 @@ def test_a_tally_in_numbers() -> None:
     assert (tallies[0].load, tallies[0].dropped) == (1.5, 1)
     assert summary_of(tallies) == (1.5, 1 / 16, 0.375)
     assert summary_of([]) is None
+
+
+def test_a_copy_of_the_model_runs_alone() -> None:
+    """An average of weights, say: what the layer knows of the engine stays with the engine's model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MixtureOfExperts(8, 8, 4)).double()
+    engine = shardwise.initialize(model, {"precision": "fp64"})
+    copied = copy.deepcopy(model).eval()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(copied(x), engine(x))
+    engine.close()

@@ -92,7 +92,7 @@ class ModelCalls:
         if pieces is not None:
             instead = (
                 "Copy inside engine.full_parameters()"
-                if self._parts.groups["model"].size == 1
+                if self._parts.groups["model"].size == self._parts.mesh.ep * self._parts.mesh.etp == 1
                 else "Build a new model and load engine.state_dict() into it"
             )
             raise UsageError(

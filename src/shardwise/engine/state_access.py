@@ -203,8 +203,9 @@ class StateAccess:
 
         With ``write`` they may be edited, alike on all ranks; with ``from_rank`` that rank's edits are everybody's, and
         other ranks' are dropped. Edits reach weights and masters, so that the next step goes on from them; an element
-        that stays as it was keeps its master. Without a pipeline they are the model's own parameters; under tp and pp
-        whole copies of them on every rank, also of what other stages hold, which are named (pp: by names alone).
+        that stays as it was keeps its master. Where nothing but data is cut they are the model's own parameters; under
+        tp, pp and ep whole copies of them on every rank, also of what other stages hold, which are named (pp: by names
+        alone).
         Contexts may lie one in another.
         Errors: UsageError for names that the model has not, for edits without ``write``, and for edits that differ
         between ranks without ``from_rank``.

@@ -28,6 +28,7 @@ from shardwise.comm import exchange
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.memory.replay import Replay
+from shardwise.plan.errors import UsageError
 
 Layout = Literal["cut", "alike", "addends"]
 """How activations and their gradients lie on the ranks that share a sequence."""
@@ -100,6 +101,18 @@ class Surroundings:
     """Counts the pairs of this rank's tokens; None where ``routed`` does."""
     routed: Tensor | None = None
     """Pairs that chose each expert in training since the bias moved: int64 [E]."""
+
+    def __deepcopy__(self, memo: Any) -> "Surroundings":
+        """Those of a copy of the layer, an average of weights say, which runs alone.
+
+        Errors: UsageError where ranks share its sequences.
+        """
+        if self.group is not None and self.group.size > 1:
+            raise UsageError(
+                f"copy.deepcopy(model): the ranks along tp share the tokens of {self.name}, and a copy would see its "
+                "own alone; take engine.state_dict(), or copy the model before initialize()"
+            )
+        return Surroundings(self.name)
 
     def take(self, x: Tensor) -> Tokens:
         """This rank's tokens of ``x`` [B, T or T/N, D]."""
