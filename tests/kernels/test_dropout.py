@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.kernels import dropout, philox
 from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout, plain_keyed_dropout
@@ -139,14 +140,52 @@ def test_one_byte_an_element_is_kept() -> None:
     assert [(t.dtype, t.shape) for t in kept] == [(torch.uint8, x.shape)]
 
 
-@pytest.mark.parametrize("substream", [(0, 0, 0), (1, 2, 3), (5, (1 << 64) - 1, 1 << 63)])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("substream", [(0, 0, 0), (1, 2, 3), (5, (1 << 64) - 4, 1 << 63)])
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 41), (4 * 10**12 + 2, 4 * 10**12 + 11)])
-def test_a_device_computes_the_same_words(substream: tuple[int, int, int], start: int, stop: int) -> None:
+def test_a_device_computes_the_same_words(substream: tuple, start: int, stop: int, count: int) -> None:
     """What an accelerator runs, here on the processor."""
+    one, two, three = substream
     for key in (KEY, (1 << 64) - 1, 0):
-        words = philox.words_on(torch.device("cpu"), key, start, stop, substream)
-        expected = philox.words_of(key, start, stop, [substream])[0]
+        words = philox.words_on(torch.device("cpu"), key, start, stop, substream, count)
+        expected = philox.words_of(key, start, stop, [(one, two + i, three) for i in range(count)])
         assert torch.equal(words, torch.from_numpy(expected.view("int64")))
+
+
+@pytest.mark.parametrize("cut", [None, EqualPart(-1, 3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 7), (4, 2, 3, 3)], ids=str)
+def test_a_device_draws_all_samples_at_once(
+    shape: tuple[int, ...], cut: EqualPart | None, monkeypatch
+) -> None:
+    """As many operations for one sample as for many, and the processor's mask."""
+    x = torch.randn(shape)
+    expected = keyed_dropout(x, 0.4, DRAW, cut)
+    monkeypatch.setattr(philox, "words_of", None)
+    counts = []
+    for samples in (1, shape[0]):
+        with Operations() as counted:
+            kept = dropout.keep((samples, *shape[1:]), round(0.4 * 2**16), DRAW, cut, NotTheHost("cpu"))
+        counts.append(counted.count)
+    assert counts[0] == counts[1] < 450
+    assert torch.equal(x * kept * (2**16 / (2**16 - round(0.4 * 2**16))), expected)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would run on a device: views are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+class NotTheHost(str):
+    """Passes for a device of another type; torch makes tensors on the processor."""
+
+    type = "elsewhere"
 
 
 @pytest.mark.gpu
