@@ -62,6 +62,10 @@ def test_experts_are_foreseen(ranks: Any) -> None:
     given = {"mesh": {"ep": 2}, "zero": {"stage": 3}, "batch": {"global_size": 8, "micro_size": 2}}
     plan = foresee(sparse, RunConfig.parse(given), 2, torch.device("cpu")).plan
     assert [plan.bytes_per_rank(0)] * 2 == ranks(2).run(held, given, sparse)
+    model = {"name": "gpt", "experts": {"count": 4, "first": 2}} | MODEL
+    told = foresee(sparse, RunConfig.parse(given | {"model": model}), 2, torch.device("cpu")).plan
+    assert told.tokens == 8 * 16 and plan.tokens is None
+    assert "blocks.2.mlp .. blocks.3.mlp, each: 2 of 4 over ep=2" in str(told)
 
 
 def test_tables_are_counted_on_the_rank_that_holds_most(ranks: Any) -> None:

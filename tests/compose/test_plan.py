@@ -18,7 +18,7 @@ from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import PlanError
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
 from shardwise.plan.slices import Slices
@@ -182,7 +182,11 @@ def test_experts_lie_on_other_ranks_than_the_rest(mesh: Mesh, stage: int) -> Non
     info = made.registry.get("parameter", "blocks.0.experts.gate_up")
     assert Slices(made.registry, mesh, 0).local_shape(info) == (4 // mesh.ep, 16 // mesh.etp, 16)
     assert info.bytes_on(mesh, 0) * mesh.ep * mesh.etp * (mesh.edp if stage == 3 else 1) == 4 * 4 * 16 * 16
-    assert "of experts" in str(made)
+    by_view = [made.bytes_per_rank(0, axes) for axes in (EXPERT, DENSE)]
+    together = {row: sum(each.get(row, 0) for each in by_view) for row in by_view[1]}
+    assert all(by_view) and together == made.bytes_per_rank(0)
+    for what, axes in (("of experts", EXPERT), ("of the rest", DENSE)):
+        assert f"    {what}, over {made.mesh.view(axes)}: weights " in str(made)
 
 
 def test_a_unit_of_experts_and_of_others() -> None:

@@ -284,6 +284,65 @@ def test_with_a_loss_scale() -> None:
     assert worst(got, {name: wanted[name] for name in names}) < 1e-2
 
 
+# What the Plan expects -----------------------------------------------------------------------------------------------
+
+
+class Even(nn.Module):
+    """Three mixtures: two of them choose by noise alone, so evenly; the third sends every token to all experts."""
+
+    def __init__(self, experts: int = 8, width: int = 4) -> None:
+        super().__init__()
+        even = RouterPolicy(top_k=3, noise="gumbel")
+        policies = (even, even, RouterPolicy(top_k=experts))
+        self.layers = nn.ModuleList(MixtureOfExperts(width, 4, experts, router=each) for each in policies)
+        for layer in self.layers:
+            nn.init.zeros_(layer.router.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.sum()
+
+
+def expected_and_sent(
+    world: Any, tokens: int, precision: str
+) -> tuple[str, list[tuple[float, int]], int, int]:
+    """The Plan as printed; by layer the rows that it expects and those that were sent; bytes of this rank: by its
+    price for what all sent, and counted."""
+    torch.manual_seed(0)
+    config = {
+        "mesh": {"dp": 2, "ep": 2},
+        "precision": precision,
+        "model": {"target": "a:b", "context": tokens},
+    }
+    engine = shardwise.initialize(Even(), config | {"batch": {"global_size": 2}}, world=world)
+    engine._parts.traffic.clear()
+    engine.train_step([torch.randn(2, 1, tokens, 4)[world.rank]])
+    counts = engine._parts.traffic.counts.items()
+    counted = sum(count.bytes for (operation, _), count in counts if operation == "all_to_all")
+    tallies, plan = engine.expert_tallies(), engine.plan
+    rows = [(2 * tokens * each.rows, tallies[each.layer].rows_sent) for each in plan.exchanges]
+    priced = sum(tallies[each.layer].rows_sent * each.row_bytes for each in plan.exchanges)
+    engine.close()
+    return str(plan), rows, priced, counted
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_the_plan_expects_the_rows_that_are_sent(ranks: Any, precision: str) -> None:
+    (text, rows, priced, mine), (*_, other) = ranks(2).run(expected_and_sent, 400, precision)
+    *even, (expected, every) = rows
+    assert every == expected == 2 * 400  # each token once to the other rank
+    assert all(sent == pytest.approx(wanted, rel=0.05) for wanted, sent in even)
+    assert mine + other == priced
+    size = {"fp64": 4 * 4 * 8 + 3 * 20, "bf16": 4 * 4 * 2 + 3 * 12}[precision]
+    share = 1 - 4 / 56  # of 56 choices of 3 among 8, those without one of the other rank's 4
+    assert (
+        f"experts of layers.0 .. layers.1, each: 3 of 8 over ep=2; chosen evenly, {share:.3g} rows a token leave their "
+        f"rank, {share * size:.0f} B of all-to-all; of 800 tokens a step {800 * share:.0f} rows, "
+        f"{800 * share * size / 1024:.1f} KiB"
+    ) in text
+
+
 # A bias --------------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from shardwise.memory.ledger import PREDICTED, Ledger
 from shardwise.models import GptPolicy
 from shardwise.models import build as build_model
 from shardwise.parallel.zero.gradient import Gradient
+from shardwise.plan.mesh import DENSE, EXPERT
 
 MODEL = {"layers": 2, "width": 16, "heads": 2, "vocab": 19, "context": 8}
 LAYOUTS: list[dict[str, Any]] = [
@@ -82,6 +83,30 @@ def test_the_plan_the_ledger_and_the_buffers_agree(ranks: Any, given: dict[str, 
         assert rest["rings"] > 0
         is_cut = given.get("zero", {}).get("stage") == 3 and "mesh" not in given
         assert (rest["gathered"] > 0) == is_cut
+
+
+def of_experts(world: World) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the experts' view by row: what the Plan says, and what buckets of experts took."""
+    with torch.device("meta"):
+        model = build_model(GptPolicy.model_validate(MODEL | {"experts": {"count": 2, "first": 1}}))
+    config = {"mesh": {"ep": 2}, "zero": {"stage": 3}, "precision": "bf16", "batch": {"global_size": 4}}
+    engine = shardwise.initialize(model, config, world=world)
+    held: dict[str, int] = {}
+    for each in engine._parts.site.ledger.holdings:
+        if ".experts" in each.owner:
+            held[each.row] = held.get(each.row, 0) + each.size()
+    planned = engine.plan.bytes_per_rank(axes=EXPERT)
+    together = {
+        row: size + planned.get(row, 0) for row, size in engine.plan.bytes_per_rank(axes=DENSE).items()
+    }
+    assert together == {row: size for row, size in engine.state_bytes().items() if size}
+    engine.close()
+    return planned, {row: size for row, size in held.items() if size}
+
+
+def test_each_view_of_the_mesh_holds_what_the_plan_says(ranks: Any) -> None:
+    for planned, held in ranks(2).run(of_experts):
+        assert len(planned) == 4 and planned == held
 
 
 def test_the_copy_that_a_save_is_written_from_has_a_row(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ class Foreseen:
                 "parameters": self.parameters,
                 "bytes_per_rank": self.bytes_per_rank,
                 "free_bytes": self.free_bytes,
+                "exchanges": [each._asdict() for each in self.outlook.plan.exchanges],
+                "tokens": self.outlook.plan.tokens,
                 "notes": list(self.outlook.plan.notes),
             },
             indent=2,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnAxis, ParameterSpec
+from shardwise.compose.spec import Blocks, BufferSpec, ExpertLayer, ModelSpec, OnAxis, ParameterSpec
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.expert.stacks import Stack, find_stacks, refuse_own_balance, refuse_unknown
@@ -83,7 +83,10 @@ def describe(model: nn.Module, zero: ZeroPolicy | None = None, stacks: Collectio
         tuple(persistent),
         units,
         tables=_tables(model),
-        experts={name: len(layer.router.weight) for name, layer in layers.items()},
+        experts={
+            name: ExpertLayer(len(layer.router.weight), layer.router.policy.top_k, layer.width)
+            for name, layer in layers.items()
+        },
         shared_buffers=frozenset(shared_buffers_of(model)),
     )
 

@@ -28,6 +28,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shardwise.compose.spec import ModelSpec
+from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
@@ -48,7 +49,7 @@ from shardwise.plan.lists import (
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.names import matching
 from shardwise.plan.placement import Partial, PerRank, Placement, Replicate
-from shardwise.plan.plan import Plan, RankClass, class_of
+from shardwise.plan.plan import Plan, RankClass, RowExchange, class_of
 from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
 from shardwise.plan.slices import Slices
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
@@ -80,6 +81,8 @@ class Policies(NamedTuple):
     """By optimizer group."""
     microbatches: int = 1
     """Of one optimizer step."""
+    tokens: int | None = None
+    """Of one optimizer step, over all ranks; None where nobody knows."""
 
 
 class Planned(NamedTuple):
@@ -129,7 +132,8 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) ->
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
             spec, stage_of, own, registry, mesh, policies
         )
-    plan = Plan(mesh, registry, classes, rank, _notes(spec, policies.zero))
+    exchanges = _exchanges(spec, mesh, registry)
+    plan = Plan(mesh, registry, classes, rank, _notes(spec, policies.zero), exchanges, policies.tokens)
     return with_orders(plan, policies)
 
 
@@ -373,6 +377,20 @@ def dtypes_of(bucket: Bucket, spec: ModelSpec, precision: PrecisionPolicy) -> Dt
     """Of the buffers of a bucket."""
     last = spec.parameters[bucket.slots[-1].name]
     return precision.dtypes(last.name, last.dtype)
+
+
+def _exchanges(spec: ModelSpec, mesh: Mesh, registry: Registry) -> tuple[RowExchange, ...]:
+    """What each mixture sends along "ep"; its rows are of the dtype that its experts compute in."""
+    if mesh.ep == 1:
+        return ()
+    parameters = registry.of_kind("parameter")
+    found = []
+    for name, (experts, top_k, width) in spec.experts.items():
+        stack = f"{name}.experts." if name else "experts."
+        itemsize = next(info.dtype.itemsize for info in parameters if info.name.startswith(stack))
+        rows = expected_rows(1, top_k, experts, mesh.ep)
+        found.append(RowExchange(name, experts, top_k, rows, row_bytes(width, top_k, itemsize)))
+    return tuple(found)
 
 
 def _notes(spec: ModelSpec, zero: ZeroPolicy) -> tuple[str, ...]:

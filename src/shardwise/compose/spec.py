@@ -75,6 +75,16 @@ class OnAxis(NamedTuple):
     """Of its gradient, before reduction."""
 
 
+class ExpertLayer(NamedTuple):
+    """One mixture of experts."""
+
+    experts: int
+    top_k: int
+    """Experts of a token."""
+    width: int
+    """Features of a token."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """See the module's docstring."""
@@ -94,10 +104,15 @@ class ModelSpec:
     """By first name and axis: "tp", or, of a parameter of experts, "ep" and "etp"; empty where nothing is to be cut."""
     tables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """All names of each collection of embedding tables, by its first."""
-    experts: Mapping[str, int] = field(default_factory=dict)
-    """How many experts each mixture of experts has, by its first name."""
+    experts: Mapping[str, ExpertLayer] = field(default_factory=dict)
+    """The mixtures of experts, by first name."""
     shared_buffers: frozenset[str] = frozenset()
     """Names of buffers that all ranks move alike; of any other nobody promises that."""
+
+    @property
+    def experts_of(self) -> dict[str, int]:
+        """How many experts each mixture has, by its first name."""
+        return {name: layer.experts for name, layer in self.experts.items()}
 
     def is_of_experts(self, name: str) -> bool:
         """Whether dim 0 of a parameter, by its first name, counts experts."""

@@ -22,7 +22,7 @@ from shardwise.config.relaxed_json import read_json
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.recompute import RecomputePolicy
-from shardwise.models.policy import ModelPolicy, reads_clicks, reads_images
+from shardwise.models.policy import ModelPolicy, TargetPolicy, reads_clicks, reads_images
 from shardwise.observe.module_profile import ModuleProfilePolicy
 from shardwise.observe.sinks import MonitorPolicy
 from shardwise.optim.policy import OptimizerPolicy
@@ -155,6 +155,14 @@ class RunConfig(Policy):
     def translated(self) -> str:
         """What became of another tool's configuration that this one was made of; empty of one of ours."""
         return self._translated
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Of all ranks and microbatches, padding included; None where the model does not say how long its sequences
+        are."""
+        own = self.model.keywords() if isinstance(self.model, TargetPolicy) else dict(self.model or ())
+        context, samples = own.get("context"), self.batch.global_size
+        return samples * context if samples and isinstance(context, int) else None
 
     @model_validator(mode="before")
     @classmethod

@@ -275,7 +275,7 @@ def _share(
     operations = Operations(settings.precision)
     to_recompute = chosen(blocks, settings.recompute)
     replay = Replay(operations)
-    loads = ExpertLoads(described.spec.experts, replay)
+    loads = ExpertLoads(described.spec.experts_of, replay)
     return _Share(described, planned, to_recompute, replay, loads, operations)
 
 
@@ -284,7 +284,15 @@ def policies_of(
 ) -> Policies:
     """Those of a Plan, out of a resolved configuration."""
     microbatches = settings.batch.accumulation or 1
-    return Policies(settings.zero, settings.pipeline, settings.precision, group_of, updates, microbatches)
+    return Policies(
+        settings.zero,
+        settings.pipeline,
+        settings.precision,
+        group_of,
+        updates,
+        microbatches,
+        settings.tokens_per_step,
+    )
 
 
 # The model, cut to the Plan ----------------------------------------------------------------------------------------

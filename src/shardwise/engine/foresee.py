@@ -79,6 +79,7 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
         recipe.group_of(model, described.spec),
         recipe.updates,
         settings.batch.accumulation or 1,
+        settings.tokens_per_step,
     )
     plan = make_plan(described.spec, mesh, policies)
     starts = described.spec.stage_starts(settings.pipeline, mesh.pp)
@@ -111,7 +112,7 @@ def _cut(model: nn.Module, starts: tuple[str, ...], settings: RunConfig, mesh: M
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
     groups = {axis: _silent(mesh, axis, rank) for axis in ("dp", "tp", "pp", "ep", "etp")}
     replay = Replay()
-    loads = ExpertLoads(described.spec.experts, replay)
+    loads = ExpertLoads(described.spec.experts_of, replay)
     apply_to_model(model, described, starts, groups, settings.train.seed, replay, loads)
 
 

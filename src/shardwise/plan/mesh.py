@@ -93,6 +93,10 @@ class Mesh:
         """All axes whose ranks hold the same stage, in the view that ``state`` belongs to."""
         return (*state, *_MODEL_AXES[state])
 
+    def view(self, state: StateAxes = DENSE) -> str:
+        """The view that ``state`` belongs to, within a stage: ``edp=2 × ep=4``."""
+        return self._sizes(self.stage_axes(state)) or "1 rank"
+
     @property
     def world_size(self) -> int:
         """Ranks that the mesh covers."""

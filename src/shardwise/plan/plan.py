@@ -11,9 +11,11 @@ The engine runs it, the simulator prices it, the verifier proves it, the checkpo
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 from shardwise.plan.action import Action
-from shardwise.plan.mesh import EXPERT, Mesh, StateAxes
+from shardwise.plan.mesh import DENSE, EXPERT, Mesh, StateAxes
 from shardwise.plan.placement import Placement, Shard
 from shardwise.plan.registry import Registry
 from shardwise.plan.unit import Bucket, Unit
@@ -90,6 +92,19 @@ class RankClass:
         return total
 
 
+class RowExchange(NamedTuple):
+    """What a layer of experts sends along "ep" where its router chooses evenly; routing alone knows what it does."""
+
+    layer: str
+    experts: int
+    top_k: int
+    """Experts of a token."""
+    rows: float
+    """That leave their rank, of one token."""
+    row_bytes: int
+    """All-to-all of a row: there and back, forward and backward."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """See the module's docstring. ``units``, ``buffers`` and bytes are those of ``rank``."""
@@ -101,6 +116,10 @@ class Plan:
     """The rank that asks; of a Plan made for none, the first."""
     notes: tuple[str, ...] = field(default=())
     """What was found or chosen by itself, for people."""
+    exchanges: tuple[RowExchange, ...] = ()
+    """Of each mixture of experts of the model, where "ep" has several ranks."""
+    tokens: int | None = None
+    """Of one optimizer step, over all ranks; None where nobody knows before the batches come."""
 
     @property
     def own(self) -> RankClass:
@@ -135,15 +154,16 @@ class Plan:
         ]
         return zlib.crc32(repr((tensors, units)).encode())
 
-    def bytes_per_rank(self, rank: int | None = None) -> dict[str, int]:
-        """Model-state bytes on ``rank`` (default: this one) by row of the ledger, padding included.
+    def bytes_per_rank(self, rank: int | None = None, axes: StateAxes | None = None) -> dict[str, int]:
+        """Model-state bytes on ``rank`` (default: this one) by row of the ledger, padding included; those of state on
+        ``axes``: of one of the mesh's two views.
 
         Embedding tables take theirs from the registry. What dynamic ones take depends on the keys that come: they count
         as full, evenly spread and without their index, those without a limit as nothing.
         """
         rank = self.rank if rank is None else rank
-        total = self.classes[class_of(self.mesh, rank)].bytes_of_units(self.mesh)
-        for info in self.registry.of_kind("table"):
+        total = self.classes[class_of(self.mesh, rank)].bytes_of_units(self.mesh, axes)
+        for info in self.registry.of_kind("table") if axes in (None, DENSE) else ():
             row = "dynamic tables" if info.grows else "tables"
             total[row] = total.get(row, 0) + round(info.bytes_on(self.mesh, rank))
         return total
@@ -158,14 +178,18 @@ class Plan:
             if len(self.classes) > 1:
                 lines.append(f" {name}: stages {', '.join(map(str, each.stages))}")
             lines += [f"  {title:<28} {size:>13,}  {where}" for title, size, where in _rows(each)]
-            by_row = self.bytes_per_rank(first)
-            held = ", ".join(f"{row} {_human(size)}" for row, size in by_row.items())
-            lines.append(f"  bytes per rank: {held}; together {_human(sum(by_row.values()))}")
-            of_experts = sum(each.bytes_of_units(self.mesh, EXPERT).values())
+            lines.append(f"  bytes per rank: {_held(self.bytes_per_rank(first))}")
+            of_experts = self.bytes_per_rank(first, EXPERT)
             if of_experts:
-                rest = sum(by_row.values()) - of_experts
-                lines[-1] += f" ({_human(of_experts)} of experts, {_human(rest)} of the rest)"
+                views = (
+                    ("of experts", EXPERT, of_experts),
+                    ("of the rest", DENSE, self.bytes_per_rank(first, DENSE)),
+                )
+                lines += [
+                    f"    {what}, over {self.mesh.view(axes)}: {_held(held)}" for what, axes, held in views
+                ]
             lines.append(f"  step ({name} ranks): {_summary(each.actions)}")
+        lines += [f"  {row}" for row in _exchange_rows(self)]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -196,6 +220,28 @@ def _rows(ranks: RankClass) -> list[tuple[str, int, str]]:
             first = unit.title
             rows.append((unit.title, unit.parameters, placements))
     return rows
+
+
+def _exchange_rows(plan: Plan) -> list[str]:
+    """What experts send, for people; neighbouring layers that send alike share a row."""
+    rows: list[str] = []
+    alike = groupby(plan.exchanges, key=lambda each: each[1:])
+    for _, (first, *more) in ((key, list(layers)) for key, layers in alike):
+        where = f"{first.layer} .. {more[-1].layer}, each" if more else first.layer
+        said = (
+            f"experts of {where}: {first.top_k} of {first.experts} over ep={plan.mesh.ep}; chosen evenly, "
+            f"{first.rows:.3g} rows a token leave their rank, {_human(first.rows * first.row_bytes)} of all-to-all"
+        )
+        if plan.tokens is not None:
+            sent = first.rows * plan.tokens
+            said += f"; of {plan.tokens:,} tokens a step {sent:,.0f} rows, {_human(sent * first.row_bytes)}"
+        rows.append(said)
+    return rows
+
+
+def _held(by_row: Mapping[str, int]) -> str:
+    rows = ", ".join(f"{row} {_human(size)}" for row, size in by_row.items())
+    return f"{rows}; together {_human(sum(by_row.values()))}"
 
 
 def _summary(actions: tuple[Action, ...]) -> str:

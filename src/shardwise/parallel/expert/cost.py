@@ -1,4 +1,4 @@
-"""What experts cost in rows and elements, in closed form. Held to counts by tests.
+"""What experts cost in rows and bytes, in closed form. Held to counts by tests; the Plan prints it.
 
 A token goes once to each rank that holds any of its k experts. Of E experts E/ep lie on its own rank; under a router
 that chooses evenly, another rank has none of them with probability C(E - E/ep, k) / C(E, k), so that
@@ -6,13 +6,17 @@ that chooses evenly, another rank has none of them with probability C(E - E/ep, 
     rows        = tokens · (ep - 1) · (1 - C(E - E/ep, k) / C(E, k))          expected to leave a rank
     elements    = rows · (4·D + 3·k)                                          all-to-all, forward and backward
 
-Each row goes and comes back, and so does its gradient: 4·D. Beside it go the numbers of its k experts, their weights
-and, backward, the gradients of these.
+Each row goes and comes back, and so does its gradient: 4·D. Beside it go the numbers of its k experts, in 32 bits,
+their weights and, backward, the gradients of these, in fp32 at least. A recomputed block sends its rows forward twice,
+half as much again; so does what goes in rounds.
 
 Shapes: D width, E experts, k experts of a token.
 """
 
 from math import comb
+
+_NUMBER_BYTES = 4
+"""Of an expert's number on its way."""
 
 
 def expected_rows(tokens: int, top_k: int, experts: int, ep: int) -> float:
@@ -27,3 +31,8 @@ def elements_sent(rows: float, width: int, top_k: int) -> float:
     Those that left other ranks for this one are sent back: over all ranks ``rows`` are the same both ways.
     """
     return rows * (4 * width + 3 * top_k)
+
+
+def row_bytes(width: int, top_k: int, itemsize: int) -> int:
+    """Bytes of the same for one row, whose elements take ``itemsize``."""
+    return 4 * width * itemsize + top_k * (_NUMBER_BYTES + 2 * max(4, itemsize))
