@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.comm.collectives import Clock, Group
-from shardwise.comm.equality import are_equal, terms
+from shardwise.comm.equality import are_equal, differ, terms
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -27,6 +27,9 @@ def sums(counts: dict[int, int]) -> list[float]:
 def test_equal_if_and_only_if_all_are(numbers: list[int]) -> None:
     counts = {number: numbers.count(number) for number in numbers}
     assert are_equal(len(numbers), sums(counts)) == (len(set(numbers)) == 1)
+    assert bool(differ(len(numbers), torch.tensor(sums(counts), dtype=torch.float64))) == (
+        len(set(numbers)) > 1
+    )
 
 
 @pytest.mark.parametrize("ranks", [8_193, 131_072, 1 << 21])
@@ -35,7 +38,10 @@ def test_one_rank_of_many_is_seen(ranks: int, other: int) -> None:
     """A float holds the squares of 20-bit numbers exactly on 8,192 ranks, and of these pieces on two million."""
     same = 2**64 - 1
     assert are_equal(ranks, sums({same: ranks}))
-    assert not are_equal(ranks, sums({same: ranks - 1, other: 1}))
+    for others in (0, 1):
+        found = sums({same: ranks - others, other: others})
+        assert are_equal(ranks, found) == (not others)
+        assert bool(differ(ranks, torch.tensor(found, dtype=torch.float64))) == bool(others)
 
 
 def compare(world: World) -> list[bool]:

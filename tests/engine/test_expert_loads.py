@@ -107,7 +107,7 @@ def truth() -> list[Step]:
         gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
         loads.count(0, 1.0)
-        loads.end_step(loads.numbers())
+        loads.end_step(loads.numbers(torch.device("cpu")).tolist())
         loads.tell_routers()
         state = {name: each.detach().clone() for name, each in net.state_dict().items()}
         steps.append(Step(gradients, state, dict(loads.last)))
@@ -470,10 +470,10 @@ def test_what_runs_again_or_weighs_nothing_adds_nothing() -> None:
             loads.add("moe", pairs, pairs, 2, 0, 0.5)
             loads.sent("moe", 7)
         loads.count(microbatch, weight)
-    assert loads.numbers() == [6, 2, 6, 2, 4, 14, 1]
-    loads.end_step(loads.numbers())
+    assert loads.numbers(torch.device("cpu")).tolist() == [6, 2, 6, 2, 4, 14, 1]
+    loads.end_step(loads.numbers(torch.device("cpu")).tolist())
     assert loads.last == {"moe": ExpertTally((6, 2), (6, 2), 4, 14, 0.25)}
-    assert not any(loads.numbers())
+    assert not loads.numbers(torch.device("cpu")).any()
 
 
 def test_a_tally_in_numbers() -> None:

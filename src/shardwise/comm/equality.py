@@ -12,6 +12,9 @@ Cost: two numbers for every 16 bits.
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 _PIECE_BITS = 16
 _MASK = (1 << _PIECE_BITS) - 1
 
@@ -28,3 +31,10 @@ def are_equal(ranks: int, sums: Sequence[float]) -> bool:
     return all(
         ranks * squares == total * total for total, squares in zip(totals[::2], totals[1::2], strict=True)
     )
+
+
+def differ(ranks: int, sums: Tensor) -> Tensor:
+    """1 where the ``ranks`` held different numbers, else 0; ``sums`` [2 n] on any device, as for ``are_equal``, and
+    unread: []. Products beyond 63 bits, from 46,341 ranks on, wrap alike on both sides."""
+    totals = sums.view(-1, 2).to(torch.int64)
+    return (ranks * totals[:, 1] != totals[:, 0] * totals[:, 0]).any()

@@ -17,11 +17,13 @@ they share one weight:
 
 import math
 from collections.abc import Callable
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
+from shardwise.engine.sums import Number
 from shardwise.plan.errors import UsageError
 from shardwise.precision.loss_scale import LossScale
 
@@ -58,11 +60,11 @@ class Accumulation:
         """Backward passes of the step."""
         self.is_summed = False
         """Whether the ranks have summed up already: no further backward pass may come."""
-        self.weight = 0.0
+        self.weight: Number = 0.0
         """Σ w_i of this rank, the running microbatch included."""
-        self.loss: Tensor = torch.zeros((), dtype=torch.float64)
+        self.loss: Number = 0.0
         """Σ w_i loss_i of this rank."""
-        self._running = 0.0
+        self._running: Number = 0.0
         """The running microbatch's weight."""
 
     @property
@@ -85,16 +87,22 @@ class Accumulation:
         """Whether the backward pass that comes now ends the step, as far as anybody knows."""
         return self.is_last and self.left == 1 and not self.holds_back
 
-    def divisor_of(self, weight: float) -> float:
+    @overload
+    def divisor_of(self, weight: float) -> float: ...
+
+    @overload
+    def divisor_of(self, weight: Number) -> Number: ...
+
+    def divisor_of(self, weight: Number) -> Number:
         """What sums of gradients are divided by where their microbatches weigh ``weight`` together."""
         return weight / (self.reference or 1.0) * (self.loss_scale.scale if self.loss_scale else 1.0)
 
-    def scale_of(self, weight: float) -> float:
+    def scale_of(self, weight: Number) -> Number:
         """What the loss of a microbatch is multiplied by. Collective the first time (``agree``)."""
         self.agree(weight)
         return self.divisor_of(weight)
 
-    def weight_of(self, given: float | None, found: Callable[[], float]) -> float:
+    def weight_of(self, given: float | None, found: Callable[[], Number]) -> Number:
         """What the backward pass that comes now counts: as ``given``, or as ``found``.
 
         Errors: UsageError where its microbatch has another weight already.
@@ -103,18 +111,21 @@ class Accumulation:
             return found() if given is None else given
         if given is not None and given != self._running:
             raise UsageError(
-                f"backward: a weight of {given:g}, but this microbatch counts {self._running:g} since its first "
+                f"backward: a weight of {given:g}, but this microbatch counts {float(self._running):g} since its first "
                 "backward: losses between two calls of step() add up, so they share one weight"
             )
         return self._running
 
-    def count(self, loss: Tensor | None, weight: float) -> None:
+    def count(self, loss: Tensor | None, weight: Number) -> None:
         """A backward pass is done. Its loss is known on the last stage."""
         if self.backwards == 0:
-            self.weight += weight
+            self.weight = self.weight + weight
             self._running = weight
-        if weight and loss is not None:
-            self.loss = self.loss + loss.detach().double().cpu() * weight
+        if loss is not None:
+            counted = loss.detach().double() * weight
+            if isinstance(weight, Tensor):
+                counted = counted.masked_fill_(weight == 0, 0.0)  # a mean over nothing may be NaN
+            self.loss = self.loss + counted if isinstance(weight, Tensor) or weight else self.loss
         self.backwards += 1
         self.passes += 1
 
@@ -130,12 +141,12 @@ class Accumulation:
         self.clear()
         return expected
 
-    def agree(self, weight: float) -> None:
+    def agree(self, weight: Number) -> None:
         """Find r from the first microbatch's weight on each rank. Collective, where it is not known yet."""
         if self.reference:
             return
         # Rank 0's own, which is that of the same samples on any number of ranks; the average tells the size.
-        first = total = weight
+        first = total = weight = float(weight)
         if self._dp.size > 1:
             mine = [weight, weight if self._dp.index == 0 else 0.0]
             sums = torch.tensor(mine, dtype=torch.float64, device=self._device)

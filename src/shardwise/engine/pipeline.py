@@ -23,6 +23,7 @@ from shardwise.engine.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.pass_context import rows_of
+from shardwise.engine.sums import Number, filled_like
 from shardwise.engine.weighing import Weighing
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
@@ -74,7 +75,7 @@ class Pipeline:
         step = self._parts.clock.step = self._parts.progress.step_count + 1
         accumulation = self._parts.accumulation
         # Only the last stage has a loss that says what it is the mean of; r must be the same on all.
-        each = (
+        each: list[Number] = (
             [weighing.of_batch(batch) or 1.0 for batch in batches]
             if weights is None
             else [*map(float, weights)]
@@ -83,7 +84,7 @@ class Pipeline:
         is_whole = not self._is_list or self._meet(batches, each)
         accumulation.agree(each[0])
 
-        def weigh(microbatch: int, loss: Tensor) -> float:
+        def weigh(microbatch: int, loss: Tensor) -> Number:
             if weights is None:
                 each[microbatch] = weighing.of_loss(loss, batches[microbatch])
             return accumulation.scale_of(each[microbatch])
@@ -100,10 +101,10 @@ class Pipeline:
                 accumulation.end_microbatch()
             accumulation.count(results.get(i), weight)
         if check is not None:
-            check.counted(each)
+            check.counted([*map(float, each)])
         return is_whole
 
-    def _meet(self, batches: Sequence[Any], each: list[float]) -> bool:
+    def _meet(self, batches: Sequence[Any], each: list[Number]) -> bool:
         """Tell what the first stage reads and the last one counts; whether every rank has all of every batch.
 
         Errors, on all ranks alike: UsageError where one that reads something was given None.
@@ -119,9 +120,8 @@ class Pipeline:
             part.inputs is not None and not (reads_targets and part.targets is None) for part in brought
         )
         rows = [float(rows_of(part.inputs)) * has for part, has in zip(brought, inputs, strict=True)]
-        counted = [weight * (group.index == last) for weight in each]
+        counted = [float(weight) * (group.index == last) for weight in each]
         told = torch.tensor([float(whole), *inputs, *targets, *rows, *counted], dtype=torch.float64)
-        told = told.to(self._parts.device)
         group.all_reduce(told, "what the stages were given", purpose="control").wait()
         (everything,), *columns = told[:1].tolist(), *(part.tolist() for part in told[1:].chunk(4))
         for name, stage, ranks, has in (
@@ -303,14 +303,14 @@ class _Training(_Forward):
         step: int,
         batches: Sequence[Any],
         call: Callable[[nn.Module, Any], Tensor],
-        weigh: Callable[[int, Tensor], float],
+        weigh: Callable[[int, Tensor], Number],
         actions: Sequence[Action],
         last_stage: int,
         rows: Sequence[int] | None,
     ):
         super().__init__(parts, step, batches, call, rows=rows)
         self._weigh = weigh
-        self._scales: dict[int, float] = {}
+        self._scales: dict[int, Number] = {}
         self._last_microbatch = {a.stage: a.microbatch for a in actions if a.kind is Kind.B and a.unit < 0}
         self._last_stage = last_stage
         self._losses: dict[int, Tensor] = {}
@@ -335,13 +335,13 @@ class _Training(_Forward):
         hooks, passes = self._stages[stage].hooks, self._parts.passes
         hooks.microbatch = microbatch
         loss = self._losses.pop(microbatch) if stage == self._last_stage else None
-        scale = float(said or 1.0) if loss is None else self._scales.pop(microbatch)
-        first = None if loss is None else torch.full_like(loss, scale)
+        scale: Number = float(said or 1.0) if loss is None else self._scales.pop(microbatch)
+        first = None if loss is None else filled_like(loss, scale)
         passes.loads.count(microbatch, scale)
         hooks.begin_backward(last=microbatch == self._last_microbatch[stage])
         with passes.profile.backward(), passes.replay.scaled(scale):
             hooks.run_backward(lambda: run(first))
-        return repr(scale) if passes.loads.layers else ""
+        return repr(float(scale)) if passes.loads.layers else ""
 
 
 def _plain(output: Any) -> Any:

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from shardwise.engine.check import Check
 from shardwise.engine.fingerprint import Fingerprint
 
@@ -49,7 +51,7 @@ class StepInputs:
         args, kwargs = self.passes.get(microbatch, ((), {}))
         return kwargs or (args[0] if len(args) == 1 else args)
 
-    def counts(self, weight: float | None, batches: Sequence[Any] | None = None) -> None:
+    def counts(self, weight: float | Tensor | None, batches: Sequence[Any] | None = None) -> None:
         """A microbatch has gone into the step: of ``batches`` (default: the passes since the last one)."""
         if self._fingerprint is not None and weight != 0 and self._compares:
             self._fingerprint.add(self._since if batches is None else batches)

@@ -14,6 +14,7 @@ Cost: 2 P (N-1)/N elements for P shared elements of the owned range.
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.parallel.zero.bucket import BucketState
@@ -86,12 +87,14 @@ class SharedGradients:
             ranks = self._tied_ranks[name]
             if len(ranks) > 1:
                 self._groups[ranks].all_reduce(total, f"the gradient of {name}, tied across stages").wait()
-            used = torch.tensor([any(any(bucket.gradient.used) for bucket in buckets)], dtype=torch.float64)
-            used = used.to(total.device)
+            is_used: bool | Tensor = any(any(bucket.gradient.used) for bucket in buckets)
             if len(ranks) > 1:
-                self._groups[ranks].all_reduce(used, f"the use of {name}", purpose="control").wait()
+                # It stays on the device: NORM reads it with everything else.
+                count = torch.full((1,), float(is_used), dtype=torch.float64, device=total.device)
+                self._groups[ranks].all_reduce(count, f"the use of {name}", purpose="control").wait()
+                is_used = count[0]
             for bucket in buckets:
-                bucket.gradient.used = [bool(used.item())] * len(bucket.gradient.used)
+                bucket.gradient.used = [is_used] * len(bucket.gradient.used)
             for other in buckets[1:]:
                 other.gradient.owned.copy_(total)
 

@@ -20,14 +20,14 @@ Gradients are sums over ranks and microbatches; they are scaled once, by the glo
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from shardwise.comm.collectives import Group
-from shardwise.comm.equality import are_equal, terms
+from shardwise.comm.equality import are_equal, differ, terms
 from shardwise.engine.parts import Parts, Trained
+from shardwise.engine.sums import Number, read, summed
 from shardwise.engine.whole_matrices import WholeMatrices
 from shardwise.engine.whole_norms import WholeNorms
 from shardwise.optim.clip import share, square_sum
@@ -39,6 +39,8 @@ from shardwise.plan.errors import CommError
 
 _BITS = 32
 """Of the hashes that ranks compare."""
+_COMPARED = ("sequence", "order", "rates")
+"""What data-parallel ranks must have in common."""
 
 
 class StepResult(NamedTuple):
@@ -67,9 +69,9 @@ class StepResult(NamedTuple):
 class Local(NamedTuple):
     """What this rank brings to the end of a step."""
 
-    weight: float
+    weight: Number
     """Σ w_i of its microbatches."""
-    loss: float
+    loss: Number
     """Σ w_i loss_i."""
     flags: float
     rates: int
@@ -110,26 +112,34 @@ def exchange(parts: Parts, local: Local) -> Totals:
     finish_reductions(trained)
     parts.tables.agree()
     squares = parts.tables.square_sum()
-    used: list[float] = []
+    used: list[Number] = []
     for bucket, _ in trained:
         for start, stop in shared.counted(bucket):
             mine = share(bucket.gradient.owned[start:stop], *bucket.copy)  # each of its ranks sums a part
-            squares = squares + square_sum(mine).cpu()
-        used += map(float, bucket.gradient.used)
+            squares = squares + square_sum(mine)
+        used += (each if isinstance(each, Tensor) else float(each) for each in bucket.gradient.used)
     seats = [0.0] * (0 if local.batches is None else dp.size)
     if seats:
         seats[dp.index] = float(local.batches or 0)
-    own: dict[str, Sequence[float]] = {
-        "sums": (float(squares), local.weight, local.loss, local.flags),
+    own: dict[str, Sequence[Number] | Tensor] = {
+        "sums": (squares, local.weight, local.loss, local.flags),
         "order": terms(sum(hooks.order.hash for hooks in parts.hooks), _BITS),
         "sequence": terms(dp.traffic.sequence, _BITS),
         "rates": terms(local.rates, _BITS),
         "batches": seats,
         "used": used,
-        "experts": parts.passes.loads.numbers(),
+        "experts": parts.passes.loads.numbers(parts.device),
     }
-    total = _summed(dp, own, "the gradient norm", parts.device)
-    if not are_equal(dp.size, total["sequence"]):
+    total = summed(dp, own, "the gradient norm", parts.device)
+    model = parts.groups["model"]
+    if model.size == 1:
+        (found,) = read(total)
+        faults: Sequence[float] = [not are_equal(dp.size, found[name]) for name in _COMPARED]
+        above: dict[str, list[float]] = {}
+    else:
+        found, above = read(total, _over_model(parts, local, total))
+        faults = above["faults"]
+    if faults[0]:
         divergences = parts.walker.trace.divergences[-3:]
         raise CommError(
             f"rank {dp.ranks[dp.index]}, step {dp.clock.step}: the ranks did not run the same collectives in the "
@@ -137,66 +147,45 @@ def exchange(parts: Parts, local: Local) -> Totals:
             "data may make a rank skip Units, but not run them in another order than other ranks. Departures from the "
             f"Plan here: {divergences or 'none'}"
         )
+    squared, weight, loss, flags = above.get("sums", found["sums"])
     totals = Totals(
-        squares=total["sums"][0],
-        weight=total["sums"][1],
-        loss=total["sums"][2],
-        flags=int(total["sums"][3]),
-        used=[count > 0 for count in total["used"]],
-        orders_agree=are_equal(dp.size, total["order"]),
-        rates_agree=are_equal(dp.size, total["rates"]),
-        batches=tuple(map(int, total["batches"])),
-        experts=total["experts"],
-    )
-    if parts.groups["model"].size == 1:
-        return totals
-    return _over_model(
-        totals, local, parts.groups["model"], (parts.brings_loss, parts.has_last_stage), parts.device
-    )
-
-
-def _over_model(
-    totals: Totals, local: Local, model: Group, says: tuple[bool, bool], device: torch.device
-) -> Totals:
-    """What differs between the ranks that share a model: each holds some of the gradients, the last stage's the loss.
-
-    ``says``: whether this rank brings the loss, and whether it knows it.
-    """
-    brings_loss, knows = says
-    mean = totals.loss / totals.weight if knows and totals.weight else 0.0
-    own: dict[str, Sequence[float]] = {
-        "sums": (totals.squares, totals.weight * brings_loss, totals.loss * brings_loss, totals.flags),
-        "faults": (not totals.orders_agree, not totals.rates_agree),
-        "losses": (knows, mean, mean * mean),
-        "rates": terms(local.rates, _BITS),
-        "batches": terms(local.batches or 0),
-        "experts": totals.experts,
-    }
-    total = _summed(model, own, "the gradient norm over the model", device)
-    squares, weight, loss, flags = total["sums"]
-    disorders, departures = total["faults"]
-    reports, mean_sum, mean_squares = total["losses"]
-    return totals._replace(
-        squares=squares,
+        squares=squared,
         weight=weight,
         loss=loss,
         flags=int(flags),
-        orders_agree=disorders == 0,
-        rates_agree=departures == 0 and are_equal(model.size, total["rates"]),
-        batches_agree=are_equal(model.size, total["batches"]),
-        experts=total["experts"],
+        used=[count > 0 for count in found["used"]],
+        orders_agree=faults[1] == 0,
+        rates_agree=faults[2] == 0,
+        batches=tuple(map(int, found["batches"])),
+        experts=above.get("experts", found["experts"]),
+    )
+    if not above:
+        return totals
+    reports, mean_sum, mean_squares = above["losses"]
+    return totals._replace(
+        rates_agree=totals.rates_agree and are_equal(model.size, above["rates"]),
+        batches_agree=are_equal(model.size, above["batches"]),
         loss_spread=math.sqrt(max(mean_squares / reports - (mean_sum / reports) ** 2, 0.0)),
     )
 
 
-def _summed(
-    group: Group, own: Mapping[str, Sequence[float]], what: str, device: torch.device
-) -> dict[str, list[float]]:
-    """The sums over the ranks of every number of ``own``, by name, in one all-reduce."""
-    flat = torch.tensor([x for numbers in own.values() for x in numbers], dtype=torch.float64, device=device)
-    group.all_reduce(flat, what, purpose="control").wait()
-    sums = iter(flat.tolist())
-    return {name: list(islice(sums, len(numbers))) for name, numbers in own.items()}
+def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What differs between the ranks that share a model: each holds some of the gradients, the last stage's the loss.
+
+    ``total``: what ``summed`` found over the data-parallel ranks.
+    """
+    brings_loss, knows = parts.brings_loss, parts.has_last_stage
+    squares, weight, loss, flags = total["sums"].unbind()
+    mean = torch.where(weight == 0, 0.0, loss / weight) if knows else torch.zeros_like(loss)
+    own: dict[str, Sequence[Number] | Tensor] = {
+        "sums": (squares, weight * brings_loss, loss * brings_loss, flags),
+        "faults": torch.stack([differ(parts.dp.size, total[name]) for name in _COMPARED]),
+        "losses": (float(knows), mean, mean * mean),
+        "rates": terms(local.rates, _BITS),
+        "batches": terms(local.batches or 0),
+        "experts": total["experts"],
+    }
+    return summed(parts.groups["model"], own, "the gradient norm over the model", parts.device)
 
 
 def gradient_norm(totals: Totals, divisor: float) -> float:

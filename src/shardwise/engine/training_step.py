@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.engine import metrics, views
@@ -30,6 +29,7 @@ from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.plain_backward import PlainBackward
 from shardwise.engine.record import StepInputs
 from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
+from shardwise.engine.sums import Number, filled_like
 from shardwise.engine.weighing import Weighing
 from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
@@ -134,16 +134,16 @@ class TrainingStep:
                 "that trains; return the tensor that the model computed (a rank without data runs any batch with "
                 "weight 0)"
             )
-        weight, scale = self._enter_backward(
+        counted, scale = self._enter_backward(
             weight, lambda: self._weighing.of_loss(loss, self._record.batch(step.passes))
         )
         # After an error half of the gradients may have landed; the next step may not start from them.
         scaled = parts.passes.replay.scaled(scale)
         with self._discard.on_error(), parts.passes.profile.backward(), scaled:
             parts.hooks[0].run_backward(
-                lambda: loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+                lambda: loss.backward(filled_like(loss, scale), retain_graph=retain_graph)
             )
-        self._leave_backward(loss, weight)
+        self._leave_backward(loss, counted)
 
     def adopt_backward(self) -> None:
         """See ``Engine.adopt_backward``."""
@@ -163,14 +163,14 @@ class TrainingStep:
     def _begin_plain_backward(self) -> float:
         _, scale = self._enter_backward(1.0, lambda: 1.0)
         self._parts.passes.replay.scale = scale
-        return scale
+        return float(scale)
 
     def _end_plain_backward(self) -> None:
         self._parts.passes.replay.scale = 1.0
         self._parts.hooks[0].end_backward()
         self._leave_backward(None, 1.0)
 
-    def _enter_backward(self, weight: float | None, found: Callable[[], float]) -> tuple[float, float]:
+    def _enter_backward(self, weight: float | None, found: Callable[[], Number]) -> tuple[Number, Number]:
         """A backward pass begins: (what it counts, what its loss is multiplied by)."""
         step, parts = self._accumulation, self._parts
         if step.is_summed:
@@ -179,10 +179,10 @@ class TrainingStep:
             )
         if step.passes == 0:
             parts.clock.step = self._number
-        weight = step.weight_of(None if weight is None else float(weight), found)
+        counted = step.weight_of(None if weight is None else float(weight), found)
         parts.passes.own_use.end()
-        scale = step.scale_of(weight)
-        parts.passes.loads.count(step.passes, weight)
+        scale = step.scale_of(counted)
+        parts.passes.loads.count(step.passes, counted)
         hooks = parts.hooks[0]
         hooks.recover()
         is_last = step.is_last_backward
@@ -190,16 +190,16 @@ class TrainingStep:
             step.passes + step.left if step.is_last else max(parts.program.microbatches, step.passes + 2)
         )
         hooks.begin_backward(last=is_last)
-        return weight, scale
+        return counted, scale
 
-    def _leave_backward(self, loss: Tensor | None, weight: float) -> None:
+    def _leave_backward(self, loss: Tensor | None, weight: Number) -> None:
         """It has run."""
         self._parts.hooks[0].marks.set()
         self._record.counts(weight)
         if loss is None:
             self._record.check = None  # there is no loss to compare
         elif self._record.check is not None:
-            self._record.check.counts(loss, weight)
+            self._record.check.counts(loss, float(weight))
         self._accumulation.count(loss, weight)
 
     # The update ------------------------------------------------------------------------------------------------
@@ -249,16 +249,14 @@ class TrainingStep:
         self.stop.seen = totals.flags > 0
         return self._close_step(totals, norm, float(rates[0]["lr"]), skipped=not applies)
 
-    def _summed(self, weight: float, rates: Sequence[Mapping[str, Any]]) -> tuple[Totals, float, float]:
+    def _summed(self, weight: Number, rates: Sequence[Mapping[str, Any]]) -> tuple[Totals, float, float]:
         """The list up to its first update: (what all ranks brought, what sums are divided by, the norm)."""
         parts, end = self._parts, self._end
         views.end_passes(parts)
         for hooks in parts.hooks:
             hooks.marks.clear(at_step=True)
         stops = float(self.stop.wanted)
-        end.local = Local(
-            weight, float(parts.accumulation.loss), stops, mark_of(rates), self._record.fingerprint
-        )
+        end.local = Local(weight, parts.accumulation.loss, stops, mark_of(rates), self._record.fingerprint)
         parts.walker.run(until=_is_update)  # DELIVER, SUM and NORM
         totals = end.totals
         assert totals is not None, "NORM has run"

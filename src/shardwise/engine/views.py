@@ -75,7 +75,7 @@ def settled_divisor(parts: Parts) -> float:
         )
     end_passes(parts)
     parts.walker.run(until=lambda action: action.kind is Kind.NORM)  # SUM comes before it
-    weight = torch.tensor([step.weight], dtype=torch.float64, device=parts.device)
+    weight = torch.tensor([float(step.weight)], dtype=torch.float64, device=parts.device)
     parts.dp.all_reduce(weight, "the summed weights", purpose="control").wait()
     finish_reductions(parts.trained)
     return step.divisor_of(float(weight))

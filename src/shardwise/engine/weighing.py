@@ -15,17 +15,21 @@ loss itself knows what it was divided by, shifted labels or not, and its graph t
     neither                             1: alike
 
 Without gradients there is no graph, so an evaluation counts labels, shifted if the training steps have shown it.
+On a device these numbers are there when the pass has run; the first microbatches are waited for, those after them go
+on unread, as tensors, to where the gradients are scaled.
+
 Cost: a walk over at most 64 nodes of the graph a microbatch.
 """
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.sums import Number
 from shardwise.plan.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -47,12 +51,17 @@ class Weighing:
         self._is_shifted = named and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         self._told = False
         self._warned = False
+        self._has_learned = False
+        """Whether looking at a further microbatch could say no more about shifted labels."""
 
-    def of_loss(self, loss: Tensor, batch: Any) -> float:
+    def of_loss(self, loss: Tensor, batch: Any) -> Number:
         """What the microbatch ``batch`` with the loss ``loss`` counts."""
         if self._by == "batches":
             return 1.0
-        counts = divisors_of(loss)
+        found = divisors_of(loss)
+        if self._told and self._has_learned and any(isinstance(each, Tensor) for each in found):
+            return _largest(found)
+        counts = [float(each) for each in found]
         count = max(counts, default=None)
         if len(set(counts)) > 1 and not self._warned:
             self._warned = True
@@ -88,10 +97,13 @@ class Weighing:
 
     def _learn(self, batch: Any, count: float) -> None:
         labels = labels_in(batch)
-        if labels is not None and labels.dim() > 1:
-            plain, shifted = _count(labels, False), _count(labels, True)
-            if plain != shifted and count in (plain, shifted):
-                self._is_shifted = count == shifted
+        if labels is None or labels.dim() <= 1:
+            self._has_learned = True
+            return
+        plain, shifted = _count(labels, False), _count(labels, True)
+        self._has_learned = plain != shifted
+        if plain != shifted and count in (plain, shifted):
+            self._is_shifted = count == shifted
 
 
 def labels_in(batch: Any) -> Tensor | None:
@@ -130,12 +142,12 @@ def divisor_of(loss: Tensor) -> float | None:
 
     Several of them with unlike counts cannot be weighed by one number: the largest is taken.
     """
-    return max(divisors_of(loss), default=None)
+    return max(map(float, divisors_of(loss)), default=None)
 
 
-def divisors_of(loss: Tensor) -> list[float]:
-    """Of each cross entropy in the graph of ``loss``, the nearest first."""
-    found: list[float] = []
+def divisors_of(loss: Tensor) -> list[Number]:
+    """Of each cross entropy in the graph of ``loss``, the nearest first; unread where they are on a device."""
+    found: list[Number] = []
     waiting = deque([_Place(loss.grad_fn, (), None)])
     for _ in range(_NODES):
         if not waiting:
@@ -145,12 +157,12 @@ def divisors_of(loss: Tensor) -> list[float]:
             continue
         own = getattr(node, "counted_labels", None)  # our cross entropies
         if own is not None:
-            found.append(float(own))
+            found.append(_number(own))
             continue
         name = type(node).__name__
         if name in _NLL or hasattr(node, "counted_rows"):
             if name in _NLL and node._saved_reduction == _MEAN:
-                found.append(float(node._saved_total_weight))
+                found.append(_number(node._saved_total_weight))
             else:
                 found.append(_divided_by(node, quotients, rows))
             continue
@@ -162,7 +174,22 @@ def divisors_of(loss: Tensor) -> list[float]:
     return found
 
 
-def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> float:
+def _number(value: Tensor | float) -> Number:
+    """As the host knows it; unread where it is on a device."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().double().reshape(())
+    return float(value)
+
+
+def _largest(numbers: Sequence[Number]) -> Number:
+    """Of numbers some of which are on a device."""
+    if len(numbers) == 1:
+        return numbers[0]
+    device = next(each.device for each in numbers if isinstance(each, Tensor))
+    return torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in numbers]).amax()
+
+
+def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> Number:
     """Of cross entropies that were not averaged by themselves: the mean's rows, the divisor, or 1 for a sum.
 
     Divisors are kept from 0 (``clamp_min(1)``): a microbatch without any label, divided by 1, weighs nothing.
@@ -172,18 +199,24 @@ def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> fl
     divisor = next((each for each in map(_divisor, quotients) if each is not None), None)
     if divisor is None:
         return 1.0
-    return divisor if divisor > 1 or _has_labels(node) else 0.0
+    if not isinstance(divisor, Tensor) and divisor > 1:
+        return divisor
+    labels = _number(_labels(node))
+    if isinstance(divisor, Tensor) or isinstance(labels, Tensor):
+        return divisor * ((labels > 0) | (divisor > 1))  # both unread, or a number of the host beside one
+    return divisor if labels else 0.0
 
 
-def _has_labels(node: Any) -> bool:
+def _labels(node: Any) -> Tensor:
+    """How many a cross entropy that was not averaged by itself counted."""
     counted = getattr(node, "counted_rows", None)
     if counted is not None:
-        return bool(counted)
+        return torch.as_tensor(counted)
     ignored = node._saved_ignore_index
-    return bool((node._saved_target != (ignored if ignored < 1 << 63 else ignored - (1 << 64))).any())
+    return (node._saved_target != (ignored if ignored < 1 << 63 else ignored - (1 << 64))).sum()
 
 
-def _divisor(quotient: Any) -> float | None:
+def _divisor(quotient: Any) -> Number | None:
     """None where it is no single number."""
     value = quotient._saved_other
-    return float(value.detach()) if isinstance(value, Tensor) and value.numel() == 1 else None
+    return _number(value.detach()) if isinstance(value, Tensor) and value.numel() == 1 else None

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from shardwise.plan.errors import UsageError
 
@@ -59,7 +60,7 @@ class Replay:
         """True while no pass shall cut the sequence."""
         self.runs_again = 0
         """Pieces of passes that run again now, one in another perhaps."""
-        self.scale = 1.0
+        self.scale: float | Tensor = 1.0
         """What the loss of the microbatch was multiplied by whose backward pass runs; 1 where none does. A term that a
         layer adds to the gradients by itself, and not to the loss, is multiplied by it there."""
         self._runs: list[_Run] = []
@@ -76,7 +77,7 @@ class Replay:
             self.stays_whole, self.whole_sequence = before
 
     @contextmanager
-    def scaled(self, scale: float) -> Iterator[None]:
+    def scaled(self, scale: float | Tensor) -> Iterator[None]:
         """A backward pass from a loss that was multiplied by ``scale``."""
         before, self.scale = self.scale, scale
         try:

@@ -224,7 +224,8 @@ class FlatOptimizer:
         """Update from ``grad / divisor`` (flat, as the master) with the numbers of this bucket's group in ``rates``
         (groups.py); ``unused`` ranges are skipped. ``grad`` is spent."""
         if self._divides and divisor != 1.0:
-            self._optimizer.grad_scale = torch.tensor(divisor, device=grad.device)  # type: ignore[attr-defined]
+            # Filled on the device: a number that is copied there is waited for.
+            self._optimizer.grad_scale = torch.full((), divisor, device=grad.device)  # type: ignore[attr-defined]
             self._optimizer.found_inf = torch.zeros((), device=grad.device)  # type: ignore[attr-defined]
             divisor = 1.0
         self._take(grad, divisor, rates, unused)

@@ -72,21 +72,26 @@ def _sum(each: Tensor, counted: Tensor | None) -> Tensor:
     return (each if counted is None else each.masked_fill(~counted, 0)).sum()
 
 
-def inject(x: Tensor, value: Tensor, scale: Callable[[], float]) -> Tensor:
+def inject(x: Tensor, value: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
     """``x``; where a gradient comes back through it, ``value`` gets the gradient ``scale()``, asked for then."""
     return _Inject.apply(x, value, scale)
 
 
 class _Inject(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, scale: Callable[[], float]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
         ctx.scale, ctx.like = scale, (value.dtype, value.device)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        dtype, device = ctx.like
-        return grad, torch.full((), ctx.scale(), dtype=dtype, device=device), None
+        (dtype, device), scale = ctx.like, ctx.scale()
+        known = isinstance(scale, float)
+        return (
+            grad,
+            torch.full((), scale, dtype=dtype, device=device) if known else scale.to(device, dtype),
+            None,
+        )
 
 
 @torch.no_grad()

@@ -125,20 +125,23 @@ class ExpertLoads:
         numbers = torch.cat([each.detach().to(device, torch.float64) for each in parts])
         waiting[layer] = waiting[layer].to(device) + numbers if layer in waiting else numbers
 
-    def count(self, microbatch: int, weight: float) -> None:
+    def count(self, microbatch: int, weight: float | Tensor) -> None:
         """The backward pass of ``microbatch`` begins; with a ``weight`` of 0 it counts nowhere."""
         for layer, numbers in self._waiting.pop(microbatch, {}).items():
-            if weight:
-                before = self._counted.get(layer)
-                self._counted[layer] = numbers if before is None else before.to(numbers.device) + numbers
+            if isinstance(weight, Tensor):
+                numbers = numbers.masked_fill(weight.to(numbers.device) == 0, 0.0)
+            elif not weight:
+                continue
+            before = self._counted.get(layer)
+            self._counted[layer] = numbers if before is None else before.to(numbers.device) + numbers
 
-    def numbers(self) -> list[float]:
-        """Of this rank in the step so far, all layers of the model one after another: Σ (2·E + 3)."""
-        found: list[float] = []
+    def numbers(self, device: torch.device) -> Tensor:
+        """Of this rank in the step so far, all layers of the model one after another: fp64 [Σ (2·E + 3)]."""
+        found = [torch.zeros(0, dtype=torch.float64, device=device)]
         for layer, experts in self.layers.items():
             mine = self._counted.get(layer)
-            found += [0.0] * (2 * experts + _BESIDE) if mine is None else mine.tolist()
-        return found
+            found.append(found[0].new_zeros(2 * experts + _BESIDE) if mine is None else mine.to(device))
+        return torch.cat(found)
 
     def end_step(self, sums: Sequence[float]) -> None:
         """A step is over, in which ``numbers`` of all ranks sum to ``sums``."""

@@ -91,7 +91,7 @@ class Surroundings:
     """How the running pass lies on ``group``."""
     keep: Callable[[str, Callable[[], Decision]], Decision] = _decide
     """(layer, make) -> what ``make`` returns; where a piece of a pass runs again, what it returned at first."""
-    scale: Callable[[], float] = _one
+    scale: Callable[[], float | Tensor] = _one
     """Called in a backward pass: what the loss of its microbatch was multiplied by."""
     replay: Replay | None = None
     """Where the running microbatch stands, which noise is keyed by; None where torch's generator draws it."""

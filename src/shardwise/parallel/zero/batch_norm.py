@@ -54,28 +54,31 @@ class _Normalize:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        sums = torch.cat([wide.sum(dims), wide.new_tensor([x.numel() / x.shape[1]])])
+        sums = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.shape[1])])
         sums = _SumOverRanks.apply(sums, self._group)
         count = sums[-1]
         mean = sums[:-1] / count
         centred = wide - mean.view(shape)
         var = _SumOverRanks.apply(centred.square().sum(dims), self._group) / count
-        self._update_running(mean.detach(), var.detach(), float(count.detach()))
+        self._update_running(mean.detach(), var.detach(), count.detach())
         y = centred * torch.rsqrt(var + module.eps).view(shape)
         if module.weight is not None:
             y = y * module.weight.view(shape) + module.bias.view(shape)
         return y.to(x.dtype)
 
-    def _update_running(self, mean: Tensor, var: Tensor, count: float) -> None:
+    def _update_running(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         module = self._module
         if module.running_mean is None or module.running_var is None or not module.training:
             return
         assert module.num_batches_tracked is not None, "a module with running statistics counts its batches"
         module.num_batches_tracked.add_(1)
-        momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-        module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-        unbiased = var * (count / max(count - 1, 1))
-        module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+        unbiased = var * (count / (count - 1).clamp_min(1))
+        for running, found in ((module.running_mean, mean), (module.running_var, unbiased)):
+            new = found.to(running.dtype)
+            if module.momentum is not None:
+                running.lerp_(new, module.momentum)
+            else:  # the mean over all batches; their number stays where it is counted
+                running.lerp_(new, module.num_batches_tracked.to(running.dtype).reciprocal())
 
 
 def synchronize_batch_norm(model: nn.Module, group: Group) -> None:

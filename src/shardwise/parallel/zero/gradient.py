@@ -80,7 +80,7 @@ class Gradient:
         self.views = views
         self.what = what
         self.state = _EMPTY
-        self.used = [False] * len(views.parameters)
+        self.used: list[bool | Tensor] = [False] * len(views.parameters)
         """Parameters that got a gradient since the last step."""
         self.reduces_alone = True
         """Whether the running microbatch is the only one of its sum. Every rank must say the same, also one on which
