@@ -22,7 +22,6 @@ from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipeline import _Training
 from shardwise.engine.shared import SharedGradients
-from shardwise.engine.step import Totals
 from shardwise.kernels.dropout import EqualPart
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.tensor.layers import RowLinear
@@ -194,8 +193,9 @@ def norm_of_one_stage() -> Patch:
 
     right = step._over_model
 
-    def wrong(totals: Totals, *rest: Any) -> Totals:
-        return right(totals, *rest)._replace(squares=totals.squares)
+    def wrong(parts: Any, local: Any, total: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = right(parts, local, total)
+        return found | {"sums": torch.cat([total["sums"][:1], found["sums"][1:]])}
 
     return patch.object(step, "_over_model", wrong)
 
