@@ -1,0 +1,201 @@
+"""Budgets: what one step asks of the device, for each way to train. The table stands in docs/accelerators.md.
+
+    host syncs          exact, by (what, file:function); their number may only shrink
+    device operations   an upper bound
+
+``python -m tests.accelerator.budget`` writes the page anew where nothing grew, and says what did; ``--grow`` writes it
+all the same, for a new row or a better count.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.models import Gpt, GptPolicy
+from shardwise.models.gpt import GptExperts
+from tests.accelerator.mirror import mirror_world
+from tests.accelerator.pretend import Bench, Sync, register
+from tests.engine import tables_net
+
+PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
+BEGIN, END = "<!-- budgets: begin -->\n", "<!-- budgets: end -->\n"
+VOCABULARY, CONTEXT, LAYERS, MICROBATCHES = 19, 8, 2, 2
+_LINE = re.compile(r"\| (?P<row>[^|]+) \| (?P<syncs>\d+) \| (?P<operations>\d+) \| (?P<places>[^|]*) \|")
+_PLACE = re.compile(r"(\d+) × ([^`]+) `([^`]+)`")
+
+
+class Budget(NamedTuple):
+    """Of one step."""
+
+    syncs: dict[Sync, int]
+    operations: int
+
+
+class Row(NamedTuple):
+    """One way to train: what it is made of, and on how many ranks, all of them this one."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    ranks: int
+    config: dict[str, Any]
+
+
+def gpt(**changes: Any) -> Callable[[], nn.Module]:
+    """A decoder of two blocks."""
+    policy = {
+        "layers": LAYERS, "width": 16, "heads": 4, "hidden": 24, "context": CONTEXT, "vocab": VOCABULARY, **changes
+    }  # fmt: skip
+    return lambda: Gpt(GptPolicy(**policy))
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    """A microbatch: tokens and targets, [2, 8] each."""
+    generator = torch.Generator().manual_seed(step)
+    found = torch.randint(0, VOCABULARY, (2, 2, CONTEXT), generator=generator)
+    return found[0], found[1]
+
+
+def _clicks(names: Sequence[str]) -> Callable[[int], Any]:
+    def batch(step: int) -> Any:
+        found = tables_net.batch(step)
+        return {"sparse": {name: found["sparse"][name] for name in names}, "labels": found["labels"]}
+
+    return batch
+
+
+class _Tables(nn.Module):
+    """Two tables beside a linear layer."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.tables = tables_net.Net({}).tables
+        self.names = names
+        self.tables.tables = tuple(
+            table for table in self.tables.tables if set(table.features or (table.name,)) & set(names)
+        )
+        self.out = nn.Linear(sum(8 if name == "d" else 6 for name in names), 1)
+
+    def forward(self, sparse: Any, labels: Tensor) -> Tensor:
+        found = self.tables(sparse)
+        logits = self.out(torch.cat([found[name] for name in self.names], 1))[:, 0]
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+
+def _zero(stage: int, precision: str, **more: Any) -> dict[str, Any]:
+    return {"zero": {"stage": stage}, "precision": precision, **more}
+
+
+def _rows() -> dict[str, Row]:
+    found = {
+        f"zero {stage}, {precision}, dp 4": Row(gpt(), tokens, 4, _zero(stage, precision))
+        for stage in range(4)
+        for precision in ("fp32", "bf16", "fp16")
+    }
+    zero3 = _zero(3, "bf16")
+    found |= {
+        "one device, bf16": Row(gpt(), tokens, 1, _zero(0, "bf16")),
+        "hsdp 2 x 2, bf16": Row(gpt(), tokens, 4, {**zero3, "mesh": {"dp": {"replicate": 2, "shard": 2}}}),
+        "tied, zero 3, bf16, dp 4": Row(gpt(family="gpt2", tied_head=True), tokens, 4, zero3),
+        "tp 2, bf16": Row(gpt(), tokens, 2, {**zero3, "mesh": {"tp": 2}}),
+        "tp 2, dp 2, zero 3, bf16": Row(gpt(), tokens, 4, {**zero3, "mesh": {"tp": 2, "dp": 2}}),
+        "dropout, zero 3, bf16, dp 4": Row(gpt(family="gpt2", dropout=0.1), tokens, 4, zero3),
+        "recompute, zero 3, bf16, dp 4": Row(gpt(), tokens, 4, {**zero3, "recompute": "full"}),
+        "experts, ep 2, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=4)), tokens, 2, {**_zero(2, "bf16"), "mesh": {"ep": 2}}
+        ),
+        "static tables, dp 2": Row(lambda: _Tables(("a", "b", "d")), _clicks("abd"), 2, _zero(0, "fp32")),
+        "dynamic tables, dp 2": Row(
+            lambda: _Tables(("grows", "rare")), _clicks(("grows", "rare")), 2, _zero(0, "fp32")
+        ),
+    }
+    return found
+
+
+ROWS = _rows()
+
+
+def measure(name: str) -> tuple[Budget, list[str]]:
+    """Budget of the row's third step, and what was misplaced in any."""
+    row, device = ROWS[name], register()
+    with Bench() as bench:
+        config = {
+            "batch": {"accumulation": MICROBATCHES},
+            "optimizer": {"type": "adamw", "lr": 0.01},
+            "max_grad_norm": 1e-3,  # so that every step is clipped, whatever its numbers
+            "check_first_step": "off",  # it compares numbers, which mirror ranks do not have
+            **row.config,
+        }
+        torch.manual_seed(0)
+        engine = shardwise.initialize(row.make(), config, world=mirror_world(row.ranks, device))
+        for step in range(3):
+            batches = [row.batch(MICROBATCHES * step + i) for i in range(MICROBATCHES)]
+            bench.clear()
+            assert not engine.train_step(batches).skipped, f"{name}: the step was skipped"
+        found = Budget(dict(bench.syncs), sum(bench.operations.values()))
+        engine.close()
+    return found, bench.misplaced
+
+
+def measure_all(_world: Any, names: Sequence[str]) -> dict[str, tuple[Budget, list[str]]]:
+    """In a process of its own."""
+    return {name: measure(name) for name in names}
+
+
+# The page -----------------------------------------------------------------------------------------------------------
+
+
+def read_page() -> dict[str, Budget]:
+    """The table that stands in the docs."""
+    text = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    return {
+        found["row"]: Budget(
+            {(what, where): int(count) for count, what, where in _PLACE.findall(found["places"])},
+            int(found["operations"]),
+        )
+        for found in _LINE.finditer(text)
+    }
+
+
+def written(budgets: dict[str, Budget]) -> str:
+    """The table."""
+    lines = ["| step | host syncs | device operations, at most | the syncs |", "|---|---|---|---|"]
+    for name, (syncs, operations) in budgets.items():
+        places = ", ".join(f"{count} × {what} `{where}`" for (what, where), count in sorted(syncs.items()))
+        lines.append(f"| {name} | {sum(syncs.values())} | {operations} | {places or 'none'} |")
+    return "\n".join(lines) + "\n"
+
+
+def grown(name: str, found: Budget, stands: Budget | None) -> list[str]:
+    """What is above the table."""
+    if stands is None:
+        return [f"{name}: a new row"]
+    more = Counter(found.syncs) - Counter(stands.syncs)
+    said = [f"{name}: {count} more of {what} in {where}" for (what, where), count in sorted(more.items())]
+    if found.operations > stands.operations:
+        said.append(
+            f"{name}: {found.operations} device operations, at most {stands.operations} stand in the table"
+        )
+    return said
+
+
+def main() -> None:
+    """Write the page."""
+    stands = read_page()
+    found = {name: measure(name)[0] for name in ROWS}
+    more = [line for name, budget in found.items() for line in grown(name, budget, stands.get(name))]
+    print("\n".join(more) or "nothing grew")
+    if more and "--grow" not in sys.argv:
+        sys.exit("the page stays as it is: mend that, or write it with --grow")
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + written(found) + END + rest.split(END)[1], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,506 @@
+"""A pretended accelerator: tensors that say they lie on ``pretend:0``, with their bytes in host memory.
+
+    tensor    a plain torch.Tensor of torch's device type for backends in Python; its storage says ``pretend:0`` and
+              points into the host storage that hangs on it, so views, ``p.data = view``, slots, version counters and
+              what autograd saved behave as on a real device
+    Bench     a dispatch mode that runs each operation on host views of its tensors, and counts
+    register  once in a process, which never does anything else afterwards
+
+What a ``Bench`` counts, each under the line of ours that asked for it (``file:function``; "autograd" where a thread of
+autograd's asked):
+
+    syncs       what makes the host wait for the device on CUDA: reads of numbers, copies between host and device that
+                are pageable or not ``non_blocking``, operations whose result's size lies in the data (``nonzero``,
+                ``unique``, an index by booleans, ``repeat_interleave`` without ``output_size``), synchronize
+    operations  all that would launch a kernel: no views, no allocations
+    misplaced   operations over tensors on both sides, but for numbers of dim 0; refused as CUDA refuses them
+
+It checks placement and counts; it cannot show what streams do, nor times.
+"""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+import shardwise
+
+NAME = "pretend"
+IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+"""torch before 2.13 knows no backends in Python."""
+MEMORY_BYTES = 1 << 30
+Sync = tuple[str, str]
+"""(what, file:function)."""
+
+_ROOT = str(Path(shardwise.__file__).parent)
+_HOST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_ATEN = torch.ops.aten
+_READS = {
+    "_local_scalar_dense": "item",
+    "equal": "equal",
+    "is_nonzero": "item",
+    "_linalg_check_errors": "linalg",
+}
+_SIZED_BY_DATA = {
+    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "bincount", "histc", "embedding_renorm_",
+}  # fmt: skip
+_ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_DESCRIBES = {"resize_", "set_", "as_strided_", "t_", "transpose_", "squeeze_", "unsqueeze_", "detach_"}
+"""Change what a tensor says of its memory, in place."""
+
+
+class Misplaced(RuntimeError):
+    """Tensors of one operation lie on the host and on the device."""
+
+
+def register() -> torch.device:
+    """The device, made known to this process; a second call does nothing."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        backend_registration._setup_privateuseone_for_python_backend(NAME, _Backend())
+        for name, stand_in in _ACCELERATOR.items():
+            setattr(torch.accelerator, name, stand_in)
+        torch.Stream, torch.Event = _Stream, _Event  # type: ignore[misc, assignment]
+        threading.Thread.run = _run_in_mode  # type: ignore[method-assign]
+    return torch.device(NAME, 0)
+
+
+# Tensors ------------------------------------------------------------------------------------------------------------
+
+
+def on_device(host: Tensor) -> Tensor:
+    """A device tensor over the memory of ``host``."""
+    there = host.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(
+        there.data_ptr(), torch.device(NAME, 0), there.nbytes()
+    )
+    storage.host = there  # kept as long as torch keeps the storage
+    return _described(host.dtype, storage, host)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The bytes of a device tensor, as a host tensor over the same memory."""
+    host = torch.empty(0, dtype=tensor.dtype)
+    host.set_(
+        tensor.untyped_storage().host,  # type: ignore[attr-defined]
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+    )
+    return host
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether it is a tensor of the pretended device."""
+    return isinstance(value, Tensor) and value.device.type == NAME
+
+
+def _described(dtype: torch.dtype, storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """A device tensor over ``storage`` that lies in it as ``like`` does."""
+    made = torch._C._acc.create_empty_tensor((0,), dtype)  # type: ignore[attr-defined]
+    set_to: Any = _ATEN.set_.source_Storage_storage_offset
+    set_to.redispatch(_HOST_KEY, made, storage, like.storage_offset(), like.shape, like.stride())
+    return made
+
+
+# Counting -----------------------------------------------------------------------------------------------------------
+
+
+class Bench(TorchDispatchMode):
+    """See the module's docstring. ``with Bench() as bench:`` around all that uses the device."""
+
+    current: "Bench | None" = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syncs: Counter[Sync] = Counter()
+        self.operations: Counter[str] = Counter()
+        self.misplaced: list[str] = []
+        self._data = _Data()
+        self._is_paused = threading.local()
+
+    def __enter__(self) -> Any:
+        Bench.current = self
+        self._data.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._data.__exit__(*error)
+        Bench.current = None
+
+    def clear(self) -> None:
+        """Count from nothing."""
+        self.syncs.clear()
+        self.operations.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, this thread's operations are not counted: they are the bench's own."""
+        before = getattr(self._is_paused, "flag", False)
+        self._is_paused.flag = True
+        try:
+            yield
+        finally:
+            self._is_paused.flag = before
+
+    def sync(self, what: str) -> None:
+        """Count one."""
+        if not getattr(self._is_paused, "flag", False):
+            self.syncs[what, place()] += 1
+
+    def operation(self, name: str) -> None:
+        """Count one."""
+        if not getattr(self._is_paused, "flag", False):
+            self.operations[name] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.removeprefix("aten::")
+        leaves, form = tree_flatten((args, kwargs))
+        device = [leaf for leaf in leaves if is_on_device(leaf)]
+        wanted = kwargs.get("device")
+        goes_there = wanted is not None and torch.device(wanted).type == NAME
+        if name in ("pin_memory", "_pin_memory", "is_pinned"):
+            return _pinned(name, args[0])
+        if not device and not goes_there:
+            return _without_pins(func, args, kwargs)
+        if name in _DESCRIBES:
+            return _describe(name, func, args, kwargs)
+        if name in ("_to_copy", "copy_", "_copy_from", "copy"):
+            self._count_copy(name, args, kwargs)
+        elif name == "record_stream":
+            return None
+        else:
+            self._check_places(func, name, leaves, device)
+            self._count_sync(func, name, args, kwargs)
+            if not func.is_view and name not in _ALLOCATES and name not in _READS and name != "detach":
+                self.operation(name)
+        hosts = {id(leaf): on_host(leaf) for leaf in device}
+        inner_args, inner_kwargs = tree_unflatten([hosts.get(id(leaf), leaf) for leaf in leaves], form)
+        if "device" in inner_kwargs:
+            inner_kwargs["device"] = torch.device("cpu")
+        if goes_there or inner_kwargs.get("pin_memory"):
+            inner_kwargs.pop("pin_memory", None)
+        to_host = name == "_to_copy" and wanted is not None and not goes_there
+        if name == "_to_copy":
+            inner_kwargs.pop("non_blocking", None)
+        result = func(*inner_args, **inner_kwargs)
+        if to_host or name in _READS:
+            if to_host and kwargs.get("non_blocking"):
+                result.untyped_storage().pinned = True  # as torch makes it
+            return result
+        if name == "_to_copy" and result.untyped_storage().data_ptr() in {
+            each.untyped_storage().data_ptr() for each in (*hosts.values(), *args) if isinstance(each, Tensor)
+        }:
+            result = result.clone()
+        given = {id(host): leaf for leaf in device for host in (hosts[id(leaf)],)}
+        storages = {host.untyped_storage()._cdata: leaf for leaf in device for host in (hosts[id(leaf)],)}
+        if name == "copy_" and not is_on_device(args[0]):
+            return args[0]
+
+        def back(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) in given:
+                return given[id(value)]
+            source = storages.get(value.untyped_storage()._cdata)
+            if source is not None:
+                return _described(value.dtype, source.untyped_storage(), value)
+            return on_device(value)
+
+        return tree_map(back, result)
+
+    def _check_places(self, func: Any, name: str, leaves: list[Any], device: list[Tensor]) -> None:
+        if not device:
+            return
+        strict = "fused" in name
+        hosts = [
+            leaf for leaf in leaves
+            if isinstance(leaf, Tensor) and not is_on_device(leaf) and (leaf.dim() or strict)
+        ]  # fmt: skip
+        if not hosts:
+            return
+        if name in _INDEXES:
+            self.sync("index of the host")
+            return
+        shapes = ", ".join(f"{tuple(leaf.shape)} on {leaf.device.type}" for leaf in [*hosts[:2], *device[:2]])
+        self.misplaced.append(f"{name} in {place()}: {shapes}")
+        raise Misplaced(f"{func}: tensors on both sides: {shapes}")
+
+    def _count_sync(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        if name in _READS:
+            self.sync(_READS[name])
+        elif name in _SIZED_BY_DATA:
+            self.sync(name.strip("_"))
+        elif (
+            name == "repeat_interleave"
+            and "Tensor" in func._overloadname
+            and kwargs.get("output_size") is None
+        ):
+            self.sync("repeat_interleave")
+        elif name in _INDEXES:
+            masks = [
+                each
+                for each in args[1]
+                if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8)
+            ]
+            is_fill = (
+                len(args) > 2 and args[2].numel() == 1 and not is_on_device(args[2]) and len(args[1]) == 1
+            )
+            if masks and not is_fill:
+                self.sync("boolean index")
+
+    def _count_copy(self, name: str, args: Any, kwargs: Any) -> None:
+        """One between host and device is a sync where the host waits for it."""
+        self.operation("copy")
+        if name == "_to_copy":
+            source, target = args[0], None
+            there = (
+                torch.device(kwargs["device"]).type
+                if kwargs.get("device") is not None
+                else source.device.type
+            )
+            is_async = bool(kwargs.get("non_blocking"))
+        else:
+            target, source = args[0], args[1]
+            there = target.device.type
+            is_async = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        if source.device.type == there:
+            return
+        if there == NAME:
+            if not (is_async and _is_pinned(source)):
+                self.sync("copy to the device")
+        elif not (is_async and (target is None or _is_pinned(target))):
+            self.sync("copy to the host")
+
+
+def place() -> str:
+    """Where we are: the innermost line of the package's, as ``file:function``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code: CodeType = frame.f_code
+        if code.co_filename.startswith(_ROOT):
+            return f"{code.co_filename[len(_ROOT) + 1 :]}:{_function_of(code)}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "autograd" if threading.current_thread() is not threading.main_thread() else "the test"
+
+
+def _function_of(code: CodeType) -> str:
+    """The name of a function, of a method without its class, of a lambda its function's."""
+    parts = code.co_qualname.replace("<lambda>", "").replace("<listcomp>", "").replace("<genexpr>", "")
+    names = [part for part in parts.replace("<locals>", "").split(".") if part]
+    return names[-1]
+
+
+class _Data(TorchFunctionMode):
+    """What torch does below the dispatcher: ``parameter.data = tensor`` across devices, which it grants CUDA and no
+    backend in Python, and ``torch.tensor(..., device=)``, which copies from the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and not is_on_device(args[0]):
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == NAME:
+                return func(*args, **{**kwargs, "device": "cpu"}).to(device)
+        if func is torch.Tensor.new_tensor and is_on_device(args[0]) and kwargs.get("device") is None:
+            return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)).to(args[0].device)
+        if func == torch.Tensor.data.__set__ and args[0].device != args[1].device:  # type: ignore[attr-defined]
+            parameter, data = args
+            version = parameter._version
+            made = data.data
+            made = (
+                nn.Parameter(made, parameter.requires_grad) if isinstance(parameter, nn.Parameter) else made
+            )
+            with torch._C.DisableTorchFunction():
+                torch._C._swap_tensor_impl(parameter, made)
+            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+            return None
+        if func is torch.Tensor.__repr__ and is_on_device(args[0]):
+            return f"on {NAME}: {on_host(args[0].detach())!r}"
+        return func(*args, **kwargs)
+
+
+# What lies beside tensors -------------------------------------------------------------------------------------------
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return bool(getattr(tensor.untyped_storage(), "pinned", False))
+
+
+def _pinned(name: str, tensor: Tensor) -> Any:
+    if name == "is_pinned":
+        return not is_on_device(tensor) and _is_pinned(tensor)
+    made = tensor.clone()
+    made.untyped_storage().pinned = True  # type: ignore[attr-defined]
+    return made
+
+
+def _without_pins(func: Any, args: Any, kwargs: Any) -> Any:
+    """On host tensors alone: torch has nothing that could pin memory here."""
+    pins = bool(kwargs.pop("pin_memory", False))
+    if func._schema.name == "aten::record_stream":
+        raise NotImplementedError("aten::record_stream of a host tensor, which CUDA refuses")
+    made = func(*args, **kwargs)
+    if pins:
+        made.untyped_storage().pinned = True
+    return made
+
+
+def _describe(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Operations that change what a tensor says of its memory."""
+    tensor = args[0]
+    if name == "resize_":
+        host = on_host(tensor)
+        needed = torch.Size(args[1]).numel() * tensor.itemsize + tensor.storage_offset() * tensor.itemsize
+        if needed > tensor.untyped_storage().nbytes():
+            new = on_device(torch.empty(args[1], dtype=tensor.dtype))
+            on_host(new).view(-1)[: host.numel()].copy_(host.reshape(-1))
+            return _set(tensor, new)
+        return _set(tensor, tensor, on_host(tensor).resize_(args[1]))
+    if name == "set_":
+        if len(args) > 1 and isinstance(args[1], Tensor):
+            return _set(tensor, args[1])
+        if len(args) == 1:
+            return _set(tensor, on_device(torch.empty(0, dtype=tensor.dtype)))
+        if len(args) == 2:
+            count = args[1].nbytes() // tensor.itemsize
+            args = (tensor, args[1], 0, (count,), (1,))
+        inner: Any = _ATEN.set_.source_Storage_storage_offset
+        return inner.redispatch(_HOST_KEY, *args)
+    if name == "detach_":
+        return tensor
+    host = on_host(tensor)
+    return _set(tensor, tensor, func(host, *args[1:], **kwargs))
+
+
+def _set(tensor: Tensor, source: Tensor, like: Tensor | None = None) -> Tensor:
+    like = source if like is None else like
+    set_to: Any = _ATEN.set_.source_Storage_storage_offset
+    set_to.redispatch(
+        _HOST_KEY, tensor, source.untyped_storage(), like.storage_offset(), like.shape, like.stride()
+    )
+    return tensor
+
+
+class _Backend(backend_registration._DummyBackendModule if IS_POSSIBLE else object):  # type: ignore[misc]
+    """What torch asks of ``torch.pretend``."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    @contextmanager
+    def device(self, index: Any) -> Iterator[None]:
+        yield
+
+
+def _synchronize(*_: Any) -> None:
+    if Bench.current is not None:
+        Bench.current.sync("synchronize")
+
+
+class _Stream:
+    """Work is done when it is asked for, so a stream has nothing to order."""
+
+    def __init__(self, device: Any = None, **_: Any) -> None:
+        self.device = torch.device(NAME, 0)
+        self.stream_id = 0
+
+    def synchronize(self) -> None:
+        _synchronize()
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class _Event:
+    """It has happened when it is recorded."""
+
+    def __init__(self, device: Any = None, **_: Any) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _synchronize()
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    "synchronize": _synchronize,
+    "current_stream": lambda device=None: _Stream(),
+    "set_stream": lambda stream: None,
+    "device_count": lambda: 1,
+    "set_device_index": lambda index: None,
+    "current_device_index": lambda: 0,
+    "get_memory_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),
+    "max_memory_allocated": lambda device=None: 0,
+    "memory_allocated": lambda device=None: 0,
+    "memory_reserved": lambda device=None: 0,
+    "max_memory_reserved": lambda device=None: 0,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "empty_cache": lambda: None,
+}
+_thread_run = threading.Thread.run
+
+
+def _run_in_mode(thread: threading.Thread) -> None:
+    """Modes belong to a thread; a device does not."""
+    if Bench.current is None:
+        _thread_run(thread)
+        return
+    with _Elsewhere(Bench.current), _Data():
+        _thread_run(thread)
+
+
+class _Elsewhere(TorchDispatchMode):
+    """A Bench in another thread."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__()
+        self._bench = bench
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._bench.__torch_dispatch__(func, types, args, kwargs)

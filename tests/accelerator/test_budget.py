@@ -1,0 +1,48 @@
+"""One step asks the device for what docs/accelerators.md says, and never for more."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.accelerator import budget
+from tests.accelerator.budget import Budget
+from tests.ranks import RankPool
+
+GROUPS: Mapping[str, list[str]] = {
+    "zero": [name for name in budget.ROWS if name.startswith("zero")],
+    "the rest": [name for name in budget.ROWS if not name.startswith("zero")],
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_step_stops_the_host_more_often_than_the_page_says(device_process: RankPool, group: str) -> None:
+    [found] = device_process.run(budget.measure_all, GROUPS[group])
+    stands = budget.read_page()
+    more = [
+        line
+        for name, (measured, _) in found.items()
+        for line in budget.grown(name, measured, stands.get(name))
+    ]
+    assert not more, "\n".join(more)
+    assert not [line for _, misplaced in found.values() for line in misplaced]
+    fewer = [name for name, (measured, _) in found.items() if measured.syncs != stands[name].syncs]
+    assert not fewer, f"fewer syncs than the page has: run python -m tests.accelerator.budget for {fewer}"
+
+
+def test_the_page_has_every_row() -> None:
+    assert list(budget.read_page()) == list(budget.ROWS)
+
+
+def test_a_table_reads_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    stands = budget.read_page()
+    assert budget.written(stands) in budget.PAGE.read_text(encoding="utf-8")
+
+
+def test_what_grew_is_named() -> None:
+    stands = Budget({("item", "engine/step.py:exchange"): 1}, 10)
+    assert not budget.grown("row", stands, stands)
+    assert not budget.grown("row", Budget({}, 9), stands)
+    assert budget.grown("row", Budget({("item", "engine/step.py:exchange"): 3}, 11), stands) == [
+        "row: 2 more of item in engine/step.py:exchange",
+        "row: 11 device operations, at most 10 stand in the table",
+    ]
