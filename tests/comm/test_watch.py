@@ -19,7 +19,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm import collectives, watch
-from shardwise.comm.collectives import is_late
+from shardwise.comm.faults import is_late
 from shardwise.comm.world import World, join
 from shardwise.plan.errors import CommError, DeadlineError
 from tests.ranks import RankPool
@@ -186,4 +186,5 @@ def test_an_error_of_nccl_is_no_deadline() -> None:
         RuntimeError("NCCL error: remote process exited, WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=600000)")
     )
     assert is_late(RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(Timeout(ms)=600000)"))
+    assert not is_late(RuntimeError("ncclSystemError: Call to connect returned Connection timed out"))
     assert is_late(RuntimeError("Operation timed out!"))

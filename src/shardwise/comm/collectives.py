@@ -15,7 +15,6 @@ Shapes: every tensor is flat; with N ranks a shard has 1/N of the elements of th
 """
 
 import random
-import re
 import statistics
 import time
 from collections import deque
@@ -30,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.equality import are_equal, terms
+from shardwise.comm.faults import cause_of, is_late
+from shardwise.comm.flights import Communicator, Flight
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
 from shardwise.comm.watch import Watch
@@ -41,21 +42,31 @@ _SLICE_S = 0.25
 _STEPS = 32
 """Steps that the median is taken of."""
 _LIMIT_STEPS, _PATIENCE_STEPS = 10, 5
-_NCCL_SETTING = re.compile(r"timeout\(ms\)\s*=\s*\d+", re.IGNORECASE)
 
 
 class Pending:
-    """A collective in flight; ``wait`` returns when its output may be used."""
+    """A collective in flight; ``wait`` returns when its output may be used.
 
-    __slots__ = ("_finish",)
+    On a device that is by what the current stream does next, and the host goes on: ``works`` run on ``communicator``.
+    """
 
-    def __init__(self, finish: Callable[[], None] | None = None):
+    __slots__ = ("_finish", "communicator", "works")
+
+    def __init__(
+        self,
+        finish: Callable[[], None] | None = None,
+        works: Sequence[Any] = (),
+        communicator: Communicator | None = None,
+    ):
         self._finish = finish
+        self.works = works
+        self.communicator = communicator
 
     def wait(self) -> None:
         """Finish the collective; a second call does nothing."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
+            self.works = ()
             finish()
 
 
@@ -150,6 +161,29 @@ class Clock:
         if not isinstance(self._timeout_s, str):
             patience_s = min(patience_s, self.timeout_s / 2)
         return patience_s, patience_s if self.steps_done else max(patience_s, FIRST_STEP_S)
+
+    def follow(
+        self, pending: Pending, what: tuple[Any, ...], explain: Callable[[Exception], CommError]
+    ) -> Flight | None:
+        """What a device exchanges while the host goes on has as long as a wait; None where nobody watches."""
+        if self.watch is None or pending.communicator is None:
+            return None
+        patience_s, standstill_s = self._patience_s
+        flight = Flight(
+            (*what, self.step),
+            self.timeout_s,
+            (patience_s, isinstance(self._timeout_s, str), standstill_s),
+            explain,
+            pending.works,
+            pending.communicator,
+        )
+        self.watch.flights.add(flight)
+        return flight
+
+    def check_intact(self) -> None:
+        """Errors: what has failed, or was late, on the device since: from there on its numbers are undefined."""
+        if self.watch is not None:
+            self.watch.raise_failure()
 
     def verdict(self) -> str:
         """Why waiting was in vain; empty where nobody said so."""
@@ -287,29 +321,38 @@ class Group:
     ) -> Pending:
         assert self.transport is not None, "a group of one rank has nothing to run"
         elements = full.numel() if elements is None else elements
+        self.clock.check_intact()
         self.clock.check_together(f"{operation} of {what}")
         self.traffic.add(operation, purpose, elements, full.itemsize, self.size, what, self.axis)
         self.clock.maybe_delay()
-        timeout_s = self.clock.timeout_s
+        timeout_s, step = self.clock.timeout_s, self.clock.step
         name = (self._name, operation, what)
+
+        def explained(error: Exception) -> CommError:
+            return self._explained(error, operation, what, step, timeout_s)
+
         self.clock.begin_wait(name)
         try:
             pending = start(self.transport, timeout_s)
         except (RuntimeError, CommError) as error:
-            raise self._explained(error, operation, what, timeout_s) from error
+            raise explained(error) from error
         finally:
             self.clock.end_wait()
         if pending is None:
             return DONE
+        flight = None if pending.communicator is None else self.clock.follow(pending, name, explained)
 
         def finish() -> None:
             self.clock.begin_wait(name)
             try:
                 pending.wait()
             except (RuntimeError, CommError) as error:
-                raise self._explained(error, operation, what, timeout_s) from error
+                raise explained(error) from error
             finally:
                 self.clock.end_wait()
+            if flight is not None:
+                flight.waited(full.device)
+                self.clock.check_intact()
 
         return Pending(finish)
 
@@ -317,12 +360,14 @@ class Group:
     def _name(self) -> int:
         return (self.names or self.ranks)[self.index]
 
-    def _explained(self, error: Exception, operation: str, what: str, timeout_s: float) -> CommError:
+    def _explained(
+        self, error: Exception, operation: str, what: str, step: int, timeout_s: float
+    ) -> CommError:
         verdict = self.clock.verdict()
         if verdict:
             return DeadlineError(verdict)
         where = (
-            f"rank {self._name}: {operation} of {what} in step {self.clock.step} "
+            f"rank {self._name}: {operation} of {what} in step {step} "
             f"over {self.size} ranks of axis {self.axis!r}"
         )
         if isinstance(error, DeadlineError) or is_late(error):
@@ -332,13 +377,7 @@ class Group:
             )
         if isinstance(error, CommError):
             return CommError(f"{where} failed: {error}")
-        return CommError(f"{where} failed; most likely another rank ended. ({error})")
-
-
-def is_late(error: Exception) -> bool:
-    """Whether torch says that time ran out. NCCL writes "Timeout(ms)=..." into the text of any error."""
-    text = _NCCL_SETTING.sub("", str(error)).lower()
-    return "timed out" in text or "timeout" in text
+        return CommError(f"{where} failed; {cause_of(error)}. ({error})")
 
 
 def _gather_call() -> Callable[..., Any]:
@@ -353,7 +392,8 @@ def _scatter_call() -> Callable[..., Any]:
 class TorchTransport:
     """Collectives of torch.distributed on one process group; ``composed`` takes gloo's faster compositions.
 
-    ``device``: of the tensors of a barrier; ``alarm`` is called by whoever waits, and may raise.
+    ``device``: where its tensors lie; the host waits for those on the CPU alone. ``alarm`` is called by whoever waits,
+    and may raise.
     """
 
     def __init__(
@@ -366,7 +406,8 @@ class TorchTransport:
         alarm: Callable[[], None] | None = None,
     ):
         self._group = group
-        self._device = device or torch.device("cpu")
+        on_host = device is None or device.type == "cpu"
+        self._communicator = None if on_host else Communicator(group)
         self._alarm = alarm
         self._ranks = ranks
         self._index = index
@@ -405,7 +446,7 @@ class TorchTransport:
             elif received is not shard_out:
                 shard_out.copy_(received)
 
-        return Pending(finish)
+        return self._pending(finish, [work], sent)
 
     def _exchange_and_sum(self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool) -> None:
         """All-to-all in bounded pieces, then sums in rank order, so that every transport gives the same bits."""
@@ -444,18 +485,26 @@ class TorchTransport:
         return self._waiting([work], timeout_s, sent)
 
     def barrier(self, timeout_s: float, what: str) -> Pending:
-        return self.all_reduce(torch.ones(1, device=self._device), timeout_s, what)
+        return self.all_reduce(torch.ones(1), timeout_s, what)  # the host waits for those of the host alone
 
     def _waiting(self, works: list[Any], timeout_s: float, tensor: Tensor) -> Pending:
-        return Pending(lambda: self._wait(works, timeout_s, tensor))
+        return self._pending(lambda: self._wait(works, timeout_s, tensor), works, tensor)
+
+    def _pending(self, finish: Callable[[], None], works: list[Any], tensor: Tensor) -> Pending:
+        return Pending(finish) if tensor.device.type == "cpu" else Pending(finish, works, self._communicator)
 
     def _wait(self, works: list[Any], timeout_s: float, tensor: Tensor) -> None:
-        """Until all have ended. gloo's may be waited for in slices; NCCL gives a communicator up where a wait does."""
+        """Until all have ended; on a device, where a wait with a deadline would stop the host, until its stream waits.
+        gloo's may be waited for in slices."""
+        if tensor.device.type != "cpu":
+            for work in works:
+                work.wait()
+            return
         end = time.monotonic() + timeout_s
         for work in works:
             while work is not None:
                 left_s = end - time.monotonic()
-                slices = tensor.device.type == "cpu" and left_s > _SLICE_S
+                slices = left_s > _SLICE_S
                 try:
                     work.wait(timedelta(seconds=_SLICE_S if slices else max(left_s, 0.001)))
                     break

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import DONE, Group, Pending, is_late
+from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.shared_ring import Call, RingLayout, Rings
 from shardwise.comm.trace import Purpose
 from shardwise.plan.errors import CommError, DeadlineError, UsageError
@@ -195,7 +196,9 @@ class Peers:
                     f"{where}: the other rank did not arrive within {timeout_s:.0f} s. Look at the last lines of its "
                     f"log; a rank that is merely slow needs a larger comm.timeout_s. ({error}){clock.story}"
                 ) from error
-            raise CommError(f"{where} failed: {error}") from error
+            if isinstance(error, CommError):
+                raise CommError(f"{where} failed: {error}") from error
+            raise CommError(f"{where} failed; {cause_of(error)}. ({error})") from error
         finally:
             clock.end_wait()
 

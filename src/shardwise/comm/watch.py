@@ -17,6 +17,9 @@ From the answers follows one of these, and what becomes of it under ``comm.timeo
 Being asked costs nothing that counts, so it happens early: after 20 s, or five median steps where steps are long; a
 number for ``comm.timeout_s`` asks before it, and ends the job then and not before. A debugger is no hang.
 
+On a device the host goes on, and a collective in flight is what waits (flights.py): it is asked for in the same manner,
+and where it fails or its time is over its communicator is ended, and every later call raises why.
+
 Two threads, since a call of the store may block (rank 0, which serves it, may be the one that is stopped): ``_observe``
 looks at this process and at the clock, ``_talk`` speaks with the store. The verdict of the first to reach one is left
 in the store, so that all ranks tell the same story.
@@ -34,10 +37,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardwise.comm.flights import Flights
 from shardwise.comm.handshake import Who
 from shardwise.comm.process import Pulse, seconds_of, stack_of, state_of
 from shardwise.comm.store import SealedStore
-from shardwise.plan.errors import DeadlineError
+from shardwise.plan.errors import CommError, DeadlineError
 
 _log = logging.getLogger(__name__)
 
@@ -141,6 +145,9 @@ class Watch:
         self._waits: dict[int, Wait] = {}
         """By thread."""
         self._pulse = Pulse(None, None)
+        self.flights = Flights()
+        """What the device exchanges."""
+        self._failure: CommError | None = None
         self._verdict = ""
         self._story = ""
         self._wanted = False
@@ -174,6 +181,7 @@ class Watch:
         for thread in self._threads:
             thread.join(2.0)
         self._threads = []
+        self.flights = Flights()
 
     def begin(
         self,
@@ -209,10 +217,18 @@ class Watch:
         if self._verdict:
             raise DeadlineError(self._verdict)
 
+    def raise_failure(self) -> None:
+        """Raise what has ended the device's communicators."""
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
     # This process and the clock --------------------------------------------------------------------------------
 
     def _observe(self) -> None:
         self._pulse.look()
+        failed = None if self._failure is not None else self.flights.look()
+        if failed is not None:
+            self._fail(failed)
         longest = self._longest()
         if longest is None:
             self._story = ""
@@ -229,11 +245,27 @@ class Watch:
 
     def _longest(self) -> Wait | None:
         """The wait whose patience ends first."""
-        waits = self._waits.copy().values()
+        waits = [*self._waits.copy().values(), *self._flying()]
         return min(waits, key=lambda wait: wait.since_s + wait.patience_s, default=None)
 
+    def _flying(self) -> list[Wait]:
+        """The device's longest flight, if there is one."""
+        found = self.flights.oldest()
+        if found is None:
+            return []
+        flight, since_s = found
+        patience_s, is_auto, standstill_s = flight.patience
+        return [Wait(flight.what, since_s, patience_s, is_auto, standstill_s, None)]
+
+    def _fail(self, error: CommError) -> None:
+        """The communicators end, so that a host that waits for the device goes on, to where it meets the error."""
+        self._failure = error
+        self.flights.end()
+
     def _wake(self) -> None:
-        """Threads that wait inside torch do not look at the verdict."""
+        """Threads that wait inside torch do not look at the verdict, nor does a device."""
+        if self._failure is None and self.flights.oldest() is not None:
+            self._fail(DeadlineError(self._verdict))
         for wait in self._waits.copy().values():
             if wait.give_up is not None:
                 with contextlib.suppress(Exception):
@@ -294,8 +326,11 @@ class Watch:
     def _answer(self) -> dict[str, Any]:
         thread, frame = self._pulse.thread_id, self._pulse.frame()
         wait = None if thread is None else self._waits.get(thread)
+        flying = [] if wait is not None else self._flying()
+        wait = wait or next(iter(flying), None)
         return {
             "waits": None if wait is None else [str(wait), time.monotonic() - wait.since_s],
+            "flies": bool(flying),
             "unmoved_s": time.monotonic() - self._pulse.moved_s,
             "stack": "" if frame is None else stack_of(frame),
         }
@@ -333,7 +368,9 @@ class Watch:
             lines.append(f"rank {rank} {state}. Its main thread is at\n{answers[rank]['stack']}")
         if not lines:
             waits = {rank: said["waits"] for rank, said in answers.items()}
-            ends = min(seconds for _, seconds in waits.values()) > wait.patience_s
+            # A device may just be busy with what its rank launched before, which no one sees from outside.
+            flies = any(said["flies"] for said in answers.values())
+            ends = not flies and min(seconds for _, seconds in waits.values()) > wait.patience_s
             lines = ["all ranks wait for one another:"]
             lines += [f"    {what}, for {seconds:.0f} s" for what, seconds in waits.values()]
         self._story = "\n".join(lines)

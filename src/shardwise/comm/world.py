@@ -322,6 +322,9 @@ def _meet(
         )
     watch = Watch(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
     if not adopts:
+        if backend == "nccl":
+            # The watch ends a communicator that fails and says where; torch's own thread would end the process first.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             backends(device, backend),
             # On an accelerator torch's own threads ask the store, which must not need the interpreter for its answer.

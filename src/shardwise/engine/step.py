@@ -139,6 +139,7 @@ def exchange(parts: Parts, local: Local) -> Totals:
     else:
         found, above = read(total, _over_model(parts, local, total))
         faults = above["faults"]
+    dp.clock.check_intact()  # else what was read may be what an ended communicator left behind
     if faults[0]:
         divergences = parts.walker.trace.divergences[-3:]
         raise CommError(
