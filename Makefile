@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make train    train a GPT on two ranks for about two minutes, into runs/"
 	@echo "make test     linters and the whole test suite"
-	@echo "make soak     the long fault campaigns"
+	@echo "make soak     the long fault campaigns, and late collectives under all parallel tests"
 	@echo "make reference  docs/reference from the code"
 	@echo "make gpu      the tests that need an accelerator"
 	@echo "make install  the virtual environment in .venv alone"
@@ -46,6 +46,7 @@ reference: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest --late tests/parallel tests/engine $(ARGS)
 
 gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)

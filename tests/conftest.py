@@ -1,6 +1,7 @@
 """Fixtures of all tests. ``ranks(n)`` is a pool of n rank processes that starts once and serves the whole session."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[int], RankPool]]:
     """``ranks(n).run(function, *args)`` calls ``function(world, *args)`` on n gloo ranks and returns their results.
 
     ``function`` lives at module level of a test module. An exception on any rank is raised here with its traceback.
@@ -35,12 +36,27 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     def get(size: int) -> RankPool:
         if size not in pools or not pools[size].is_alive:
-            pools[size] = RankPool(size)
+            pools[size] = RankPool(size, late=request.config.getoption("--late"))
         return pools[size]
 
     yield get
     for pool in pools.values():
         pool.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--late``: collectives of the ranks end at the last moment, and are watched until then (tests/comm/late.py)."""
+    parser.addoption("--late", action="store_true", help="collectives of the ranks end at the last moment")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ranks that are threads of this process are late too."""
+    if config.getoption("--late"):
+        from tests.comm import late
+
+        stack = ExitStack()
+        stack.enter_context(late.installed())
+        config.add_cleanup(stack.close)
 
 
 def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:

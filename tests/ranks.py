@@ -6,6 +6,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ PRELOADED = [
 
 
 class RankPool:
-    """n processes that have joined one World, on gloo or on ``backend``.
+    """n processes that have joined one World, on gloo or on ``backend``; ``late``: as tests/comm/late.py has it.
 
     A failed call closes the pool: its ranks may be out of step.
     """
 
-    def __init__(self, size: int, backend: str | None = None):
+    def __init__(self, size: int, backend: str | None = None, late: bool = False):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.size = size
@@ -38,7 +39,7 @@ class RankPool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, str(store), backend, theirs), daemon=True
+                target=_serve, args=(rank, size, str(store), backend, late, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -97,18 +98,21 @@ class RanksError(AssertionError):
     """A call failed on at least one rank."""
 
 
-def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, backend: str | None, is_late: bool, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     from shardwise.comm.world import join
-    from tests.comm import strict
+    from tests.comm import late, strict
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     if backend == "strict":
         strict.register(dist.FileStore(f"{store}.strict", size))
     files = dist.FileStore(store, size)
+    collectives = ExitStack()
+    if is_late:
+        collectives.enter_context(late.installed())
     world = join(rank, size, store=files, backend=backend, quiet=True, timeout_s=60, device="cpu")
     while True:
         try:

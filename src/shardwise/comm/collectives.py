@@ -244,8 +244,8 @@ class Group:
     ) -> Pending:
         """``shard_out`` becomes (or grows by) this rank's part of the sum of ``full`` over the ranks.
 
-        ``full`` may have a narrower dtype than ``shard_out``: the sum is taken in the wider one. Its contents are
-        undefined afterwards.
+        ``full`` may have a narrower dtype than ``shard_out``: the sum is taken in the wider one. It keeps its contents,
+        but for ``shard_out`` where that is a part of it.
         """
         if self.transport is None:
             if accumulate:
