@@ -464,20 +464,20 @@ def test_what_runs_again_or_weighs_nothing_adds_nothing() -> None:
     loads = ExpertLoads({"moe": 2}, replay)
     for microbatch, weight in enumerate((2.0, 0.0, 1.0)):
         loads.microbatch = microbatch
-        loads.add("moe", pairs, pairs, 2, 0, torch.tensor(0.5))
-        loads.sent("moe", 7)
+        loads.add("moe", pairs, pairs, 2, torch.tensor(0.5))
+        loads.sent("moe", 7, 3)
         with replay.again():
-            loads.add("moe", pairs, pairs, 2, 0, 0.5)
-            loads.sent("moe", 7)
+            loads.add("moe", pairs, pairs, 2, 0.5)
+            loads.sent("moe", 7, 3)
         loads.count(microbatch, weight)
-    assert loads.numbers(torch.device("cpu")).tolist() == [6, 2, 6, 2, 4, 14, 1]
+    assert loads.numbers(torch.device("cpu")).tolist() == [6, 2, 6, 2, 4, 14, 6, 1]
     loads.end_step(loads.numbers(torch.device("cpu")).tolist())
-    assert loads.last == {"moe": ExpertTally((6, 2), (6, 2), 4, 14, 0.25)}
+    assert loads.last == {"moe": ExpertTally((6, 2), (6, 2), 4, 14, 6, 0.25)}
     assert not loads.numbers(torch.device("cpu")).any()
 
 
 def test_a_tally_in_numbers() -> None:
-    tallies = [ExpertTally((6, 2), (5, 2), 4, 3, 0.5), ExpertTally((4, 4), (4, 4), 4, 0, 0.25)]
+    tallies = [ExpertTally((6, 2), (5, 2), 4, 3, 0, 0.5), ExpertTally((4, 4), (4, 4), 4, 0, 0, 0.25)]
     assert (tallies[0].load, tallies[0].dropped) == (1.5, 1)
     assert summary_of(tallies) == (1.5, 1 / 16, 0.375)
     assert summary_of([]) is None

@@ -21,6 +21,7 @@ from shardwise.checkpoint import verify
 from shardwise.comm.world import join
 from shardwise.compose.spec import OnAxis
 from shardwise.models import Gpt, GptPolicy
+from shardwise.parallel.expert.experts import Experts
 from shardwise.parallel.zero.gradient import Gradient, GradientState
 from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.errors import MeshError, PlanError
@@ -73,6 +74,8 @@ class Layout(NamedTuple):
     sequence: bool = True
     recompute: str = "none"
     rows: int | None = None
+    hosts: int = 1
+    """That the ranks pretend to be on."""
     told: bool = True
     """Whether the engine knows which backward pass is the last of its step."""
 
@@ -158,7 +161,9 @@ def pieces(layout: Layout, dp_index: int, step: int) -> tuple[list[tuple[Tensor,
 def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
     """Train three steps and compare."""
     config = {**config_of(layout), "check_first_step": check}
-    engine = shardwise.initialize(seeded(Mixture), config, world=world)
+    hosts = tuple(rank * layout.hosts // layout.size for rank in range(layout.size))
+    with patch.object(world, "hosts", hosts):
+        engine = shardwise.initialize(seeded(Mixture), config, world=world)
     training, step_of = engine._training, engine._training.step
     found: dict[str, Tensor] = {}
 
@@ -181,6 +186,13 @@ def measure(world: Any, layout: Layout, check: str = "auto") -> Figures:
             abs(result.loss / wanted.loss - 1),
         )
         figures = Figures(*map(max, figures, now))
+    if layout.hosts > 1:
+        assert all(
+            len(cut.forward._dispatcher.levels) == 2
+            for cut in engine.module.modules()
+            if type(cut) is Experts
+        )
+        assert all(0 < tally.rows_crossed < tally.rows_sent for tally in engine.expert_tallies().values())
     departures = conformance.departures * layout.told + evaluation_departures(engine, list(batches[:2]))
     engine.close()
     return figures._replace(departures=float(len(departures)))
@@ -208,7 +220,8 @@ PAIRS = [
     Layout(tp=2, etp=2, microbatches=2),
     Layout(replicate=2, dp=2, ep=2, stage=2, microbatches=2, told=False),
     Layout(tp=2, stage=2, microbatches=2, told=False),
-    Layout(dp=4, ep=4, stage=3, microbatches=2),
+    Layout(dp=4, ep=4, stage=3, microbatches=2, hosts=2),
+    Layout(dp=2, tp=2, ep=4, sequence=False, recompute="full", rows=11, hosts=2),
     Layout(dp=2, tp=2, ep=2, stage=3, microbatches=2, recompute="full"),
     Layout(dp=2, tp=2, ep=4, stage=1, sequence=False),
     Layout(dp=2, tp=2, ep=2, etp=2, stage=2, rows=11),

@@ -213,6 +213,8 @@ class Group:
     traffic: Traffic
     names: tuple[int, ...] = ()
     """The ranks as the whole job counts them, for errors; left out, as ``ranks``."""
+    hosts: tuple[int, ...] = ()
+    """Of each rank the number of its host; left out, all are on one."""
 
     @classmethod
     def alone(cls, axis: str) -> "Group":

@@ -42,6 +42,7 @@ class Who(NamedTuple):
     """One rank, as the others can find it."""
 
     host: str
+    """Kernel, process ids and network: ranks with all of these in common are on one host."""
     pid: int
     device: str
     """Empty on the CPU, which ranks may share."""
@@ -65,7 +66,7 @@ def identity(device: str) -> Who:
     """This process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        host = " ".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))])
     except OSError:
         host = platform.node()
     return Who(host, os.getpid(), device)

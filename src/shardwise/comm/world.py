@@ -28,6 +28,7 @@ from shardwise.comm.board import Board
 from shardwise.comm.collectives import Clock, Group, TorchTransport
 from shardwise.comm.device import choose_device
 from shardwise.comm.groups import GROUP_TIMEOUT_S, backend_of_default, backends, is_bound
+from shardwise.comm.hosts import levels_of, numbered
 from shardwise.comm.jobs import JobThread
 from shardwise.comm.links import Links
 from shardwise.comm.peers import Peers
@@ -51,6 +52,7 @@ class World:
 
     members       ranks of the job, by rank of this World; all of them where it is left out
     board         texts between its ranks
+    hosts         number of each rank's host; all on one where it is left out
     owns_default  whether ``close`` ends torch's default group
     is_part       made by ``among``: the watch belongs to the whole
     """
@@ -64,6 +66,7 @@ class World:
         backend: str = "",
         device: torch.device = _CPU,
         members: tuple[int, ...] = (),
+        hosts: tuple[int, ...] = (),
         board: Board | None = None,
         owns_default: bool = False,
         is_part: bool = False,
@@ -75,6 +78,7 @@ class World:
         self.backend = backend
         self.device = device
         self.members = members or tuple(range(size))
+        self.hosts = hosts or (0,) * size
         self.board = Board(rank) if board is None else board
         self.links = Links(rank, self.members, local_size, device, backend, self.board, owns_default)
         """What carries tensors between its ranks."""
@@ -110,6 +114,7 @@ class World:
             self.backend,
             self.device,
             tuple(self.members[rank] for rank in ranks),
+            tuple(self.hosts[rank] for rank in ranks),
             self.board.part(here, name),
             is_part=True,
         )
@@ -143,8 +148,8 @@ class World:
         order. What runs beside the main thread takes a ``lane`` of its own, and runs in its ``thread``.
         """
         transport = self.links.transport(ranks, kin or (ranks,), policy, lane)
-        names = tuple(self.members[rank] for rank in ranks)
-        return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic, names)
+        names, hosts = (tuple(each[rank] for rank in ranks) for each in (self.members, self.hosts))
+        return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic, names, hosts)
 
     def groups_among(
         self, kin: Sequence[tuple[int, ...]], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
@@ -156,6 +161,18 @@ class World:
             if self.rank in ranks:
                 found[ranks] = self.group_among(ranks, axis, policy, clock, traffic)
         return found
+
+    def levels(
+        self, kin: Sequence[tuple[int, ...]], axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic
+    ) -> tuple[Group, ...]:
+        """Of the group among ``kin`` that this rank is in: its ranks in this one's place on every host, and those of
+        this host; empty where that group has no two levels. All ranks call this with one list."""
+        parts = [levels_of(ranks, [self.hosts[rank] for rank in ranks]) for ranks in kin]
+        found: list[Group] = []
+        for level, name in enumerate((f"{axis} across hosts", f"{axis} within a host")):
+            every = [ranks for each in parts if each is not None for ranks in each[level]]
+            found += self.groups_among(every, name, policy, clock, traffic).values()
+        return tuple(found)
 
     def thread(self, lane: str) -> JobThread:
         """The thread of a lane: one for all engines, for they share its transports."""
@@ -246,10 +263,9 @@ def join(
     adopts = dist.is_initialized()
     if backend is None:
         backend = backend_of_default(found) if adopts and not alone else default_backend
-    if alone:
-        board, is_first = Board(seat.rank, store), True
-    else:
-        board, is_first = _meet(seat, found, backend, store, timeout_s)
+    board, hosts, is_first = Board(seat.rank, store), (0,) * seat.world_size, True
+    if not alone:
+        board, hosts, is_first = _meet(seat, found, backend, store, timeout_s)
     world = World(
         seat.rank,
         seat.world_size,
@@ -257,6 +273,7 @@ def join(
         seat.local_size,
         backend,
         found,
+        hosts=hosts,
         board=board,
         owns_default=not alone and not adopts,
     )
@@ -287,10 +304,10 @@ def _adopted() -> Seat:
 
 def _meet(
     seat: Seat, device: torch.device, backend: str, store: dist.Store | None, timeout_s: float
-) -> tuple[Board, bool]:
+) -> tuple[Board, tuple[int, ...], bool]:
     """Meet the other ranks at the store; create torch's default group where there is none.
 
-    Returns the board of all, and whether no World of this job was made before.
+    Returns the board of all, the number of each rank's host, and whether no World of this job was made before.
     """
     adopts = dist.is_initialized()
     one_host = seat.local_size == seat.world_size
@@ -333,7 +350,8 @@ def _meet(
             world_size=seat.world_size,
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
-    return Board(seat.rank, met.store, met.word, watch), is_first
+    hosts = numbered([each.host for each in met.who])
+    return Board(seat.rank, met.store, met.word, watch), hosts, is_first
 
 
 def _private_candidates() -> list[Path]:

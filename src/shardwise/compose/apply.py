@@ -69,12 +69,14 @@ def apply_to_model(
     seed: int,
     replay: Replay,
     loads: ExpertLoads,
+    levels: tuple[Group, ...] = (),
     rows: int | None = None,
     synchronizes_batch_norm: bool = False,
     start: Callable[[], None] | None = None,
 ) -> Stages:
-    """Lines 1 to 5, in place. ``starts``: the blocks that begin each stage but the first; ``rows``: pairs of token and
-    expert that a rank works on at once; ``start`` gives the model its first weights and buffers.
+    """Lines 1 to 5, in place. ``starts``: the blocks that begin each stage but the first; ``levels``: of "ep" where it
+    spans hosts; ``rows``: pairs of token and expert that a rank works on at once; ``start`` gives the model its first
+    weights and buffers.
 
     Errors: PlanError where the model cannot be cut so.
     """
@@ -101,7 +103,7 @@ def apply_to_model(
     stacks, ep, etp = described.stacks, groups.get("ep"), groups.get("etp")
     if rows is not None and not stacks:  # they stay whole, and take turns
         stacks = find_stacks(model).stacks
-    ranks = ExpertRanks(ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, rows)
+    ranks = ExpertRanks(ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, levels, rows)
     cut_experts(model, stacks, ranks, replay)
     if groups["pp"].size == 1:
         return {0: (model, None)}

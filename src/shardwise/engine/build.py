@@ -301,6 +301,7 @@ def policies_of(
 def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> Stages:
     """This rank's stages."""
     settings, device = site.settings, site.world.device
+    levels = site.world.levels(site.mesh.groups("ep"), "ep", settings.comm, site.clock, site.traffic)
 
     def give_start() -> None:
         for note in start.notes if site.world.rank == 0 else ():
@@ -317,6 +318,7 @@ def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> St
         settings.train.seed,
         share.replay,
         share.loads,
+        levels,
         settings.experts.rows,
         settings.batch_norm == "synchronized",
         give_start,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -95,3 +96,9 @@ def groups(world: World, ep: int, etp: int, delay_s: float = 0.0) -> tuple[Group
     along_ep = world.group_among(kinds[0][place[1]], "ep", policy, clock, traffic, kin=kinds[0])
     along_etp = world.group_among(kinds[1][place[0]], "etp", policy, clock, traffic, kin=kinds[1])
     return along_ep, along_etp
+
+
+def levels(world: World, ep: Group, hosts: tuple[int, ...]) -> tuple[Group, ...]:
+    """Those of ``ep``, all ranks of the World, where they pretend to be on ``hosts``; none: on one."""
+    with patch.object(world, "hosts", hosts or world.hosts):
+        return world.levels([ep.ranks], "ep", CommPolicy(), ep.clock, ep.traffic)

@@ -1,6 +1,6 @@
 """Rows go to their experts and come back: the sums and gradients of one process, with any routing."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from tests.parallel.expert.layer import (
     direction,
     given,
     groups,
+    levels,
     stacks,
     whole,
 )
@@ -54,7 +55,13 @@ def cases(ranks: int) -> dict[str, Given]:
 
 
 def dispatched(
-    world: World, layer: Given, ep: Group, etp: Group, rows: int | None = None, recompute: bool = False
+    world: World,
+    layer: Given,
+    ep: Group,
+    etp: Group,
+    rows: int | None = None,
+    recompute: bool = False,
+    levels: tuple[Group, ...] = (),
 ) -> Result:
     """This rank's part of the layer: forward and backward. No expert takes more than ``rows``."""
     own = layer.of(world.rank)
@@ -66,7 +73,7 @@ def dispatched(
         assert rows is None or rows_here.shape[0] <= rows
         return experts(rows_here, counts)
 
-    dispatcher = Dispatcher(ep, etp, layer.gate_up.shape[0], rows)
+    dispatcher = Dispatcher(ep, etp, layer.gate_up.shape[0], rows, levels=levels)
     routes = dispatcher.routes(own.index) if recompute else None
 
     def forward(hidden: Tensor, weights: Tensor) -> Tensor:
@@ -91,10 +98,12 @@ def distances(
     delay_s: float = 0.0,
     rows: int | None = None,
     recompute: bool = False,
+    hosts: tuple[int, ...] = (),
 ) -> dict[str, float]:
     here = groups(world, ep, etp, delay_s)
+    hops = levels(world, here[0], hosts)
     return {
-        name: distance(world, layer, dispatched(world, layer, *here, rows, recompute), *here)
+        name: distance(world, layer, dispatched(world, layer, *here, rows, recompute, hops), *here)
         for name, layer in cases(ep * etp).items()
         if rows is None or name in ("ragged", "one rank", "one token")
     }
@@ -129,28 +138,59 @@ def test_exact_where_all_of_it_runs_again(ranks: Any, rows: int | None) -> None:
         assert max(found.values()) <= TOLERANCE, found
 
 
-def sent(world: World, width: int, top_k: int, tokens: int) -> dict[str, Any]:
+@pytest.mark.parametrize(("rows", "recompute"), [(None, False), (None, True), (9, False)])
+def test_exact_in_two_levels(ranks: Any, rows: int | None, recompute: bool) -> None:
+    for found in ranks(4).run(distances, 4, 1, 0.001, rows, recompute, (0, 0, 1, 1)):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+class Sent(NamedTuple):
+    """Over all ranks, once summed."""
+
+    elements: int
+    """That all_to_all sent."""
+    rows: int
+    crossed: int
+    expected: int
+    """Rows, by each token's experts."""
+    expected_crossed: int
+
+
+def sent(world: World, width: int, top_k: int, tokens: int, hosts: tuple[int, ...]) -> Sent:
     ep, etp = groups(world, world.size, 1)
+    hops = levels(world, ep, hosts)
     layer = given(drawn(tokens * world.size, top_k), [tokens] * world.size, EXPERTS, width)
-    dispatched(world, layer, ep, etp)
+    dispatched(world, layer, ep, etp, levels=hops)
     counts = ep.traffic.counts
     elements = sum(count.elements for (operation, _), count in counts.items() if operation == "all_to_all")
     own = layer.of(world.rank).index
-    others = [{int(e) * world.size // EXPERTS for e in token} - {world.rank} for token in own]
-    rows_sent = Dispatcher(ep, etp, EXPERTS).routes(own).rows_sent
-    return {"elements": elements, "rows": sum(map(len, others)), "rows_sent": rows_sent}
+    routes = Dispatcher(ep, etp, EXPERTS, levels=hops).routes(own)
+    goes_to = [{int(e) * world.size // EXPERTS for e in token} for token in own]
+    if not hops:
+        rows = sum(len(each - {world.rank}) for each in goes_to)
+        return Sent(elements, routes.rows_sent, routes.rows_crossed, rows, 0)
+    here, place = divmod(world.rank, world.size // 2)
+    crossed = sum(len({rank // 2 for rank in each} - {here}) for each in goes_to)
+    passed_on = sum(rank % 2 != place for each in goes_to for rank in each)
+    return Sent(elements, routes.rows_sent, routes.rows_crossed, crossed + passed_on, crossed)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_row_goes_once_to_each_rank_of_its_experts(ranks: Any, size: int) -> None:
-    width, top_k, tokens = 64, 3, 400
-    found = ranks(size).run(sent, width, top_k, tokens)
-    for each in found:
-        assert each["rows_sent"] == each["rows"]
-    rows, elements = (sum(each[key] for each in found) for key in ("rows", "elements"))
-    assert elements == elements_sent(rows, width, top_k)
-    assert 1 <= elements / (4 * width * rows) <= 1.05
-    assert rows / size == pytest.approx(expected_rows(tokens, top_k, EXPERTS, size), rel=0.02)
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 0, 0), (0, 0, 1, 1)])
+def test_a_row_goes_once_to_each_rank_of_its_experts(ranks: Any, hosts: tuple[int, ...]) -> None:
+    """In two levels once to each host."""
+    width, top_k, tokens, size = 64, 3, 400, len(hosts)
+    found = ranks(size).run(sent, width, top_k, tokens, hosts)
+    all_of = Sent(*map(sum, zip(*found, strict=True)))
+    if len({*hosts}) == 1:
+        assert all(each.rows == each.expected for each in found)
+    assert all_of.rows == all_of.expected
+    assert [each.crossed for each in found] == [each.expected_crossed for each in found]
+    assert all_of.elements == elements_sent(all_of.rows, width, top_k)
+    assert 1 <= all_of.elements / (4 * width * all_of.rows) <= 1.05
+    wanted = expected_rows(tokens, top_k, EXPERTS, size, len({*hosts}))
+    assert all_of.rows / size == pytest.approx(wanted, rel=0.02)
+    if all_of.crossed:
+        assert all_of.crossed / size == pytest.approx(expected_rows(tokens, top_k, EXPERTS, 2), rel=0.02)
 
 
 def kept(world: World, width: int, layers: list[Given], rows: int | None) -> list[tuple[int, int]]:

@@ -38,6 +38,8 @@ class ExpertRanks(NamedTuple):
     """The ranks that are given the same microbatch: along "tp"."""
     layout: Callable[[], Layout]
     """How the running pass lies on ``tokens``."""
+    levels: tuple[Group, ...] = ()
+    """Of ep where it spans hosts, as ``World.levels`` gives them."""
     rows: int | None = None
     """Pairs that a rank works on at once; None: all."""
 
@@ -119,7 +121,7 @@ class _Dispatched:
         self._replay = replay
         self._surroundings = surroundings
         self._layer = layer
-        self._dispatcher = Dispatcher(ranks.ep, ranks.etp, stack.experts, ranks.rows, name)
+        self._dispatcher = Dispatcher(ranks.ep, ranks.etp, stack.experts, ranks.rows, name, ranks.levels)
         self._compute = compute_of(module, adds_bias=ranks.etp.index == 0)
         self._signature = inspect.signature(type(module).forward)
 
@@ -140,7 +142,7 @@ class _Dispatched:
         if layer is not None and layer.training and torch.is_grad_enabled():
             around = layer.surroundings
             if around.loads is not None:
-                around.loads.sent(around.name, routes.rows_sent)
+                around.loads.sent(around.name, routes.rows_sent, routes.rows_crossed)
         return self._dispatcher(hidden, index, weights, self._compute, routes)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -1,16 +1,21 @@
 """What experts cost in rows and bytes, in closed form. Held to counts by tests; the Plan prints it.
 
 A token goes once to each rank that holds any of its k experts. Of E experts E/ep lie on its own rank; under a router
-that chooses evenly, another rank has none of them with probability C(E - E/ep, k) / C(E, k), so that
+that chooses evenly
 
-    rows        = tokens · (ep - 1) · (1 - C(E - E/ep, k) / C(E, k))          expected to leave a rank
-    elements    = rows · (4·D + 3·k)                                          all-to-all, forward and backward
+    reached(n)  = 1 - C(E - E/n, k) / C(E, k)                       that a token has experts on a given one of n
+    rows        = tokens · (ep - 1) · reached(ep)                   expected to leave a rank
+    elements    = rows · (4·D + 3·k)                                all-to-all, forward and backward
 
 Each row goes and comes back, and so does its gradient: 4·D. Beside it go the numbers of its k experts, in 32 bits,
 their weights and, backward, the gradients of these, in fp32 at least. A recomputed block sends its rows forward twice,
-half as much again; so does what goes in rounds.
+half as much again; so does what goes in rounds. In two levels over H hosts a row makes two hops, each
+of which costs as much:
 
-Shapes: D width, E experts, k experts of a token.
+    across      = tokens · (H - 1) · reached(H)                     rows that leave a host, and
+    within      = tokens · (ep - H) · reached(ep)                   those that a rank passes on within its own
+
+Shapes: D width, E experts, H hosts, k experts of a token.
 """
 
 from math import comb
@@ -19,10 +24,13 @@ _NUMBER_BYTES = 4
 """Of an expert's number on its way."""
 
 
-def expected_rows(tokens: int, top_k: int, experts: int, ep: int) -> float:
-    """Rows that leave a rank in dispatch, on the average of evenly chosen experts."""
-    elsewhere = comb(experts - experts // ep, top_k) / comb(experts, top_k)
-    return tokens * (ep - 1) * (1 - elsewhere)
+def expected_rows(tokens: int, top_k: int, experts: int, ep: int, hosts: int = 1) -> float:
+    """Rows that leave a rank in dispatch, on the average of evenly chosen experts, in two levels over ``hosts``."""
+
+    def reached(places: int) -> float:
+        return 1 - comb(experts - experts // places, top_k) / comb(experts, top_k)
+
+    return tokens * ((hosts - 1) * reached(hosts) + (ep - hosts) * reached(ep))
 
 
 def elements_sent(rows: float, width: int, top_k: int) -> float:

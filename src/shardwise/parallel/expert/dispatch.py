@@ -7,9 +7,13 @@ A message is a (token, rank) pair: a row goes once to each rank that holds any o
 rank sends back the sum of its experts' results, weighted. A pair is (arrived row, local expert). Both sums are gathers
 by ``embedding_bag``, which writes nothing in between.
 
-Which message holds what is a ``Routes``, found from ``index`` alone and before any row travels: how many rows go from
-whom to whom (``comm.exchange.share``), then the numbers of their experts. A pass that runs again takes the Routes of
-the first.
+Where the ranks of ep are spread over hosts, as many on each, a row makes two hops: once to each host that holds any of
+its experts, to the rank in the place there that the sender has on its own, and from there on to those ranks of the host
+that hold them. On the way back the host's results are summed before they leave it.
+
+Which message holds what is a ``Routes``, found from ``index`` alone and before any row travels: hop by hop, how many
+rows go from whom to whom (``comm.exchange.share``), then the numbers of their experts. A pass that runs again takes the
+Routes of the first.
 
 Where a rank would take more than ``rows`` pairs, all ranks cut what they send it into as many rounds as the fullest
 needs. A round keeps nothing and runs again in backward, its messages too: routing that goes to few ranks costs time,
@@ -25,11 +29,11 @@ recomputation ends before.
 
 Cost:   ``parallel.expert.cost``; half as much again in rounds. Kept for backward, but in rounds: results and weights
         of P pairs, besides what ``compute`` keeps.
-Shapes: N tokens of this rank, k experts a token, D width, S messages that this rank sends, R rows that arrive (over
-        ``etp`` too), P pairs.
+Shapes: N tokens of this rank, k experts a token, D width, S messages that this rank sends in a hop, R rows that arrive
+        (over ``etp`` too), P pairs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,19 +71,41 @@ class RowSums:
 
 
 @dataclass(frozen=True)
+class Hop:
+    """Where rows go in one exchange."""
+
+    group: Group
+    tokens: Tensor
+    """Of each message, its row: [S]."""
+    messages: RowSums | None
+    """Of each row, its messages; None where each has one, in order."""
+    counts: Counts
+    """Messages from rank to rank of ``group``."""
+
+    def go(self, rows: Tensor, what: str) -> Tensor:
+        """Messages to the ranks: [N, ...] -> [R, ...]."""
+        leaving = rows if self.messages is None else rows.index_select(0, self.tokens)
+        return send(leaving, self.counts, self.group, what)
+
+    def back(self, rows: Tensor, what: str) -> Tensor:
+        """Of each row the sum of what was made of its messages: [R, ...] -> [N, ...]. ``go`` backwards."""
+        returned = back(rows, self.counts, self.group, what)
+        return returned if self.messages is None else self.messages.of(returned)
+
+    def leaving(self, places: Sequence[int]) -> int:
+        """Messages to ranks elsewhere, where ``places`` are those of the group's ranks; none: all are in one."""
+        here = self.group.index
+        return sum(self.counts[here][rank] for rank, place in enumerate(places) if place != places[here])
+
+
+@dataclass(frozen=True)
 class Round:
     """Where rows go that travel together."""
 
-    ep: Group
+    hops: tuple[Hop, ...]
     etp: Group
     name: str
     """The layer's in errors and traces."""
-    tokens: Tensor
-    """Of each message, its token: [S]."""
-    messages: RowSums | None
-    """Of each token, its messages; None where each has one, in order."""
-    counts: Counts
-    """Messages from rank to rank of ``ep``."""
     parts: list[int]
     """Rows that arrived at each rank of ``etp``."""
     rows: Tensor
@@ -91,23 +117,20 @@ class Round:
     experts: list[int]
     """Pairs of each local expert."""
 
-    def select(self, rows: Tensor) -> Tensor:
-        """Of each message the row of its token: [N, ...] -> [S, ...]."""
-        return rows if self.messages is None else rows.index_select(0, self.tokens)
-
-    def join(self, returned: Tensor) -> Tensor:
-        """Of each token the sum of its messages: [S, ...] -> [N, ...]. ``select`` backwards."""
-        return returned if self.messages is None else self.messages.of(returned)
-
     def go(self, rows: Tensor, what: str) -> Tensor:
-        """Messages to the ranks of their experts: [S, ...] -> [R, ...]."""
+        """Rows of tokens to the ranks of their experts: [N, ...] -> [R, ...]."""
         what = f"{what} of {self.name}"
-        return gather(send(rows, self.counts, self.ep, what), self.parts, self.etp, what)
+        for hop in self.hops:
+            rows = hop.go(rows, what)
+        return gather(rows, self.parts, self.etp, what)
 
     def back(self, rows: Tensor, what: str) -> Tensor:
-        """What was made of the rows that arrived, to where these came from: [R, ...] -> [S, ...]. ``go`` backwards."""
+        """Of each token the sum of what was made of its rows: [R, ...] -> [N, ...]. ``go`` backwards."""
         what = f"{what} of {self.name}"
-        return back(scatter(rows, self.parts, self.etp, what), self.counts, self.ep, what)
+        rows = scatter(rows, self.parts, self.etp, what)
+        for hop in reversed(self.hops):
+            rows = hop.back(rows, what)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -118,26 +141,37 @@ class Routes:
 
     @property
     def rows_sent(self) -> int:
-        """Rows that leave this rank: of each token one for every other rank among those of its experts."""
-        return sum(
-            count
-            for each in self.rounds
-            for rank, count in enumerate(each.counts[each.ep.index])
-            if rank != each.ep.index
-        )
+        """Rows that leave this rank: of each token one for every other rank among those of its experts. With two
+        hops, one for every other host, and of what this rank passes on one for every other rank of its host."""
+        return sum(hop.leaving(range(hop.group.size)) for each in self.rounds for hop in each.hops)
+
+    @property
+    def rows_crossed(self) -> int:
+        """Those of them that leave this host."""
+        return sum(hop.leaving(hop.group.hosts) for each in self.rounds for hop in each.hops)
 
 
 class Dispatcher:
     """Carries rows to the experts of a layer: E/ep of them on each rank of ``ep``, in order, features cut over ``etp``.
 
     ``rows`` bounds the pairs that a rank takes at once; None: there is no bound. It should exceed k for each rank that
-    sends, for a token's pairs stay together. ``name`` is the layer's in errors and traces.
+    sends, for a token's pairs stay together. ``name`` is the layer's in errors and traces. ``levels``: the groups of
+    each hop, as ``World.levels`` gives them for ``ep``; left out, one hop.
     """
 
-    def __init__(self, ep: Group, etp: Group, experts: int, rows: int | None = None, name: str = "experts"):
+    def __init__(
+        self,
+        ep: Group,
+        etp: Group,
+        experts: int,
+        rows: int | None = None,
+        name: str = "experts",
+        levels: Sequence[Group] = (),
+    ):
         assert experts % ep.size == 0, f"{experts} experts cannot be spread evenly over {ep.size} ranks"
         self.ep = ep
         self.etp = etp
+        self.levels = tuple(levels) or (ep,)
         self.experts = experts
         self.rows = rows
         self.name = name
@@ -164,24 +198,22 @@ class Dispatcher:
     @torch.no_grad()
     def routes(self, index: Tensor) -> Routes:
         """Where rows with the experts ``index`` [N, k] go. All ranks of ``ep`` and ``etp`` call this together."""
-        ep, local = self.ep, self.experts // self.ep.size
-        owner = torch.where(index < 0, ep.size, index.div(local, rounding_mode="floor"))  # ep.size: nobody
+        if self.rows is None:
+            return Routes((self._round(index),))
+        ep = self.ep
+        owner = _owner(index, self.experts // ep.size, ep.size)
         held = index.new_zeros(index.shape[0], ep.size + 1).scatter_add_(1, owner, torch.ones_like(owner))
-        held = held[:, : ep.size]  # pairs of each (token, rank)
-        goes = held > 0
-        rounds = self._number_of_rounds(held, index.shape[1])
+        held[:, ep.size] = 0  # pairs of each (token, rank)
+        rounds = self._number_of_rounds(held[:, : ep.size], index.shape[1])
         if rounds == 1:
-            return Routes(
-                (self._round(index, owner, goes | (ep.size == 1)),)
-            )  # on one rank rows stay as they lie
+            return Routes((self._round(index),))
         before = held.cumsum(0) - held
-        turn = before * rounds // held.sum(0).clamp_min(1)
-        return Routes(tuple(self._round(index, owner, goes & (turn == each)) for each in range(rounds)))
+        turn = (before * rounds // held.sum(0).clamp_min(1)).gather(1, owner)
+        return Routes(tuple(self._round(torch.where(turn == each, index, -1)) for each in range(rounds)))
 
     def _number_of_rounds(self, held: Tensor, top_k: int) -> int:
         """In how many the fullest rank takes no more than ``rows`` pairs; the same on all ranks."""
-        if self.rows is None:
-            return 1
+        assert self.rows is not None, "there is no bound"
         what = f"counts of {self.name}"
         all_pairs = share(share(held.sum(0)[:, None], self.ep, what), self.etp, what)  # [etp, from, to, 1]
         fullest = int(all_pairs.sum((0, 1)).max())
@@ -190,30 +222,26 @@ class Dispatcher:
         # A rank cuts between tokens, so that its part of a round may have k pairs more than the mean.
         return -(-fullest // max(self.rows - self.ep.size * self.etp.size * top_k, 1))
 
-    def _round(self, index: Tensor, owner: Tensor, goes: Tensor) -> Round:
-        """Of the messages ``goes`` [N, ep], which (token, rank) pairs are marked."""
-        ep, etp, name, local = self.ep, self.etp, self.name, self.experts // self.ep.size
-        count, top_k = index.shape
-        rank, tokens = goes.T.nonzero(as_tuple=True)
-        counts = share(goes.sum(0)[:, None], ep, f"counts of {name}")[..., 0].tolist()
-        here = torch.where(owner[tokens] == rank[:, None], index[tokens] - rank[:, None] * local, -1)
-        arrived = send(here.to(torch.int32), counts, ep, f"numbers of {name}", "control")
-        parts = share(index.new_tensor([arrived.shape[0]]), etp, f"counts of {name}").flatten().tolist()
-        chosen = gather(arrived, parts, etp, f"numbers of {name}", "control").flatten().long()
+    def _round(self, index: Tensor) -> Round:
+        """Of the pairs in ``index`` [N, k]."""
+        etp, name, local, top_k = self.etp, self.name, self.experts, index.shape[1]
+        hops = []
+        for group in self.levels:
+            hop, index = self._hop(index, group, local)
+            hops.append(hop)
+            local //= group.size
+        parts = share(index.new_tensor([index.shape[0]]), etp, f"counts of {name}").flatten().tolist()
+        chosen = gather(index.to(torch.int32), parts, etp, f"numbers of {name}", "control").flatten().long()
         lives = chosen >= 0
         experts = torch.bincount(chosen[lives], minlength=local).tolist()
         assert len(experts) == local, f"{name}: a router chose an expert beyond the {self.experts} there are"
         slots = torch.where(lives, chosen, local).argsort(stable=True)[: sum(experts)]
         place = torch.empty_like(chosen)
         place[slots] = torch.arange(slots.shape[0], device=slots.device)
-        message = goes.T.flatten().cumsum(0).view(ep.size, count).T - 1  # of each (token, rank): [N, ep]
         return Round(
-            ep,
+            tuple(hops),
             etp,
             name,
-            tokens=tokens,
-            messages=None if goes.all() and ep.size == 1 else RowSums(message[goes], _starts(goes.sum(1))),
-            counts=counts,
             parts=parts,
             rows=slots.div(top_k, rounding_mode="floor"),
             slots=slots,
@@ -221,13 +249,34 @@ class Dispatcher:
             experts=experts,
         )
 
+    def _hop(self, index: Tensor, group: Group, experts: int) -> tuple[Hop, Tensor]:
+        """Of rows with the experts ``index`` [N, k], of ``experts`` that lie on ``group``.
+
+        And the experts of those that arrive, counted from the first of this rank: [R, k], -1 where they lie elsewhere.
+        """
+        size, local, count = group.size, experts // group.size, index.shape[0]
+        owner = _owner(index, local, size)
+        goes = index.new_zeros(count, size + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :size]
+        if size == self.etp.size == 1:
+            goes = torch.ones_like(goes)  # rows that go nowhere stay as they lie
+        rank, tokens = goes.T.nonzero(as_tuple=True)
+        counts = share(goes.sum(0)[:, None], group, f"counts of {self.name}")[..., 0].tolist()
+        here = torch.where(owner[tokens] == rank[:, None], index[tokens] - rank[:, None] * local, -1)
+        arrived = send(here.to(torch.int32), counts, group, f"numbers of {self.name}", "control")
+        message = goes.T.flatten().cumsum(0).view(size, count).T - 1  # of each (row, rank): [N, size]
+        sums = None if goes.all() and size == 1 else RowSums(message[goes], _starts(goes.sum(1)))
+        return Hop(group, tokens, sums, counts), arrived.long()
+
+
+def _owner(index: Tensor, local: int, size: int) -> Tensor:
+    """Which of ``size`` ranks, each with ``local`` experts, holds those of ``index``; ``size`` where it is nobody's."""
+    return torch.where(index < 0, size, index.div(local, rounding_mode="floor"))
+
 
 def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: Round) -> Tensor:
     """Of each token the weighted sum of the results of those experts that this round goes to: [N, D]."""
     rows, pair_weights = _Dispatch.apply(hidden, weights, round)
-    results = compute(rows, round.experts)
-    returned = _Combine.apply(results, pair_weights, hidden.dtype, round)
-    out: Tensor = _SumMessages.apply(returned, round)
+    out: Tensor = _Combine.apply(compute(rows, round.experts), pair_weights, hidden.dtype, round)
     return out
 
 
@@ -242,8 +291,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, round: Round) -> tuple[Tensor, Tensor]:
         ctx.round, ctx.top_k = round, weights.shape[1]
-        arrived = round.go(round.select(hidden), "rows")
-        arrived_weights = round.go(round.select(weights), "weights")
+        arrived, arrived_weights = round.go(hidden, "rows"), round.go(weights, "weights")
         return arrived.index_select(0, round.rows), arrived_weights.flatten().index_select(0, round.slots)
 
     @staticmethod
@@ -251,14 +299,14 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, d_rows: Tensor, d_pairs: Tensor) -> tuple[Any, ...]:
         round: Round = ctx.round
         d_arrived = round.pairs.of(d_rows)
-        d_hidden = round.join(round.back(d_arrived, "gradients"))
+        d_hidden = round.back(d_arrived, "gradients")
         d_weights = d_pairs.new_zeros(d_arrived.shape[0], ctx.top_k)
         d_weights.view(-1).index_copy_(0, round.slots, d_pairs)
-        return d_hidden, round.join(round.back(d_weights, "gradients of weights")), None
+        return d_hidden, round.back(d_weights, "gradients of weights"), None
 
 
 class _Combine(torch.autograd.Function):
-    """Weighted sums of each arrived row's results, returned: [S, D]. [Note: the same calls on every rank]"""
+    """Weighted sums of each token's results: [N, D]. [Note: the same calls on every rank]"""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, dtype: torch.dtype, round: Round) -> Tensor:
@@ -281,17 +329,3 @@ class _Combine(torch.autograd.Function):
             d_weights[place] = torch.linalg.vecdot(part.to(weights.dtype), results[place].to(weights.dtype))
             part.mul_(own[place])
         return d_results, d_weights, None, None
-
-
-class _SumMessages(torch.autograd.Function):
-    """Of each token the sum of what came back: [S, D] -> [N, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, returned: Tensor, round: Round) -> Tensor:
-        ctx.round = round
-        return round.join(returned)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.round.select(grad), None

@@ -8,7 +8,7 @@
 What runs again, or without gradients, adds nothing. Passes with gradients that no backward pass follows count with the
 microbatch that comes next.
 
-Cost: 2·E + 3 numbers a layer in the one small all-reduce of a step; nothing is synchronised before it.
+Cost: 2·E + 4 numbers a layer in the one small all-reduce of a step; nothing is synchronised before it.
 Shapes: E experts of a layer.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from shardwise.memory.replay import Replay
 from shardwise.parallel.expert.router import Router
 
-_TOKENS, _ROWS_SENT, _ENTROPY = -3, -2, -1
-_BESIDE = 3
+_TOKENS, _ROWS_SENT, _ROWS_CROSSED, _ENTROPY = -4, -3, -2, -1
+_BESIDE = 4
 """Numbers of a layer behind those by expert, in this order."""
 
 
@@ -38,6 +38,8 @@ class ExpertTally(NamedTuple):
     """That counted."""
     rows_sent: int
     """Rows that left a rank in dispatch."""
+    rows_crossed: int
+    """Those of them that left a host."""
     entropy: float
     """Of the router's scores, made shares of 1: the mean over tokens, in nats. ln E where it knows nothing."""
 
@@ -91,7 +93,7 @@ class ExpertLoads:
         """Of the layers on this rank."""
         self._replay = replay
         self._waiting: dict[int, dict[str, Tensor]] = {}
-        """By microbatch and layer, until its backward pass: fp64 [2·E + 3]."""
+        """By microbatch and layer, until its backward pass: fp64 [2·E + 4]."""
         self._counted: dict[str, Tensor] = {}
 
     def add(
@@ -100,18 +102,17 @@ class ExpertLoads:
         routed: Tensor,
         kept: Tensor,
         tokens: Tensor | int,
-        rows_sent: Tensor | int,
         entropy: Tensor | float,
     ) -> None:
         """What the tokens here did in a forward pass of ``layer``: ``routed``, ``kept`` [E], counts; ``entropy`` summed
         over the tokens."""
-        beside = [torch.as_tensor(each).view(1) for each in (tokens, rows_sent, entropy)]
+        beside = [torch.as_tensor(each).view(1) for each in (tokens, 0, 0, entropy)]
         self._add(layer, [routed, kept, *beside])
 
-    def sent(self, layer: str, rows: int) -> None:
-        """Rows that left this rank in a forward pass of ``layer``."""
+    def sent(self, layer: str, rows: int, crossed: int) -> None:
+        """Rows that left this rank in a forward pass of ``layer``; ``crossed`` of them left its host."""
         numbers = torch.zeros(2 * self.layers[layer] + _BESIDE, dtype=torch.float64)
-        numbers[_ROWS_SENT] = rows
+        numbers[_ROWS_SENT], numbers[_ROWS_CROSSED] = rows, crossed
         self._add(layer, [numbers])
 
     @torch.no_grad()
@@ -136,7 +137,7 @@ class ExpertLoads:
             self._counted[layer] = numbers if before is None else before.to(numbers.device) + numbers
 
     def numbers(self, device: torch.device) -> Tensor:
-        """Of this rank in the step so far, all layers of the model one after another: fp64 [Σ (2·E + 3)]."""
+        """Of this rank in the step so far, all layers of the model one after another: fp64 [Σ (2·E + 4)]."""
         found = [torch.zeros(0, dtype=torch.float64, device=device)]
         for layer, experts in self.layers.items():
             mine = self._counted.get(layer)
@@ -154,6 +155,7 @@ class ExpertLoads:
                 tuple(map(int, mine[experts : 2 * experts])),
                 int(tokens),
                 int(mine[_ROWS_SENT]),
+                int(mine[_ROWS_CROSSED]),
                 mine[_ENTROPY] / tokens if tokens else 0.0,
             )
         self.forget()

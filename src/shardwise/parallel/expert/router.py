@@ -170,7 +170,7 @@ class Router(nn.Module):
         entropy = torch.special.entr(shares_of(scores, self.policy)).sum(-1)
         entropy = entropy if counted is None else entropy.masked_fill(~counted, 0)
         tokens = routed.sum().div(self.policy.top_k, rounding_mode="floor")
-        surroundings.loads.add(surroundings.name, routed, stayed, tokens, 0, entropy.sum())
+        surroundings.loads.add(surroundings.name, routed, stayed, tokens, entropy.sum())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """The buffers move with the module and stay in fp32: steps of the bias are lost in 16 bits."""

@@ -52,11 +52,9 @@ def _one() -> float:
 class LoadSink(Protocol):
     """Takes what went where in a forward pass of a layer."""
 
-    def add(
-        self, layer: str, routed: Tensor, kept: Tensor, tokens: Tensor, rows_sent: int, entropy: Tensor
-    ) -> None: ...
+    def add(self, layer: str, routed: Tensor, kept: Tensor, tokens: Tensor, entropy: Tensor) -> None: ...
 
-    def sent(self, layer: str, rows: int) -> None: ...
+    def sent(self, layer: str, rows: int, crossed: int) -> None: ...
 
 
 class Tokens(NamedTuple):
