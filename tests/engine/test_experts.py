@@ -5,6 +5,7 @@ divide. In the last step targets are masked unevenly.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from shardwise.plan.slices import Slices
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import Truth, train, worst
+from tests.engine.test_check import looking
 
 SEQUENCES, CONTEXT, VOCABULARY, WIDTH, HIDDEN, EXPERTS = 8, 6, 13, 8, 4, 4
 OPTIMIZER = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -331,6 +333,33 @@ def with_bug(world: Any, layout: Layout, plant: Callable[[], Any]) -> Figures:
 @pytest.mark.parametrize(("layout", "plant", "shows"), BUGS, ids=[bug[1].__name__ for bug in BUGS])
 def test_planted_bugs_are_seen(ranks: Any, layout: Layout, plant: Callable[[], Any], shows: str) -> None:
     assert max(getattr(figures, shows) for figures in ranks(layout.size).run(with_bug, layout, plant)) > 1e-6
+
+
+def checked(world: Any, plant: Callable[[], Any]) -> tuple[str, list[str]]:
+    """What a first step is refused for, and what the check found where it compared."""
+    layout = Layout(dp=2, ep=2, stage=3)
+    with plant(), looking() as seen:
+        engine = shardwise.initialize(seeded(Mixture), config_of(layout), world=world)
+        try:
+            engine.train_step(*pieces(layout, engine.dp_index, 0))
+            return "", seen.compared
+        except PlanError as error:
+            return str(error), seen.compared
+        finally:
+            engine.close()
+
+
+@pytest.mark.parametrize("plant", [nullcontext, summed_once_more])
+def test_the_first_step_is_compared_where_ep_alone_cuts(ranks: Any, plant: Callable[[], Any]) -> None:
+    for refused, found in ranks(2).run(checked, plant):
+        assert len(found) == 1
+        if plant is nullcontext:
+            assert (refused, found) == ("", [""])
+        else:
+            assert refused.startswith(
+                "check: the model cut by mesh.ep: 2 does not compute what the uncut one does"
+            )
+            assert "blocks.0.mlp.experts.gate_up by 1" in refused
 
 
 # Checkpoints -------------------------------------------------------------------------------------------------------

@@ -135,8 +135,8 @@ class RunConfig(Policy):
     batch_norm: Literal["per_rank", "synchronized"] = "per_rank"
     """Batch statistics of each rank's own samples, or of all ranks' together."""
     check_first_step: Annotated[Literal["auto", "off"], BeforeValidator(_word_of)] = "auto"
-    """Whether the first step of a model that is cut along "tp" or "pp" is compared with the uncut model before any
-    weight moves: ``auto`` does so if it fits into memory."""
+    """Whether the first step of a model that is cut along "tp", "pp", "ep" or "etp" is compared with the uncut model
+    before any weight moves: ``auto`` does so if it fits into memory."""
     comm: CommPolicy = Field(default_factory=CommPolicy)
     """How ranks find one another, exchange data and wait."""
     train: TrainPolicy = Field(default_factory=TrainPolicy)

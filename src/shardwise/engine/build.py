@@ -188,7 +188,7 @@ def initialize(
     if site.world.rank == 0 and site.world.size > 1:
         _log.info("the ranks exchange through %s", site.world.transports())
     check = None
-    if settings.check_first_step == "auto" and site.groups["model"].size > 1:
+    if settings.check_first_step == "auto" and _cuts_the_model(mesh):
         check = Check(parts, settings, loss, uncut, share.to_recompute)
     engine = Engine(parts, original, loss, on_step, end, pipeline, check)
     _start_from_step(engine)
@@ -335,10 +335,15 @@ def _tables(model: nn.Module, stages: Stages, site: Site, share: _Share) -> Tabl
     return tables
 
 
+def _cuts_the_model(mesh: Mesh) -> bool:
+    """Whether a rank computes with less than the whole model: with a slice, some stages or some experts."""
+    return mesh.size("model") * mesh.ep * mesh.etp > 1
+
+
 def _uncut(model: nn.Module, site: Site) -> Uncut | None:
     """The model as it is before it is cut, where this rank is to compare its first step with it."""
     tp, pp = site.groups["tp"], site.groups["pp"]
-    compares = tp.size * pp.size > 1 and tp.index == 0 and pp.index == pp.size - 1
+    compares = _cuts_the_model(site.mesh) and tp.index == 0 and pp.index == pp.size - 1
     return keep_uncut(model) if compares and site.settings.check_first_step == "auto" else None
 
 

@@ -1,14 +1,15 @@
 """Check: the first step of a cut model, compared with the uncut one before any weight moves.
 
-What is left out of a sum over "tp", or of what passes from stage to stage, changes gradients and may leave the loss as
-it was. So one rank of those that share a model (the one that reports its loss) puts the whole model together once more,
-runs the step's microbatches on it with the same dropout, and compares
+What is left out of a sum over "tp", or of what passes from stage to stage, or is summed once too often over the ranks
+that share experts, changes gradients and may leave the loss as it was. So one rank of those that share a microbatch
+(the one that reports its loss; along "ep" alone every rank) puts the whole model together once more, runs the step's
+microbatches on it with the same dropout, and compares
 
     the mean loss, the gradient of every parameter                      of all data-parallel ranks' batches
     the norm of these gradients                                         with the one that they are clipped by
 
     dtype          loss      gradient, of max(its own norm, 1e-3 of the whole)
-    fp64, stages   1e-9      1e-9
+    fp64, no tp    1e-9      1e-9
     fp32, slices   1e-3      1e-2      sums in another order; models that round to fp32 inside
     16 bits        5e-2      0.3       of the whole gradient alone: the uncut model computes in fp32. So for models that
                                        round to 16 bits inside, and where torch may round products of matrices
@@ -372,8 +373,9 @@ class Check:
     def _agree(self, problem: str) -> None:
         if not self._any(bool(problem)):
             return
-        told, groups = self._told(problem), self._parts.groups
-        cuts = [f"mesh.{axis}: {groups[axis].size}" for axis in ("tp", "pp") if groups[axis].size > 1]
+        told, mesh = self._told(problem), self._parts.site.mesh
+        axes = ("tp", "pp", "ep", "etp")
+        cuts = [f"mesh.{axis}: {mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1]
         raise PlanError(
             f"check: the model cut by {' and '.join(cuts)} does not compute what the uncut one does on the first "
             f"batch: {told}. No weight has moved. Look at how these modules are cut (tensor.table, "
