@@ -6,6 +6,9 @@ that says rank, operation, Unit and step. A ``Transport`` moves the bytes:
     TorchTransport          NCCL, or gloo with the compositions below
     SharedMemoryTransport   CPU ranks of one host (comm/shared_memory.py)
 
+A backend sums in the dtype that travels, so a 16-bit gradient whose sum is kept in fp32 goes by an all-to-all in 16
+bits and one sum over what came: the bytes that are counted are those that are sent.
+
 On gloo the native reduce-scatter and all-gather are slower than what its other calls give (benchmarks/collectives):
     reduce-scatter = one all-to-all, then local sums in rank order: 2 to 4 times faster, with the other transport's bits
     all-gather     = N broadcasts in flight together
@@ -436,19 +439,34 @@ class TorchTransport:
         if self._composed:
             self._exchange_and_sum(shard_out, full, timeout_s, accumulate)
             return DONE
-        same = shard_out.dtype == full.dtype and not accumulate
-        received = shard_out if same else torch.empty_like(shard_out, dtype=shard_out.dtype)
-        sent = full if full.dtype == received.dtype else full.to(received.dtype)
-        work = self._reduce_scatter(received, sent, group=self._group, async_op=True)
+        if shard_out.dtype != full.dtype:
+            return self._exchange_then_sum(shard_out, full, timeout_s, accumulate)
+        received = torch.empty_like(shard_out) if accumulate else shard_out
+        work = self._reduce_scatter(received, full, group=self._group, async_op=True)
 
         def finish() -> None:
-            self._wait([work], timeout_s, sent)
+            self._wait([work], timeout_s, full)
             if accumulate:
                 shard_out.add_(received)
-            elif received is not shard_out:
-                shard_out.copy_(received)
 
-        return self._pending(finish, [work], sent)
+        return self._pending(finish, [work], full)
+
+    def _exchange_then_sum(
+        self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool
+    ) -> Pending:
+        """A backend sums in the dtype that travels: here each rank gets narrow parts and sums them in the wide one."""
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(received, full, group=self._group, async_op=True)
+
+        def finish() -> None:
+            self._wait([work], timeout_s, full)
+            parts = received.view(len(self._ranks), -1)
+            if accumulate:
+                shard_out.add_(parts.sum(0, dtype=shard_out.dtype))
+            else:
+                torch.sum(parts, 0, dtype=shard_out.dtype, out=shard_out)
+
+        return self._pending(finish, [work], full)
 
     def _exchange_and_sum(self, shard_out: Tensor, full: Tensor, timeout_s: float, accumulate: bool) -> None:
         """All-to-all in bounded pieces, then sums in rank order, so that every transport gives the same bits."""

@@ -1,13 +1,17 @@
 """What is sent and what is kept equals the closed forms: counted on real steps and real buffers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise
+from shardwise.comm import collectives
 from shardwise.parallel.zero.cost import elements_sent_per_step
 from shardwise.parallel.zero.layout import strategies_of, strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -99,6 +103,90 @@ def test_elements_sent(ranks: Any, size: int) -> None:
             wanted = formula(case, size, counted.trained, counted.frozen)
             assert (counted.sent, counted.planned) == (wanted, wanted), case
             assert counted.control < 100 * size, "the norm and what travels with it stay small"
+
+
+@contextmanager
+def counting(composed: bool) -> Iterator[dict[str, int]]:
+    """Bytes that torch's calls send, by call. Not composed: as between devices, with the backend's own calls."""
+    sent: dict[str, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def tap(name: str, place: int, factor: int, whole: bool = True) -> None:
+            call = getattr(dist, name)
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                tensor, size = args[place], dist.get_world_size(kwargs["group"])
+                if tensor.is_floating_point() and tensor.numel() >= size and tensor.dtype != torch.float64:
+                    others = size - 1
+                    mine = whole or kwargs["src"] == dist.get_rank()
+                    moved = factor * tensor.nbytes * others // (size if whole else 1)
+                    sent[name] = sent.get(name, 0) + moved * mine
+                return call(*args, **kwargs)
+
+            patch.setattr(dist, name, counted)
+
+        tap("all_to_all_single", 1, 1)
+        tap("all_reduce", 0, 2)
+        tap("broadcast", 0, 1, whole=False)
+        tap(collectives._gather_call().__name__, 0, 1)
+        tap(collectives._scatter_call().__name__, 1, 1)
+        if not composed:
+            build = collectives.TorchTransport.__init__
+            patch.setattr(
+                collectives.TorchTransport,
+                "__init__",
+                lambda self, group, ranks, index, composed, *rest: build(
+                    self, group, ranks, index, False, *rest
+                ),
+            )
+        yield sent
+
+
+def sixteen(
+    world: Any, compute: str, stage: int, replicate: int, composed: bool
+) -> tuple[int, int, int, list[float]]:
+    """Bytes that torch's calls sent, that were counted, that the Plan's formula gives; the norms of two steps."""
+    shard = world.size // replicate
+    config = {
+        "zero": {"stage": stage},
+        "mesh": {"dp": {"replicate": replicate, "shard": shard}},
+        "precision": compute,
+        "comm": {"transport": "torch"},
+    }
+    with counting(composed) as sent:
+        engine = shardwise.initialize(half_frozen(), config, world=world.among(range(world.size)))
+        norms = []
+        for step in range(2):
+            engine.traffic.clear()
+            sent.clear()
+            engine.backward(engine(piece(step, world.rank)))
+            norms.append(engine.step().grad_norm)
+        plan = engine.plan
+        strategies = strategies_of(engine.config.zero, plan.mesh, plan.units)
+        planned = 2 * elements_sent_per_step(plan.units, strategies, plan.mesh, 1)
+        trained = sum(b.elements for unit in plan.units for b in unit.buckets if b.key.trained)
+        planned += (
+            2 * 2 * (trained // shard) * (replicate - 1) // replicate
+        )  # sums of replicas are fp32 numbers
+        moved, counted = sum(sent.values()), engine.traffic.total("weights", "gradients").bytes
+        engine.close()
+    return moved, counted, planned, norms
+
+
+def sixteen_all(world: Any, cases: list[tuple[str, int, int]]) -> list[tuple[Any, Any]]:
+    return [(sixteen(world, *case, composed=True), sixteen(world, *case, composed=False)) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"), [(2, [("bf16", 1, 1), ("bf16", 2, 1), ("fp16", 3, 1)]), (4, [("bf16", 3, 2)])]
+)
+def test_sixteen_bits_on_the_wire(ranks: Any, size: int, cases: list[tuple[str, int, int]]) -> None:
+    """Backends other than gloo were once given fp32, twice the bytes that were planned and counted."""
+    for rank in ranks(size).run(sixteen_all, cases):
+        for case, (gloo, device) in zip(cases, rank, strict=True):
+            for sent, counted, planned, norms in (gloo, device):
+                assert sent == counted == planned, case
+                assert norms == gloo[3], case
 
 
 def test_replicas_that_do_not_divide_the_padding() -> None:
