@@ -274,6 +274,63 @@ def test_saved_over_two_ranks_and_loaded_where_experts_are_whole(
         assert losses == pytest.approx(losses[:1] * 3, rel=1e-12)
 
 
+class Carrying(nn.Module):
+    """A layer of a pipeline, with what the ones before say of balance beside its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(WIDTH, expert(), EXPERTS, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, l_aux = given if isinstance(given, tuple) else (given, torch.zeros(()).double())
+        y, more, _ = self.moe(x)
+        return x + y, l_aux + more
+
+
+def pipeline(stages: int) -> Any:
+    def judged(made: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        return (made[0] - targets).square().mean() + 0.5 * made[1]
+
+    torch.manual_seed(4)
+    layers = [deepspeed.pipe.LayerSpec(Carrying), Carrying(), deepspeed.pipe.LayerSpec(Carrying)]
+    return deepspeed.pipe.PipelineModule(layers, num_stages=stages, loss_fn=judged).double()
+
+
+def pairs(step: int) -> list[tuple[Tensor, Tensor]]:
+    draws = torch.Generator().manual_seed(step)
+    return [
+        (torch.randn(4, WIDTH, generator=draws).double(), torch.randn(4, WIDTH, generator=draws).double())
+        for _ in range(PARTS)
+    ]
+
+
+def piped(world: World) -> tuple[list[float], dict[str, Tensor]]:
+    model = pipeline(2)
+    engine = deepspeed.initialize(model=model, model_parameters=[*model.parameters()], config=CONFIG)[0]
+    losses = [engine.train_batch(iter(pairs(step))).item() for step in range(STEPS)]
+    weights = engine.module_state_dict()
+    engine.destroy()
+    return losses, weights
+
+
+def test_layers_of_a_pipeline(ranks: Callable[[int], RankPool]) -> None:
+    """In DeepSpeed's own way of cutting: stages hold no part of the others' experts."""
+    model = pipeline(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [model.loss_fn(model(x), y) for x, y in pairs(step)]
+        (sum(losses) / PARTS).backward()
+        expected.append(sum(losses).item() / PARTS)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    wanted = model.state_dict()
+    for found, weights in ranks(2).run(piped):
+        assert found == pytest.approx(expected, rel=1e-10)
+        torch.testing.assert_close(weights, {name: wanted[name] for name in weights}, rtol=1e-10, atol=1e-12)
+
+
 class Drawing(nn.Module):
     """Dropout and a drawn second expert, in a piece that the model itself checkpoints, or not."""
 

@@ -22,11 +22,23 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
-def counted(world: World, config: dict[str, Any]) -> dict[str, list[int]]:
+class Mixture(Gpt):
+    """The same with experts in its second block."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(POLICY)
+        self.blocks[1].mlp = shardwise.MixtureOfExperts(16, 8, 4, shared=1)
+
+    def tensor_table(self) -> dict[str, str]:
+        return {name: words for name, words in super().tensor_table().items() if ".1.mlp." not in name}
+
+
+def counted(world: World, config: dict[str, Any], model: nn.Module | None = None) -> dict[str, list[int]]:
     """Parameters, FLOPs forward and backward by module in the second of two steps of 8 sequences."""
     accumulation = config.get("batch", {}).get("accumulation", 1)
     given = {"module_profile": {"output": "/dev/null"}, **config}
-    engine = shardwise.initialize(Gpt(POLICY), given, loss=loss, world=world)
+    engine = shardwise.initialize(model or Gpt(POLICY), given, loss=loss, world=world)
     x = torch.arange(64).reshape(8, 8) % 30
     mine = x.chunk(engine.dp_size)[engine.dp_index].chunk(accumulation)
     for step in range(2):
@@ -64,6 +76,20 @@ def test_counts_are_those_of_one_process(ranks: Any) -> None:
     for rank in ranks(2).run(of_meshes):
         for config, found in zip(MESHES, rank, strict=True):
             assert found == whole, json.dumps(config)
+
+
+def with_experts(world: World) -> list[dict[str, list[int]]]:
+    meshes: list[dict[str, Any]] = [{"ep": 2}, {"tp": 2, "etp": 2}]
+    return [counted(world, {"mesh": mesh, "zero": {"stage": 1}}, Mixture()) for mesh in meshes]
+
+
+def test_experts_count_where_their_tokens_came_from(ranks: Any) -> None:
+    """Of all 4 experts the rows of 2 for each of 64 tokens, whichever ranks they lie on."""
+    whole = counted(World(0, 1), {}, Mixture())
+    forward = 6 * 64 * 2 * 16 * 8
+    assert whole["blocks.1.mlp.experts"] == [4 * 3 * 16 * 8, forward, 2 * forward]
+    for rank in ranks(2).run(with_experts):
+        assert rank == [whole, whole]
 
 
 def test_a_tree_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

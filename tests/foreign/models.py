@@ -193,6 +193,9 @@ def variants(name: str, model_type: str) -> Iterator[tuple[str, dict[str, Any]]]
     keys = _keys_of(config_class)
     if "output_router_logits" in keys:
         yield "router loss", {"output_router_logits": True}
+    for switch in ("is_moe", "enable_moe_block"):
+        if switch in keys:
+            yield "experts", {switch: True, "num_experts": 4}
     if "qk_layernorm" in keys:
         yield "qk_layernorm", {"qk_layernorm": True}
     if name == "GPTBigCodeForCausalLM":

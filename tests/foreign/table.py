@@ -78,4 +78,5 @@ def _plain(text: str) -> str:
     first = re.split(r"; | \(", text.partition(": ")[2] or text)[0]
     first = re.sub(r"/\S+/", "", first)
     first = re.sub(r"(how to cut) an? \w+: it", r"\1 this class: it", first)
+    first = re.sub(r"(model is) an? \w+ that", r"\1 of a class that", first)
     return re.sub(r"\.\d+(?=\.|\b)", ".*", first).replace("|", "/")[:200]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Group
+from shardwise.comm.duals import uncompiled
 from shardwise.memory.replay import Replay
 from shardwise.parallel.expert.dispatch import Dispatcher
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -125,6 +126,7 @@ class _Dispatched:
         self._compute = compute_of(module, adds_bias=ranks.etp.index == 0)
         self._signature = inspect.signature(type(module).forward)
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """(hidden [N, D], index [N, k], weights [N, k]), by whatever names the class gives them: [N, D]."""
         _, hidden, index, weights = self._signature.bind(None, *args, **kwargs).arguments.values()

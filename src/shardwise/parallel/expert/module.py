@@ -29,6 +29,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from shardwise.comm.duals import uncompiled
 from shardwise.kernels.initializers import Initializer, of_linear
 from shardwise.parallel.expert.balance import inject
 from shardwise.parallel.expert.experts import DenseExpert, Experts, MadeExperts
@@ -95,6 +96,7 @@ class MixtureOfExperts(nn.Module):
         """
         return self.routed(x, mask)[0]
 
+    @uncompiled
     def routed(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Routing]:
         """As ``forward``, and where the tokens here went."""
         self._check_call(x, mask)

@@ -199,6 +199,7 @@ class _Inside(Foreign):
     """Mixed into a module of a foreign block. Plain attributes (``layer_type``, say) read as those of the module."""
 
     __call__ = nn.Module.__call__  # whatever the class puts around a call belongs to the stage of the module
+    train = nn.Module.train  # nor has a stand-in what the class's own changes with the mode
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_plain", ()):
