@@ -473,3 +473,57 @@ def made_in_pieces(world: Any) -> float:
 
 def test_a_model_made_in_pieces_has_its_own_experts(ranks: Any) -> None:
     assert max(ranks(2).run(made_in_pieces)) == 0
+
+
+class Residual(torch.nn.Module):
+    """A mixture with its residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = MixtureOfExperts(
+            WIDTH, HIDDEN, EXPERTS, RouterPolicy(balance="loss", balance_weight=0.5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixture(x)
+
+
+def in_a_list() -> shardwise.Layers:
+    """Layers that are built where they live, and one that is built already."""
+    layers = [
+        shardwise.LayerSpec(torch.nn.Embedding, VOCABULARY, WIDTH),
+        shardwise.LayerSpec(Residual),
+        seeded(Residual),
+        shardwise.LayerSpec(Residual),
+        shardwise.LayerSpec(torch.nn.Linear, WIDTH, VOCABULARY),
+    ]
+    return shardwise.Layers(
+        layers, lambda x, y: torch.nn.functional.cross_entropy(x.flatten(0, 1), y.flatten()), seed=3
+    ).double()
+
+
+def of_a_list(world: Any, mesh: dict[str, int]) -> tuple[dict[str, Tensor], int]:
+    """Weights after two steps, one microbatch of two sequences after the other; elements of experts on this rank."""
+    config = {"mesh": mesh, "optimizer": {"type": "sgd", "lr": 0.5}, "zero": {"stage": 1}}
+    ranks = mesh.get("dp", 1)
+    engine = shardwise.initialize(in_a_list(), config | {"batch": {"accumulation": 4 // ranks}}, world=world)
+    for step in range(2):
+        batches = list(zip(*(each.split(2) for each in data(step)), strict=True))
+        engine.train_step(batches[engine.dp_index :: ranks])
+    state = engine.state_dict()
+    held = sum(unit.elements for unit in engine.plan.units if unit.name.endswith("experts"))
+    engine.close()
+    return state, held
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2}], ids=str)
+def test_layers_of_a_list_are_cut_where_they_are_built(ranks: Any, mesh: dict[str, int]) -> None:
+    alone, _ = of_a_list(join(quiet=True), {})
+    stack = EXPERTS // 2 * 3 * HIDDEN * WIDTH
+    for (weights, held), wanted in zip(
+        ranks(2 * mesh.get("pp", 1)).run(of_a_list, mesh),
+        (2, 2, 1, 1) if "pp" in mesh else (3, 3),
+        strict=True,
+    ):
+        assert worst(weights, alone) < 1e-10
+        assert held == wanted * stack

@@ -9,7 +9,7 @@ The Plan comes first and touches no module; here the module is cut to it. On the
     4  slices          along "tp", before stages: a table's patterns match names of the whole model; then experts are
                        told of the run, by names of the whole model and of how tokens lie on "tp" by then, and stacks of
                        them are cut
-    5  stages          along "pp"; what is built only here (LayerSpec) gets its keyed dropout now
+    5  stages          along "pp"; what is built only here (LayerSpec) gets lines 3 and 4 of dropout and experts now
 
 and on each stage:
 
@@ -112,6 +112,7 @@ def apply_to_model(
     for stage in stages.values():  # what a LayerSpec has built here has not been seen before
         replace_dropout(stage.module, seed, replay)
         surround(stage.module, seed, replay, loads, tp, layout)
+        cut_experts(stage.module, stacks, ranks, replay)
     return {index: (stage.module, stage.run) for index, stage in stages.items()}
 
 

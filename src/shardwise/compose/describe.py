@@ -176,11 +176,6 @@ def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, Stack]:
     refuse_unknown(model, found, mesh.ep, mesh.etp)
     if mesh.ep * mesh.etp * mesh.cp * mesh.tp == 1:
         return {}
-    if found.stacks and isinstance(model, Layers) and model.has_specs:
-        raise PlanError(
-            f"experts: mesh.ep is {mesh.ep}, but the model is a list with layers that are not built yet (LayerSpec), "
-            "whose experts cannot be cut; give built modules in the list, or set mesh.ep: 1"
-        )
     for name in (*found.stacks, *mixtures(model)):
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
             if isinstance(module, nn.Dropout) and module.p:

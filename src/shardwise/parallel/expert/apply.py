@@ -71,15 +71,20 @@ def surround(
 
 
 def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRanks, replay: Replay) -> None:
-    """Cut ``stacks``, by module name, in place.
+    """Cut those of ``stacks``, by module name, that ``model`` has and that are not cut yet, in place.
 
     A parameter on meta becomes a smaller one on meta; a real one this rank's piece of the values that all ranks have.
     """
     mixture_of: dict[nn.Module, MixtureOfExperts] = {
         layer.experts: layer for layer in mixtures(model).values()
     }
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, stack in stacks.items():
-        module = model.get_submodule(name)
+        module = modules.get(name)
+        if module is None or not {*stack.parameters} <= {leaf for leaf, _ in module.named_parameters()}:
+            continue  # on another stage
+        if isinstance(vars(module).get("forward"), _Dispatched):
+            continue
         for leaf, stacked in stack.parameters.items():
             parameter, axes = (
                 module.get_parameter(leaf),
