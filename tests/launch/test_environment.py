@@ -45,3 +45,9 @@ def test_threads_are_shared_out_unless_set(
 ) -> None:
     monkeypatch.setattr(environment, "cores", lambda: cores)
     assert of_rank(JOB, 0, None, given)["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "1"), ({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, "0")])
+def test_communicators_start_in_the_order_of_the_calls(given: dict[str, str], found: str) -> None:
+    """NCCL reads it when the first communicator is made, so it stands there before a rank starts."""
+    assert of_rank(JOB, 0, None, given)["NCCL_LAUNCH_ORDER_IMPLICIT"] == found
