@@ -310,18 +310,26 @@ def expected_and_sent(
     """The Plan as printed; by layer the rows that it expects and those that were sent; bytes of this rank: by its
     price for what all sent, and counted."""
     torch.manual_seed(0)
+    size = world.size
     config = {
-        "mesh": {"dp": 2, "ep": 2},
+        "mesh": {"dp": size, "ep": size},
         "precision": precision,
         "model": {"target": "a:b", "context": tokens},
+        "batch": {"global_size": size},
     }
-    engine = shardwise.initialize(Even(), config | {"batch": {"global_size": 2}}, world=world)
+    with patch.object(world, "hosts", tuple(rank // 2 for rank in range(size))):
+        engine = shardwise.initialize(Even(), config, world=world)
     engine._parts.traffic.clear()
-    engine.train_step([torch.randn(2, 1, tokens, 4)[world.rank]])
+    engine.train_step([torch.randn(size, 1, tokens, 4)[world.rank]])
     counts = engine._parts.traffic.counts.items()
     counted = sum(count.bytes for (operation, _), count in counts if operation == "all_to_all")
     tallies, plan = engine.expert_tallies(), engine.plan
-    rows = [(2 * tokens * each.rows, tallies[each.layer].rows_sent) for each in plan.exchanges]
+    rows = [(size * tokens * each.rows, tallies[each.layer].rows_sent) for each in plan.exchanges]
+    rows += [
+        (size * tokens * each.crossing, tallies[each.layer].rows_crossed)
+        for each in plan.exchanges
+        if size > 2
+    ]
     priced = sum(tallies[each.layer].rows_sent * each.row_bytes for each in plan.exchanges)
     engine.close()
     return str(plan), rows, priced, counted
@@ -341,6 +349,16 @@ def test_the_plan_expects_the_rows_that_are_sent(ranks: Any, precision: str) -> 
         f"rank, {share * size:.0f} B of all-to-all; of 800 tokens a step {800 * share:.0f} rows, "
         f"{800 * share * size / 1024:.1f} KiB"
     ) in text
+
+
+def test_the_plan_expects_the_rows_of_two_levels(ranks: Any) -> None:
+    """Those that leave their rank, and among them those that leave their host, of which there are two."""
+    found = ranks(4).run(expected_and_sent, 400, "fp64")
+    text, rows, priced, _ = found[0]
+    assert [rows[2], rows[5]] == [(4 * 400 * 3, 4 * 400 * 3), (4 * 400, 4 * 400)]
+    assert all(sent == pytest.approx(wanted, rel=0.05) for wanted, sent in rows)
+    assert sum(counted for *_, counted in found) == priced
+    assert "over ep=4; chosen evenly, 2.21 rows a token leave their rank, 0.929 their host, " in text
 
 
 # A bias --------------------------------------------------------------------------------------------------------------

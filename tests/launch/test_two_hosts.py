@@ -27,6 +27,27 @@ for _ in range(3):
     engine.print("loss", repr(engine.step().loss))
 engine.close()
 """
+_EXPERTS = """
+import torch
+from torch import nn
+
+import shardwise
+
+torch.manual_seed(0)
+layers = (shardwise.MixtureOfExperts(8, 16, 8, router=shardwise.RouterPolicy(top_k=8)) for _ in range(2))
+engine = shardwise.initialize(
+    nn.Sequential(*layers).double(),
+    {"mesh": {"ep": 4}, "zero": {"stage": 1}, "optimizer": {"lr": 0.01}},
+    loss=lambda model, batch: (model(batch) - batch).square().mean(),
+)
+draws = torch.Generator().manual_seed(engine.dp_index)
+for _ in range(3):
+    engine.backward(engine(torch.randn(4, 5, 8, generator=draws, dtype=torch.float64)))
+    engine.print("loss", repr(engine.step().loss))
+for tally in engine.expert_tallies().values():
+    engine.print("rows", tally.rows_sent, tally.rows_crossed)
+engine.close()
+"""
 _ADDRESS = "10.213.7.{}"
 
 
@@ -80,9 +101,11 @@ def _losses(text: str) -> list[float]:
 
 
 @pytest.mark.soak
-def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("training", [_TRAIN, _EXPERTS], ids=["dense", "experts"])
+def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path, training: str) -> None:
+    """Experts in two levels: of all 80 tokens, each with experts everywhere, a row crosses once."""
     script = tmp_path / "train.py"
-    script.write_text(_TRAIN)
+    script.write_text(training)
     launch = [sys.executable, "-m", "shardwise", "launch"]
     started = [
         subprocess.Popen(
@@ -103,3 +126,6 @@ def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path) -> None:
     one = subprocess.run([*launch, "-n", "4", str(script)], capture_output=True, text=True, timeout=60)
     assert len(_losses(one.stdout)) == 3, one.stderr
     assert _losses(said[0]) == pytest.approx(_losses(one.stdout), rel=1e-12)
+    assert [line for line in said[0].splitlines() if line.startswith("rows ")] == (
+        ["rows 240 80"] * 2 if training is _EXPERTS else []
+    )

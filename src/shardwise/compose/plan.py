@@ -132,7 +132,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) ->
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
             spec, stage_of, own, registry, mesh, policies
         )
-    exchanges = _exchanges(spec, mesh, registry)
+    exchanges = exchanges_of(spec, mesh, registry)
     plan = Plan(mesh, registry, classes, rank, _notes(spec, policies.zero), exchanges, policies.tokens)
     return with_orders(plan, policies)
 
@@ -379,8 +379,9 @@ def dtypes_of(bucket: Bucket, spec: ModelSpec, precision: PrecisionPolicy) -> Dt
     return precision.dtypes(last.name, last.dtype)
 
 
-def _exchanges(spec: ModelSpec, mesh: Mesh, registry: Registry) -> tuple[RowExchange, ...]:
-    """What each mixture sends along "ep"; its rows are of the dtype that its experts compute in."""
+def exchanges_of(spec: ModelSpec, mesh: Mesh, registry: Registry, hosts: int = 1) -> tuple[RowExchange, ...]:
+    """What each mixture sends along "ep", in two levels over ``hosts``; its rows are of the dtype that its experts
+    compute in."""
     if mesh.ep == 1:
         return ()
     parameters = registry.of_kind("parameter")
@@ -388,8 +389,11 @@ def _exchanges(spec: ModelSpec, mesh: Mesh, registry: Registry) -> tuple[RowExch
     for name, (experts, top_k, width) in spec.experts.items():
         stack = f"{name}.experts." if name else "experts."
         itemsize = next(info.dtype.itemsize for info in parameters if info.name.startswith(stack))
-        rows = expected_rows(1, top_k, experts, mesh.ep)
-        found.append(RowExchange(name, experts, top_k, rows, row_bytes(width, top_k, itemsize)))
+        rows, crossing = (
+            expected_rows(1, top_k, experts, mesh.ep, hosts),
+            expected_rows(1, top_k, experts, hosts),
+        )
+        found.append(RowExchange(name, experts, top_k, rows, row_bytes(width, top_k, itemsize), crossing))
     return tuple(found)
 
 

@@ -34,7 +34,7 @@ from shardwise.compose.apply import (
     recompute_blocks,
 )
 from shardwise.compose.describe import Described, describe_cut
-from shardwise.compose.plan import Planned, Policies, dtypes_of, make_plan
+from shardwise.compose.plan import Planned, Policies, dtypes_of, exchanges_of, make_plan
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
@@ -235,7 +235,8 @@ def _with_groups_of_experts(site: Site, plan: Plan) -> Site:
         return site
     world, settings, mesh, groups, clock, traffic, *_ = site
     made = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _EXPERT_AXES}
-    return site._replace(groups={**groups, **made})
+    levels = world.levels(mesh.groups("ep"), "ep", settings.comm, clock, traffic)
+    return site._replace(groups={**groups, **made}, levels=levels)
 
 
 # The Plan ----------------------------------------------------------------------------------------------------------
@@ -301,7 +302,6 @@ def policies_of(
 def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> Stages:
     """This rank's stages."""
     settings, device = site.settings, site.world.device
-    levels = site.world.levels(site.mesh.groups("ep"), "ep", settings.comm, site.clock, site.traffic)
 
     def give_start() -> None:
         for note in start.notes if site.world.rank == 0 else ():
@@ -318,7 +318,7 @@ def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> St
         settings.train.seed,
         share.replay,
         share.loads,
-        levels,
+        site.levels,
         settings.experts.rows,
         settings.batch_norm == "synchronized",
         give_start,
@@ -597,7 +597,11 @@ def _parts(
         for entry in share.described.spec.parameters.values()
     )
     loss_scale = LossScale(settings.precision.loss_scale) if half else None
-    noted = replace(share.plan, notes=(*share.plan.notes, *site.notes, *tables.choices))
+    spec, exchanges = share.described.spec, share.plan.exchanges
+    if site.levels:
+        exchanges = exchanges_of(spec, mesh, share.plan.registry, site.levels[0].size)
+    notes = (*share.plan.notes, *site.notes, *tables.choices)
+    noted = replace(share.plan, notes=notes, exchanges=exchanges)
     planned = share.planned._replace(plan=noted)
     peers = None
     if noted.registry.needs("matrix"):

@@ -44,6 +44,8 @@ class Site(NamedTuple):
     traffic: Traffic
     ledger: Ledger
     """Who holds how many bytes."""
+    levels: tuple[Group, ...] = ()
+    """Of "ep" where it spans hosts: its ranks in this one's place on each, and those of this host."""
     notes: tuple[str, ...] = ()
     """For the Plan."""
 

@@ -103,6 +103,8 @@ class RowExchange(NamedTuple):
     """That leave their rank, of one token."""
     row_bytes: int
     """All-to-all of a row: there and back, forward and backward."""
+    crossing: float = 0.0
+    """Rows of one token that leave their host, where they go in two levels."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +229,12 @@ def _exchange_rows(plan: Plan) -> list[str]:
     rows: list[str] = []
     alike = groupby(plan.exchanges, key=lambda each: each[1:])
     for _, (first, *more) in ((key, list(layers)) for key, layers in alike):
+        crossing = f"{first.crossing:.3g} their host, " if first.crossing else ""
         where = f"{first.layer} .. {more[-1].layer}, each" if more else first.layer
         said = (
             f"experts of {where}: {first.top_k} of {first.experts} over ep={plan.mesh.ep}; chosen evenly, "
-            f"{first.rows:.3g} rows a token leave their rank, {_human(first.rows * first.row_bytes)} of all-to-all"
+            f"{first.rows:.3g} rows a token leave their rank, {crossing}"
+            f"{_human(first.rows * first.row_bytes)} of all-to-all"
         )
         if plan.tokens is not None:
             sent = first.rows * plan.tokens
