@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.engine.plain import TRUTHS
 from tests.ranks import RankPool
 
 # The same examples in every run, and none that fails because the machine was busy.
@@ -24,6 +25,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _truths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the plain loop does is computed once, and not by every rank of every pool (tests/engine/plain.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TRUTHS, str(tmp_path_factory.mktemp("truths")))
+        yield
 
 
 @pytest.fixture(scope="session")

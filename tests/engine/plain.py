@@ -4,7 +4,11 @@ The measure of an error: relative L2, over the larger of the gradient's norm and
 (some true gradients are zero, and then nothing but rounding is left to divide by).
 """
 
+import fcntl
+import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +16,12 @@ from torch import Tensor, nn, optim
 
 import shardwise
 from shardwise.parallel.zero.modules import holdings
+
+TRUTHS = "SHARDWISE_TESTS_TRUTHS"
+"""The variable that names a test session's folder of truths."""
+
+
+OPTIMIZER: dict[str, Any] = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1}
 
 
 class Truth(NamedTuple):
@@ -58,6 +68,26 @@ def train(
     return found
 
 
+def once(function: Callable[..., list[Truth]]) -> Callable[..., list[Truth]]:
+    """As ``functools.cache``, and among all processes of a test session: whoever comes first computes, others read."""
+
+    @cache
+    def kept(*args: Any) -> list[Truth]:
+        folder = os.environ.get(TRUTHS)
+        if folder is None:
+            return function(*args)
+        path = Path(folder, "-".join((function.__module__, *map(str, args))))
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                return [Truth(*step) for step in torch.load(path)]
+            truth = function(*args)
+            torch.save([tuple(step) for step in truth], path)
+            return truth
+
+    return kept
+
+
 def error(got: Tensor, wanted: Tensor, addends: Tensor | None = None) -> float:
     """Relative L2 error by the measure above."""
     scale = max(float(wanted.double().norm()), 0.0 if addends is None else float(addends.double().norm()))
@@ -80,30 +110,21 @@ def against_plain(
     piece_of: Callable[[int, int], Any],
     config: Mapping[str, Any],
     steps: int = 3,
-    loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
+    loss_of: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(*batch),
     before_backward: Callable[[Any], None] = lambda engine: None,
+    truth: list[Truth] | None = None,
 ) -> float:
     """Worst error of gradients and weights when the ranks share the pieces ``piece_of(step, i)`` of each batch.
 
-    Pieces weigh alike. The optimizer is that of ``config``.
+    Pieces weigh alike. The optimizer is that of ``config``. ``truth``: what ``plainly`` found before.
     """
-    options = dict(config.get("optimizer", {"type": "adamw", "lr": 0.01, "weight_decay": 0.1}))
+    options = dict(config.get("optimizer", OPTIMIZER))
     accumulation = config.get("batch", {}).get("accumulation", 1)
-    pieces = world.size * accumulation
-    loss_of = loss_of or (lambda model, batch: model(*batch))
-    plain = make()
-    trained = [p for p in plain.parameters() if p.requires_grad]
-    cls = {"adamw": optim.AdamW, "sgd": optim.SGD}[options["type"]]
-    truth = train(
-        plain,
-        cls(trained, **{key: value for key, value in options.items() if key != "type"}),
-        [[(piece_of(step, i), 1.0) for i in range(pieces)] for step in range(steps)],
-        loss_of,
-    )
-    model = make()
-    engine = shardwise.initialize(model, {"optimizer": options, **config}, world=world, loss=loss_of)
+    if truth is None:
+        truth = plainly(make, piece_of, world.size * accumulation, options, steps, loss_of)
+    engine = shardwise.initialize(make(), {"optimizer": options, **config}, world=world, loss=loss_of)
     largest = 0.0
-    aliases = {a: h.name for h in holdings(plain) for a in h.aliases}
+    aliases = {a: h.name for h in holdings(make()) for a in h.aliases}
     for step, wanted in enumerate(truth):
         for microbatch in range(accumulation):
             loss = engine(piece_of(step, microbatch * world.size + world.rank))
@@ -119,3 +140,21 @@ def against_plain(
         largest = max(largest, worst(weights, wanted.weights))
     engine.close()
     return largest
+
+
+def plainly(
+    make: Callable[[], nn.Module],
+    piece_of: Callable[[int, int], Any],
+    pieces: int,
+    options: Mapping[str, Any] = OPTIMIZER,
+    steps: int = 3,
+    loss_of: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(*batch),
+) -> list[Truth]:
+    """The plain loop over batches of ``pieces`` pieces; ``options``: of the optimizer, its type among them."""
+    model = make()
+    optimizer = {"adamw": optim.AdamW, "sgd": optim.SGD}[options["type"]](
+        [p for p in model.parameters() if p.requires_grad],
+        **{key: value for key, value in options.items() if key != "type"},
+    )
+    batches = [[(piece_of(step, i), 1.0) for i in range(pieces)] for step in range(steps)]
+    return train(model, optimizer, batches, loss_of)

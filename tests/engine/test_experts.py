@@ -32,7 +32,7 @@ from shardwise.plan.registry import TensorInfo
 from shardwise.plan.slices import Slices
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.nets import Language, seeded
-from tests.engine.plain import Truth, train, worst
+from tests.engine.plain import Truth, once, train, worst
 from tests.engine.test_check import looking
 
 SEQUENCES, CONTEXT, VOCABULARY, WIDTH, HIDDEN, EXPERTS = 8, 6, 13, 8, 4, 4
@@ -112,7 +112,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-@cache
+@once
 def truth() -> list[Truth]:
     """The plain loop, sequence by sequence, so that the addends are known."""
     model = seeded(Mixture)
@@ -216,7 +216,7 @@ def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:
 
 PAIRS = [
     Layout(dp=2, ep=2, stage=3, recompute="full"),
-    Layout(dp=2, ep=2, stage=1, microbatches=2, rows=7),
+    Layout(dp=2, ep=2, stage=1, microbatches=2, rows=13),
     Layout(dp=2, stage=3, rows=9, recompute="full"),
     Layout(tp=2, ep=2, sequence=False, recompute="selective"),
     Layout(tp=2, etp=2, microbatches=2),
@@ -226,7 +226,7 @@ PAIRS = [
     Layout(dp=2, tp=2, ep=4, sequence=False, recompute="full", rows=11, hosts=2),
     Layout(dp=2, tp=2, ep=2, stage=3, microbatches=2, recompute="full"),
     Layout(dp=2, tp=2, ep=4, stage=1, sequence=False),
-    Layout(dp=2, tp=2, ep=2, etp=2, stage=2, rows=11),
+    Layout(dp=2, tp=2, ep=2, etp=2, stage=2, rows=20),
     Layout(pp=2, dp=2, ep=2, stage=3, microbatches=3),
     Layout(pp=2, tp=2, ep=2, microbatches=2, virtual_stages=2, recompute="full"),
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 import shardwise
 from shardwise.models import Gpt, GptPolicy
 from tests.engine.conformance import Conformance, evaluation_departures
-from tests.engine.plain import Truth, train, worst
+from tests.engine.plain import Truth, once, train, worst
 
 SEQUENCES, CONTEXT, VOCABULARY = 10, 12, 19
 CLIP = 0.5
@@ -97,7 +97,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-@cache
+@once
 def truth(family: str, kv_heads: int, layers: int, heads: int) -> list[Truth]:
     """The plain loop, sequence by sequence, so that the addends are known."""
     model = model_of(Layout(family=family, kv_heads=kv_heads, layers=layers, heads=heads))
@@ -176,38 +176,45 @@ def measure_all(world: Any, layouts: list[Layout]) -> list[Figures]:
     return [measure(world, layout) for layout in layouts]
 
 
-TENSOR = [
-    Layout(tp=tp, sequence=sequence, family=family, kv_heads=kv_heads)
-    for tp in (1, 2, 4)
-    for sequence in (True, False)
-    for family, kv_heads in (("llama", 4), ("llama", 2), ("gpt2", 4))
-    if tp > 1 or sequence
-] + [
-    Layout(tp=3, sequence=sequence, heads=heads, kv_heads=kv_heads, family=family)
-    for sequence in (True, False)
-    for family, heads, kv_heads in (("llama", 6, 3), ("llama", 6, 1), ("gpt2", 6, 6))
-]
-SCHEDULES = [
-    Layout(pp=pp, microbatches=microbatches, schedule=schedule)
-    for pp in (2, 3, 4)
-    for schedule in ("gpipe", "1f1b")
-    for microbatches in (1, 2, 3, 5, 8)
-] + [
-    Layout(pp=pp, microbatches=microbatches, schedule="interleaved_1f1b", virtual_stages=2, layers=2 * pp)
-    for pp in (2, 3, 4)
-    for microbatches in (1, 2, 3, 5, 8)
-]
-ZERO = [
-    Layout(dp=2, stage=stage, microbatches=2, recompute=how)
-    for stage in range(4)
-    for how in ("full", "selective")
-]
-TOGETHER = [
-    *(Layout(pp=2, dp=2, stage=stage, microbatches=3) for stage in range(4)),
-    *(Layout(dp=2, tp=2, stage=stage, microbatches=2) for stage in range(4)),
+FAMILIES = (("llama", 4), ("llama", 2), ("gpt2", 4))
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+MICROBATCHES = (1, 2, 3, 5, 8)
+
+
+def scheduled(pp: int, schedule: str, microbatches: int) -> Layout:
+    if schedule != "interleaved_1f1b":
+        return Layout(pp=pp, microbatches=microbatches, schedule=schedule)
+    return Layout(pp=pp, microbatches=microbatches, schedule=schedule, virtual_stages=2, layers=2 * pp)
+
+
+LAYOUTS = [
+    *(Layout(family=family, kv_heads=kv_heads) for family, kv_heads in FAMILIES),
+    *(
+        Layout(tp=2, sequence=sequence, family=family, kv_heads=kv_heads)
+        for sequence in (True, False)
+        for family, kv_heads in FAMILIES
+    ),
+    Layout(tp=3, heads=6, kv_heads=3),
+    Layout(tp=3, heads=6, kv_heads=1, sequence=False),
+    Layout(tp=3, heads=6, kv_heads=6, sequence=False, family="gpt2"),
+    Layout(tp=4, kv_heads=2),
+    Layout(tp=4, family="gpt2"),
+    Layout(tp=4, sequence=False),
+    Layout(tp=4, kv_heads=1, recompute="full"),
+    *(
+        scheduled(pp, SCHEDULES[(pp + place) % 3], microbatches)
+        for pp in (2, 3, 4)
+        for place, microbatches in enumerate(MICROBATCHES)
+    ),
+    Layout(pp=2, microbatches=5),
+    *(
+        Layout(dp=2, stage=stage, microbatches=2, recompute=how)
+        for stage, how in ((0, "full"), (1, "selective"), (2, "full"), (3, "full"), (3, "selective"))
+    ),
+    *(Layout(pp=2, dp=2, stage=stage, microbatches=3) for stage in (0, 2, 3)),
+    *(Layout(dp=2, tp=2, stage=stage, microbatches=2) for stage in (0, 2, 3)),
     *(Layout(pp=2, tp=2, microbatches=3, sequence=sequence) for sequence in (True, False)),
-    *(Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute=how) for how in ("full", "selective")),
-    Layout(pp=2, dp=2, stage=3, microbatches=3, reshard_after_forward=False),
+    Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute="full"),
     Layout(pp=2, dp=2, stage=3, microbatches=3, reshard_after_forward=False, recompute="full"),
     Layout(
         pp=2, dp=2, stage=3, microbatches=4, schedule="interleaved_1f1b", virtual_stages=2, recompute="full"
@@ -215,22 +222,51 @@ TOGETHER = [
     Layout(pp=2, dp=2, stage=2, microbatches=3, schedule="gpipe", family="gpt2"),
     Layout(pp=2, tp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, kv_heads=1),
     Layout(dp=2, tp=2, stage=3, microbatches=2, recompute="selective", kv_heads=1),
-    Layout(dp=2, tp=2, stage=2, microbatches=2, recompute="full", family="gpt2"),
-    Layout(tp=4, kv_heads=1, recompute="full"),
-    Layout(tp=4, kv_heads=1, transport="torch"),
     Layout(pp=2, tp=2, microbatches=3, transport="torch", family="gpt2"),
     Layout(pp=2, microbatches=3, recompute="selective", family="gpt2", partition="parameters"),
     Layout(pp=3, microbatches=4, family="gpt2"),
     Layout(
         pp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, family="gpt2", recompute="full"
     ),
-    *(Layout(pp=2, dp=2, tp=2, microbatches=3, stage=stage, kv_heads=2) for stage in range(4)),
+    Layout(pp=2, dp=2, tp=2, microbatches=3, stage=1, kv_heads=2),
     Layout(pp=2, dp=2, tp=2, microbatches=2, stage=2, recompute="full", family="gpt2"),
     Layout(
         2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", virtual_stages=2, recompute="selective"
     ),
 ]
-LAYOUTS = [*TENSOR, *SCHEDULES, *ZERO, *TOGETHER]
+"""Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
+square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""
+EVERY = [
+    *(
+        Layout(tp=4, sequence=sequence, family=family, kv_heads=kv_heads)
+        for sequence in (True, False)
+        for family, kv_heads in FAMILIES
+    ),
+    *(
+        Layout(tp=3, sequence=sequence, heads=heads, kv_heads=kv_heads, family=family)
+        for sequence in (True, False)
+        for family, heads, kv_heads in (("llama", 6, 3), ("llama", 6, 1), ("gpt2", 6, 6))
+    ),
+    *(
+        scheduled(pp, schedule, microbatches)
+        for pp in (2, 3, 4)
+        for schedule in SCHEDULES
+        for microbatches in MICROBATCHES
+    ),
+    *(
+        Layout(dp=2, stage=stage, microbatches=2, recompute=how)
+        for stage in range(4)
+        for how in ("full", "selective")
+    ),
+    Layout(pp=2, dp=2, stage=1, microbatches=3),
+    Layout(dp=2, tp=2, stage=1, microbatches=2),
+    Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute="selective"),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, reshard_after_forward=False),
+    Layout(dp=2, tp=2, stage=2, microbatches=2, recompute="full", family="gpt2"),
+    Layout(tp=4, kv_heads=1, transport="torch"),
+    *(Layout(pp=2, dp=2, tp=2, microbatches=3, stage=stage, kv_heads=2) for stage in range(4)),
+]
+"""The rest of the products, in the soak."""
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +289,10 @@ def measured(ranks: Any) -> Any:
 def test_equals_one_process(measured: Any, layout: Layout) -> None:
     figures = measured(layout.size)[layout]
     assert max(figures) <= 1e-10, figures
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", [layout for layout in EVERY if layout not in LAYOUTS], ids=str)
+def test_every_layout_equals_one_process(ranks: Any, layout: Layout) -> None:
+    for figures in ranks(layout.size).run(measure, layout):
+        assert max(figures) <= 1e-10, figures
