@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,21 @@ def room(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0]
 
 
-def nodes(file: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+@pytest.fixture(scope="module", autouse=True)
+def _read_once() -> Iterator[None]:
+    yield
+    tree_of.cache_clear()
+    nodes.cache_clear()
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(file)))
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -30,16 +44,14 @@ def imported(file: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_walls(file: Path) -> None:
-    text = file.read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree), "a module opens with its idea"
+    assert ast.get_docstring(tree_of(file)), "a module opens with its idea"
     modules = set(imported(file))
     if room(file) not in ("comm", "launch"):
         assert not any(name.startswith("torch.distributed") for name in modules), (
             "torch.distributed is for comm/ alone"
         )
     assert not {name.split(".")[0] for name in modules} & FORBIDDEN_MODULES, "no pickle in any form"
-    for node in ast.walk(tree):
+    for node in nodes(file):
         assert not isinstance(node, ast.Global), "no global state"
         if isinstance(node, ast.Attribute):
             pickles = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
@@ -169,6 +181,6 @@ def test_state_is_what_is_assigned_or_declared() -> None:
 
 def test_no_class_holds_more_state_than_a_reader_does() -> None:
     """Who reads a method must know what may change under it: a class with more is two."""
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES]
+    trees = [tree_of(file) for file in FILES]
     found = {name: sorted(state) for name, state in state_by_class(trees).items() if len(state) > MOST_STATE}
     assert not found

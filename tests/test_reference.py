@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jsonschema
 import pytest
@@ -116,17 +117,25 @@ CONFIGURATIONS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    """Checked and read once."""
+    kind = jsonschema.validators.validator_for(keys.schema())
+    kind.check_schema(keys.schema())
+    return kind(keys.schema())
+
+
 @pytest.mark.parametrize("given", CONFIGURATIONS, ids=range(len(CONFIGURATIONS)))
-def test_the_schema_takes_what_the_program_takes(given: object) -> None:
-    jsonschema.validate(given, keys.schema())
+def test_the_schema_takes_what_the_program_takes(schema: Any, given: object) -> None:
+    schema.validate(given)
 
 
 @pytest.mark.parametrize(
     "given", [{"zero": {"stag": 3}}, {"nonsense": 1}, {"max_grad_norm": -1.0}, {"zero": {"stage": 7}}]
 )
-def test_the_schema_refuses_what_the_program_refuses(given: object) -> None:
+def test_the_schema_refuses_what_the_program_refuses(schema: Any, given: object) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(given, keys.schema())
+        schema.validate(given)
 
 
 def test_one_key_is_found_with_its_block_and_a_wrong_one_is_answered() -> None:
