@@ -13,25 +13,21 @@ from shardwise.models import Gpt
 from tests.engine.test_model_parallel import Layout, config_of, policy_of
 
 SEQUENCES, CONTEXT, STEPS = 8, 12, 5
-LAYOUTS = [
-    Layout(family=family, dropout=0.1, **axes)  # type: ignore[arg-type]
-    for family in ("llama", "gpt2")
-    for axes in (
-        {"dp": 2, "microbatches": 2, "stage": 3},
-        {"tp": 2},
-        {"tp": 2, "sequence": False},
-        {"pp": 2, "microbatches": 2},
-        {
-            "pp": 2,
-            "microbatches": 4,
-            "schedule": "interleaved_1f1b",
-            "virtual_stages": 2,
-            "recompute": "full",
-        },
-        {"pp": 2, "tp": 2, "microbatches": 2},
-        {"pp": 2, "tp": 2, "microbatches": 4, "recompute": "full"},
-    )
+AXES: list[dict[str, Any]] = [
+    {"dp": 2, "microbatches": 2, "stage": 3},
+    {"tp": 2},
+    {"tp": 2, "sequence": False},
+    {"pp": 2, "microbatches": 2},
+    {"pp": 2, "microbatches": 4, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "full"},
+    {"pp": 2, "tp": 2, "microbatches": 2},
+    {"pp": 2, "tp": 2, "microbatches": 4, "recompute": "full"},
 ]
+ALTERNATING = "gpt2", "llama", "gpt2", "llama", "gpt2", "llama", "gpt2"
+LAYOUTS = [
+    *(Layout(family=family, dropout=0.1, **axes) for family, axes in zip(ALTERNATING, AXES, strict=True)),
+    Layout(tp=2, dropout=0.1, family="gpt2"),
+]
+EVERY = [Layout(family=family, dropout=0.1, **axes) for family in ("llama", "gpt2") for axes in AXES]
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
@@ -81,6 +77,15 @@ def alone(family: str, dropout: float) -> Any:
 def test_losses_are_those_of_one_rank(found: Any, layout: Layout) -> None:
     start, losses = alone(layout.family, layout.dropout)
     for own_start, own_losses in found(layout.size)[layout]:
+        assert own_start == start, "start weights differ"
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", [layout for layout in EVERY if layout not in LAYOUTS], ids=str)
+def test_losses_on_every_layout(ranks: Any, layout: Layout) -> None:
+    start, losses = alone(layout.family, layout.dropout)
+    for own_start, own_losses in ranks(layout.size).run(curve, layout):
         assert own_start == start, "start weights differ"
         assert own_losses == pytest.approx(losses, rel=1e-5)
 

@@ -143,9 +143,15 @@ def table(world: World, kind: str) -> list[tuple[int, tuple[float, float, float]
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["causal", "masked", "gpt", "own loss", "as it is"])
-def test_the_norm_is_that_of_one_batch(ranks: Any, size: int, kind: str) -> None:
+SIZES = [
+    pytest.param(kind, size, marks=pytest.mark.soak if size == 4 and kind not in ("gpt", "own loss") else ())
+    for kind in ("causal", "masked", "gpt", "own loss", "as it is")
+    for size in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("kind", "size"), SIZES)
+def test_the_norm_is_that_of_one_batch(ranks: Any, kind: str, size: int) -> None:
     """Within 1e-9; as it is, a model of transformers rounds to fp32 in its norms and its loss."""
     for found in ranks(size).run(table, kind):
         for microbatches, wrong in found:
