@@ -11,6 +11,11 @@ def test_prefetch_follows_the_device() -> None:
     assert resolve(load({}), 2, "cpu").config.zero.prefetch_units == 0
     assert resolve(load({}), 2, "cuda").config.zero.prefetch_units == 1
     assert resolve(load({"zero": {"prefetch_units": 3}}), 2, "cpu").config.zero.prefetch_units == 3
+    for device, under_way in (("cpu", 0), ("cuda", 1)):
+        assert resolve(load({}), 2, device).config.zero.reductions_under_way == under_way
+    assert (
+        resolve(load({"zero": {"reductions_under_way": 0}}), 2, "cuda").config.zero.reductions_under_way == 0
+    )
 
 
 def test_batch_and_mesh_are_derived_and_said() -> None:

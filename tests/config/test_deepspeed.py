@@ -139,6 +139,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "zero_optimization.cpu_offload_param": (STAGE_3, True),
     "zero_optimization.cpu_offload_params": (STAGE_3, True),
     "zero_optimization.stage3_prefetch_bucket_size": (STAGE_3, 0),
+    "zero_optimization.overlap_comm": (STAGE_3, False),
     "zero_optimization.mics_shard_size": (STAGE_3, 2),
     "activation_checkpointing.partition_activations": ({}, True),
     "activation_checkpointing.cpu_checkpointing": ({}, True),

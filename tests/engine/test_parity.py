@@ -45,13 +45,14 @@ class Case(NamedTuple):
     precision: str
     transport: str = "auto"
     reduce: str = "auto"
-    prefetch: int = 0
+    ahead: int = 0
+    """Units that are gathered ahead, and whose gradients still travel."""
 
     def __str__(self) -> str:
         more = [f"replicate{self.replicate}"] * (self.replicate > 1) + [self.transport] * (
             self.transport != "auto"
         )
-        more += [self.reduce] * (self.reduce != "auto") + [f"ahead{self.prefetch}"] * (self.prefetch > 0)
+        more += [self.reduce] * (self.reduce != "auto") + [f"ahead{self.ahead}"] * (self.ahead > 0)
         return "-".join([f"zero{self.stage}", f"x{self.accumulation}", self.optimizer, self.precision, *more])
 
 
@@ -92,7 +93,8 @@ def cases(size: int, every: bool = False) -> list[Case]:
             table += [Case(stage, replicate, 3, "sgd", "fp32", "torch")] * (every or not odd)
     if size > 1:
         table += [Case(stage, 1, 3, "adamw", "fp64", reduce="step") for stage in (2, 3)]
-        table += [Case(3, 1, 3, "adamw", "fp64", "torch", prefetch=ahead) for ahead in (1, 2)]
+        table += [Case(3, 1, 3, "adamw", "fp64", "torch", ahead=ahead) for ahead in (1, 2)]
+        table += [Case(2, size // 2 if size > 2 else 1, 3, "adamw", "fp64", "torch", ahead=1)]
     return sorted(table, key=lambda case: case.transport)
 
 
@@ -139,7 +141,12 @@ def measure(world: Any, case: Case) -> Figures:
     engine = shardwise.initialize(
         model,
         {
-            "zero": {"stage": case.stage, "reduce": case.reduce, "prefetch_units": case.prefetch},
+            "zero": {
+                "stage": case.stage,
+                "reduce": case.reduce,
+                "prefetch_units": case.ahead,
+                "reductions_under_way": case.ahead,
+            },
             "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
             "batch": {"accumulation": case.accumulation},
             "optimizer": OPTIMIZERS[case.optimizer],

@@ -35,10 +35,12 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     mesh = config.mesh.mesh(world_size)
     batch = config.batch.derived(mesh.size("dp"))
     choices = [f"mesh {mesh}", _batch_text(batch, mesh.size("dp"))]
-    prefetch = config.zero.prefetch_units
-    if prefetch == "auto":
-        # Two CPU ranks share their cores with the copy: a gather beside the computation gains nothing there.
-        prefetch = 0 if device_type == "cpu" else 1
+    # Two CPU ranks share their cores with the copy: a collective beside the computation gains nothing there.
+    beside = 0 if device_type == "cpu" else 1
+    prefetch, under_way = (
+        beside if wanted == "auto" else wanted
+        for wanted in (config.zero.prefetch_units, config.zero.reductions_under_way)
+    )
     schedule = config.schedule
     if lacks_end(schedule) and "steps" in config.train.model_fields_set:
         schedule = ends_at(schedule, config.train.steps)
@@ -54,7 +56,9 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
         update={
             "batch": batch,
             "schedule": schedule,
-            "zero": config.zero.model_copy(update={"prefetch_units": prefetch, "reduce": reduce}),
+            "zero": config.zero.model_copy(
+                update={"prefetch_units": prefetch, "reductions_under_way": under_way, "reduce": reduce}
+            ),
         }
     )
     check(resolved)

@@ -166,7 +166,12 @@ def _data_parallel(v: KeyValues) -> Any:
 
 def _zero(v: KeyValues) -> dict[str, Any]:
     ahead = v("zero_optimization.stage3_prefetch_bucket_size")
-    return _some(stage=int(v("zero_optimization.stage")), prefetch_units=0 if ahead == 0 else None)
+    waits = v("zero_optimization.overlap_comm") is False
+    return _some(
+        stage=int(v("zero_optimization.stage")),
+        prefetch_units=0 if ahead == 0 else None,
+        reductions_under_way=0 if waits else None,
+    )
 
 
 def _offload(v: KeyValues) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _ZERO = block(
     idle("use_multi_rank_bucket_allreduce", "bool", True, BUCKETS),
     idle("allgather_partitions", "bool", True, "the collective follows from the stage"),
     idle("allgather_bucket_size", "int >= 0", 500_000_000, BUCKETS),
-    idle("overlap_comm", "bool?", None, "collectives run beside the computation where the device can"),
+    does("overlap_comm", "bool?", None, "zero.reductions_under_way: 0 for false, else auto"),
     idle(
         "compute_grad_norm",
         "bool",

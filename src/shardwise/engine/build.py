@@ -383,7 +383,9 @@ def _stage(
 
     def hooks(states: list[UnitState]) -> UnitHooks:
         first = share.plan.own.units_of(index)[0].index
-        windows = UnitWindows(states, walker, first, _gathers_once(site))
+        windows = UnitWindows(
+            states, walker, first, _gathers_once(site), int(settings.zero.reductions_under_way)
+        )
         order = Order(
             [state.unit for state in states],
             [state.strategy for state in states],

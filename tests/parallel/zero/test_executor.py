@@ -53,6 +53,7 @@ def measure(world: Any, case: Case) -> float | str:
             "units": cls.units,
             "debug": case.debug,
             "prefetch_units": case.prefetch,
+            "reductions_under_way": case.prefetch,
         },
         "batch": {"accumulation": 2},
         "comm": {"transport": case.transport, "timeout_s": 10.0, "debug_delay_s": 0.0005 * case.debug},

@@ -6,7 +6,8 @@
 
     EMPTY          between steps: no memory
     ACCUMULATING   gradients come, into the buffer or into staging memory
-    REDUCED        the sum over the shard ranks is on its way to where the master lies
+    REDUCED        the sum over the shard ranks is on its way to where the master lies; a slot is held until it has
+                   arrived there
     FINISHED       it is there, over the replicas too
 
              a gradient comes, or reduce               reduce             finish_reduce
@@ -26,6 +27,11 @@ A cut buffer takes sum after sum: that is what happens with every microbatch. A 
 once it was reduced. Where one more backward pass comes in the step all the same (nobody knew that another loss would
 follow), that sum becomes an addend again, one rank's for each element, and the others' are zero; then all is reduced
 once more.
+
+[Note: reductions under way]
+``reduce`` only begins. Where a collective runs beside the computation, the Units behind go on
+in other slots, and ``arrive`` is called when the slot is to be used again: with one reduction under way two slots of a
+size serve all Units.
 
 [Note: gradients between steps]
 The gradient buffer lives from the first gradient of a step to its end. When a step's backward pass begins, activations
@@ -187,6 +193,7 @@ class Gradient:
             raise UsageError(
                 f"{self.what}: a frozen parameter got a gradient; set requires_grad before initialize()"
             )
+        self.arrive()  # a slot of its own is given back before another is taken
         is_further = self.state is _REDUCED and not self._around.strategy.cuts_grad
         if is_further:
             self._become_addend()
@@ -238,7 +245,7 @@ class Gradient:
     # Reduce ----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """REDUCE: sum the gradients over the ranks, to where the master lies."""
+        """REDUCE: begin to sum the gradients over the ranks, to where the master lies."""
         if self._into is None:
             self._open()
         assert self._into is not None and self._staging is not None, "the staging memory was just opened"
@@ -247,9 +254,10 @@ class Gradient:
                 view.zero_()
         strategy, around, full = self._around.strategy, self._around, self._staging
         if strategy.cuts_grad:
-            around.shard.reduce_scatter(self.buffer, full, self.what, accumulate=self._holds_earlier).wait()
+            self._reducing = around.shard.reduce_scatter(
+                self.buffer, full, self.what, accumulate=self._holds_earlier
+            )
             self._holds_earlier = True
-            around.gradients.release(self.what)
         elif full is self.buffer:
             owned = self.owned
             self._reducing = (
@@ -257,16 +265,32 @@ class Gradient:
             )
         else:
             owned = self.buffer[around.own_range(self.layout)]
-            around.shard.reduce_scatter(owned, full, self.what).wait()
-            around.gradients.release(self.what)
-            self._reducing = around.shard.all_gather(self.buffer, owned, self.what, purpose="gradients")
+            self._reducing = around.shard.reduce_scatter(owned, full, self.what)
         self._close()
         self._enter(_REDUCED)
+
+    @property
+    def _leaves_slot(self) -> bool:
+        """Whether what ``_reducing`` waits for reads a slot, which is closed here. [Note: reductions under way]"""
+        return self._staging is None and self._around.gradients.holder_in_the_way(self.what) == self.what
+
+    def arrive(self) -> None:
+        """What was reduced out of a slot has left it, and the slot is free. A second call does nothing."""
+        if not self._leaves_slot:
+            return
+        self._reducing.wait()
+        around = self._around
+        around.gradients.release(self.what)
+        self._reducing = DONE
+        if not around.strategy.cuts_grad:  # each rank has summed its range, and every rank keeps the whole
+            owned = self.buffer[around.own_range(self.layout)]
+            self._reducing = around.shard.all_gather(self.buffer, owned, self.what, purpose="gradients")
 
     def finish_reduce(self) -> None:
         """Before the step: the sum is there, over the replicas too. A second call does nothing."""
         if self.state is not _REDUCED:
             return
+        self.arrive()
         self._reducing.wait()
         self._reducing = DONE
         if self._around.strategy.cuts_master and self._around.replicate.size > 1:
@@ -275,8 +299,10 @@ class Gradient:
 
     def drop_gradients(self) -> None:
         """After the step, or after an error: what comes next is the first of a new sum."""
-        self._reducing.wait()  # a reduction in flight would go on writing into the buffer
+        self._reducing.wait()  # a reduction under way would go on writing into the buffer
         self._reducing = DONE
+        if self._leaves_slot:
+            self._around.gradients.release(self.what)
         if self._staging is not None and self._staging is not self._buffer:
             self._around.gradients.release(self.what)
         self._close()

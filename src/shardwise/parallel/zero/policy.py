@@ -29,6 +29,9 @@ class ZeroPolicy(Policy):
     prefetch_units: Literal["auto"] | NonNegativeInt = "auto"
     """Units gathered ahead of their use at stage 3; ``auto`` is 1 where a collective runs beside the computation
     (GPUs), else 0."""
+    reductions_under_way: Literal["auto"] | NonNegativeInt = "auto"
+    """Units whose gradients may still travel while the backward pass goes on, at stages 2 and 3; each takes a further
+    buffer of a Unit's size. ``auto`` is 1 where a collective runs beside the computation (GPUs), else 0."""
     reduce: Literal["auto", "microbatch", "step"] = "auto"
     """When gradients travel under accumulation: every microbatch (gradients stay cut in between, less memory) or once
     per step (less traffic); ``auto`` is microbatch at stages 2 and 3, and where a step has one microbatch."""

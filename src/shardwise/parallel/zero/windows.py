@@ -11,6 +11,7 @@ and no output says when it will be needed. So after it all Units are gathered fo
 which needs memory of their own (zero.reuse_buffers: false).
 """
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 
 from shardwise.comm.collectives import Pending
@@ -22,9 +23,12 @@ from shardwise.plan.walker import Walker
 
 class UnitWindows:
     """See the module's docstring. ``first``: number of the first Unit in the rank's list; ``keeps``: whether the list
-    gathers a Unit once for all passes of a step."""
+    gathers a Unit once for all passes of a step; ``reductions``: of how many Units the gradients may still travel while
+    the backward pass goes on."""
 
-    def __init__(self, states: Sequence[UnitState], walker: Walker, first: int, keeps: bool):
+    def __init__(
+        self, states: Sequence[UnitState], walker: Walker, first: int, keeps: bool, reductions: int = 0
+    ):
         self.states = list(states)
         self.first = first
         self._walker = walker
@@ -35,6 +39,9 @@ class UnitWindows:
         self._is_held = False
         """[Note: second derivatives]"""
         self._deferred: set[int] = set()
+        self._reductions = reductions
+        self._travelling: deque[UnitState] = deque()
+        """Units whose gradients have begun to travel, the first of them first."""
         self._updates: list[Pending] = []
         """Gathers of weights that are kept whole, under way since the step."""
         self._holders: dict[Hashable, UnitState] = {
@@ -74,12 +81,16 @@ class UnitWindows:
         self.close(state)
 
     def reduce(self, action: Action) -> None:
-        """REDUCE: sum the gradients over the ranks, to where the masters lie."""
+        """REDUCE: begin to sum the gradients over the ranks, to where the masters lie."""
         state = self.of(action)
         for bucket in state.buckets:
             if bucket.layout.key.trained:
                 bucket.gradient.reduce()
         state.is_reduced = True
+        self._travelling.append(state)
+        while len(self._travelling) > self._reductions:
+            for bucket in self._travelling.popleft().buckets:
+                bucket.gradient.arrive()
 
     # UnitWindows ---------------------------------------------------------------------------------------------------
 
@@ -171,10 +182,12 @@ class UnitWindows:
     def end_step(self) -> None:
         """The next backward pass is the first of a step."""
         self.adds_up = False
+        self._travelling.clear()
 
     def drop(self) -> None:
         """Back to the state between two steps, after whatever happened."""
         self._deferred.clear()
+        self._travelling.clear()
         self._is_held = self.adds_up = False
         self._updates.clear()
         for state in self.states:
