@@ -1,7 +1,8 @@
 """Experts and the engine around them: what balance adds to gradients, what routers chose, and what moves a bias.
 
 The truth is the layer itself on one process, without an engine, on the whole batch at once. Layouts cut the batch into
-data-parallel ranks and microbatches of unlike size, and the model into stages; experts stay whole here.
+data-parallel ranks and microbatches of unlike size, and the model into stages; experts stay whole here. In the second
+step sequences have unlike numbers of labels.
 """
 
 import copy
@@ -53,8 +54,10 @@ def net_of(policies: tuple[RouterPolicy, ...] = POLICIES) -> Net:
 
 def data(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (2, SEQUENCES, LENGTH), generator=generator)
-    return tokens[0], tokens[1]
+    tokens, targets = torch.randint(0, VOCABULARY, (2, SEQUENCES, LENGTH), generator=generator)
+    for sequence, labels in {0: 2, 3: 4, 5: 1}.items() if step == 1 else ():
+        targets[sequence, labels:] = -100
+    return tokens, targets
 
 
 class Layout(NamedTuple):

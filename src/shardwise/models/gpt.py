@@ -24,6 +24,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.cross_entropy import IGNORE
 from shardwise.kernels.initializers import Constant, Initializer, Normal
 from shardwise.kernels.rotary import Angles, FrequencyScaling, angles
 from shardwise.models.cache import Cache
@@ -231,8 +232,9 @@ class Gpt(nn.Module):
         else:
             x = x + self.positions(torch.arange(start, stop, device=tokens.device))
         x = self.dropout(x)
+        labels = None if targets is None else (targets != IGNORE).sum(1)  # [B]
         for i, block in enumerate(self.blocks):
-            x = block(x, at, None if cache is None else cache.layer(i))
+            x = block(x, at, None if cache is None else cache.layer(i), labels)
         if cache is not None:
             cache.length = stop
             x = x[:, -1:]

@@ -112,8 +112,8 @@ class ExpertMlp(MixtureOfExperts):
         super().__init__(width, hidden, experts, router=router, shared=shared)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y: Tensor = self.dropout(super().forward(x, mask))
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        y: Tensor = self.dropout(super().forward(x, mask, labels))
         return y
 
 
@@ -129,6 +129,14 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, x: Tensor, at: Angles | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        at: Angles | None = None,
+        cache: LayerCache | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """``labels`` [B]: how many each sequence has; experts are balanced by them."""
         x = x + self.attention(self.attention_norm(x), at, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        y = self.mlp_norm(x)
+        return x + (self.mlp(y, labels=labels) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y))

@@ -8,8 +8,9 @@ Of a sequence of n tokens, with p_te the scores of token t made shares of 1, bef
     z      : z_weight · mean over its tokens of logsumexp(l_t)²  keeps logits small
     bias   : b_e += bias_rate · sign(mean load - load_e)         once a step; b_e is added to scores in the choice alone
 
-Sequences weigh by their tokens, so the terms of a batch do not depend on how it is cut. f is a count and has no
-gradient: the loss is linear in the scores of each token, and ranks that share a sequence each add their tokens' part.
+Sequences weigh as in the loss: by their labels where these are given, otherwise by their tokens. A microbatch weighs by
+its labels too, so the terms of a batch do not depend on how it is cut. f is a count and has no gradient: the loss is
+linear in the scores of each token, and ranks that share a sequence each add their tokens' part.
 No term is added to the loss that a model returns: its gradient is injected where the router is, with the factor that
 the loss of the microbatch is multiplied by, in any stage of a pipeline.
 
@@ -45,27 +46,35 @@ def term(
     sequence: Tensor,
     counted: Tensor | None,
     loads: Tensor | None = None,
+    labels: Tensor | None = None,
 ) -> Tensor:
     """What the tokens here add to balance and z: ``shares``, ``logits`` [n, E], whole ``counts`` [B, E], ``loads`` [E]
-    of the step before where it is over the batch -> []."""
+    of the step before where it is over the batch, ``labels`` [B] that sequences weigh by -> []."""
     pairs = counts.sum(-1)  # [B], k · n_b
-    tokens = (pairs.sum().double() / policy.top_k).clamp_min(1)
+    each_token = _of_each_token(pairs.double() / policy.top_k, labels)[:, None]  # [B, 1]
     value = logits.new_zeros(())
     if policy.balance == "loss":
-        # n_b/Σn of the sequence's term, of which P has 1/n_b.
         f = (
             counts.double() / pairs.clamp_min(1)[:, None]
             if loads is None
             else loads.double().expand_as(counts)
         )
-        factors = f * (counts.shape[1] / tokens)  # [B, E]
+        factors = f * (counts.shape[1] * each_token)  # [B, E]
         each = (factors.to(shares.dtype)[sequence] * shares).sum(-1)
         value = value + policy.balance_weight * _sum(each, counted)
     if policy.z_weight:
-        value = value + policy.z_weight * _sum(logits.logsumexp(-1).square(), counted) / tokens.to(
-            logits.dtype
-        )
+        squares = logits.logsumexp(-1).square()
+        value = value + policy.z_weight * _sum(squares * each_token[sequence, 0].to(squares.dtype), counted)
     return value
+
+
+def _of_each_token(tokens: Tensor, labels: Tensor | None) -> Tensor:
+    """What a token counts in the sum over a microbatch: its sequence's share, of which it is one of n_b. ``tokens`` [B]
+    of each sequence -> [B]."""
+    if labels is None:
+        return (1 / tokens.sum().clamp_min(1)).expand_as(tokens)
+    wanted = labels.to(tokens)
+    return wanted / wanted.sum().clamp_min(1) / tokens.clamp_min(1)
 
 
 def _sum(each: Tensor, counted: Tensor | None) -> Tensor:

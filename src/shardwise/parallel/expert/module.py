@@ -87,22 +87,25 @@ class MixtureOfExperts(nn.Module):
         self.surroundings = Surroundings()
         """What it knows of the place it runs at; an engine fills it in."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """``x`` and the result: [B, T, D]. ``mask`` [B, T]: which tokens count; others, padding say, go to no expert,
-        take no room and count in no balance.
+        take no room and count in no balance. ``labels`` [B]: how many labels of each sequence the loss counts, which
+        it weighs by in balance and z; left out, by its tokens.
 
-        Errors: UsageError where ``x`` or ``mask`` has another shape; NonFiniteError where the router makes a NaN
-        and no engine runs.
+        Errors: UsageError where ``x``, ``mask`` or ``labels`` has another shape; NonFiniteError where the router makes
+        a NaN and no engine runs.
         """
-        return self.routed(x, mask)[0]
+        return self.routed(x, mask, labels)[0]
 
     @uncompiled
-    def routed(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Routing]:
+    def routed(
+        self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
         """As ``forward``, and where the tokens here went."""
-        self._check_call(x, mask)
+        self._check_call(x, mask, labels)
         tokens = self.surroundings.take(x)
         counted = None if mask is None else self.surroundings.here(mask, tokens).bool()
-        routing = self.router(tokens, self.surroundings, counted)
+        routing = self.router(tokens, self.surroundings, counted, labels)
         y = self.experts(tokens.hidden, routing.index, routing.weights)  # [n, D]
         if self.shared is not None:
             y = y + self.shared(tokens.hidden)
@@ -136,7 +139,7 @@ class MixtureOfExperts(nn.Module):
             rules |= {f"{name}.{local}": rule for local, rule in own.items()}
         return rules
 
-    def _check_call(self, x: Tensor, mask: Tensor | None) -> None:
+    def _check_call(self, x: Tensor, mask: Tensor | None, labels: Tensor | None) -> None:
         name = self.surroundings.name or "MixtureOfExperts"
         if x.dim() != 3 or x.shape[-1] != self.width:
             raise UsageError(
@@ -145,4 +148,9 @@ class MixtureOfExperts(nn.Module):
         if mask is not None and mask.shape != x.shape[:2]:
             raise UsageError(
                 f"{name}: was given a mask of shape {list(mask.shape)}; expected {list(x.shape[:2])}, as the tokens"
+            )
+        if labels is not None and labels.shape != x.shape[:1]:
+            raise UsageError(
+                f"{name}: was given labels of shape {list(labels.shape)}; expected [{x.shape[0]}], how many each "
+                "sequence has"
             )

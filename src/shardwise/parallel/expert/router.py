@@ -86,8 +86,15 @@ class Router(nn.Module):
         rule = of_linear(self.weight.shape[1])
         nn.init.uniform_(self.weight, rule.low, rule.high)
 
-    def forward(self, tokens: Tokens, surroundings: Surroundings, counted: Tensor | None = None) -> Routing:
-        """``counted`` [n]: which tokens count; None where all do.
+    def forward(
+        self,
+        tokens: Tokens,
+        surroundings: Surroundings,
+        counted: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Routing:
+        """``counted`` [n]: which tokens count; None where all do. ``labels`` [B]: what each sequence weighs in balance
+        and z; None: its tokens.
 
         Errors: NonFiniteError where it makes a NaN or an infinity without an engine, whose step tells all ranks of it.
         """
@@ -122,7 +129,7 @@ class Router(nn.Module):
         value = None
         if adds:
             shares = shares_of(scores, policy)
-            value = term(policy, shares, logits, counts, tokens.sequence, counted, self.loads)
+            value = term(policy, shares, logits, counts, tokens.sequence, counted, self.loads, labels)
         chosen = _counted_alone(index, counted)
         return Routing(index.masked_fill(~kept, -1), weights, value, chosen, scores)
 
