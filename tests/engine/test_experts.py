@@ -398,12 +398,24 @@ def test_no_bit_changes_from_layout_to_layout(ranks: Any, tmp_path: Path) -> Non
 # Refusals ----------------------------------------------------------------------------------------------------------
 
 
+def dropping(inside: str) -> Mixture:
+    """Dropout by a function, as attributes tell of, or by a module."""
+    model = seeded(Mixture)
+    if inside == "experts":
+        model.blocks[1].mlp.experts.activation_dropout = 0.1
+    else:
+        model.blocks[1].mlp.add_module("late", torch.nn.Dropout(0.2))
+    return model
+
+
 def refusals(world: Any) -> list[str]:
     found = []
     for make, mesh in (
         (lambda: seeded(Mixture, experts=3), {"ep": 2}),
         (lambda: seeded(Language), {"ep": 2}),
         (lambda: seeded(Mixture), {"ep": 4}),
+        (lambda: dropping("experts"), {"ep": 2}),
+        (lambda: dropping("mixture"), {"ep": 2}),
     ):
         with pytest.raises((PlanError, MeshError)) as caught:
             shardwise.initialize(make(), {"mesh": mesh}, world=world)
@@ -416,7 +428,13 @@ def test_what_cannot_be_cut_is_told_on_all_ranks(ranks: Any) -> None:
     assert one == other
     for text, says in zip(
         one,
-        ("3 experts do not divide over mesh.ep=2", "has no experts", "ep=4 × etp=1 = 4 does not divide"),
+        (
+            "3 experts do not divide over mesh.ep=2",
+            "has no experts",
+            "ep=4 × etp=1 = 4 does not divide",
+            "blocks.1.mlp.experts drops inside itself: Experts (activation_dropout=0.1)",
+            "blocks.1.mlp drops inside itself: late (p=0.2). A mask would be drawn by rows",
+        ),
         strict=True,
     ):
         assert says in text

@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.compose.spec import Blocks, BufferSpec, ExpertLayer, ModelSpec, OnAxis, ParameterSpec
 from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.apply import mixtures
+from shardwise.parallel.expert.experts import dropouts_in
 from shardwise.parallel.expert.stacks import Stack, find_stacks, refuse_own_balance, refuse_unknown
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, positions, weigh
 from shardwise.parallel.pipeline.layers import Layers, class_name
@@ -177,12 +178,11 @@ def _stacks(model: nn.Module, mesh: Mesh) -> Mapping[str, Stack]:
     if mesh.ep * mesh.etp * mesh.cp * mesh.tp == 1:
         return {}
     for name in (*found.stacks, *mixtures(model)):
-        for inner, module in model.get_submodule(name).named_modules(prefix=name):
-            if isinstance(module, nn.Dropout) and module.p:
-                raise PlanError(
-                    f"experts: dropout {inner!r} (p={module.p}) would draw by rows that come in another order on "
-                    "every mesh; set its p to 0, and drop behind the layer"
-                )
+        if dropping := next(dropouts_in(model.get_submodule(name)), ""):
+            raise PlanError(
+                f"experts: {name or 'the model'} drops inside itself: {dropping}. A mask would be drawn by rows, which "
+                "come in another order on every mesh; set that share to 0, and drop behind the layer"
+            )
     return found.stacks
 
 

@@ -152,7 +152,7 @@ def _check_form(module: nn.Module) -> None:
     kind = type(module).__name__
     if not any(True for _ in module.parameters()):
         raise ConfigError(f"expert: a {kind} has no parameters; expected those of one expert")
-    if dropping := list(_dropouts(module)):
+    if dropping := list(dropouts_in(module)):
         raise ConfigError(
             f"expert: a {kind} has dropout inside ({', '.join(dropping)}), whose mask would depend on how rows are "
             "dealt to ranks; put it behind the layer, or set it to 0"
@@ -166,8 +166,8 @@ def _check_form(module: nn.Module) -> None:
         raise ConfigError(f"expert: a {kind} has tied parameters, which a stack does not keep; untie them")
 
 
-def _dropouts(module: nn.Module) -> Iterator[str]:
-    """As far as classes and attributes tell."""
+def dropouts_in(module: nn.Module) -> Iterator[str]:
+    """What drops inside, with its share, as far as classes and attributes tell."""
     for name, each in module.named_modules():
         if isinstance(each, nn.modules.dropout._DropoutNd):
             shares = {"p": each.p}
