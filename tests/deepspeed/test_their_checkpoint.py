@@ -278,6 +278,13 @@ def test_what_is_not_whole_is_refused(
     second.unlink()
     with pytest.raises(DamagedError, match="its state is cut in 2, and 1 files"):
         their_checkpoint.rewrite(step, tmp_path / "ours", None)
+    expert = step / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    expert.write_bytes(whole)
+    with pytest.raises(
+        CheckpointError, match="is of experts, which is not read here; load it in .* with ep_size=1"
+    ):
+        their_checkpoint.rewrite(step, tmp_path / "ours", None)
+    expert.unlink()
     (step / "mp_rank_01_model_states.pt").write_bytes(whole)
     with pytest.raises(CheckpointError, match="of tensor-parallel ranks"):
         their_checkpoint.rewrite(step, tmp_path / "ours", None)

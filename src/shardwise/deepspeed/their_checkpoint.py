@@ -150,16 +150,19 @@ class TheirStep:
 
     def _check_layout(self) -> None:
         names = sorted(path.name for path in self.step.iterdir())
-        for pattern, what in (
-            (r"layer_\d+-model_\d+.*", "stages of a pipeline"),
-            (r"layer_\d+_expert_\d+.*|expp_rank_.*", "experts"),
-            (r".*mp_rank_(?!00_)\d+_.*", "tensor-parallel ranks"),
+        write = "write it out with DeepSpeed (zero_to_fp32, or save_16bit_model)"
+        # Its own exports hold no other rank's experts.
+        gather = "load it in DeepSpeed with ep_size=1, to have all experts on a rank, write it out (save_16bit_model)"
+        for pattern, what, do in (
+            (r"layer_\d+-model_\d+.*", "stages of a pipeline", write),
+            (r"layer_\d+_expert_\d+.*|expp_rank_.*", "experts", gather),
+            (r".*mp_rank_(?!00_)\d+_.*", "tensor-parallel ranks", write),
         ):
             found = [name for name in names if re.fullmatch(pattern, name)]
             if found:
                 raise CheckpointError(
-                    f"{self.step}: {found[0]} is of {what}, which is not read here; write it out with DeepSpeed "
-                    "(zero_to_fp32, or save_16bit_model) and load these weights"
+                    f"{self.step}: {found[0]} is of {what}, which is not read here; {do} and load "
+                    "these weights"
                 )
 
     def _all(self, files: Mapping[int, Path]) -> list[Path]:
