@@ -81,29 +81,50 @@ def plain_pool(
     weights: Tensor | None = None,
     width: int | None = None,
 ) -> Pooled:
-    """The same in torch operations, on any device: the k-th places of all bags at once."""
+    """The same in torch operations, on any device: sums over stretches of the gathered rows, in the loops' order.
+
+    No host waits for it: where an index lies outside on an accelerator, torch says so there, at its next sync.
+    """
     _check_places(source, index, offsets)
-    source = source[:, : _width(source, width)]
-    begin, lengths = offsets[:-1], offsets.diff()
-    out = source.new_zeros(len(begin), source.shape[1])
-    found = torch.full(out.shape, -1, dtype=torch.int64, device=source.device)
-    for k in range(int(lengths.max()) if len(lengths) else 0):
-        bags = (lengths > k).nonzero()[:, 0]
-        at = begin[bags] + k
-        rows = source[index[at]]
-        if weights is not None:
-            rows = rows * weights[at].to(source.dtype)[:, None]
-        if pooling == "max" and k:
-            better = rows > out[bags]
-            out[bags] = torch.where(better, rows, out[bags])
-            found[bags] = torch.where(better, at[:, None], found[bags])
-        elif k:
-            out[bags] += rows
-        else:
-            out[bags], found[bags] = rows, at[:, None].expand_as(rows)
+    rows = source[:, : _width(source, width)].index_select(0, index)
+    if weights is not None:
+        rows = rows * weights.to(source.dtype)[:, None]
+    if pooling == "max":
+        return _plain_max(rows, offsets)
+    out = _segment_sums(rows, offsets)
     if pooling == "mean":
-        out /= lengths.clamp(min=1)[:, None]
-    return Pooled(out, found if pooling == "max" else None)
+        out /= offsets.diff().clamp(min=1)[:, None]
+    return Pooled(out, None)
+
+
+def _plain_max(rows: Tensor, offsets: Tensor) -> Pooled:
+    """The largest element of each bag, and the first place that has it."""
+    count, bags = len(rows), len(offsets) - 1
+    out = rows.new_zeros(bags, rows.shape[1])
+    found = torch.full(out.shape, -1, dtype=torch.int64, device=rows.device)
+    if out.numel() and count:
+        is_empty = (offsets.diff() == 0)[:, None]
+        largest = torch.segment_reduce(rows, "max", offsets=offsets, axis=0, unsafe=True)
+        out = largest.masked_fill_(is_empty, 0)
+        places = torch.arange(count, device=rows.device)
+        bag = _bags(offsets, places).clamp_(0, bags - 1)
+        first = torch.where(rows == out[bag], places[:, None], count).double()  # exact below 2^53
+        least = torch.segment_reduce(first, "min", offsets=offsets, axis=0, unsafe=True, initial=count)
+        found = least.long()
+        found.masked_fill_(is_empty | (found == count), -1)
+    return Pooled(out, found)
+
+
+def _segment_sums(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Sums over rows [offsets[i], offsets[i + 1]), one after another and without atomics: [N, D], [S + 1] -> [S, D]."""
+    if not rows.numel() or len(offsets) < 2:
+        return rows.new_zeros(len(offsets) - 1, rows.shape[1])
+    return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+
+
+def _bags(offsets: Tensor, places: Tensor) -> Tensor:
+    """The bag of each place; -1 or the number of bags where it lies in none."""
+    return torch.searchsorted(offsets, places, right=True) - 1
 
 
 def merge(
@@ -161,7 +182,7 @@ def plain_merge(
     weights: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """The same in torch operations, on any device; on accelerators the order of sums is theirs."""
+    """The same in torch operations, on any device: places sorted by their rows, then sums over stretches."""
     out = grad.new_zeros(rows, grad.shape[1])
     return _plain_merge(grad, index, offsets, pooling, weights, places, out)
 
@@ -175,22 +196,23 @@ def _plain_merge(
     places: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    if offsets is None:
-        offsets = torch.arange(len(index) + 1, device=index.device)
     _check_places(out, index, offsets)
-    if places is not None:
-        columns = torch.arange(grad.shape[1], device=grad.device).expand_as(places)
-        kept = places >= 0
-        at = index[places[kept]] * grad.shape[1] + columns[kept]
-        out.view(-1).index_add_(0, at, grad[kept])
-        return out
-    lengths = offsets.diff()
-    each = grad / lengths.clamp(min=1)[:, None] if pooling == "mean" else grad
-    each = each.repeat_interleave(lengths, 0)
-    used = slice(int(offsets[0]), int(offsets[-1]))
+    rows, ids = len(out), index
+    if offsets is not None:
+        bag = _bags(offsets, torch.arange(len(index), device=index.device))
+        ids = torch.where((bag >= 0) & (bag < len(grad)), index, rows)  # those of no bag behind all others
+    ordered, order = torch.sort(ids, stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(rows + 1, device=index.device))
+    if offsets is None:
+        each = grad[order]
+    else:
+        into = bag[order].clamp_(0, len(grad) - 1)
+        each = (grad / offsets.diff().clamp(min=1)[:, None] if pooling == "mean" else grad)[into]
+        if places is not None:
+            each = each.where(places[into] == order[:, None], 0)
     if weights is not None:
-        each = each * weights[used].to(grad.dtype)[:, None]
-    return out.index_add_(0, index[used], each)
+        each = each * weights[order].to(grad.dtype)[:, None]
+    return out.copy_(_segment_sums(each, ends))
 
 
 def gather(source: Tensor, rows: Tensor, width: int | None = None) -> Tensor:
@@ -220,10 +242,13 @@ def _check(pooling: Pooling, weights: Tensor | None, index: Tensor) -> None:
         raise ValueError(f"{len(weights)} weights for {len(index)} places")
 
 
-def _check_places(source: Tensor, index: Tensor, offsets: Tensor) -> None:
-    """Raises where a bag or a row lies outside."""
-    lengths = offsets.diff()
-    if (lengths < 0).any() or int(offsets[0]) < 0 or int(offsets[-1]) > len(index):
+def _check_places(source: Tensor, index: Tensor, offsets: Tensor | None) -> None:
+    """Raises where a bag or a row on the CPU lies outside; what goes to an accelerator is checked before."""
+    if index.device.type != "cpu":
+        return
+    if offsets is None:
+        offsets = torch.tensor([0, len(index)])
+    if (offsets.diff() < 0).any() or int(offsets[0]) < 0 or int(offsets[-1]) > len(index):
         raise IndexError(
             f"offsets run from {int(offsets[0])} to {int(offsets[-1])} over {len(index)} places; expected them to "
             f"ascend from 0 or more to {len(index)} or less"
@@ -236,8 +261,6 @@ def _check_places(source: Tensor, index: Tensor, offsets: Tensor) -> None:
 
 def _accept(bad: int, source: Tensor, index: Tensor, offsets: Tensor | None) -> None:
     if bad >= 0:
-        if offsets is None:
-            offsets = torch.arange(len(index) + 1)
         _check_places(source, index, offsets)
         raise IndexError(f"places of bag {bad} lie outside the {len(index)} given")
 
