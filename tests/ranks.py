@@ -7,9 +7,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 _PATIENCE_S = 120.0
 PRELOADED = [
@@ -25,12 +27,13 @@ starts no thread."""
 
 
 class RankPool:
-    """n processes that have joined one World, on gloo or on ``backend``; ``late``: as tests/comm/late.py has it.
+    """n processes that have joined one World, on gloo or on ``backend``, on the CPU or on ``device``; ``late``: as
+    tests/comm/late.py has it.
 
     A failed call closes the pool: its ranks may be out of step.
     """
 
-    def __init__(self, size: int, backend: str | None = None, late: bool = False):
+    def __init__(self, size: int, backend: str | None = None, late: bool = False, device: str = "cpu"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.size = size
@@ -41,7 +44,7 @@ class RankPool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, str(store), backend, late, theirs), daemon=True
+                target=_serve, args=(rank, size, str(store), backend, late, device, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -100,22 +103,32 @@ class RanksError(AssertionError):
     """A call failed on at least one rank."""
 
 
-def _serve(rank: int, size: int, store: str, backend: str | None, is_late: bool, pipe: Connection) -> None:
+def _serve(
+    rank: int, size: int, store: str, backend: str | None, is_late: bool, device: str, pipe: Connection
+) -> None:
     import torch
     import torch.distributed as dist
 
+    from shardwise.comm import handshake
     from shardwise.comm.world import join
+    from tests.accelerator import pretend
     from tests.comm import late, strict
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    if backend == "strict":
-        strict.register(dist.FileStore(f"{store}.strict", size))
-    files = dist.FileStore(store, size)
-    collectives = ExitStack()
+    stack = ExitStack()
     if is_late:
-        collectives.enter_context(late.installed())
-    world = join(rank, size, store=files, backend=backend, quiet=True, timeout_s=60, device="cpu")
+        stack.enter_context(late.installed())
+    if device != "cpu":
+        pretend.register()
+        stack.enter_context(pretend.Bench())
+        # Every process has a device of its own, and all of them are called 0.
+        who = partial(handshake.identity, f"{device} of rank {rank}")
+        stack.enter_context(patch.object(handshake, "identity", lambda _: who()))
+    if backend == "strict":
+        strict.register(dist.FileStore(f"{store}.strict", size), torch.device(device).type)
+    files = dist.FileStore(store, size)
+    world = join(rank, size, store=files, backend=backend, quiet=True, timeout_s=60, device=device)
     while True:
         try:
             (module, name), args = pipe.recv()

@@ -32,7 +32,7 @@ class InFlight(CommError):
     """A tensor was written to that belonged to a collective."""
 
 
-class _Held:
+class Held:
     """Tensors of one call, as they were when it began."""
 
     def __init__(self, what: str, **tensors: Tensor):
@@ -61,7 +61,7 @@ class _Late:
         begun = self._all_gather(arrived, sent, timeout_s, what)
         poison(output)
         shard.data.copy_(sent)  # it may lie in the output, and may be read
-        held = _Held(f"all_gather of {what}", shard=shard, output=output)
+        held = Held(f"all_gather of {what}", shard=shard, output=output)
         return _ends(begun, held, partial(output.data.copy_, arrived))
 
     def reduce_scatter(
@@ -70,21 +70,21 @@ class _Late:
         sent, total = full.data.clone(), shard_out.data.clone()
         begun = self._reduce_scatter(total, sent, timeout_s, what, accumulate)
         poison(shard_out)
-        held = _Held(f"reduce_scatter of {what}", input=full, output=shard_out)
+        held = Held(f"reduce_scatter of {what}", input=full, output=shard_out)
         return _ends(begun, held, partial(shard_out.data.copy_, total))
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
         total = tensor.data.clone()
         begun = self._all_reduce(total, timeout_s, what)
         poison(tensor)
-        return _ends(begun, _Held(f"all_reduce of {what}", tensor=tensor), partial(tensor.data.copy_, total))
+        return _ends(begun, Held(f"all_reduce of {what}", tensor=tensor), partial(tensor.data.copy_, total))
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
         arrived = tensor.data.clone()
         begun = self._broadcast(arrived, root, timeout_s, what)
         if root != self._index:
             poison(tensor)
-        return _ends(begun, _Held(f"broadcast of {what}", tensor=tensor), partial(tensor.data.copy_, arrived))
+        return _ends(begun, Held(f"broadcast of {what}", tensor=tensor), partial(tensor.data.copy_, arrived))
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
@@ -92,7 +92,7 @@ class _Late:
         leaving, arrived = sent.data.clone(), torch.empty_like(output.data)
         begun = self._all_to_all(arrived, leaving, counts, timeout_s, what)
         poison(output)
-        held = _Held(f"all_to_all of {what}", input=sent, output=output)
+        held = Held(f"all_to_all of {what}", input=sent, output=output)
         return _ends(begun, held, partial(output.data.copy_, arrived))
 
 
@@ -110,7 +110,7 @@ def late_wire(wire: Any) -> Any:
 
     def begin(header: bytes, tensors: Sequence[Tensor], call: Any) -> Pending:
         begun = send(header, [each.clone() for each in tensors], call)
-        held = _Held(f"send of {call.what}", **{f"tensor {i}": each for i, each in enumerate(tensors)})
+        held = Held(f"send of {call.what}", **{f"tensor {i}": each for i, each in enumerate(tensors)})
         return _ends(begun, held, lambda: None)
 
     wire.send = begin
@@ -149,7 +149,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _ends(begun: Pending | None, held: _Held, write: Callable[[], Any]) -> Pending:
+def _ends(begun: Pending | None, held: Held, write: Callable[[], Any]) -> Pending:
     def finish() -> None:
         changed = held.changed()
         if begun is not None:

@@ -4,8 +4,9 @@ torch names a group that only its members make by how many groups each of them h
 three or more stages waited for ever in ``initialize`` off gloo.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World, join
+from tests.accelerator import pretend
 from tests.comm import strict
+from tests.engine import test_experts, test_model_parallel, test_parity, test_tables_model_parallel
+from tests.engine.nets import Language, seeded
+from tests.engine.test_experts import Layout as Experts
+from tests.engine.test_model_parallel import Layout as Model
+from tests.engine.test_parity import OPTIMIZERS, SEQUENCES, Case
+from tests.engine.test_tables_model_parallel import Layout as Tables
 from tests.ranks import RankPool
 
 
@@ -53,10 +61,13 @@ def trained(world: World, config: dict[str, Any]) -> list[float]:
     return losses
 
 
+DEVICE = "pretend:0" if pretend.IS_POSSIBLE else "cpu"
+
+
 @pytest.fixture(scope="module")
 def strict_ranks() -> Iterator[RankPool]:
-    """Four processes of their own: a backend is made known to a process once."""
-    pool = RankPool(4, backend="strict")
+    """Four processes of their own: a device and a backend are made known to a process once."""
+    pool = RankPool(4, backend="strict", device=DEVICE)
     yield pool
     pool.close()
 
@@ -95,15 +106,134 @@ def test_engines_start_and_train(strict_ranks: RankPool, name: str) -> None:
     assert found[0] == pytest.approx(expected, rel=1e-9)
 
 
+# Every kind of layout, beside gloo ----------------------------------------------------------------------------------
+
+
+def dense(world: World, layout: Model) -> list[tuple[float, float]]:
+    config = test_model_parallel.config_of(layout, "off")
+    engine = shardwise.initialize(test_model_parallel.model_of(layout), config, world=world)
+    return _steps(engine, partial(test_model_parallel.pieces, layout))
+
+
+def zero(world: World, case: Case) -> list[tuple[float, float]]:
+    config = {
+        "zero": {"stage": case.stage, "prefetch_units": case.prefetch},
+        "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
+        "batch": {"accumulation": 1},
+        "optimizer": OPTIMIZERS[case.optimizer],
+        "max_grad_norm": 0.5,
+        "check_first_step": "off",
+    }
+    engine = shardwise.initialize(seeded(Language), config, world=world)
+    share = SEQUENCES // world.size
+    mine = slice(engine.dp_index * share, (engine.dp_index + 1) * share)
+
+    def pieces(_: int, step: int) -> Any:
+        tokens, targets = test_parity.data(step)
+        weight = float((targets[mine] != -100).sum())
+        cut = mine if weight else slice(1)  # the mean of no target is not a number
+        return [(tokens[cut], targets[cut])], [weight]
+
+    return _steps(engine, pieces)
+
+
+def experts(world: World, layout: Experts) -> list[tuple[float, float]]:
+    config = {**test_experts.config_of(layout), "check_first_step": "off"}
+    engine = shardwise.initialize(seeded(test_experts.Mixture), config, world=world)
+    return _steps(engine, partial(test_experts.pieces, layout))
+
+
+def tables(world: World, layout: Tables) -> list[tuple[float, float]]:
+    engine = test_tables_model_parallel.build(world, layout, check_first_step="off")
+    losses, norms = test_tables_model_parallel.train(engine, 3)
+    engine.close()
+    return list(zip(losses, norms, strict=True))
+
+
+def _steps(
+    engine: Any, pieces: Callable[[int, int], tuple[list[Any], list[float]]]
+) -> list[tuple[float, float]]:
+    results = [engine.train_step(*pieces(engine.dp_index, step)) for step in range(3)]
+    engine.close()
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+Row = tuple[Callable[[World, Any], list[tuple[float, float]]], Any, int]
+QUICK: list[Row] = [
+    (dense, Model(pp=2, tp=2, microbatches=3), 4),
+    (zero, Case(3, 2, 1, "adamw", "fp64", prefetch=1), 4),
+    (experts, Experts(dp=2, ep=2, stage=3), 2),
+    (tables, Tables(2, {"dp": 2}, "row"), 2),
+]
+REST: list[Row] = [
+    *((dense, Model(pp=pp, microbatches=5), pp) for pp in (2, 3, 4)),
+    *(
+        (
+            dense,
+            Model(pp=pp, microbatches=4, schedule="interleaved_1f1b", virtual_stages=2, layers=2 * pp),
+            pp,
+        )
+        for pp in (2, 3, 4)
+    ),
+    *((dense, Model(tp=2, dp=2, stage=stage, sequence=stage > 1, recompute="full"), 4) for stage in range(4)),
+    *((zero, Case(stage, replicate, 1, "adamw", "fp64"), 4) for stage in range(4) for replicate in (1, 2)),
+    *((zero, Case(stage, 1, 1, "sgd", "fp64", prefetch=2), 3) for stage in range(4)),
+    (experts, Experts(tp=2, etp=2, microbatches=2), 2),
+    (experts, Experts(pp=2, dp=2, ep=2, stage=3, microbatches=3), 4),
+    (experts, Experts(replicate=2, dp=2, ep=2, stage=2, microbatches=2), 4),
+    *((tables, Tables(4, {"dp": 4}, place), 4) for place in ("row", "table", "column", "data_parallel")),
+    *((tables, layout, layout.ranks) for layout in test_tables_model_parallel.LAYOUTS),
+]
+
+
+class Found(NamedTuple):
+    """What a rank found out."""
+
+    steps: list[tuple[float, float]]
+    blocks: dict[str, int]
+    misplaced: list[str]
+
+
+def train(world: World, row: Row) -> Found | None:
+    function, layout, size = row
+    if world.rank >= size:
+        return None
+    strict.blocks.clear()
+    bench = pretend.Bench.current
+    steps = function(world if size == world.size else world.among(range(size)), layout)
+    return Found(steps, dict(strict.blocks), bench.misplaced if bench else [])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*QUICK, *(pytest.param(row, marks=pytest.mark.soak) for row in REST)],
+    ids=lambda row: f"{row[0].__name__}-{row[1]}",
+)
+@pytest.mark.skipif(not pretend.IS_POSSIBLE, reason="torch before 2.13 knows no devices in Python")
+def test_trains_as_over_gloo(strict_ranks: RankPool, ranks: Any, row: Row) -> None:
+    wanted = [found for found in ranks(4).run(train, row) if found is not None]
+    found = [found for found in strict_ranks.run(train, row) if found is not None]
+    assert len(found) == row[2]
+    for mine, theirs in zip(found, wanted, strict=True):
+        for each, other in zip(mine.steps, theirs.steps, strict=True):
+            assert each == pytest.approx(other, rel=1e-12)
+        assert not mine.misplaced
+        assert not {operation for operation in mine.blocks if operation not in ("send", "recv")}, mine.blocks
+
+
+# The host of an accelerator job ------------------------------------------------------------------------------------
+
+
 def adopted(world: World) -> list[float]:
     """What ``init_process_group("nccl")`` leaves in a user's script: a default group that carries no host tensors."""
     dist.destroy_process_group()
     store = world.board.store
     assert store is not None
+    kind = torch.device(DEVICE).type if DEVICE != "cpu" else "meta"
     dist.init_process_group(
-        "meta:deviceonly", store=dist.PrefixStore("theirs", store), rank=world.rank, world_size=world.size
+        f"{kind}:deviceonly", store=dist.PrefixStore("theirs", store), rank=world.rank, world_size=world.size
     )
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+    with pytest.raises(strict.Refused, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1))
     whole = join(device="cpu")
     assert whole.backend == "gloo"
