@@ -188,6 +188,11 @@ class Clock:
         if self.watch is not None:
             self.watch.raise_failure()
 
+    def condemn(self, words: str) -> None:
+        """Nothing more can be exchanged, on any rank, and ``words`` say why."""
+        if self.watch is not None:
+            self.watch.condemn(words)
+
     def verdict(self) -> str:
         """Why waiting was in vain; empty where nobody said so."""
         return "" if self.watch is None else self.watch.last_word()

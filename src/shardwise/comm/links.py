@@ -206,7 +206,9 @@ class Links:
         if not is_end:
             return None
         other = self._members[high if self._rank == low else low]
-        return TorchWire(other, up, down) if self._rank == low else TorchWire(other, down, up)
+        if self._rank != low:
+            up, down = down, up
+        return TorchWire(other, up, down, agrees=self._device.type != "cpu")
 
     def _shared_wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
         index = int(self._rank == high)

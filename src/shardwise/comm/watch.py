@@ -222,6 +222,13 @@ class Watch:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
+    def condemn(self, words: str) -> None:
+        """This rank cannot go on, and what the others have begun with it will never end."""
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            self._questions.leave_verdict(words)
+        self._verdict = words
+        self._fail(DeadlineError(words))
+
     # This process and the clock --------------------------------------------------------------------------------
 
     def _observe(self) -> None:

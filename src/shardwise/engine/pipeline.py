@@ -28,7 +28,7 @@ from shardwise.engine.weighing import Weighing
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.layers import Layers, brought_in
-from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, pack, refusal, unpack
+from shardwise.parallel.pipeline.messages import check_refusal, is_refusal, likeness, pack, refusal, unpack
 from shardwise.parallel.pipeline.passes import nominal_s
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.stage_module import kind_of
@@ -95,7 +95,8 @@ class Pipeline:
         runner = _Training(
             self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1, self._rows
         )
-        results = self.schedule.run(self._parts.walker, runner)
+        likes = self._likes(batches, "train") if is_whole else ()
+        results = self.schedule.run(self._parts.walker, runner, likes=likes)
         for i, weight in enumerate(each):
             if i:
                 accumulation.end_microbatch()
@@ -213,7 +214,15 @@ class Pipeline:
         actions, walker = self._parts.program.forward(len(batches)), self._parts.walker
         runner = _Forward(self._parts, self._parts.progress.step_count + 1, batches, call, wants, rows)
         with torch.no_grad(), walker.aside(actions):
-            return self.schedule.run(walker, runner, trains=False)
+            # A user's own call may make other activations of the same batch; so may parts of batches, which differ.
+            likes = self._likes(batches, wants) if wants == "loss" and not self._is_list else ()
+            return self.schedule.run(walker, runner, trains=False, likes=likes)
+
+    def _likes(self, batches: Sequence[Any], walk: str) -> Sequence[int | None]:
+        """By microbatch what tells its messages' shapes, where messages may go without them."""
+        if not self._peers.agrees or self._policy.shapes == "described":
+            return ()
+        return [likeness(batch, walk) for batch in batches]
 
     # Looking at it ---------------------------------------------------------------------------------------------
 

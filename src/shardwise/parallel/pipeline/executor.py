@@ -18,11 +18,16 @@ next walk begins with nothing in between. Those that the last Actions send nothi
 at its end that it and all that end after it have ended well, with B from the first rank to the last, without from the
 last to the first.
 
+Between devices messages are posted ahead and have no words in them, so there an error ends the exchange for good: the
+watch tells it to all ranks, and their engines with it.
+
 Cost: one message per edge between stages, microbatch and direction, and one empty message per rank.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +37,15 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.peers import Message, Peers
 from shardwise.comm.trace import Purpose
-from shardwise.parallel.pipeline.messages import Packed, check_refusal, is_refusal, pack, refusal, unpack
+from shardwise.parallel.pipeline.messages import (
+    Packed,
+    check_refusal,
+    is_lasting,
+    is_refusal,
+    pack,
+    refusal,
+    unpack,
+)
 from shardwise.parallel.pipeline.stand_in import tensors_of
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import CommError
@@ -57,9 +70,11 @@ class ScheduleExecutor:
         self._peers = peers
         self._stages = stages
 
-    def run(self, walker: Walker, runner: Runner, trains: bool = True) -> dict[int, Any]:
+    def run(
+        self, walker: Walker, runner: Runner, trains: bool = True, likes: Sequence[int | None] = ()
+    ) -> dict[int, Any]:
         """Walk the passes of the walker's list; returns the last stage's outputs by microbatch, detached. ``trains``:
-        with B."""
+        with B. ``likes``: what all ranks know of each microbatch (``messages.likeness``)."""
         self._runner, self._trains = runner, trains
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Any] = {}
@@ -68,10 +83,15 @@ class ScheduleExecutor:
         self._gradients: dict[tuple[int, int], Message] = {}
         self._results: dict[int, Any] = {}
         self._told_by: int | None = None
+        self._likes = likes
+        self._to_come = deque(action for action in walker.left if action.kind in (Kind.SEND, Kind.RECV))
+        self._posted = 0
         try:
+            self._look_ahead()
             walker.run(until=_ends_step)
             self._confirm()
-        except CommError:
+        except CommError as error:
+            check_refusal(str(error))
             raise
         except Exception as error:
             self._tell(walker.left, error)
@@ -82,10 +102,13 @@ class ScheduleExecutor:
     def _confirm(self) -> None:
         """This walk has ended well here and on those that end later."""
         later, earlier = self._around()
+        told = ""
         if later is not None:
-            check_refusal(self._take(later, _END).text)
+            told = self._take(later, _END).text
+            check_refusal(told)
+            self._peers.check_tally(told)
         if earlier is not None:
-            self._peers.send("", [], earlier, _END, "control")
+            self._peers.send(self._peers.tally(told), [], earlier, _END, "control")
 
     def _around(self) -> tuple[int | None, int | None]:
         """The ranks beside this one that end later and earlier than it, where there are any."""
@@ -94,8 +117,29 @@ class ScheduleExecutor:
         behind = group.index + 1 if group.index < group.size - 1 else None
         return (before, behind) if self._trains else (behind, before)
 
-    def _take(self, source: int, what: str) -> Message:
-        message = self._peers.receive(source, what)
+    def _look_ahead(self) -> None:
+        """Post what this rank receives next, before it sends again: messages keep the one order of all ranks."""
+        if not self._peers.agrees:
+            return
+        for action in islice(self._to_come, self._posted, _AHEAD):
+            if action.kind is not Kind.RECV:
+                return
+            source = action.other % self._peers.group.size
+            if not self._peers.expect(source, _name(action), self._like(action)):
+                return
+            self._posted += 1
+
+    def _passed(self) -> None:
+        """The next message of the list is through."""
+        self._to_come.popleft()
+        self._posted = max(self._posted - 1, 0)
+        self._look_ahead()
+
+    def _like(self, action: Action) -> int | None:
+        return self._likes[action.microbatch] if action.microbatch < len(self._likes) else None
+
+    def _take(self, source: int, what: str, like: int | None = None) -> Message:
+        message = self._peers.receive(source, what, like)
         if is_refusal(message.text):
             self._told_by = source
         return message
@@ -104,6 +148,9 @@ class ScheduleExecutor:
         """In the place of the next message to each neighbour: why there is none. They would wait for it."""
         group = self._peers.group
         text = refusal(error, group.ranks[group.index])
+        if self._peers.agrees:  # what others have posted cannot become a refusal
+            self._peers.condemn(text)
+            return
         waiting: dict[int, tuple[str, Purpose]] = {}
         sending = set() if self._told_by is None else {self._told_by}
         for action in left:
@@ -166,12 +213,15 @@ class ScheduleExecutor:
         text, tensors = self._to_send.pop((action.stage, action.microbatch))
         to = action.other % self._peers.group.size
         purpose: Purpose = "gradients" if action.carries_gradient else "activations"
-        self._peers.send(text, tensors, to, _name(action), purpose)
+        lasting = self._peers.agrees and is_lasting(text)
+        self._peers.send(text, tensors, to, _name(action), purpose, self._like(action), lasting)
+        self._passed()
 
     def receive(self, action: Action) -> None:
         """RECV."""
         key = (action.stage, action.microbatch)
-        message = self._take(action.other % self._peers.group.size, _name(action))
+        message = self._take(action.other % self._peers.group.size, _name(action), self._like(action))
+        self._passed()
         if action.carries_gradient:
             check_refusal(message.text)
             self._gradients[key] = message
@@ -185,6 +235,8 @@ def _ends_step(action: Action) -> bool:
 
 
 _END = "the end of a walk"
+_AHEAD = 2
+"""Receives that may be posted before their turn; each holds an activation's memory."""
 
 
 def _name(action: Action) -> str:

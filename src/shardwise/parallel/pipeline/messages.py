@@ -9,17 +9,22 @@ again, so that its gradients are summed where they belong.
 A gradient's message is the list of gradients of the tensors that ask for one, in their order, zeros for those that had
 no part in the loss. Its text is a number or empty (executor.py).
 
+Between devices what is known on both ends goes without the text and without shapes (comm/agreed.py): ``likeness`` of a
+microbatch is what both ends know.
+
 A stage that cannot run says so in the place of its next message to each neighbour, and they say it to theirs:
 
     refused: PlanError: stage 1 of 2: ...          the same error on every rank; a user's own exception is told as a
                                                    UsageError, and stays what it is on the rank that met it
 """
 
+import hashlib
 import json
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from shardwise.plan import errors
 from shardwise.plan.errors import PlanError, ShardwiseError
@@ -64,6 +69,36 @@ def pack(value: Any, where: str = "a stage's output") -> Packed:
         )
 
     return Packed(json.dumps(write(value, "")), tensors)
+
+
+def is_lasting(text: str) -> bool:
+    """Whether a text says where tensors stand and holds nothing that another message of its kind may have otherwise."""
+
+    def check(part: Any) -> bool:
+        if not isinstance(part, dict):
+            return part is None
+        ((kind, inner), *_) = part.items()
+        if kind == _TENSOR:
+            return True
+        return all(map(check, inner.values() if kind == _DICT else inner))
+
+    return not text or check(json.loads(text))
+
+
+def likeness(batch: Any, *more: Any) -> int | None:
+    """A number that is equal for batches of the same structure, shapes, dtypes and plain values; None where a batch
+    holds what nobody can compare. ``more`` plain values distinguish further."""
+    leaves, structure = tree_flatten(batch)
+    kinds: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            kinds.append((str(leaf.dtype), tuple(leaf.shape), leaf.requires_grad))
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            kinds.append(leaf)
+        else:
+            return None
+    told = repr((kinds, str(structure), more))
+    return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "big")
 
 
 def refusal(error: Exception, rank: int) -> str:

@@ -28,6 +28,10 @@ class PipelinePolicy(Policy):
     """How blocks are dealt to stages: as many each; as many parameters each; ``type:REGEX``, as many each of those in
     whose class name the expression is found, in any case; or the names of the blocks that begin each stage but the
     first."""
+    shapes: Literal["agreed", "described"] = "agreed"
+    """Of messages between devices: ``agreed``, told once for each shape of a microbatch and checked, so that no host
+    waits for them; ``described``, told with every message, for models whose activations may have other shapes for
+    batches of the same shapes. On the CPU they are described."""
 
     @field_validator("schedule", mode="before")
     @classmethod
