@@ -46,7 +46,7 @@ reference: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)
-	$(BIN)/python -m pytest --late tests/parallel tests/engine $(ARGS)
+	$(BIN)/python -m pytest --late --timeout=3600 tests/parallel tests/engine $(ARGS)
 
 gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)

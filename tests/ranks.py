@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-_PATIENCE_S = 120.0
+_PATIENCE_S, _LATE_PATIENCE_S = 120.0, 1200.0
+"""For one call; late collectives are for whole files at once, on machines that do other things."""
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -37,6 +38,7 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.size = size
+        self._patience_s = _LATE_PATIENCE_S if late else _PATIENCE_S
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
@@ -61,7 +63,7 @@ class RankPool:
         """Process ids by rank."""
         return [process.pid or 0 for process in self._processes]
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = _PATIENCE_S) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Results by rank. The first exception in time is raised, all tracebacks in its text."""
         name = (function.__module__, function.__qualname__)
         for pipe in self._pipes:
@@ -70,7 +72,7 @@ class RankPool:
         failures: dict[int, str] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
-            ready = wait(list(waiting), timeout_s)
+            ready = wait(list(waiting), timeout_s or self._patience_s)
             if not ready:
                 failures |= {rank: "did not answer in time" for rank in waiting.values()}
                 break
