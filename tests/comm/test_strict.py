@@ -117,7 +117,11 @@ def dense(world: World, layout: Model) -> list[tuple[float, float]]:
 
 def zero(world: World, case: Case) -> list[tuple[float, float]]:
     config = {
-        "zero": {"stage": case.stage, "prefetch_units": case.prefetch},
+        "zero": {
+            "stage": case.stage,
+            "prefetch_units": case.ahead,
+            "reductions_under_way": case.ahead,
+        },
         "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},
         "batch": {"accumulation": 1},
         "optimizer": OPTIMIZERS[case.optimizer],
@@ -161,7 +165,7 @@ def _steps(
 Row = tuple[Callable[[World, Any], list[tuple[float, float]]], Any, int]
 QUICK: list[Row] = [
     (dense, Model(pp=2, tp=2, microbatches=3), 4),
-    (zero, Case(3, 2, 1, "adamw", "fp64", prefetch=1), 4),
+    (zero, Case(3, 2, 1, "adamw", "fp64", ahead=1), 4),
     (experts, Experts(dp=2, ep=2, stage=3), 2),
     (tables, Tables(2, {"dp": 2}, "row"), 2),
 ]
@@ -177,7 +181,7 @@ REST: list[Row] = [
     ),
     *((dense, Model(tp=2, dp=2, stage=stage, sequence=stage > 1, recompute="full"), 4) for stage in range(4)),
     *((zero, Case(stage, replicate, 1, "adamw", "fp64"), 4) for stage in range(4) for replicate in (1, 2)),
-    *((zero, Case(stage, 1, 1, "sgd", "fp64", prefetch=2), 3) for stage in range(4)),
+    *((zero, Case(stage, 1, 1, "sgd", "fp64", ahead=2), 3) for stage in range(4)),
     (experts, Experts(tp=2, etp=2, microbatches=2), 2),
     (experts, Experts(pp=2, dp=2, ep=2, stage=3, microbatches=3), 4),
     (experts, Experts(replicate=2, dp=2, ep=2, stage=2, microbatches=2), 4),
