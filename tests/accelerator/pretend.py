@@ -160,6 +160,7 @@ class Bench(TorchDispatchMode):
         """Count one."""
         if not getattr(self._is_paused, "flag", False):
             self.syncs[what, place()] += 1
+            _Event.waited = _Event.recorded
 
     def operation(self, name: str) -> None:
         """Count one."""
@@ -447,25 +448,38 @@ class _Stream:
 
 
 class _Event:
-    """It has happened when it is recorded."""
+    """It has happened when it is recorded. One with times: when the host has next waited for the device, and the
+    device's clock goes on by a second at each."""
 
-    def __init__(self, device: Any = None, **_: Any) -> None:
+    recorded = 0
+    """Seconds of the device's clock."""
+    waited = 0
+    """As far as the host has waited."""
+
+    def __init__(self, device: Any = None, *, enable_timing: bool = False, **_: Any) -> None:
         self.device = torch.device(NAME, 0)
+        self._has_time = enable_timing
+        self._at_s = 0
 
     def record(self, stream: Any = None) -> None:
-        pass
+        if self._has_time:
+            _Event.recorded += 1
+            self._at_s = _Event.recorded
 
     def wait(self, stream: Any = None) -> None:
         pass
 
     def query(self) -> bool:
-        return True
+        return self._at_s <= _Event.waited
 
     def synchronize(self) -> None:
         _synchronize()
+        _Event.waited = _Event.recorded
 
     def elapsed_time(self, other: Any) -> float:
-        return 0.0
+        if not (self._at_s and self.query() and other.query()):
+            raise RuntimeError("the device has not come past both events")
+        return 1e3 * float(other._at_s - self._at_s)
 
 
 _ACCELERATOR: dict[str, Callable[..., Any]] = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.memory.streams import clock_of
 from shardwise.observe.flops import flops_text
 from shardwise.observe.module_profile import ModuleCounter, ModuleProfilePolicy, ModuleTree
 from shardwise.observe.progress import count_text
@@ -35,7 +36,7 @@ class FlopsProfiler:
 
     def start_profile(self, ignore_list: Any = None) -> None:
         """Count from here on."""
-        self._counter = ModuleCounter(self.model.named_modules())
+        self._counter = ModuleCounter(self.model.named_modules(), clock_of(self._device))
         self._running = self._counter.forward()
         self._running.__enter__()
         self.started = True
@@ -47,6 +48,10 @@ class FlopsProfiler:
             self._running = None
 
     reset_profile = stop_profile
+
+    @property
+    def _device(self) -> torch.device:
+        return next((each.device for each in self.model.parameters()), torch.device("cpu"))
 
     def end_profile(self) -> None:
         """Forget what was counted."""

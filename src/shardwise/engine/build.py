@@ -65,6 +65,7 @@ from shardwise.memory.ledger import Ledger
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.memory.slots import SlotPool
+from shardwise.memory.streams import clock_of
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.pipeline.layers import Layers
@@ -167,7 +168,7 @@ def initialize(
     cut = _cut(model, site, share, start)
     tables = _tables(model, cut, site, share)
     start = start.of_pieces(Slices(share.plan.registry, mesh, site.world.rank))
-    walker = Walker({}, Trace(site.traffic))
+    walker = Walker({}, Trace(site.traffic, clock_of(device)))
     stages = [
         _stage(index, module, run, site, share, start, loss is not None, walker)
         for index, (module, run) in cut.items()
@@ -634,7 +635,9 @@ def _parts(
             replay=share.replay,
             loads=share.loads,
             vocabulary=vocabulary,
-            profile=ModuleProfile(settings, world, share.plan.registry, _modules_of(stages)),
+            profile=ModuleProfile(
+                settings, world, share.plan.registry, _modules_of(stages), walker.trace.clock
+            ),
             own_use=_own_use(share.described.owners, stages, settings.compile.scope == "blocks"),
         ),
         folders=folders,

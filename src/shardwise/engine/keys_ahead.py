@@ -63,7 +63,7 @@ class KeysAhead:
         self._parts = parts
         self._lanes = lanes
         sent = self._collections[0].placed.keys_group.traffic if self._collections else None
-        self._walker = Walker(parts.walker.handlers, Trace(sent))
+        self._walker = Walker(parts.walker.handlers, Trace(sent, parts.walker.trace.clock))
         self.stream: torch.Stream | None = None
         """Of the thread, on an accelerator."""
         if depth and parts.device.type != "cpu":
@@ -95,6 +95,9 @@ class KeysAhead:
             self._walk(found, actions)
         if self.stream is not None:
             self.stream.synchronize()
+        for done in self._walker.trace.rows():
+            collection = self._parts.program.tables.collection(done.action)
+            found.asked(collection, done.action.microbatch).ahead = done
         if self._lanes is not None:
             self._lanes.record("keys", step.number, started, stopped)
             self._lanes.record("keys", step.number, resumed, time.perf_counter())
@@ -108,8 +111,6 @@ class KeysAhead:
             self._walker.run()
         finally:
             units.at_hand = None
-        for done in self._walker.trace.rows():
-            found.asked(units.collection(done.action), done.action.microbatch).ahead = done
 
     def _actions(self, found: Found, asks: Asks) -> list[Action]:
         """The step's ASKs, of those collections that find their features."""

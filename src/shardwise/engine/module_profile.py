@@ -26,7 +26,7 @@ from shardwise.observe.module_profile import Costs, ModuleCounter, ModuleTree, s
 from shardwise.plan.mesh import DENSE
 from shardwise.plan.placement import Cut, Partial, Shard, shape_on
 from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.trace import PassSeconds, Trace
+from shardwise.plan.trace import PassSeconds, Trace, TraceClock
 
 
 class ModuleProfile:
@@ -38,9 +38,11 @@ class ModuleProfile:
         world: World,
         registry: Registry,
         modules: Sequence[tuple[str, torch.nn.Module]],
+        clock: TraceClock,
     ) -> None:
         self._policy = config.module_profile
         self._world, self._registry, self._modules = world, registry, modules
+        self._clock = clock
         self._limit_s = config.comm.limit_s
         self._counter: ModuleCounter | None = None
         self.tree: ModuleTree | None = None
@@ -50,7 +52,7 @@ class ModuleProfile:
     def step_begins(self, step: int) -> None:
         """Count it, if it is the one."""
         if self._policy is not None and step == self._policy.step:
-            self._counter = ModuleCounter(self._modules)
+            self._counter = ModuleCounter(self._modules, self._clock)
 
     def forward(self) -> AbstractContextManager[None]:
         """Around a forward pass; those without gradients are none of a step."""

@@ -85,8 +85,11 @@ class Prefetcher(Iterator[Any]):
         self._numbers = count(parts.progress.step_count + 1)
         self._waiting: deque[Future[Step | None]] = deque()
         self._state = _PrefetchState.OPEN
-        self._computing: tuple[int, float, float] | None = None
-        """Step, when it was asked for, when it was handed out."""
+        self._clock = parts.walker.trace.clock
+        self._computing: tuple[int, Any, Any] | None = None
+        """Step, when it was asked for, when it was handed out: marks of ``_clock``."""
+        self._computed_last: tuple[int, list[Any]] | None = None
+        """The step before, whose end a device may not have come to when the host has: recorded one step later."""
         if lanes is not None:
             lanes.depth = depth
             on_step.insert(0, self._computed)
@@ -102,7 +105,7 @@ class Prefetcher(Iterator[Any]):
         if self._state is _PrefetchState.CLOSED:
             raise StopIteration
         self._computed()
-        asked = time.perf_counter()
+        asked = self._clock.mark()
         try:
             while len(self._waiting) <= self.depth:
                 self._waiting.append(self._ask())
@@ -118,7 +121,7 @@ class Prefetcher(Iterator[Any]):
             raise StopIteration
         self._source.count(step)
         if self._lanes is not None:
-            self._computing = (step.number, asked, time.perf_counter())
+            self._computing = (step.number, asked, self._clock.mark())
         if self._keys.stream is not None:
             here = torch.accelerator.current_stream(self._device)
             keep_for(here, tensors_in(step.batches))
@@ -140,6 +143,7 @@ class Prefetcher(Iterator[Any]):
         self._waiting.clear()
         if self._lanes is not None:
             self._computed()
+            self._record_last()
             self._on_step.remove(self._computed)
         self._source.close(end - time.monotonic())
 
@@ -164,7 +168,17 @@ class Prefetcher(Iterator[Any]):
         if self._computing is not None and self._lanes is not None:
             number, asked, started = self._computing
             self._computing = None
-            self._lanes.record("compute", number, started, time.perf_counter(), asked)
+            self._record_last()
+            self._computed_last = number, [asked, started, self._clock.mark()]
+            if not self._clock.runs_behind:
+                self._record_last()
+
+    def _record_last(self) -> None:
+        if self._computed_last is not None and self._lanes is not None:
+            number, marks = self._computed_last
+            self._computed_last = None
+            asked_s, start_s, stop_s = self._clock.seconds(marks)
+            self._lanes.record("compute", number, start_s, stop_s, asked_s)
 
     # Jobs ------------------------------------------------------------------------------------------------------
 

@@ -131,14 +131,18 @@ def exchange(parts: Parts, local: Local) -> Totals:
         "experts": parts.passes.loads.numbers(parts.device),
     }
     total = summed(dp, own, "the gradient norm", parts.device)
-    model = parts.groups["model"]
+    model, clock = parts.groups["model"], parts.walker.trace.clock
     if model.size == 1:
+        mark = clock.mark()
         (found,) = read(total)
         faults: Sequence[float] = [not are_equal(dp.size, found[name]) for name in _COMPARED]
         above: dict[str, list[float]] = {}
     else:
-        found, above = read(total, _over_model(parts, local, total))
+        over_model = _over_model(parts, local, total)
+        mark = clock.mark()
+        found, above = read(total, over_model)
         faults = above["faults"]
+    clock.anchor(mark)
     dp.clock.check_intact()  # else what was read may be what an ended communicator left behind
     if faults[0]:
         divergences = parts.walker.trace.divergences[-3:]

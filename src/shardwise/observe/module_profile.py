@@ -12,7 +12,6 @@ others.
 """
 
 import bisect
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
@@ -25,6 +24,7 @@ from torch import nn
 from shardwise.observe.flops import Counter, flops_text, is_repeated
 from shardwise.observe.progress import count_text, step_time_text
 from shardwise.plan.policy import Policy
+from shardwise.plan.trace import HostClock, TraceClock
 
 
 class ModuleProfilePolicy(Policy):
@@ -68,16 +68,28 @@ class ModuleCounter(Counter):
     """Counts what runs ``with counter.forward():`` and ``with counter.backward():``, by the names of ``modules`` (a
     path of the tree each, "" for the root), each for itself without its submodules."""
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], clock: TraceClock | None = None) -> None:
         super().__init__()
-        self.costs: dict[str, Costs] = {}
+        self._costs: dict[str, Costs] = {}
         self._modules = list(modules)
-        self._running: list[tuple[str, float]] = []
+        self._clock = HostClock() if clock is None else clock
+        self._passed: list[tuple[str, Any, Any]] = []
+        """Modules whose forward passes are over, their marks unread: a device may not have come to them."""
+        self._running: list[tuple[str, Any]] = []
         """Modules that run, and since when."""
         self._numbers: list[int] = []
         self._names: list[str] = []
         """Whose nodes of the graph begin at which number."""
         self._is_backward = False
+
+    @property
+    def costs(self) -> dict[str, Costs]:
+        """So far, by module; waits for the device where it is behind."""
+        passed, self._passed = self._passed, []
+        times = self._clock.seconds([mark for _, start, stop in passed for mark in (start, stop)])
+        for (name, _, _), start_s, stop_s in zip(passed, times[::2], times[1::2], strict=True):
+            self._add(name, Costs(seconds=stop_s - start_s, calls=1))
+        return self._costs
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -121,7 +133,7 @@ class ModuleCounter(Counter):
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
-            self._running.append((name, _now_s()))
+            self._running.append((name, self._clock.mark()))
             self._begins(name)
 
         return enter
@@ -129,10 +141,10 @@ class ModuleCounter(Counter):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._running:
             return
-        name, started_s = self._running.pop()
+        name, started = self._running.pop()
         self._begins(self._running[-1][0] if self._running else name.rpartition(".")[0])
         if not is_repeated():
-            self._add(name, Costs(seconds=_now_s() - started_s, calls=1))
+            self._passed.append((name, started, self._clock.mark()))
 
     def _begins(self, name: str) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())
@@ -146,13 +158,7 @@ class ModuleCounter(Counter):
         return self._names[place] if place >= 0 else ""
 
     def _add(self, name: str, costs: Costs) -> None:
-        self.costs[name] = self.costs.get(name, Costs()).plus(costs)
-
-
-def _now_s() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+        self._costs[name] = self._costs.get(name, Costs()).plus(costs)
 
 
 class ModuleRow(NamedTuple):

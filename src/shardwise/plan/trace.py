@@ -6,13 +6,17 @@
 Whoever acts writes into it, through the walker. A departure from the list (a Unit that the data skipped, another
 order, a second use) stands in ``divergences`` in words: 100 of a step at most, and their number.
 
-Cost: two looks at a clock and four appends per Action; a step's trace lives until the next one is over.
+Times are marks of a ``TraceClock``. That of a CPU is the host's, a mark of which is a number. A device runs behind the
+host: a mark is an event there (memory/streams.py), whose time is known when the device has come past it, so what asks
+for times of the running step may wait. ``seconds`` never does: its passes are over behind the norm, which is read.
+
+Cost: two marks and four appends per Action; a step's trace lives until the next one is over.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.timeline import Span
@@ -26,6 +30,36 @@ class SentBytes(Protocol):
 
     bytes: int
     """All so far."""
+
+
+class TraceClock(Protocol):
+    """Says when work was done."""
+
+    runs_behind: bool
+    """Whether what the host has just asked for is done later."""
+
+    def mark(self) -> Any:
+        """This point of the work."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """When the work came past each, in seconds of the host's monotonic clock; waits for those that it has not."""
+
+    def anchor(self, mark: Any) -> None:
+        """The host has just read what was computed at ``mark``."""
+
+
+class HostClock:
+    """Of a device whose work is done when a call returns."""
+
+    runs_behind = False
+    mark = staticmethod(time.perf_counter)
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        """See ``TraceClock``."""
+        return list(marks)
+
+    def anchor(self, mark: float) -> None:
+        """See ``TraceClock``."""
 
 
 class Done(NamedTuple):
@@ -43,6 +77,7 @@ class PassSeconds(NamedTuple):
     forward_s: float
     backward_s: float
     update_s: float
+    """On a device that of the step before: this one's still runs there."""
 
 
 @dataclass
@@ -50,10 +85,12 @@ class Trace:
     """The running step. ``sent``: None where nothing is sent."""
 
     sent: SentBytes | None = None
+    clock: TraceClock = field(default_factory=HostClock)
     actions: list[Action] = field(default_factory=list)
     """In the order in which they began."""
-    starts_s: list[float] = field(default_factory=list)
-    stops_s: list[float] = field(default_factory=list)
+    starts: list[Any] = field(default_factory=list)
+    """Marks of ``clock``, as in ``stops``."""
+    stops: list[Any] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
     """What each Action sent, those inside it included: a pass contains what its Units do."""
     divergences: list[str] = field(default_factory=list)
@@ -61,37 +98,40 @@ class Trace:
     """What was done for the step ahead of it, in a list of its own (ASK), as far as the step made use of it."""
     diverged: int = 0
     """Divergences of the step, also those that are not kept."""
+    update_before: tuple[Any, Any] | None = None
+    """Where the update of the step before began and ended."""
 
     def begin(self) -> "Trace":
         """A new trace for the next step; this one stays as it is."""
-        return Trace(self.sent)
+        update = (self._update() or self.update_before) if self.clock.runs_behind else None
+        return Trace(self.sent, self.clock, update_before=update)
 
     def start(self, action: Action) -> int:
         """``action`` begins; returns its place, for ``stop``."""
         self.actions.append(action)
-        now = time.perf_counter()
-        self.starts_s.append(now)
-        self.stops_s.append(now)
+        now = self.clock.mark()
+        self.starts.append(now)
+        self.stops.append(now)
         self.bytes.append(0 if self.sent is None else -self.sent.bytes)
         return len(self.actions) - 1
 
     def stop(self, place: int) -> None:
         """The Action at ``place`` is over."""
-        self.stops_s[place] = time.perf_counter()
+        self.stops[place] = self.clock.mark()
         if self.sent is not None:
             self.bytes[place] += self.sent.bytes
 
     def passed(self, action: Action) -> None:
         """A Unit's pass, which the user's model computes: its time is that until the next Action begins."""
         self.actions.append(action)
-        now = time.perf_counter()
-        self.starts_s.append(now)
-        self.stops_s.append(now)
+        now = self.clock.mark()
+        self.starts.append(now)
+        self.stops.append(now)
         self.bytes.append(0)
 
     def passed_at(self, place: int) -> None:
         """The pass at ``place``, which ``passed`` began, is over."""
-        self.stops_s[place] = time.perf_counter()
+        self.stops[place] = self.clock.mark()
 
     def diverge(self, text: str) -> None:
         """Something was done otherwise than the list had it."""
@@ -105,29 +145,51 @@ class Trace:
 
     def cut(self, actions: int, diverged: int) -> None:
         """Keep the first Actions and divergences alone."""
-        for column in (self.actions, self.starts_s, self.stops_s, self.bytes):
+        for column in (self.actions, self.starts, self.stops, self.bytes):
             del column[actions:]
         del self.divergences[diverged:]
         self.diverged = diverged
 
+    @property
+    def starts_s(self) -> list[float]:
+        """When each Action began."""
+        return self.clock.seconds(self.starts)
+
+    @property
+    def stops_s(self) -> list[float]:
+        """When each Action was over."""
+        return self.clock.seconds(self.stops)
+
     def rows(self) -> Iterator[Done]:
         """The Actions, one by one."""
-        return map(Done, self.actions, self.starts_s, self.stops_s, self.bytes)
+        times = self.clock.seconds(
+            [*self.starts, *self.stops]
+        )  # at once: between two calls the clock may be set
+        return map(Done, self.actions, times, times[len(self.actions) :], self.bytes)
 
     def seconds(self) -> "PassSeconds":
         """Where the step's time went. In a user's own loop a pass lasts until its hooks are through; what the loop does
         between passes is nobody's."""
+        passes = [
+            place for place, action in enumerate(self.actions) if action.unit < 0 and action.kind.computes
+        ]
+        update = self.update_before if self.clock.runs_behind else self._update()
+        marks = [
+            *(self.starts[place] for place in passes),
+            *(self.stops[place] for place in passes),
+            *(update or ()),
+        ]
+        times = self.clock.seconds(marks)
         spent = dict.fromkeys("FB", 0.0)
-        ends_at: float | None = None
-        for action, start_s, stop_s, _ in self.rows():
-            if action.kind.ends_step and ends_at is None:
-                ends_at = start_s
-            if action.unit < 0 and action.kind.computes:
-                spent["F" if action.kind is Kind.F else "B"] += stop_s - start_s
-        update_s = 0.0 if ends_at is None else max(self.stops_s) - ends_at
-        return PassSeconds(spent["F"], spent["B"], update_s)
+        for place, start_s, stop_s in zip(passes, times, times[len(passes) :], strict=False):
+            spent["F" if self.actions[place].kind is Kind.F else "B"] += stop_s - start_s
+        return PassSeconds(spent["F"], spent["B"], times[-1] - times[-2] if update else 0.0)
+
+    def _update(self) -> tuple[Any, Any] | None:
+        """From the first Action that ends the step to the last."""
+        first = next((place for place, action in enumerate(self.actions) if action.kind.ends_step), None)
+        return None if first is None else (self.starts[first], self.stops[-1])
 
     def spans(self, rank: int) -> list[Span]:
         """The Actions as spans of ``rank``, in seconds of the host's monotonic clock."""
-        rows = zip(self.actions, self.starts_s, self.stops_s, strict=True)
-        return [Span(rank, action, start_s, stop_s) for action, start_s, stop_s in rows]
+        return [Span(rank, done.action, done.start_s, done.stop_s) for done in self.rows()]
