@@ -490,6 +490,7 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "set_device_index": lambda index: None,
     "current_device_index": lambda: 0,
     "get_memory_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),
+    "memory_stats": lambda device=None: {},
     "max_memory_allocated": lambda device=None: 0,
     "memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,

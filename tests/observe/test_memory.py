@@ -37,7 +37,28 @@ def test_a_missing_source_is_no_number() -> None:
 
 @needs_proc
 def test_on_a_processor_the_memory_in_use_is_resident_memory() -> None:
-    assert (memory.in_use_bytes(torch.device("cpu")) or 0) > 10 * MIB
+    taken = memory.taken(torch.device("cpu"))
+    assert (taken.memory or 0) > 10 * MIB
+    assert taken[1:] == (None, None)
+
+
+def test_on_an_accelerator_peaks_are_those_since_the_record_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, peak, reserved = 3, 9, 12
+
+    def stats(_device: object) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.peak": peak, "allocated_bytes.all.current": now, "reserved_bytes.all.peak": reserved
+        }  # fmt: skip
+
+    def reset(_device: object) -> None:
+        nonlocal peak
+        peak = now
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", stats)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
+    there = torch.device("cuda", 0)
+    assert memory.taken(there) == (9, 3, 12)
+    assert memory.taken(there) == (3, 3, 12), "the spike was told once"
 
 
 @needs_proc

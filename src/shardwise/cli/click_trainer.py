@@ -27,7 +27,7 @@ from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.observe.auc import ClickMetrics, ClickScore
 from shardwise.observe.lanes_picture import Lanes
-from shardwise.observe.memory import in_use_bytes
+from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ClickRecord
 from shardwise.optim.schedule_policy import ends_at, lacks_end
 from shardwise.parallel.embedding.planner import Choice
@@ -106,7 +106,7 @@ class ClickTrainer(Trainer):
             samples=samples,
             samples_per_s=samples / step_s,
             step_s=step_s,
-            memory=in_use_bytes(self.world.device),
+            **taken(self.world.device)._asdict(),
         )
 
     def evaluate(self) -> float:

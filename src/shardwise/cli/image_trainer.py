@@ -27,7 +27,7 @@ from shardwise.engine.step import StepResult
 from shardwise.models import TargetPolicy, build_image_model
 from shardwise.models import build as build_model
 from shardwise.models.images.policy import ImageModelPolicy
-from shardwise.observe.memory import in_use_bytes
+from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ImageRecord
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.plan.errors import UsageError
@@ -121,7 +121,7 @@ class ImageTrainer(Trainer):
             samples_per_s=samples / step_s,
             step_s=step_s,
             stalled=self._waited_s / step_s,
-            memory=in_use_bytes(self.world.device),
+            **taken(self.world.device)._asdict(),
         )
 
     def evaluate(self) -> float:

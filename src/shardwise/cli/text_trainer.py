@@ -25,7 +25,7 @@ from shardwise.models import BertPolicy, Gpt, GptPolicy, TargetPolicy, flops_per
 from shardwise.models import build as build_model
 from shardwise.models.generate import generate
 from shardwise.observe.flops import Counter, flops_text, measured_peak, mfu, peak_of, pf_days
-from shardwise.observe.memory import available_bytes, in_use_bytes
+from shardwise.observe.memory import available_bytes, taken
 from shardwise.observe.metrics import StepRecord
 from shardwise.parallel.expert.loads import summary_of
 from shardwise.plan.errors import ConfigError
@@ -99,7 +99,7 @@ class TextTrainer(Trainer):
             tokens=tokens,
             tokens_per_s=None if tokens is None else tokens / step_s,
             step_s=step_s,
-            memory=in_use_bytes(self.world.device),
+            **taken(self.world.device)._asdict(),
             flops=flops,
             pf_days=None if flops is None else pf_days(self.flops),
             mfu=None if flops is None else mfu(flops, step_s, self.peaks),

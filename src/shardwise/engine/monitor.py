@@ -15,7 +15,7 @@ import torch
 
 from shardwise.config.run import RunConfig
 from shardwise.engine.step import StepResult
-from shardwise.observe.memory import in_use_bytes
+from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ClickRecord, Record, Sink, StepRecord
 from shardwise.observe.progress import PrintedLines
 from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, open_sinks
@@ -90,7 +90,7 @@ class Monitor:
                 grad_norm=result.grad_norm,
                 lr=result.lr,
                 step_s=step_s,
-                memory=in_use_bytes(self._device),
+                **taken(self._device)._asdict(),
                 loss_scale=loss_scale,
                 **trace.seconds()._asdict(),
                 **({} if experts is None else experts._asdict()),

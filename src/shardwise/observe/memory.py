@@ -10,6 +10,7 @@ in benchmarks and not in every step.
 import resource
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -45,11 +46,25 @@ def proportional_bytes() -> int | None:
     return _field_of("/proc/self/smaps_rollup", "Pss")
 
 
-def in_use_bytes(device: torch.device) -> int | None:
-    """What a progress line shows: the most that torch has held on an accelerator, else resident memory now."""
+class MemoryInUse(NamedTuple):
+    """What a record says, in bytes."""
+
+    memory: int | None
+    """On an accelerator the most that tensors took since the record before, else resident memory now."""
+    memory_allocated: int | None = None
+    """On an accelerator what tensors take now."""
+    memory_reserved: int | None = None
+    """On an accelerator the most that torch held since the record before: its tensors, and what it keeps for others."""
+
+
+def taken(device: torch.device) -> MemoryInUse:
+    """For one record; the peaks of the next one begin here."""
     if device.type == "cpu":
-        return resident_bytes()
-    return torch.accelerator.max_memory_allocated(device)
+        return MemoryInUse(resident_bytes())
+    stats = torch.accelerator.memory_stats(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    names = ("allocated_bytes.all.peak", "allocated_bytes.all.current", "reserved_bytes.all.peak")
+    return MemoryInUse(*(stats.get(name) for name in names))
 
 
 def available_bytes(device: torch.device) -> int | None:

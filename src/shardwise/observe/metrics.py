@@ -44,7 +44,8 @@ class StepRecord(NamedTuple):
     step_s: float | None = None
     """Wall time of this step in seconds, without evaluation and checkpoints."""
     memory: int | None = None
-    """Bytes on rank 0: the accelerator's peak so far, else the process's resident memory now."""
+    """Bytes on rank 0: on an accelerator the most that tensors took since the record before (an evaluation between two
+    belongs to the second), else the process's resident memory now."""
     flops: float | None = None
     """Floating-point operations that the model needs for this step, all ranks; recomputation is not counted. Of our GPT
     by formula, of another model as its first step was counted; empty with ``compile``."""
@@ -58,7 +59,8 @@ class StepRecord(NamedTuple):
     backward_s: float | None = None
     """Seconds of rank 0 in its backward passes, reductions beside them included."""
     update_s: float | None = None
-    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights."""
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights.
+    On a device that of the step before, for this one's still runs there."""
     loss_scale: float | None = None
     """What losses are multiplied by in the next step under fp16; empty otherwise."""
     expert_load: float | None = None
@@ -69,6 +71,10 @@ class StepRecord(NamedTuple):
     router_entropy: float | None = None
     """Of the routers' scores, made shares of 1: the mean over tokens and layers in nats. ln E of E experts where a
     router knows nothing."""
+    memory_allocated: int | None = None
+    """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
+    memory_reserved: int | None = None
+    """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
 
     @property
     def validation(self) -> float | None:
@@ -98,7 +104,8 @@ class ClickRecord(NamedTuple):
     step_s: float | None = None
     """Wall time of this step in seconds, without evaluation and checkpoints."""
     memory: int | None = None
-    """Bytes on rank 0: the accelerator's peak so far, else the process's resident memory now."""
+    """Bytes on rank 0: on an accelerator the most that tensors took since the record before (an evaluation between two
+    belongs to the second), else the process's resident memory now."""
     rows: int | None = None
     """Rows in use, over all tables and ranks, on the steps that evaluate."""
     inserted: int | None = None
@@ -110,7 +117,12 @@ class ClickRecord(NamedTuple):
     backward_s: float | None = None
     """Seconds of rank 0 in its backward passes, reductions beside them included."""
     update_s: float | None = None
-    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights."""
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights.
+    On a device that of the step before, for this one's still runs there."""
+    memory_allocated: int | None = None
+    """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
+    memory_reserved: int | None = None
+    """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
 
     @property
     def validation(self) -> float | None:
@@ -142,13 +154,19 @@ class ImageRecord(NamedTuple):
     stalled: float | None = None
     """Share of ``step_s`` in which rank 0 waited for pictures."""
     memory: int | None = None
-    """Bytes on rank 0: the accelerator's peak so far, else the process's resident memory now."""
+    """Bytes on rank 0: on an accelerator the most that tensors took since the record before (an evaluation between two
+    belongs to the second), else the process's resident memory now."""
     forward_s: float | None = None
     """Seconds of rank 0 in this step's forward passes; with a pipeline those of its stages."""
     backward_s: float | None = None
     """Seconds of rank 0 in its backward passes, reductions beside them included."""
     update_s: float | None = None
-    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights."""
+    """Seconds from the last backward pass to the end of the step: sums, norm, optimizer, gathers of weights.
+    On a device that of the step before, for this one's still runs there."""
+    memory_allocated: int | None = None
+    """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
+    memory_reserved: int | None = None
+    """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
 
     @property
     def validation(self) -> float | None:
@@ -170,7 +188,19 @@ class Sink(Protocol):
 
 
 _KINDS: tuple[type[Record], ...] = (StepRecord, ClickRecord, ImageRecord)
-_INTEGERS = frozenset({"step", "tokens", "samples", "memory", "rows", "inserted", "evicted"})
+_INTEGERS = frozenset(
+    [
+        "step",
+        "tokens",
+        "samples",
+        "memory",
+        "memory_allocated",
+        "memory_reserved",
+        "rows",
+        "inserted",
+        "evicted",
+    ]
+)
 _ALWAYS = frozenset({"step", "loss"})
 _FEWEST = 10
 """Columns that every version had, at least."""

@@ -65,6 +65,8 @@ _SAID: Mapping[str, Callable[[float], str]] = {
     "expert_drops": lambda value: f"drops {100 * value:.1f}%",
     "router_entropy": lambda value: f"entropy {value:.2f}",
     "memory": lambda value: f"memory {bytes_text(value)}",
+    "memory_allocated": lambda value: f"allocated {bytes_text(value)}",
+    "memory_reserved": lambda value: f"reserved {bytes_text(value)}",
     "mfu": lambda value: f"MFU {100 * value:.1f}%",
 }
 """What a column says, in the order in which it is said."""
@@ -77,7 +79,8 @@ _BREAKDOWN: Mapping[str, Callable[[float], str]] = {
 
 _OF_EVALUATIONS = ("val_loss", "log_loss", "auc", "accuracy")
 _NEEDED_LEAST_FIRST = (
-    "update_s", "backward_s", "forward_s", "memory", "step_s", "mfu", "stalled", "val_loss", "log_loss",
+    "update_s", "backward_s", "forward_s", "memory_allocated", "memory_reserved", "memory",
+    "step_s", "mfu", "stalled", "val_loss", "log_loss",
     "router_entropy", "expert_drops", "expert_load", "tokens_per_s", "samples_per_s", "auc", "accuracy", "left",
 )  # fmt: skip
 
