@@ -20,7 +20,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	@# torch first and by itself: with it in place nothing else pulls another build of it
 	$(BIN)/pip install --quiet "torch>=2.11,<2.14"
-	$(BIN)/pip install --quiet -e ".[dev,hf,tables]"
+	$(BIN)/pip install --quiet -e ".[dev,hf,kernels,tables]"
 	@touch $@
 
 install: $(READY)

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.kernels import choice
 from shardwise.models import Gpt, GptPolicy
 from shardwise.models.gpt import GptExperts
 from tests.accelerator.mirror import mirror_world
@@ -44,6 +46,8 @@ class Row(NamedTuple):
     batch: Callable[[int], Any]
     ranks: int
     config: dict[str, Any]
+    has_kernels: bool = False
+    """Whether the device is one that Triton's kernels serve; else the plain forms run."""
 
 
 def gpt(**changes: Any) -> Callable[[], nn.Module]:
@@ -105,6 +109,9 @@ def _rows() -> dict[str, Row]:
         "tp 2, bf16": Row(gpt(), tokens, 2, {**zero3, "mesh": {"tp": 2}}),
         "tp 2, dp 2, zero 3, bf16": Row(gpt(), tokens, 4, {**zero3, "mesh": {"tp": 2, "dp": 2}}),
         "dropout, zero 3, bf16, dp 4": Row(gpt(family="gpt2", dropout=0.1), tokens, 4, zero3),
+        "no dropout, kernels, zero 3, bf16, dp 4": Row(gpt(family="gpt2"), tokens, 4, zero3, True),
+        "dropout, kernels, zero 3, bf16, dp 4": Row(gpt(family="gpt2", dropout=0.1), tokens, 4, zero3, True),
+        "llama, kernels, zero 3, bf16, dp 4": Row(gpt(), tokens, 4, zero3, True),
         "recompute, zero 3, bf16, dp 4": Row(gpt(), tokens, 4, {**zero3, "recompute": "full"}),
         "experts, ep 2, zero 2, bf16": Row(
             gpt(experts=GptExperts(count=4)), tokens, 2, {**_zero(2, "bf16"), "mesh": {"ep": 2}}
@@ -123,7 +130,8 @@ ROWS = _rows()
 def measure(name: str) -> tuple[Budget, list[str]]:
     """Budget of the row's third step, and what was misplaced in any."""
     row, device = ROWS[name], register()
-    with Bench() as bench:
+    with Bench() as bench, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "DEVICES", frozenset({device.type} if row.has_kernels else ()))
         config = {
             "batch": {"accumulation": MICROBATCHES},
             "optimizer": {"type": "adamw", "lr": 0.01},

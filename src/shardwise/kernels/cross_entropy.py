@@ -8,6 +8,11 @@ themselves are all that is saved, and the gradient is computed straight into its
 many at a time as stay in the cache. No target at all is a loss of 0 with a gradient of 0, not 0/0: a rank without
 data can run.
 
+A row's numbers and the gradient that follows from them stand alone, for a vocabulary that is cut needs them by parts
+(parallel/tensor/loss.py). On a device with Triton each is one kernel: exponentials and sums in fp32, over blocks of a
+row in their order, and one rounding of the gradient. There a target outside the vocabulary makes the loss NaN; the
+plain form raises.
+
 Cost:  one exponential a logit in each direction, as usual.
 Shapes: N rows, V vocabulary.
 """
@@ -18,6 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from shardwise.kernels.choice import fused
+from shardwise.kernels.operation import device_operation
 
 IGNORE = -100
 """A target that counts for nothing: torch's convention."""
@@ -57,6 +65,73 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 
+def _no_rows(logits: Tensor, columns: Tensor) -> Tensor:
+    return logits.new_empty(3, len(logits), dtype=_wide(logits))
+
+
+@device_operation("row_numbers(Tensor logits, Tensor columns) -> Tensor", _no_rows)
+def _row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
+    if not fused(logits):
+        return plain_row_numbers(logits, columns)
+    from shardwise.kernels.fused import cross_entropy as kernels
+
+    return kernels.row_numbers(_dense_rows(logits), columns.contiguous())
+
+
+def row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
+    """Of each row m = max z, sum exp(z - m), and z at the column: [N, V], int64 [N, 1] -> fp32 or fp64 [3, N]."""
+    out: Tensor = (_row_numbers if fused(logits) else plain_row_numbers)(logits, columns)
+    return out
+
+
+def plain_row_numbers(logits: Tensor, columns: Tensor) -> Tensor:
+    """The formula as it stands: the reference."""
+    wide = _wide(logits)
+    numbers = logits.new_empty(3, len(logits), dtype=wide)
+    for rows in row_chunks(logits):
+        chunk = logits[rows].to(wide)
+        numbers[0, rows], _ = chunk.max(-1)
+        numbers[2, rows] = chunk.gather(1, columns[rows])[:, 0]
+        # ``chunk`` may be the logits themselves where they are wide already.
+        numbers[1, rows] = (chunk - numbers[0, rows, None]).exp_().sum(-1)
+    return numbers
+
+
+@device_operation(
+    "row_gradient(Tensor logits, Tensor columns, Tensor lse, Tensor of_all, Tensor of_target) -> Tensor",
+    lambda logits, *numbers: logits.new_empty(logits.shape),
+)
+def _row_gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, of_target: Tensor) -> Tensor:
+    if not fused(logits):
+        return plain_row_gradient(logits, columns, lse, of_all, of_target)
+    from shardwise.kernels.fused import cross_entropy as kernels
+
+    numbers = (columns, lse, of_all, of_target)
+    return kernels.gradient(_dense_rows(logits), *(each.contiguous() for each in numbers))
+
+
+def row_gradient(logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, of_target: Tensor) -> Tensor:
+    """exp(z - lse) · of_all, with of_target added at the column: [N, V], [N, 1], [N], [N, 1], [N, 1] -> [N, V]."""
+    form = _row_gradient if fused(logits) else plain_row_gradient
+    out: Tensor = form(logits, columns, lse, of_all, of_target)
+    return out
+
+
+def plain_row_gradient(
+    logits: Tensor, columns: Tensor, lse: Tensor, of_all: Tensor, of_target: Tensor
+) -> Tensor:
+    """The formula as it stands: the reference."""
+    d_logits = torch.empty_like(logits)
+    for rows in row_chunks(logits):
+        d_rows = torch.sub(logits[rows], lse[rows, None]).exp_().mul_(of_all[rows])
+        d_logits[rows] = d_rows.scatter_add_(1, columns[rows], of_target[rows])
+    return d_logits
+
+
+def _dense_rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor) -> Tensor:
@@ -64,19 +139,26 @@ class _CrossEntropy(torch.autograd.Function):
         # Other targets outside the vocabulary must still fail in gather, so only IGNORE is replaced.
         columns = targets.masked_fill(~counts, 0)[:, None]  # [N, 1]
         share = counts.to(_wide(logits)) / counts.sum().clamp_min(1)  # [N]
-        losses = torch.empty_like(share)
-        for rows in row_chunks(logits):
-            log_softmax = logits[rows].log_softmax(-1, dtype=share.dtype)
-            losses[rows] = log_softmax.gather(1, columns[rows])[:, 0]
-        ctx.save_for_backward(logits, columns, share)
+        if fused(logits):
+            largest, total, at_target = row_numbers(logits, columns)
+            lse = largest + total.log()
+            losses, saved = at_target - lse, [lse]
+        else:
+            losses, saved = torch.empty_like(share), []
+            for rows in row_chunks(logits):
+                log_softmax = logits[rows].log_softmax(-1, dtype=share.dtype)
+                losses[rows] = log_softmax.gather(1, columns[rows])[:, 0]
+        ctx.save_for_backward(logits, columns, share, *saved)
         ctx.counted_labels = counts.sum()  # type: ignore[attr-defined]  # what the mean is over, for who weighs it
         return -torch.dot(losses.masked_fill_(~counts, 0), share)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        logits, columns, share = ctx.saved_tensors  # type: ignore[attr-defined]
+        logits, columns, share, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
         scale = (share * grad)[:, None]  # [N, 1]
+        if saved:
+            return row_gradient(logits, columns, saved[0], scale, -scale), None
         d_logits = torch.empty_like(logits)
         for rows in row_chunks(logits):
             d_rows = logits[rows].softmax(-1, dtype=share.dtype).mul_(scale[rows])

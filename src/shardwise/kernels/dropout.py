@@ -17,8 +17,9 @@ A model that counts tokens in the first dim gets a good mask too, but another on
 
 Cost:  the mask, 1 byte an element, is kept for backward. Nanoseconds an element of fp32 [8, 256, 384], one Zen 5 core:
        forward 1.8 (1.0 of them the bits), with backward 3.1; torch's own 6.5 and 7.1. Each sample of a tensor of
-       three or more dims adds 4 microseconds. On other devices 60 integer operations an element, in 410 kernels
-       for all samples (not yet measured on a device).
+       three or more dims adds 4 microseconds. On a device with Triton one kernel each way, which draws the bits
+       again in backward and keeps nothing; without, 60 integer operations an element in 410 kernels (neither is
+       measured yet).
        A cut of any but the leading dim of a sample draws the bits of the whole dim.
 Shapes: B samples here, T sequence, D width; x any shape with a first dim.
 """
@@ -33,6 +34,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardwise.kernels import philox
+from shardwise.kernels.choice import fused
+from shardwise.kernels.operation import device_operation
 
 _LANES = 4
 """Elements that one 64-bit word serves."""
@@ -75,6 +78,8 @@ def keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None)
     if dropped == _LEVELS:
         return x * 0.0
     scale = _LEVELS / (_LEVELS - dropped)
+    if fused(x):
+        return _Dropped.apply(x, dropped, *_numbers(draw, cut))
     if torch.compiler.is_compiling():
         return x * _keep_in_graph(x.detach(), dropped, *_numbers(draw, cut)).to(x.dtype) * scale
     return _Dropout.apply(x, keep(x.shape, dropped, draw, cut, x.device), scale)
@@ -143,6 +148,17 @@ def keep(
     return kept.reshape(tuple(shape))
 
 
+def _rows(shape: Sequence[int], draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int, int]:
+    """A tensor as rows of consecutive elements of substreams: (rows, elements of a row, rows that share a substream,
+    from one row's first element to that of the next, where the first row begins, its substream's second word)."""
+    samples, local, (dim, parts, part), is_row = _Sample.of(shape, draw, cut)
+    before, inside = math.prod(local[:dim]), math.prod(local[dim:])
+    if is_row:
+        whole = inside * parts
+        return samples, inside, samples, whole, draw.first_sample * whole + part * inside, _ROWS - (1 << 64)
+    return samples * before, inside, before, inside * parts, part * inside, draw.first_sample
+
+
 def _kept(
     key: int,
     start: int,
@@ -178,6 +194,22 @@ class _Dropout(torch.autograd.Function):
         return torch.mul(grad, kept).mul_(ctx.scale), None, None  # type: ignore[attr-defined]
 
 
+class _Dropped(torch.autograd.Function):
+    """On a device: the gradient is dropped as the input was, by the same kernel."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, dropped: int, *numbers: int) -> Tensor:
+        ctx.numbers = (dropped, *numbers)  # type: ignore[attr-defined]
+        out: Tensor = _dropped(x, dropped, *numbers)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        numbers = ctx.numbers  # type: ignore[attr-defined]
+        return _dropped(grad, *numbers), *(None for _ in numbers)
+
+
 # In a compiled graph the draw is one operation whose numbers are inputs: a new step needs no new graph.
 
 
@@ -185,6 +217,29 @@ def _numbers(draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int
     key = draw.key - (1 << 64) if draw.key >> 63 else draw.key  # an operation's integers are signed
     dim, parts, part = cut or (0, 1, 0)
     return key, draw.step, draw.first_sample, draw.samples or 0, draw.call, dim, parts, part
+
+
+def _drawn(
+    key: int, step: int, first_sample: int, samples: int, call: int, dim: int, parts: int, part: int
+) -> tuple[Draw, EqualPart]:
+    return Draw(key % (1 << 64), step, first_sample, samples or None, call), EqualPart(dim, parts, part)
+
+
+@device_operation(
+    "dropped(Tensor x, SymInt dropped, SymInt key, SymInt step, SymInt first_sample, SymInt samples, SymInt call, "
+    "SymInt dim, SymInt parts, SymInt part) -> Tensor",
+    lambda x, *numbers: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+)
+def _dropped(x: Tensor, dropped: int, *numbers: int) -> Tensor:
+    draw, cut = _drawn(*numbers)
+    scale = _LEVELS / (_LEVELS - dropped)
+    if not fused(x):
+        return torch.mul(x, keep(x.shape, dropped, draw, cut, x.device)).mul_(scale)
+    from shardwise.kernels.fused import dropout as kernels
+
+    rows, signed_key = kernels.DrawnRows(*_rows(x.shape, draw, cut)), numbers[0]
+    threshold = dropped - _LEVELS // 2
+    return kernels.dropped(x.contiguous(), rows, signed_key, draw.call, draw.step, threshold, scale)
 
 
 @torch.library.custom_op("shardwise::keep", mutates_args=())
@@ -200,8 +255,8 @@ def _keep_in_graph(
     parts: int,
     part: int,
 ) -> Tensor:
-    draw = Draw(key % (1 << 64), step, first_sample, samples or None, call)
-    return keep(x.shape, dropped, draw, EqualPart(dim, parts, part), x.device)
+    draw, cut = _drawn(key, step, first_sample, samples, call, dim, parts, part)
+    return keep(x.shape, dropped, draw, cut, x.device)
 
 
 @_keep_in_graph.register_fake

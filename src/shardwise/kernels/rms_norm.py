@@ -5,7 +5,8 @@
     dx = g·w·r - x · r³/D · ((g · x) w)
 
 Autograd's version of the plain formula writes every intermediate; here the two reductions are BLAS calls on one
-product. On devices other than the CPU torch has a fused kernel, which is taken. 16-bit input is computed in fp32.
+product. 16-bit input is computed in fp32 and rounded once. On a device with Triton it is one kernel forward and two
+backward, with the same roundings and sums in another order; without, torch's own kernel, where the dtypes are one.
 
 Paper: Zhang and Sennrich 2019, arXiv:1910.07467.
 Cost:  saves x and r; backward makes two temporaries of x's size in fp32.
@@ -17,7 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardwise.kernels.operation import operation
+from shardwise.kernels.choice import fused
+from shardwise.kernels.operation import device_operation, operation
+
+_WIDEST = 1 << 14
+"""The longest row that Triton's form holds at once."""
 
 
 @operation("fp32")
@@ -25,6 +30,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x over its root mean square along the last dim, times ``weight``, in x's dtype: [..., D]."""
     if torch.compiler.is_compiling():
         return plain_rms_norm(x, weight, eps)  # The compiler fuses the formula.
+    if _is_fused(x, weight):
+        return _RmsNorm.apply(x, weight, eps)
     if x.device.type == "cpu":
         # Autocast chooses dtypes op by op, which the kernel's two reductions would mix.
         return (
@@ -43,6 +50,10 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
 
 
+def _is_fused(x: Tensor, weight: Tensor) -> bool:
+    return fused(x, weight) and x.shape[-1] <= _WIDEST
+
+
 def _at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
@@ -50,20 +61,58 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _at_least_fp32(x)
-        r = torch.linalg.vecdot(wide, wide)[..., None].div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+        ctx.forms = (_normed, _gradients) if _is_fused(x, weight) else (_plain_normed, _plain_gradients)  # type: ignore[attr-defined]
+        out, r = ctx.forms[0](x, weight, eps)  # type: ignore[attr-defined]
         ctx.save_for_backward(x, weight, r)
-        return torch.mul(wide, r).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors  # type: ignore[attr-defined]
-        d = x.shape[-1]
-        wide_x, wide_w, r = _at_least_fp32(x).reshape(-1, d), _at_least_fp32(weight), r.view(-1, 1)
-        g = _at_least_fp32(grad).reshape(-1, d)
-        product = g * wide_x
-        d_weight = torch.mv(product.T, r[:, 0])
-        pull = torch.mv(product, wide_w)[:, None] * (r**3 / -d)  # [rows, 1]
-        d_x = torch.mul(g, wide_w, out=product).mul_(r).addcmul_(wide_x, pull)
-        return d_x.to(x.dtype).view_as(x), d_weight.to(weight.dtype), None
+        d_x, d_weight = ctx.forms[1](grad, x, weight, r)  # type: ignore[attr-defined]
+        return d_x, d_weight, None
+
+
+def _plain_normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = _at_least_fp32(x)
+    r = torch.linalg.vecdot(wide, wide)[..., None].div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+    return torch.mul(wide, r).mul_(weight).to(x.dtype), r
+
+
+def _plain_gradients(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    d = x.shape[-1]
+    wide_x, wide_w, r = _at_least_fp32(x).reshape(-1, d), _at_least_fp32(weight), r.view(-1, 1)
+    g = _at_least_fp32(grad).reshape(-1, d)
+    product = g * wide_x
+    d_weight = torch.mv(product.T, r[:, 0])
+    pull = torch.mv(product, wide_w)[:, None] * (r**3 / -d)  # [rows, 1]
+    d_x = torch.mul(g, wide_w, out=product).mul_(r).addcmul_(wide_x, pull)
+    return d_x.to(x.dtype).view_as(x), d_weight.to(weight.dtype)
+
+
+@device_operation(
+    "rms_normed(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)),
+)
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not fused(x, weight):
+        return _plain_normed(x, weight, eps)
+    from shardwise.kernels.fused import rms_norm as kernels
+
+    out, r = kernels.normed(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), eps)
+    return out.view(x.shape), r.view(*x.shape[:-1], 1)
+
+
+@device_operation(
+    "rms_norm_gradients(Tensor grad, Tensor x, Tensor weight, Tensor r) -> (Tensor, Tensor)",
+    lambda grad, x, weight, r: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+)
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    if not fused(grad, x, weight):
+        return _plain_gradients(grad, x, weight, r)
+    from shardwise.kernels.fused import rms_norm as kernels
+
+    rows, held = (t.reshape(-1, x.shape[-1]).contiguous() for t in (x, grad))
+    d_x, d_weight = kernels.gradients(held, rows, weight.contiguous(), r)
+    return d_x.view(x.shape), d_weight

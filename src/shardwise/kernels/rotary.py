@@ -5,7 +5,9 @@
     out[j + K/2] = x[j + K/2] cos + x[j] sin
 
 so that query · key depends on the distance alone. The pairs are (j, j + K/2), as in the weights people publish.
-The backward pass is the rotation by the opposite angle: nothing of the input is saved.
+The backward pass is the rotation by the opposite angle: nothing of the input is saved. Cosine and sine are rounded to
+the input's dtype. On a device with Triton it is one kernel, which adds in fp32 and rounds once; the plain form rounds
+each product.
 
 ``scaling`` is LLaMA 3.1's change of the angles for contexts beyond the one trained on: frequencies that turn less
 than ``low`` times over the original context slow down by ``factor``, those above ``high`` stay, between them it
@@ -21,6 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from shardwise.kernels.choice import fused
+from shardwise.kernels.operation import device_operation
 
 
 class FrequencyScaling(NamedTuple):
@@ -67,6 +72,8 @@ def rotate(x: Tensor, at: Angles) -> Tensor:
         return plain_rotate(
             x, at
         )  # The compiler fuses the formula, and refuses to write into halves of a tensor.
+    if fused(x):
+        return _Turn.apply(x, at.cos, at.sin)
     return _Rotate.apply(x, at.cos.to(x.dtype), at.sin.to(x.dtype))
 
 
@@ -97,3 +104,32 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
         return _turn(grad, cos, -sin), None, None
+
+
+class _Turn(torch.autograd.Function):
+    """On a device."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out: Tensor = _turned(x, cos, sin, False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _turned(grad, *ctx.saved_tensors, True), None, None  # type: ignore[attr-defined]
+
+
+@device_operation(
+    "turned(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor",
+    lambda x, cos, sin, inverse: x.new_empty(x.shape),
+)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    if not fused(x):
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        return _turn(x, cos, -sin if inverse else sin)
+    from shardwise.kernels.fused import rotary as kernels
+
+    dense = x if x.stride(-1) == 1 else x.contiguous()
+    return kernels.turned(dense, cos.contiguous(), sin.contiguous(), inverse)

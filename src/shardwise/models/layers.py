@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.kernels.gated import gated
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.kernels.rotary import Angles, rotate
 from shardwise.models.cache import LayerCache
@@ -86,8 +87,7 @@ class SwiGlu(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)  # [B, T, F] each
-        return self.dropout(self.down(F.silu(gate) * up))
+        return self.dropout(self.down(gated(self.gate_up(x))))
 
 
 class GeluMlp(nn.Module):

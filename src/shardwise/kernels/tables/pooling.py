@@ -11,6 +11,9 @@ An empty bag is zero. Sums run in the order of the places, so a merged gradient 
 compiled; a rank that owns rows merges what the others sent in the order of their ranks by the same call, with bags of
 one place (``offsets`` left out).
 
+On a device with Triton each is one kernel, after a sort for ``merge``: sums run in the same order there, in fp32, so
+fp32 has the same bits; indexes outside a table pool to NaN and are left out of a merge, and no host waits to find them.
+
 The gradient of a batch never exists once per id: ``merge`` reads dy [B, D] and writes [U, D], U <= N distinct rows.
 
 Cost:  N·D adds each way. N = 106,496 ids, one each in 26 · 4,096 bags, on one Zen 4 core: benchmarks/embedding.
@@ -23,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.kernels.choice import fused
+from shardwise.kernels.operation import device_operation
 from shardwise.kernels.tables.compiled import ahead, array, loop, prefetch, runs_compiled
 
 Pooling = Literal["sum", "mean", "max"]
@@ -56,6 +61,9 @@ def pool(
             return Pooled(gather(source, index, width), None)
         offsets = torch.arange(len(index) + 1, device=index.device)
     tensors = [source, index, offsets] + ([] if weights is None else [weights])
+    if fused(*tensors):
+        values, places_found = _pool_on_device(source.detach(), index, offsets, pooling, weights, width)
+        return Pooled(values, places_found if pooling == "max" else None)
     if not runs_compiled(*tensors):
         return plain_pool(source, index, offsets, pooling, weights, width)
     out = torch.empty(len(offsets) - 1, width, dtype=source.dtype)
@@ -149,13 +157,16 @@ def merge(
         raise ValueError(
             f"out is {out.dtype} {list(out.shape)}; expected {grad.dtype} {[rows, grad.shape[1]]}"
         )
-    out.zero_()
     bags = len(grad) if offsets is None else len(offsets) - 1
     if bags != len(grad) or (offsets is None and len(index) != bags):
         raise ValueError(f"gradients of {len(grad)} bags for {bags} bags and {len(index)} places")
     if (pooling == "max") != (places is not None):
         raise ValueError('the places that pool(..., "max") found belong to "max", and to nothing else')
     tensors = [t for t in (grad, index, offsets, weights, places) if t is not None]
+    if fused(*tensors):
+        _merge_on_device(grad, index, offsets, pooling, weights, places, out)
+        return out
+    out.zero_()
     if not runs_compiled(*tensors):
         return _plain_merge(grad, index, offsets, pooling, weights, places, out)
     held, ids, into = array(grad), array(index), out.numpy()
@@ -213,6 +224,50 @@ def _plain_merge(
     if weights is not None:
         each = each * weights[order].to(grad.dtype)[:, None]
     return out.copy_(_segment_sums(each, ends))
+
+
+@device_operation(
+    "pool(Tensor source, Tensor index, Tensor offsets, str pooling, Tensor? weights, int width) -> (Tensor, Tensor)",
+    lambda source, index, offsets, pooling, weights, width: (
+        source.new_empty(len(offsets) - 1, width),
+        index.new_empty(len(offsets) - 1 if pooling == "max" else 0, width),
+    ),
+)
+def _pool_on_device(
+    source: Tensor, index: Tensor, offsets: Tensor, pooling: Pooling, weights: Tensor | None, width: int
+) -> tuple[Tensor, Tensor]:
+    if fused(source):
+        from shardwise.kernels.fused import rows as kernels
+
+        rows = source if source.stride(1) == 1 else source.contiguous()
+        held = None if weights is None else weights.contiguous()
+        values, found = kernels.pool(rows, index.contiguous(), offsets.contiguous(), pooling, held, width)
+    else:
+        values, found = plain_pool(source, index, offsets, pooling, weights, width)
+    return values, index.new_empty(0, width) if found is None else found
+
+
+@device_operation(
+    "merge(Tensor grad, Tensor index, Tensor? offsets, str pooling, Tensor? weights, Tensor? places, Tensor(a!) out) "
+    "-> ()",
+    lambda *arguments: None,
+)
+def _merge_on_device(
+    grad: Tensor,
+    index: Tensor,
+    offsets: Tensor | None,
+    pooling: Pooling,
+    weights: Tensor | None,
+    places: Tensor | None,
+    out: Tensor,
+) -> None:
+    if not fused(grad):
+        _plain_merge(grad, index, offsets, pooling, weights, places, out.zero_())
+        return
+    from shardwise.kernels.fused import rows as kernels
+
+    held = [None if each is None else each.contiguous() for each in (offsets, weights, places)]
+    kernels.merge(grad.contiguous(), index.contiguous(), held[0], pooling, held[1], held[2], out)
 
 
 def gather(source: Tensor, rows: Tensor, width: int | None = None) -> Tensor:

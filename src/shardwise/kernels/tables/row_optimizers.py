@@ -1,7 +1,7 @@
 """The optimizer's step for the rows that a batch touched, on gradients merged to one a row.
 
     row_rules.py   the optimizers as data, with their formulas
-    here           one step: compiled loops, and the same in torch operations
+    here           one step: compiled loops, the same in torch operations, and on a device with Triton one kernel
     row_replay.py  the steps without a gradient, for an exact Adam
 
 Cost:   a row's line is read and written once; figures in benchmarks/embedding.
@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.kernels.choice import fused
+from shardwise.kernels.operation import device_operation
 from shardwise.kernels.tables.compiled import Loop, ahead, array, loop, prefetch, runs_compiled
 from shardwise.kernels.tables.row_rules import (
     Adagrad,
@@ -46,6 +48,13 @@ def update(
     ranks, ``mean_squares`` [U] are the means of (scale · gradient)² over the whole rows, for row-wise Adagrad.
     """
     _check(optimizer, slab, rows, grads, step)
+    if fused(slab, rows, grads) and slab.dtype == torch.float32 and slab.is_contiguous():
+        if not _stands_still(optimizer, lr, slab.dtype):
+            held = None if mean_squares is None else mean_squares.to(slab.dtype)
+            kind, rule = type(optimizer).__name__, list(map(float, optimizer))
+            _update_on_device(slab, rows, grads, held, kind, rule, lr, step, scale)
+        return
+    check_rows(slab, rows)
     if not runs_compiled(slab, rows, grads):
         plain_update(optimizer, slab, rows, grads, lr=lr, step=step, scale=scale, mean_squares=mean_squares)
         return
@@ -74,6 +83,7 @@ def plain_update(
 ) -> None:
     """The same in torch operations, on any device, with the bits of the loops on the CPU."""
     _check(optimizer, slab, rows, grads, step)
+    check_rows(slab, rows)
     if _stands_still(optimizer, lr, slab.dtype):
         return
     width = grads.shape[1]
@@ -111,6 +121,38 @@ def plain_update(
     slab[rows] = held
 
 
+_RULES: dict[str, type[Any]] = {
+    rule.__name__: rule for rule in (Sgd, Momentum, Adagrad, RowwiseAdagrad, Adam, Ftrl)
+}
+
+
+@device_operation(
+    "update_rows(Tensor(a!) slab, Tensor rows, Tensor grads, Tensor? mean_squares, str kind, float[] numbers, "
+    "float lr, int step, float scale) -> ()",
+    lambda *arguments: None,
+)
+def _update_on_device(
+    slab: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    mean_squares: Tensor | None,
+    kind: str,
+    numbers: list[float],
+    lr: float,
+    step: int,
+    scale: float,
+) -> None:
+    rule = _RULES[kind]
+    given = zip(numbers, rule._field_defaults.values(), strict=True)
+    optimizer = rule(*(type(default)(number) for number, default in given))
+    if not fused(slab):
+        plain_update(optimizer, slab, rows, grads, lr=lr, step=step, scale=scale, mean_squares=mean_squares)
+        return
+    from shardwise.kernels.fused import rows as kernels
+
+    kernels.update(optimizer, slab, rows.contiguous(), grads.contiguous(), lr, step, scale, mean_squares)
+
+
 def row_mean_squares(g: Tensor) -> Tensor:
     """Means of g² over each row, in the order of the loop: element j in lane j % 4, a rest in lane 0: [U, D] -> [U]."""
     squares = g * g
@@ -138,7 +180,6 @@ def _check(optimizer: RowOptimizer, slab: Tensor, rows: Tensor, grads: Tensor, s
         )
     if step < 1:
         raise ValueError(f"step {step}; steps count from 1")
-    check_rows(slab, rows)
 
 
 def _stands_still(optimizer: RowOptimizer, lr: float, dtype: torch.dtype) -> bool:

@@ -82,14 +82,24 @@ def unique(keys: Tensor, scratch: Scratch | None = None) -> Distinct:
 
 
 def plain_unique(keys: Tensor) -> Distinct:
-    """The same by sorting, on any device."""
-    ordered, inverse = torch.unique(keys, return_inverse=True)
-    places = torch.arange(keys.numel(), device=keys.device)
-    first = torch.full_like(ordered, keys.numel()).scatter_reduce_(0, inverse, places, "amin")
-    order = torch.argsort(first)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(order.numel(), device=keys.device)
-    return Distinct(ordered[order], rank[inverse])
+    """The same by a stable sort, on any device; the one number that the host reads is how many there are."""
+    count = keys.numel()
+    if count == 0:
+        return Distinct(keys, torch.empty_like(keys))
+    ordered, order = torch.sort(keys, stable=True)
+    at = torch.arange(count, device=keys.device)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=starts[1:])
+    first = order[
+        torch.where(starts, at, 0).cummax(0).values
+    ]  # of each sorted key: the place of its first occurrence
+    is_first = torch.zeros_like(starts).scatter_(0, order, starts)
+    rank = is_first.cumsum(0) - 1
+    inverse = torch.empty_like(order).scatter_(0, order, rank[first])
+    distinct = int(rank[-1]) + 1
+    # What is no first occurrence goes to one place more, which is dropped.
+    found = keys.new_empty(distinct + 1).scatter_(0, torch.where(is_first, rank, distinct), keys)
+    return Distinct(found[:distinct], inverse)
 
 
 def grouped(labels: Tensor, groups: int) -> Grouped:
@@ -110,7 +120,9 @@ def plain_grouped(labels: Tensor, groups: int) -> Grouped:
     if outside.any():
         bad = int(outside.nonzero()[0])
         raise IndexError(f"label {int(labels[bad])} at {bad}; expected 0 to {groups - 1}")
-    return Grouped(torch.argsort(labels, stable=True), torch.bincount(labels, minlength=groups))
+    ordered, order = torch.sort(labels, stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(groups + 1, device=labels.device))
+    return Grouped(order, ends.diff())
 
 
 def dealt(distinct: Distinct, owners: Tensor, groups: int) -> Dealt:

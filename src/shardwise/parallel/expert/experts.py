@@ -10,11 +10,11 @@ Shapes: E experts, D width, F hidden, k experts of a token; N tokens, R rows of 
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardwise.comm.collectives import Group
+from shardwise.kernels.gated import gated
 from shardwise.kernels.grouped import gated_experts
 from shardwise.kernels.initializers import Initializer, of_linear, of_torch
 from shardwise.parallel.expert.dispatch import Compute, Dispatcher
@@ -139,8 +139,7 @@ class DenseExpert(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(gated(self.gate_up(x)))
 
 
 def _check_form(module: nn.Module) -> None:

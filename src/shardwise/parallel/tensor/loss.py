@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
-from shardwise.kernels.cross_entropy import IGNORE, row_chunks
+from shardwise.kernels.cross_entropy import IGNORE, row_gradient, row_numbers
 
 
 @uncompiled
@@ -52,7 +52,6 @@ class _VocabularyLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group
     ) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
         counts = targets != IGNORE
         # Targets of other ranks are masked; those of no rank must still fail in gather, on every rank.
         columns = targets - first
@@ -60,17 +59,12 @@ class _VocabularyLogProbs(torch.autograd.Function):
         columns = columns.masked_fill(foreign | ~counts, 0).masked_fill((targets >= vocabulary), -1)
         columns = columns.masked_fill((targets < 0) & counts, -1)[:, None]  # [N, 1]
         owned = counts & ~foreign
-        stats = logits.new_zeros(3, len(logits), dtype=wide)  # m, s, t
         if logits.shape[1]:
-            for rows in row_chunks(logits):
-                chunk = logits[rows].to(wide)
-                stats[0, rows], _ = chunk.max(-1)
-                stats[2, rows] = chunk.gather(1, columns[rows])[:, 0]
-                # ``chunk`` may be the logits themselves where they are wide already.
-                stats[1, rows] = (chunk - stats[0, rows, None]).exp_().sum(-1)
+            stats = row_numbers(logits, columns)  # m, s, t
             stats[2].masked_fill_(~owned, 0)
         else:
-            stats[0].fill_(torch.finfo(wide).min)
+            stats = logits.new_zeros(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+            stats[0].fill_(torch.finfo(stats.dtype).min)
         every = stats.new_empty(group.size, *stats.shape)
         group.all_gather(every.view(-1), stats.view(-1), "the loss", "activations").wait()
         largest = every[:, 0].amax(0)
@@ -85,9 +79,8 @@ class _VocabularyLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         logits, columns, lse, counts, owned = ctx.saved_tensors
         scale, owned_scale = (grad * counts)[:, None], (grad * owned)[:, None]  # [N, 1]
-        d_logits = torch.empty_like(logits)
         if logits.shape[1]:
-            for rows in row_chunks(logits):
-                d_rows = torch.sub(logits[rows], lse[rows, None]).exp_().mul_(-scale[rows])
-                d_logits[rows] = d_rows.scatter_add_(1, columns[rows], owned_scale[rows])
+            d_logits = row_gradient(logits, columns, lse, -scale, owned_scale)
+        else:
+            d_logits = torch.empty_like(logits)
         return d_logits, None, None, None, None

@@ -1,0 +1,107 @@
+"""Compiles every kernel of Triton's, as its callers launch it, for a device that is not there; nothing runs.
+
+    python -m tests.kernels.fused.compiled cuda 90          one line a kernel, and the bytes of its machine code
+
+The interpreter takes anything that numpy can do; a compiler also refuses dtypes that do not fit and globals that are
+no constants. tests/kernels/test_fused.py runs it.
+"""
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from shardwise.kernels import choice
+from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout
+from shardwise.kernels.gated import gated
+from shardwise.kernels.rms_norm import rms_norm
+from shardwise.kernels.rotary import angles, rotate
+from shardwise.kernels.tables.pooling import merge, pool
+from shardwise.kernels.tables.row_optimizers import update
+from shardwise.kernels.tables.row_rules import Adagrad, Adam, Ftrl, Momentum, RowwiseAdagrad, Sgd
+
+
+def dropout(dtype: torch.dtype) -> None:
+    x = torch.zeros(2, 3, 40, dtype=dtype, requires_grad=True)
+    keyed_dropout(x, 0.5, Draw(1 << 63, 1, 4), EqualPart(1, 2, 1)).sum().backward()
+
+
+def norm(dtype: torch.dtype) -> None:
+    x = torch.zeros(3, 40, dtype=dtype, requires_grad=True)
+    rms_norm(x, torch.zeros(40, dtype=dtype, requires_grad=True), 1e-5).sum().backward()
+
+
+def rotary(dtype: torch.dtype) -> None:
+    x = torch.zeros(2, 3, 5, 16, dtype=dtype, requires_grad=True)
+    rotate(x, angles(0, 5, 16, 1e4, x.device)).sum().backward()
+
+
+def gate(dtype: torch.dtype) -> None:
+    gated(torch.zeros(3, 40, dtype=dtype, requires_grad=True)).sum().backward()
+
+
+def loss(dtype: torch.dtype) -> None:
+    logits = torch.zeros(3, 40, dtype=dtype, requires_grad=True)
+    cross_entropy(logits, torch.zeros(3, dtype=torch.int64)).backward()
+
+
+def tables(dtype: torch.dtype) -> None:
+    source, index, offsets = (
+        torch.zeros(4, 5, dtype=dtype),
+        torch.zeros(6, dtype=torch.int64),
+        torch.tensor([0, 6]),
+    )
+    for kind, weights in (("sum", None), ("mean", None), ("max", None), ("sum", torch.zeros(6))):
+        places = pool(source, index, offsets, kind, weights).places
+        merge(source[:1], index, offsets, 4, kind, weights, places)
+    merge(source, index[:4], None, 4)
+    for rule in (
+        Sgd(),
+        Momentum(),
+        Momentum(nesterov=True),
+        Adagrad(),
+        RowwiseAdagrad(),
+        Adam(),
+        Adam(exact=True),
+    ):
+        update(rule, torch.zeros(4, 5 + rule.columns(5)), index[:2], torch.zeros(2, 5), lr=0.1, step=1)
+    update(Ftrl(), torch.zeros(4, 15), index[:2], torch.zeros(2, 5), lr=0.1, step=1)
+
+
+CALLS: list[Callable[[torch.dtype], None]] = [dropout, norm, rotary, gate, loss, tables]
+
+
+def compile_all(target: GPUTarget) -> dict[str, int]:
+    """Bytes of machine code by kernel."""
+    absent = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+    )
+    driver.set_active(absent)
+    sizes: dict[str, int] = {}
+    run = JITFunction.run
+
+    def compiled(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        name = f"{self.module.rpartition('.')[2]}.{self.__name__}"
+        sizes[name] = max(sizes.get(name, 0), len(kernel.kernel))
+
+    JITFunction.run = compiled
+    choice.DEVICES = frozenset({"cpu"})
+    for call in CALLS:
+        call(torch.bfloat16)
+    return sizes
+
+
+if __name__ == "__main__":
+    kind, arch = sys.argv[1:]
+    found = compile_all(GPUTarget(kind, int(arch) if kind == "cuda" else arch, 32 if kind == "cuda" else 64))
+    assert triton.__version__ and found
+    for name, size in found.items():
+        print(name, size)

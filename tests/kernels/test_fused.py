@@ -1,0 +1,47 @@
+"""Triton's forms of the kernels, where Triton is installed: equal to the plain forms, and they compile."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_in_the_interpreter_they_equal_the_plain_forms() -> None:
+    """Chosen when Triton is imported, so in a process of its own."""
+    out = run("pytest", "tests/kernels/fused", "-q", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+    assert " passed" in out and "skipped" not in out
+
+
+@pytest.mark.parametrize(
+    "target",
+    [("cuda", "90"), pytest.param(("hip", "gfx942"), marks=pytest.mark.soak)],
+    ids=lambda target: target[1],
+)
+def test_they_compile_for_devices_that_are_not_here(target: tuple[str, str], tmp_path: Path) -> None:
+    out = run("tests.kernels.fused.compiled", *target, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert all(int(line.split()[1]) > 0 for line in out.splitlines())
+
+
+def test_the_package_is_imported_without_triton() -> None:
+    """It takes half a second, and a CPU has no use for it."""
+    run_code = "import sys, shardwise, shardwise.kernels.dropout; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", run_code], check=True)
