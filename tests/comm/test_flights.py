@@ -173,6 +173,27 @@ def test_what_the_other_ranks_found_ends_a_flight_too(rank_of: Callable[[float],
         rank.start()
 
 
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+def test_a_slice_that_ends_just_before_its_work_is_no_deadline(error: str) -> None:
+    """On a busy host gloo's collective ended between the end of a slice and the question whether it had."""
+
+    class Sliced(Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            if not self.done:
+                self.done = True
+                raise RuntimeError("Operation timed out!")
+            return super().wait(timeout)
+
+    work = Sliced()
+    work.error = error
+    transport = TorchTransport(None, (0, 1), 0, composed=True)
+    if error:
+        with pytest.raises(RuntimeError, match=error):
+            transport._wait([work], 30.0, torch.ones(1))
+    else:
+        transport._wait([work], 30.0, torch.ones(1))
+
+
 @pytest.mark.parametrize(
     ("text", "cause"),
     [

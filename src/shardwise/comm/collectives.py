@@ -534,9 +534,11 @@ class TorchTransport:
                     work.wait(timedelta(seconds=_SLICE_S if slices else max(left_s, 0.001)))
                     break
                 except RuntimeError:
-                    # It may have ended by itself: the next wait then says how.
-                    if not slices or work.is_completed():
+                    if not slices:
                         raise
+                    if work.is_completed():  # after the slice, or by an error: this wait says which
+                        work.wait(timedelta(seconds=_SLICE_S))
+                        break
                 if self._alarm is not None:
                     self._alarm()
 
