@@ -266,11 +266,13 @@ class StepEnd:
             self._parts.program.tables.step(action, self.update.tables_factor, self.update.divisor)
             return
         for (bucket, optimizer), place in self._units[action.unit]:
+            is_rounded = False
             if optimizer.needs == "elements":
-                optimizer.step(bucket.gradient.owned, *self._told(bucket, place))
+                told = self._told(bucket, place)
+                is_rounded = optimizer.step(bucket.gradient.owned, *told, bucket.weight.rounded)
             else:
                 optimizer.apply(self._factors(bucket, optimizer))
-            bucket.weight.copy_from_master()
+            bucket.weight.copy_from_master(is_rounded)
 
     def _told(
         self, bucket: BucketState, place: int

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, optim
 
+from shardwise.kernels.adam import AdamRule, adam_step
+from shardwise.kernels.choice import fused
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
@@ -220,9 +222,20 @@ class FlatOptimizer:
         divisor: float,
         rates: Sequence[Mapping[str, Any]],
         unused: Sequence[tuple[int, int]] = (),
-    ) -> None:
+        weight: Tensor | None = None,
+    ) -> bool:
         """Update from ``grad / divisor`` (flat, as the master) with the numbers of this bucket's group in ``rates``
-        (groups.py); ``unused`` ranges are skipped. ``grad`` is spent."""
+        (groups.py); ``unused`` ranges are skipped. ``grad`` is spent.
+
+        ``weight``, as long as the master, takes its new numbers rounded where that needs no pass of its own; whether it
+        did.
+        """
+        if fused(self._master, grad):
+            self._cut(rates, unused)
+            rule = self._adam_rule()
+            if rule is not None:
+                self._step_adam(rule, grad, divisor, unused, weight)
+                return weight is not None
         if self._divides and divisor != 1.0:
             # Filled on the device: a number that is copied there is waited for.
             self._optimizer.grad_scale = torch.full((), divisor, device=grad.device)  # type: ignore[attr-defined]
@@ -233,6 +246,45 @@ class FlatOptimizer:
         self._drop()
         if self._divides:
             self._optimizer.grad_scale = self._optimizer.found_inf = None  # type: ignore[attr-defined]
+        return False
+
+    def _adam_rule(self) -> AdamRule | None:
+        """What one kernel's step works with; None where the update is another, or its count lies on the host."""
+        group = self.options
+        if type(self._optimizer) not in (optim.Adam, optim.AdamW) or self._master.dtype != torch.float32:
+            return None
+        states = [self._optimizer.state.get(segment.leaf, {}) for segment in self._segments]
+        if any("step" not in state or state["step"].device != self._master.device for state in states):
+            return None
+        if any(group[key] for key in ("amsgrad", "maximize", "differentiable")):
+            return None
+        lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        if not all(isinstance(number, int | float) for number in (lr, beta1, beta2, eps, weight_decay)):
+            return None
+        decoupled = isinstance(self._optimizer, optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+        return AdamRule(lr, beta1, beta2, eps, weight_decay, decoupled)
+
+    def _step_adam(
+        self,
+        rule: AdamRule,
+        grad: Tensor,
+        divisor: float,
+        unused: Sequence[tuple[int, int]],
+        weight: Tensor | None,
+    ) -> None:
+        for place, (start, stop, leaf, _) in enumerate(self._segments):
+            if any(first <= start and stop <= last for first, last in unused):
+                continue
+            state, cast = self._optimizer.state[leaf], None if weight is None else weight[start:stop]
+            moments = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+            adam_step(rule, leaf, grad[start:stop], *moments, divisor, cast)
+            self._segments[place] = Segment(start, stop, leaf, True)
+
+    def _cut(self, rates: Sequence[Mapping[str, Any]], unused: Sequence[tuple[int, int]]) -> None:
+        """Segments around ``unused`` ranges, and the numbers of this step."""
+        for start, stop in unused:
+            self._split_around(start, stop)
+        self._optimizer.param_groups[0].update(rates[self._group])
 
     def direct(
         self,
@@ -280,11 +332,9 @@ class FlatOptimizer:
         unused: Sequence[tuple[int, int]],
     ) -> Tensor:
         """Point the leaves into the gradient, which is returned, in the master's dtype."""
-        for start, stop in unused:
-            self._split_around(start, stop)
+        self._cut(rates, unused)
         if grad.dtype != self._master.dtype:
             grad = grad.to(self._master.dtype)
-        self._optimizer.param_groups[0].update(rates[self._group])
         if divisor != 1.0:
             grad.mul_(1.0 / divisor)
         for place, (start, stop, leaf, is_stepped) in enumerate(self._segments):

@@ -17,6 +17,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from shardwise.kernels import choice
+from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout
 from shardwise.kernels.gated import gated
@@ -51,6 +52,15 @@ def loss(dtype: torch.dtype) -> None:
     cross_entropy(logits, torch.zeros(3, dtype=torch.int64)).backward()
 
 
+def adam(dtype: torch.dtype) -> None:
+    w, m, v = torch.zeros(3, 4)
+    for decoupled in (True, False):
+        rule = AdamRule(0.1, 0.9, 0.99, 1e-8, 0.1, decoupled)
+        adam_step(
+            rule, w, torch.zeros(4, dtype=dtype), m, v, torch.zeros(()), 2.0, torch.zeros(4, dtype=dtype)
+        )
+
+
 def tables(dtype: torch.dtype) -> None:
     source, index, offsets = (
         torch.zeros(4, 5, dtype=dtype),
@@ -74,7 +84,7 @@ def tables(dtype: torch.dtype) -> None:
     update(Ftrl(), torch.zeros(4, 15), index[:2], torch.zeros(2, 5), lr=0.1, step=1)
 
 
-CALLS: list[Callable[[torch.dtype], None]] = [dropout, norm, rotary, gate, loss, tables]
+CALLS: list[Callable[[torch.dtype], None]] = [dropout, norm, rotary, gate, loss, adam, tables]
 
 
 def compile_all(target: GPUTarget) -> dict[str, int]:

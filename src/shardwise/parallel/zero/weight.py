@@ -282,14 +282,22 @@ class Weight:
         """True where the weight is its own master: what is written into it stays."""
         return self.master is None or self.dtypes.master == self.dtypes.compute
 
-    def copy_from_master(self) -> None:
-        """After an update of the master: round it into the weight."""
+    @property
+    def rounded(self) -> Tensor | None:
+        """Of the kept weight what is rounded from the master; None where it is the master itself."""
+        if self.shares_master:
+            return None
+        return self.shard[self._own] if self._updates_range else self.shard
+
+    def copy_from_master(self, is_rounded: bool = False) -> None:
+        """After an update of the master: round it into the weight, where that is not done yet."""
         if self.master is None:
             return
         if self.state is _UNSHARDED and self._full is not None:
             self.views.check(self._full, None if self.shares_master else self.dtypes.master)
-        if not self.shares_master:
-            (self.shard[self._own] if self._updates_range else self.shard).copy_(self.master)
+        rounded = self.rounded
+        if rounded is not None and not is_rounded:
+            rounded.copy_(self.master)
         self.renew()
 
     def gather_updated(self) -> Pending:
