@@ -168,6 +168,8 @@ class Bench(TorchDispatchMode):
             self.operations[name] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):
+            return NotImplemented  # tensors of a class of their own answer first
         kwargs = dict(kwargs or {})
         name = func._schema.name.removeprefix("aten::")
         leaves, form = tree_flatten((args, kwargs))

@@ -1,0 +1,306 @@
+"""A crew: all ranks of a job as threads of one process, on the pretended device or on the CPU; their numbers are real.
+
+    collective   every rank of the group brings a copy, and takes what it needs of all
+    message      a queue for each ordered pair of ranks
+    texts        a dict that all share
+
+One rank runs at a time and hands the baton on where it waits for others: threads share torch's generator of random
+numbers, and what one of them seeds no other may draw from. A backward pass runs in its rank's own thread, for on a
+device autograd has one thread for all.
+"""
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.board import Board
+from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.comm.peers import Peers
+from shardwise.comm.policy import CommPolicy
+from shardwise.comm.world import World
+from tests.accelerator.pretend import Bench, is_on_device
+
+_PATIENCE_S = 60.0
+
+
+class Crew:
+    """What the threads of one job share."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.size = size
+        self.device = device
+        self.meetings: dict[Any, _Meeting] = {}
+        self.queues: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.texts: dict[tuple[str, int], str] = {}
+        self.said = threading.Condition()
+        self.is_broken = False
+        self._baton = threading.Lock()
+        self._holds = threading.local()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(world, *args)`` on each rank; results by rank. The first exception in time is raised."""
+        results: list[Any] = [None] * self.size
+        failures: list[BaseException] = []
+
+        def rank_main(rank: int) -> None:
+            world = World(rank, self.size, rank, self.size, "crew", self.device, board=_CrewBoard(self, rank))
+            world.links = _CrewLinks(self, rank)  # type: ignore[assignment]
+            try:
+                with self._holding(), torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = function(world, *args)
+            except BaseException as error:
+                failures.append(error)
+                self._end()
+
+        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return results
+
+    def meeting(self, ranks: tuple[int, ...], lane: str) -> "_Meeting":
+        return self.meetings.setdefault((ranks, lane), _Meeting(self, len(ranks)))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Others may run meanwhile."""
+        held = getattr(self._holds, "flag", False)
+        if held:
+            self._baton.release()
+        try:
+            yield
+        finally:
+            if held:
+                self._baton.acquire()
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        with self._baton:
+            self._holds.flag = True
+            try:
+                yield
+            finally:
+                self._holds.flag = False
+
+    def _end(self) -> None:
+        """Nobody waits for a rank that failed."""
+        self.is_broken = True
+        for meeting in self.meetings.values():
+            meeting.barrier.abort()
+        for each in self.queues.values():
+            each.put(None)
+        with self.said:
+            self.said.notify_all()
+
+
+class _Meeting:
+    """The members of one group."""
+
+    def __init__(self, crew: Crew, size: int):
+        self._crew = crew
+        self.barrier = threading.Barrier(size, timeout=_PATIENCE_S)
+        self._brought: list[Any] = [None] * size
+
+    def swap(self, index: int, what: str, mine: Any) -> list[Any]:
+        """Everybody's ``mine``, by place in the group; all must be at the same call."""
+        self._brought[index] = what, mine
+        with self._crew.waiting():
+            self.barrier.wait()
+        found = list(self._brought)
+        with self._crew.waiting():
+            self.barrier.wait()
+        assert len({each[0] for each in found}) == 1, (
+            f"ranks are at different calls: {[each[0] for each in found]}"
+        )
+        return [each[1] for each in found]
+
+
+class CrewTransport:
+    """Collectives of the group ``ranks``, in which this rank has the place ``index``."""
+
+    def __init__(self, meeting: _Meeting, size: int, index: int):
+        self._meeting = meeting
+        self._size = size
+        self._index = index
+
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
+        with _collective("all_gather", output, shard):
+            found = self._swap(f"all_gather {what}", shard)
+            for part, given in zip(output.detach().view(self._size, -1), found, strict=True):
+                part.copy_(given)
+        return DONE
+
+    def reduce_scatter(
+        self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
+    ) -> Pending:
+        with _collective("reduce_scatter", shard_out, full):
+            found = self._swap(f"reduce_scatter {what}", full)
+            total = _sum([each.view(self._size, -1)[self._index] for each in found], shard_out.dtype)
+            if accumulate:
+                shard_out.add_(total)
+            else:
+                shard_out.copy_(total)
+        return DONE
+
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
+        with _collective("all_reduce", tensor):
+            tensor.detach().copy_(_sum(self._swap(f"all_reduce {what}", tensor), tensor.dtype))
+        return DONE
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
+        with _collective("broadcast", tensor):
+            tensor.detach().copy_(self._swap(f"broadcast {what}", tensor)[root])
+        return DONE
+
+    def all_to_all(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> Pending:
+        with _collective("all_to_all", output, sent):
+            found = self._swap(f"all_to_all {what}", sent)
+            parts = [each.split(list(row))[self._index] for each, row in zip(found, counts, strict=True)]
+            output.detach().copy_(torch.cat(parts))
+        return DONE
+
+    def barrier(self, timeout_s: float, what: str) -> Pending:
+        self._meeting.swap(self._index, f"barrier {what}", None)
+        return DONE
+
+    def _swap(self, what: str, tensor: Tensor) -> list[Tensor]:
+        return self._meeting.swap(self._index, what, tensor.detach().clone())
+
+
+def _sum(addends: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """In rank order, 16-bit floats in fp32."""
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = addends[0].to(wide, copy=True)
+    for each in addends[1:]:
+        total += each
+    return total.to(dtype)
+
+
+@contextmanager
+def _collective(name: str, *tensors: Tensor) -> Iterator[None]:
+    """Counted as one operation, whatever it takes here; on tensors of the host as a sync."""
+    bench = Bench.current
+    if bench is None:
+        yield
+        return
+    sides = {is_on_device(tensor) for tensor in tensors}
+    if len(sides) == 2:
+        bench.misplaced.append(f"{name}: tensors on both sides")
+    if True in sides:
+        bench.operation(name)
+    else:
+        bench.sync(f"{name} of the host")
+    with bench.paused(), torch.no_grad():
+        yield
+
+
+class _CrewBoard(Board):
+    def __init__(self, crew: Crew, rank: int, word: str = ""):
+        super().__init__(rank, word=word)
+        self._crew = crew
+
+    def part(self, rank: int, name: str) -> Board:
+        return _CrewBoard(self._crew, rank, f"{self.word}/{name}")
+
+    def post(self, key: str, index: int, text: str) -> None:
+        with self._crew.said:
+            self._crew.texts[self._name(key, index), 0] = text
+            self._crew.said.notify_all()
+
+    def collect(self, key: str, size: int, timeout_s: float) -> list[str]:
+        names = [(self._name(key, index), 0) for index in range(size)]
+        crew = self._crew
+        with crew.waiting(), crew.said:
+            come = crew.said.wait_for(
+                lambda: crew.is_broken or all(name in crew.texts for name in names), _PATIENCE_S
+            )
+            assert come and not crew.is_broken, f"{key}: a rank did not come"
+            return [crew.texts[name] for name in names]
+
+    def forget(self, key: str, size: int) -> None:
+        pass
+
+
+class _CrewWire:
+    """Messages between two ranks."""
+
+    def __init__(self, crew: Crew, rank: int, other: int):
+        self._crew = crew
+        self._out = crew.queues[rank, other]
+        self._in = crew.queues[other, rank]
+
+    def send(self, header: bytes, tensors: Sequence[Tensor], call: Any) -> Pending:
+        bench = Bench.current
+        for _ in tensors if bench is not None else ():
+            bench.operation("send")  # type: ignore[union-attr]
+        with bench.paused() if bench is not None else nullcontext():
+            self._out.put((header, [each.detach().clone() for each in tensors]))
+        return DONE
+
+    def receive(self, call: Any, allocate: Any, meanwhile: Any) -> Pending:
+        with self._crew.waiting():
+            found = self._in.get(timeout=_PATIENCE_S)
+        assert found is not None, "another rank failed"
+        header, sent = found
+        tensors: list[Tensor] = list(allocate(header))
+        bench = Bench.current
+        for target, given in zip(tensors, sent, strict=True):
+            if bench is not None:
+                bench.operation("receive")
+            with bench.paused() if bench is not None else nullcontext():
+                target.copy_(given)
+        return DONE
+
+    def advance(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class _CrewLinks:
+    """What ``Links`` makes of real ranks."""
+
+    ring_bytes = 0
+
+    def __init__(self, crew: Crew, rank: int):
+        self._crew = crew
+        self._rank = rank
+        self.transports: dict[Any, CrewTransport] = {}
+
+    def transport(
+        self, ranks: tuple[int, ...], kin: Sequence[tuple[int, ...]], policy: CommPolicy, lane: str
+    ) -> CrewTransport | None:
+        if len(ranks) < 2 or self._rank not in ranks:
+            return None
+        key = (ranks, lane)
+        if key not in self.transports:
+            meeting = self._crew.meeting(ranks, lane)
+            self.transports[key] = CrewTransport(meeting, len(ranks), ranks.index(self._rank))
+        return self.transports[key]
+
+    def peers(self, group: Group, policy: CommPolicy, kin: Sequence[tuple[int, ...]]) -> Peers:
+        wires: dict[int, Any] = {
+            index: _CrewWire(self._crew, self._rank, rank)
+            for index, rank in enumerate(group.ranks)
+            if rank != self._rank
+        }
+        return Peers(group, wires, self._crew.device)
+
+    def barrier(self) -> None:
+        everyone = tuple(range(self._crew.size))
+        self._crew.meeting(everyone, "barrier").swap(self._rank, "barrier", None)
+
+    def release(self) -> None:
+        self.transports.clear()
