@@ -230,12 +230,15 @@ class Dispatcher:
             hop, index = self._hop(index, group, local)
             hops.append(hop)
             local //= group.size
-        parts = share(index.new_tensor([index.shape[0]]), etp, f"counts of {name}").flatten().tolist()
+        parts = [index.shape[0]]
+        if etp.size > 1:
+            parts = share(index.new_full((1,), parts[0]), etp, f"counts of {name}").flatten().tolist()
         chosen = gather(index.to(torch.int32), parts, etp, f"numbers of {name}", "control").flatten().long()
         lives = chosen >= 0
-        experts = torch.bincount(chosen[lives], minlength=local).tolist()
-        assert len(experts) == local, f"{name}: a router chose an expert beyond the {self.experts} there are"
-        slots = torch.where(lives, chosen, local).argsort(stable=True)[: sum(experts)]
+        chosen = torch.where(lives, chosen, local)
+        counted = chosen.new_zeros(local + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
+        experts = counted[:local].tolist()
+        slots = chosen.argsort(stable=True)[: sum(experts)]
         place = torch.empty_like(chosen)
         place[slots] = torch.arange(slots.shape[0], device=slots.device)
         return Round(
@@ -245,7 +248,7 @@ class Dispatcher:
             parts=parts,
             rows=slots.div(top_k, rounding_mode="floor"),
             slots=slots,
-            pairs=RowSums(place[lives], _starts(lives.view(-1, top_k).sum(1))),
+            pairs=RowSums(place[_marked(lives, sum(experts))], _starts(lives.view(-1, top_k).sum(1))),
             experts=experts,
         )
 
@@ -259,13 +262,22 @@ class Dispatcher:
         goes = index.new_zeros(count, size + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :size]
         if size == self.etp.size == 1:
             goes = torch.ones_like(goes)  # rows that go nowhere stay as they lie
-        rank, tokens = goes.T.nonzero(as_tuple=True)
         counts = share(goes.sum(0)[:, None], group, f"counts of {self.name}")[..., 0].tolist()
+        messages = sum(counts[group.index])
+        rank, tokens = goes.T.nonzero_static(size=messages).unbind(1)
         here = torch.where(owner[tokens] == rank[:, None], index[tokens] - rank[:, None] * local, -1)
         arrived = send(here.to(torch.int32), counts, group, f"numbers of {self.name}", "control")
         message = goes.T.flatten().cumsum(0).view(size, count).T - 1  # of each (row, rank): [N, size]
-        sums = None if goes.all() and size == 1 else RowSums(message[goes], _starts(goes.sum(1)))
+        sums = None
+        if size > 1 or messages < count:
+            sums = RowSums(message.flatten()[_marked(goes.flatten(), messages)], _starts(goes.sum(1)))
         return Hop(group, tokens, sums, counts), arrived.long()
+
+
+def _marked(marks: Tensor, count: int) -> Tensor:
+    """The places of the ``count`` elements of ``marks`` [n] that are true. As many are known: a device need not be
+    asked."""
+    return marks.nonzero_static(size=count)[:, 0]
 
 
 def _owner(index: Tensor, local: int, size: int) -> Tensor:

@@ -106,13 +106,21 @@ class ExpertLoads:
     ) -> None:
         """What the tokens here did in a forward pass of ``layer``: ``routed``, ``kept`` [E], counts; ``entropy`` summed
         over the tokens."""
-        beside = [torch.as_tensor(each).view(1) for each in (tokens, 0, 0, entropy)]
+        beside = [
+            each.view(1) if isinstance(each, Tensor) else routed.new_full((1,), each, dtype=torch.float64)
+            for each in (tokens, 0, 0, entropy)
+        ]
         self._add(layer, [routed, kept, *beside])
 
     def sent(self, layer: str, rows: int, crossed: int) -> None:
         """Rows that left this rank in a forward pass of ``layer``; ``crossed`` of them left its host."""
-        numbers = torch.zeros(2 * self.layers[layer] + _BESIDE, dtype=torch.float64)
-        numbers[_ROWS_SENT], numbers[_ROWS_CROSSED] = rows, crossed
+        chosen = self._waiting.get(self.microbatch, {}).get(layer)
+        device = (
+            None if chosen is None else chosen.device
+        )  # filled there: nothing is copied, so nothing waited for
+        numbers = torch.zeros(2 * self.layers[layer] + _BESIDE, dtype=torch.float64, device=device)
+        numbers[_ROWS_SENT].fill_(rows)
+        numbers[_ROWS_CROSSED].fill_(crossed)
         self._add(layer, [numbers])
 
     @torch.no_grad()
@@ -163,6 +171,8 @@ class ExpertLoads:
     def tell_routers(self) -> None:
         """The step was applied: what moves with loads in each router moves, once."""
         for layer, router in self.routers.items():
+            if router.bias is None and router.loads is None:
+                continue
             router.end_step(torch.tensor(self.last[layer].routed, device=router.weight.device))
 
     def forget(self) -> None:
