@@ -3,15 +3,19 @@
 ``pytest --late`` runs any test so; here are a few of each kind.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World
+from shardwise.memory.absent import Expected
 from tests.comm import late
 from tests.engine import test_experts, test_model_parallel, test_parity, test_tables_model_parallel
 
@@ -25,7 +29,7 @@ def rows(size: int) -> list[Row]:
     if size == 2:
         cases = [Case(stage, 1, 3, "adamw", "fp64") for stage in range(4)]
         cases += [Case(stage, 1, 1, "sgd", "fp32", "torch") for stage in (1, 3)]
-        cases += [Case(3, 1, 3, "adamw", "fp64", "torch", ahead=2)]
+        cases += [Case(stage, 1, 3, "adamw", "fp64", "torch", ahead=2) for stage in (1, 2, 3)]
         models = [Model(tp=2), Model(pp=2, microbatches=2, schedule="interleaved_1f1b", virtual_stages=2)]
         experts = [Experts(dp=2, ep=2, stage=3, recompute="full")]
         tables = [Tables(2, {"tp": 2})]
@@ -77,3 +81,50 @@ def test_every_bit_is_that_of_the_plain_run(ranks: Any, size: int) -> None:
     for found in ranks(size).run(plain_and_late, size):
         for name, plain, delayed in found:
             assert len(plain) > 3 and plain == delayed, name
+
+
+def reads_between_steps(world: World, ahead: int) -> list[Tensor]:
+    """A weight, read in every manner while its last update is on its way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    engine = shardwise.initialize(
+        model,
+        {"zero": {"stage": 2, "prefetch_units": ahead}, "optimizer": {"type": "sgd", "lr": 0.5}},
+        loss=lambda model, x: model(x).square().mean(),
+        world=world,
+    )
+    mean, seen = model[0].weight.detach().clone(), []
+    readers: list[Callable[[nn.Parameter], Tensor]] = [
+        lambda weight: weight.detach().clone(),
+        lambda weight: weight.data.clone(),
+        lambda weight: torch.from_numpy(weight.detach().numpy().copy()),
+        lambda weight: torch.tensor(weight.tolist()),
+        lambda weight: copy.deepcopy(weight).detach(),
+        lambda weight: mean.lerp_(weight.detach(), 0.5).clone(),
+        lambda weight: torch._foreach_mul([weight.detach()], 2.0)[0],
+        lambda weight: engine.state_dict()["0.weight"],
+    ]
+    generator = torch.Generator().manual_seed(world.rank)
+    for read in readers:
+        engine.train_step([torch.randn(3, 4, generator=generator)])
+        assert model[2].weight.shape == (2, 6)  # is no number
+        assert isinstance(model[2].weight, Expected) == bool(ahead)
+        seen.append(read(model[0].weight))
+        assert not isinstance(model[0].weight, Expected)
+    engine.close()
+    assert type(model[2].weight) is nn.Parameter
+    return [*seen, model[2].weight.detach().clone()]
+
+
+def alike_between_steps(world: World) -> list[bool]:
+    """With updates waited for, and on their way and late."""
+    part = world.among(range(2))
+    with late.installed():
+        found = [reads_between_steps(part, ahead) for ahead in (0, 1)]
+    part.release()
+    return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+
+
+def test_whoever_looks_at_an_update_on_its_way_waits_for_it(ranks: Any) -> None:
+    for equal in ranks(2).run(alike_between_steps):
+        assert all(equal), equal

@@ -95,6 +95,7 @@ def cases(size: int, every: bool = False) -> list[Case]:
         table += [Case(stage, 1, 3, "adamw", "fp64", reduce="step") for stage in (2, 3)]
         table += [Case(3, 1, 3, "adamw", "fp64", "torch", ahead=ahead) for ahead in (1, 2)]
         table += [Case(2, size // 2 if size > 2 else 1, 3, "adamw", "fp64", "torch", ahead=1)]
+        table += [Case(1, 1, 1, "adamw", "fp64", ahead=1)]
     return sorted(table, key=lambda case: case.transport)
 
 

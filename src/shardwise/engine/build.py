@@ -385,7 +385,12 @@ def _stage(
     def hooks(states: list[UnitState]) -> UnitHooks:
         first = share.plan.own.units_of(index)[0].index
         windows = UnitWindows(
-            states, walker, first, _gathers_once(site), int(settings.zero.reductions_under_way)
+            states,
+            walker,
+            first,
+            _gathers_once(site),
+            int(settings.zero.reductions_under_way),
+            overlaps=int(settings.zero.prefetch_units) > 0,
         )
         order = Order(
             [state.unit for state in states],

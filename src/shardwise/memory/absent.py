@@ -9,6 +9,7 @@ device are right) as long as none of its numbers is used. Two marks keep watch o
                torch's dispatcher, and has no memory that anybody could read past it
     withhold   a Parameter whose numbers are not here now: any use of them is an error on the spot. The mark is the
                Parameter's class, which goes when the numbers come back (``p.data = ...``)
+    expect     a Parameter whose numbers are on their way: who uses them waits first
 
     of either                                             is
     shape, dtype, device, zeros_like, new_ones ...        an ordinary value: nothing of the numbers is in it
@@ -20,6 +21,7 @@ Cost: an Absent operation takes Python's time (tens of microseconds), so stages 
 alone; ``withhold`` costs a quarter of a microsecond per parameter and release. What is there takes no detour in either.
 """
 
+import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -344,26 +346,66 @@ def withhold(
         parameter.__class__ = classes[own]
 
 
+class Expected:
+    """Mixed into the class of a Parameter while its numbers are on their way."""
+
+    _arrive: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if _takes_no_numbers(func, args, kwargs or {}):
+                return func(*args, **(kwargs or {}))
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Expected):
+                    leaf._arrive()
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._arrive()
+        return copy.deepcopy(self, memo)  # of the class that it is now
+
+
+def expect(parameters: Sequence[nn.Parameter], arrive: Callable[[], None], classes: dict[type, type]) -> None:
+    """Whoever uses these numbers calls ``arrive`` first, which ends in ``give``. ``classes`` as for ``withhold``."""
+    for parameter in parameters:
+        own = type(parameter)
+        if own not in classes:
+            body = {"_arrive": staticmethod(arrive), "__module__": own.__module__, "__doc__": own.__doc__}
+            classes[own] = type(own.__name__, (Expected, own), body)
+        parameter.__class__ = classes[own]
+
+
 def give(parameters: Sequence[nn.Parameter]) -> None:
-    """End of ``withhold``."""
+    """End of ``withhold`` and of ``expect``."""
     for parameter in parameters:
         own: Any = type(parameter)
-        if issubclass(own, Withheld):
+        if issubclass(own, Withheld | Expected):
             parameter.__class__ = own.__mro__[2]
+
+
+def _attribute(func: Any) -> str:
+    """Of a Parameter that ``func`` reads or writes; empty for another function."""
+    is_access = func.__name__ in ("__get__", "__set__", "__delete__")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if is_access else ""
+
+
+def _takes_no_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of torch looks at no number of the parameters that it takes."""
+    name, attribute = func.__name__, _attribute(func)
+    if attribute:
+        return attribute not in _VALUES
+    return name in _READS or name in _SHAPE_ONLY or (name == "type" and len(args) == 1 and not kwargs)
 
 
 def _of_withheld(func: Any, args: Any, kwargs: Any) -> Any:
     """A call of torch that takes a withheld parameter."""
-    name = func.__name__
+    name, attribute = func.__name__, _attribute(func)
     with torch._C.DisableTorchFunctionSubclass():
-        if name in ("__get__", "__set__", "__delete__"):
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name == "__set__" and attribute == "data":
-                give([args[0]])
-                return func(*args, **kwargs)
-            if attribute not in _VALUES:
-                return func(*args, **kwargs)
-        elif name in _READS or name in _SHAPE_ONLY or (name == "type" and len(args) == 1 and not kwargs):
+        if name == "__set__" and attribute == "data":
+            give([args[0]])
+            return func(*args, **kwargs)
+        if _takes_no_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Withheld))
         if name in _OTHER_SHAPE and not isinstance(args[0], Withheld):

@@ -216,6 +216,9 @@ class UnitHooks:
             self.windows.need(state)
             state.enter(Window.FORWARD)
             state.calls += 1
+        else:
+            for bucket in state.buckets:
+                bucket.weight.finish_unshard()  # the gather of the last update
 
     def _begin_forward(self) -> None:
         self.marks.clear()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.memory.absent import give, withhold
+from shardwise.memory.absent import expect, give, withhold
 from shardwise.plan.errors import UsageError
 from shardwise.plan.unit import Bucket
 
@@ -42,6 +42,7 @@ class ParameterViews:
         self._what = what
         self._cached: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._withheld: dict[type, type] = {}
+        self._expected: dict[type, type] = {}
         self._fresh = [parameter._version for parameter in parameters]
         self._stale = [version + 1 for version in self._fresh]
 
@@ -65,6 +66,15 @@ class ParameterViews:
         give(self.parameters)
         for parameter, view in zip(self.parameters, self.of(full), strict=True):
             parameter.data = view
+
+    def expect(self, arrive: Callable[[], None]) -> None:
+        """What the parameters show is on its way: whoever uses it calls ``arrive`` first, the same in every call here,
+        and that calls ``show``."""
+        expect(self.parameters, arrive, self._expected)
+
+    def show(self) -> None:
+        """It has come."""
+        give(self.parameters)
 
     def restore_versions(self) -> None:
         """Values are back that autograd may have saved. [Note: stale memory]"""

@@ -9,7 +9,8 @@ A master of the compute dtype is the kept weight itself or this rank's range of 
     SUMMONED   the parameters show memory outside: the user's before ``attach`` and after ``give_back``, a whole copy
                between ``summon`` and ``restore``
     SHARDED    they show nothing; the shard alone is here                      views.py, [Note: stale memory]
-    GATHERING  the slot is taken and the all-gather is under way; they still show nothing
+    GATHERING  the slot is taken and the all-gather is under way; they still show nothing. Without a window: the other
+               ranks' ranges are under way after an update; whoever uses the parameters waits first
     UNSHARDED  they show the whole weight; for ever where the weight has no window
 
                  attach, restore              start_unshard              finish_unshard
@@ -17,6 +18,7 @@ A master of the compute dtype is the kept weight itself or this rank's range of 
         ^            summon          ^------- reshard ------------+                        |   ^
         |                            +------------------------- reshard -------------------+   |
         +------------------------------- without a window: attach, restore, summon ------------+
+          without a window too: UNSHARDED -- gather_updated(beside) --> GATHERING -- finish_unshard --> UNSHARDED
 
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
@@ -53,7 +55,7 @@ _NEXT: dict[WeightState, tuple[WeightState, ...]] = {
     _SUMMONED: (_SHARDED, _UNSHARDED),
     _SHARDED: (_SUMMONED, _GATHERING),
     _GATHERING: (_SHARDED, _UNSHARDED),
-    _UNSHARDED: (_SUMMONED, _SHARDED),
+    _UNSHARDED: (_SUMMONED, _SHARDED, _GATHERING),
 }
 
 
@@ -84,10 +86,9 @@ class Weight:
         """Whether the whole weight is kept and this rank updates its range of it alone."""
         self._own = around.own_range(layout)
         piece = layout.shard_elements
-        self.shard = torch.zeros(
+        self._shard = torch.zeros(
             piece if strategy.cuts_weight else layout.elements, dtype=dtypes.compute, device=around.device
         )
-        """What this rank keeps between windows."""
         self.master: Tensor | None = None
         """What the optimizer updates; None where the bucket is frozen."""
         if layout.key.trained:
@@ -103,6 +104,13 @@ class Weight:
         self._gathering: Pending = DONE
         self._shown: dict[int, Shown] = {}
         """Parameters that show memory outside, by place."""
+
+    @property
+    def shard(self) -> Tensor:
+        """What this rank keeps between windows."""
+        if not self.has_window:
+            self.finish_unshard()
+        return self._shard
 
     @property
     def first(self) -> int:
@@ -145,6 +153,9 @@ class Weight:
         assert self._full is not None, "a weight that is gathered has a slot"
         self._gathering.wait()
         self._enter(_UNSHARDED)
+        if not self.has_window:
+            self.views.show()
+            return
         self.views.point_into(self._full)
         self.views.restore_versions()
 
@@ -268,6 +279,8 @@ class Weight:
         precise than the weight. Collective where what they are made of is cut."""
         if self.is_summoned:
             return
+        if not self.has_window:
+            self.finish_unshard()
         same = all(dtype == self.dtypes.compute for dtype in dtypes)
         source = self.shard if same or self.master is None else self.master
         if source is not self._full:
@@ -293,6 +306,8 @@ class Weight:
         """After an update of the master: round it into the weight, where that is not done yet."""
         if self.master is None:
             return
+        if not self.has_window:
+            self.finish_unshard()
         if self.state is _UNSHARDED and self._full is not None:
             self.views.check(self._full, None if self.shares_master else self.dtypes.master)
         rounded = self.rounded
@@ -300,12 +315,18 @@ class Weight:
             rounded.copy_(self.master)
         self.renew()
 
-    def gather_updated(self) -> Pending:
+    def gather_updated(self, beside: bool = False) -> Pending:
         """After ``copy_from_master``: gather the other ranks' ranges where the weight is kept whole and the master is
-        not."""
+        not. ``beside``: what comes next goes on meanwhile; ``finish_unshard``, or any use of the parameters, waits."""
         if not self._updates_range:
             return DONE
-        return self._around.shard.all_gather(self.shard, self.shard[self._own], self.what)
+        gathering = self._around.shard.all_gather(self._shard, self._shard[self._own], self.what)
+        if not beside or self.state is not _UNSHARDED:
+            return gathering
+        self._gathering = gathering
+        self._enter(_GATHERING)
+        self.views.expect(self.finish_unshard)
+        return DONE
 
     def renew(self) -> None:
         """The values changed: what autograd saved before may not be used any more."""

@@ -24,10 +24,16 @@ from shardwise.plan.walker import Walker
 class UnitWindows:
     """See the module's docstring. ``first``: number of the first Unit in the rank's list; ``keeps``: whether the list
     gathers a Unit once for all passes of a step; ``reductions``: of how many Units the gradients may still travel while
-    the backward pass goes on."""
+    the backward pass goes on; ``overlaps``: whether gathers after an update run beside the next forward pass."""
 
     def __init__(
-        self, states: Sequence[UnitState], walker: Walker, first: int, keeps: bool, reductions: int = 0
+        self,
+        states: Sequence[UnitState],
+        walker: Walker,
+        first: int,
+        keeps: bool,
+        reductions: int = 0,
+        overlaps: bool = False,
     ):
         self.states = list(states)
         self.first = first
@@ -40,6 +46,7 @@ class UnitWindows:
         """[Note: second derivatives]"""
         self._deferred: set[int] = set()
         self._reductions = reductions
+        self._overlaps = overlaps
         self._travelling: deque[UnitState] = deque()
         """Units whose gradients have begun to travel, the first of them first."""
         self._updates: list[Pending] = []
@@ -58,7 +65,8 @@ class UnitWindows:
         """UNSHARD: begin to gather what is cut; in the end of the step what was updated in pieces."""
         state = self.of(action)
         if not state.has_windows:
-            self._updates += [b.weight.gather_updated() for b in state.buckets if b.layout.key.trained]
+            trained = [bucket for bucket in state.buckets if bucket.layout.key.trained]
+            self._updates += [bucket.weight.gather_updated(self._overlaps) for bucket in trained]
             return
         if any(bucket.weight.in_the_way is not None for bucket in state.buckets):
             self._deferred.add(state.unit.index)  # [Note: deferred gathers]
