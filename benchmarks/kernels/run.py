@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import choice, philox
+from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.dropout import Draw, keyed_dropout
 from shardwise.kernels.gated import gated
@@ -86,6 +87,17 @@ def cases(device: torch.device) -> dict[str, Callable[[], Case]]:
         targets = torch.randint(0, V, (T,), device=device)
         return Case(both(lambda z: cross_entropy(z, targets), random(T, V)), 6 * T * V)
 
+    def adam() -> Case:
+        rule, elements = AdamRule(1e-3, 0.9, 0.95, 1e-8, 0.1, True), 1 << 26
+        w, m, v = (random(elements, dtype=torch.float32).abs_() for _ in range(3))
+        grad, cast, step = random(elements), random(elements), torch.zeros((), device=device)
+
+        def run() -> Sequence[Tensor]:
+            adam_step(rule, w, grad, m, v, step, 2.0, cast)
+            return ()
+
+        return Case(run, 28 * elements)
+
     def bags() -> tuple[Tensor, Tensor]:
         return torch.randint(0, ROWS, (PLACES,), device=device), torch.arange(0, PLACES + 1, 4, device=device)
 
@@ -114,7 +126,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], Case]]:
         return Case(run, 28 * PLACES * WIDTH)
 
     return {
-        "dropout": dropout, "rms_norm": norm, "rotary": rotary, "gated": gate, "cross_entropy": loss,
+        "dropout": dropout, "rms_norm": norm, "rotary": rotary, "gated": gate, "cross_entropy": loss, "adam": adam,
         "pool": pooling, "merge": merging, "update of rows": stepping,
     }  # fmt: skip
 
