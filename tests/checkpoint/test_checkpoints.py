@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.checkpoint import Checkpoints, FlatSlice, Item, verify
+from shardwise.checkpoint.checkpoints import HostBuffer
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.world import World
@@ -337,9 +338,27 @@ def test_host_memory_is_used_again(tmp_path: Path) -> None:
     places = set()
     for step in (1, 2, 3):
         checkpoints.save(step, items_of(make_state(step)), {})
-        places.add(checkpoints._buffer._memory.data_ptr())
+        places.add(tuple(page.data_ptr() for page in checkpoints._buffer._pages))
     checkpoints.wait()
     assert len(places) == 1
+
+
+def test_a_copy_lies_in_pages_of_one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostBuffer, "_PAGE_BYTES", 128)
+    state, items = make_state(1), items_of(make_state(1))
+    checkpoints = Checkpoints(tmp_path, sizes=TINY)
+    checkpoints.save(1, items, {})
+    checkpoints.wait()
+    pages = [page.nbytes for page in checkpoints._buffer._pages]
+    assert len(pages) > 2
+    assert set(pages[:-1]) == {128}
+    for item in items:
+        for piece in item.pieces:
+            piece.tensor.zero_()
+    checkpoints.load(items)
+    for item in items:
+        for start, stop, tensor in item.pieces:
+            assert torch.equal(tensor, state[item.kind, item.name][start:stop])
 
 
 @pytest.mark.gpu

@@ -190,6 +190,13 @@ def test_ranks_get_devices_of_their_own_or_a_refusal(monkeypatch: pytest.MonkeyP
         choose_device("cuda", seat_at(0, 3), "0,1")
 
 
+def test_parts_of_a_device_are_shown_one_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "accelerator", Accelerators("cuda", 1))
+    assert choose_device("cuda", seat_at(0, 1), "MIG-a,MIG-b")[0] == torch.device("cuda:0")
+    with pytest.raises(ConfigError, match=r"2 ranks .* 1 device of .*=MIG-a,MIG-b .*shows a process one"):
+        choose_device("cuda", seat_at(0, 2), "MIG-a,MIG-b")
+
+
 def test_a_part_names_each_rank_once() -> None:
     with pytest.raises(UsageError, match="rank 0 of 2 asked for a World of the ranks \\[1\\]"):
         World(0, 2).among((1,))

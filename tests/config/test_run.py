@@ -8,6 +8,7 @@ import yaml
 
 from shardwise.config.foreign_keys import FOREIGN_KEYS, FORMER_KEYS
 from shardwise.config.keys import find
+from shardwise.config.rules import check
 from shardwise.config.run import RunConfig, load, read_file
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -39,6 +40,23 @@ from shardwise.plan.errors import ConfigError
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"compile": {"cuda_graphs": True}}, "set compile.scope: blocks"),
+        (
+            {"compile": {"scope": "blocks", "cuda_graphs": True}, "zero": {"stage": 3}},
+            "set zero.stage: 2 or less",
+        ),
+        ({"compile": {"scope": "blocks", "cuda_graphs": True}, "recompute": "full"}, "and recompute: none"),
+    ],
+    ids=str,
+)
+def test_cuda_graphs_are_refused_where_memory_moves(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"compile.cuda_graphs: .*{message}"):
+        check(load(given))
 
 
 def test_every_wrong_key_is_named_at_once() -> None:

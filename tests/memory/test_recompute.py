@@ -98,6 +98,23 @@ def test_torchs_own_random_state_replays(keys: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_states_are_touched_again_only_where_a_piece_drew(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[Tensor] = []
+    put = torch.set_rng_state
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: (set_to.append(state), put(state)))
+    for drops, expected in ((False, 0), (True, 2)):
+        set_to.clear()
+        x = torch.ones(4, requires_grad=True)
+        piece = recomputed(
+            lambda x, p=drops: nn.functional.dropout(x.exp(), 0.5) if p else x.exp().sin(), Replay()
+        )
+        out = piece(x)
+        out.sum().backward()
+        assert len(set_to) == expected, "to the first run's, and back"
+        if drops:
+            assert torch.equal((x.grad != 0), (out != 0))
+
+
 def test_a_layer_used_twice_drops_other_features_and_replays_them() -> None:
     class Twice(nn.Module):
         def __init__(self, replay: Replay) -> None:

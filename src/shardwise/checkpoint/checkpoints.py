@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,23 @@ from shardwise.plan.errors import CheckpointError
 
 
 class HostBuffer:
-    """Host memory for a copy of this rank's pieces: one allocation, used again by every save."""
+    """Host memory for a copy of this rank's pieces, used again by every save.
+
+    It comes in pages of one size, and pieces are cut where a page ends: torch rounds pinned memory up to a power of
+    two, so that 17 GiB in one allocation would pin 32.
+    """
 
     _ALIGN_BYTES = 64
+    """A multiple of every dtype's size."""
+    _PAGE_BYTES = 1 << 30
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pages: list[Tensor] = []
 
     @property
     def bytes(self) -> int:
-        """Of the allocation."""
-        return self._memory.nbytes
+        """Of the pages."""
+        return sum(page.nbytes for page in self._pages)
 
     def copy(self, items: Sequence[Item]) -> list[Item]:
         """``items`` with their tensors copied here; the copies are complete on return."""
@@ -59,22 +65,40 @@ class HostBuffer:
             offsets.append(total)
             total += -(-tensor.numel() * tensor.dtype.itemsize // self._ALIGN_BYTES) * self._ALIGN_BYTES
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let the old go before the new comes
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))
+        self._reserve(total, pinned=bool(devices))
         places = iter(offsets)
         copied = []
         for item in items:
-            pieces = [FlatSlice(start, stop, self._put(t, next(places))) for start, stop, t in item.pieces]
+            pieces = [part for piece in item.pieces for part in self._put(piece, next(places))]
             copied.append(item._replace(pieces=pieces))
         for device in devices:
             torch.accelerator.synchronize(device)
         return copied
 
-    def _put(self, tensor: Tensor, offset: int) -> Tensor:
-        size = tensor.numel() * tensor.dtype.itemsize
-        place = self._memory[offset : offset + size].view(tensor.dtype)
-        return place.copy_(tensor.detach(), non_blocking=True)
+    def _reserve(self, total: int, pinned: bool) -> None:
+        """Let there be pages for ``total`` bytes; all are full but the last."""
+        size = self._PAGE_BYTES
+        for place, start in enumerate(range(0, total, size)):
+            wanted = min(size, total - start)
+            if place == len(self._pages):
+                self._pages.append(torch.empty(0, dtype=torch.uint8))
+            if self._pages[place].numel() < wanted:
+                self._pages[place] = torch.empty(0, dtype=torch.uint8)  # let the old go before the new comes
+                self._pages[place] = torch.empty(wanted, dtype=torch.uint8, pin_memory=pinned)
+
+    def _put(self, piece: FlatSlice, offset: int) -> Iterator[FlatSlice]:
+        """``piece`` at ``offset``, a slice for each page that it lies in; an empty one stays as it is."""
+        tensor, each = piece.tensor.detach(), piece.tensor.dtype.itemsize
+        if not tensor.numel():
+            yield piece
+        done = 0
+        while done < tensor.numel():
+            page, start = divmod(offset + done * each, self._PAGE_BYTES)
+            count = min(tensor.numel() - done, (self._PAGE_BYTES - start) // each)
+            place = self._pages[page][start : start + count * each].view(tensor.dtype)
+            place.copy_(tensor[done : done + count], non_blocking=True)
+            yield FlatSlice(piece.start + done, piece.start + done + count, place)
+            done += count
 
 
 class Checkpoints:

@@ -34,6 +34,8 @@ def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.d
     if device.index is None:
         if seat.local_size > count or seat.local_rank >= count:
             limit = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+            if "MIG-" in (visible or ""):  # parts of devices, known by names that say nothing of their order
+                limit += " (of the parts of a device that MIG makes, CUDA shows a process one)"
             raise ConfigError(
                 f"comm.device: {counted(seat.local_size, 'rank')} on this host (this one's place is {seat.local_rank})"
                 f", but {counted(count, 'device')} of type {device.type}{limit}; start one "

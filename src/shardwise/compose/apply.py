@@ -120,21 +120,21 @@ def apply_to_stage(
     module: nn.Module,
     buffers: Callable[[nn.Module], None],
     weights: Callable[[nn.Module], list[UnitState]],
-    compile_backend: str | None,
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
     recompute: Callable[[nn.Module], None],
     hooks: Callable[[list[UnitState]], UnitHooks],
     casts: Callable[[nn.Module], list[Any]],
 ) -> tuple[UnitHooks, list[Any]]:
     """Lines 6 to 11; returns what runs the Units, and the handles of the casts.
 
-    ``compile_backend``: None where nothing is compiled.
+    ``compiled``: of a function the compiled one; None where nothing is compiled.
     """
     buffers(module)
     states = weights(module)
-    if compile_backend is not None:
+    if compiled is not None:
         for state in states[1:]:
             own: Any = state.module
-            own.forward = torch.compile(own.forward, backend=compile_backend)
+            own.forward = compiled(own.forward)
     recompute(module)
     made = hooks(states)
     return made, casts(module)

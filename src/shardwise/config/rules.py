@@ -42,6 +42,33 @@ RULES = (
         ),
     ),
     Rule(
+        "CUDA graphs of what is compiled",
+        lambda c: (
+            not c.compile.cuda_graphs or (c.compile.scope != "none" and c.compile.backend == "inductor")
+        ),
+        lambda c: (
+            "compile.cuda_graphs: graphs are recorded of what inductor compiles; set compile.scope: blocks and "
+            "compile.backend: inductor, or leave cuda_graphs out"
+        ),
+    ),
+    Rule(
+        "CUDA graphs of weights that stay in their place",
+        lambda c: not c.compile.cuda_graphs or c.zero.stage < 3,
+        lambda c: (
+            "compile.cuda_graphs: a graph reads weights where they lay when it was recorded, and zero.stage: 3 gathers "
+            "them into other memory each time; set zero.stage: 2 or less, or leave cuda_graphs out"
+        ),
+    ),
+    Rule(
+        "CUDA graphs of one microbatch at a time",
+        lambda c: not c.compile.cuda_graphs or (c.mesh.pp == 1 and c.recompute.scope == "none"),
+        lambda c: (
+            "compile.cuda_graphs: a graph writes its activations to the same memory each time, so a forward pass "
+            "cannot come before the last one's backward pass, as with mesh.pp above 1 and in recompute; set mesh.pp: 1 "
+            "and recompute: none, or leave cuda_graphs out"
+        ),
+    ),
+    Rule(
         "dtypes of operations",
         lambda c: c.precision.operations is None or c.compile.scope == "none",
         lambda c: (

@@ -15,7 +15,7 @@ everywhere.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from shardwise.compose.apply import (
 from shardwise.compose.describe import Described, describe_cut
 from shardwise.compose.plan import Planned, Policies, dtypes_of, exchanges_of, make_plan
 from shardwise.config.auto import resolve
-from shardwise.config.run import RunConfig, load
+from shardwise.config.run import CompilePolicy, RunConfig, load
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.check import Check, Uncut, keep_uncut
 from shardwise.engine.engine import Engine, OnStep
@@ -80,7 +80,7 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.parallel.zero.views import absent
 from shardwise.parallel.zero.windows import UnitWindows
-from shardwise.plan.errors import DamagedError, MismatchError, PlanError, UsageError
+from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, PlanError, UsageError
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
@@ -410,12 +410,27 @@ def _stage(
         module,
         buffers=lambda module: _move_buffers(module, device, settings.precision),
         weights=lambda module: _unit_states(module, index, share, _bucket_contexts(site), start),
-        compile_backend=settings.compile.backend if settings.compile.scope == "blocks" else None,
+        compiled=_compiler(settings.compile, device),
         recompute=recompute,
         hooks=hooks,
         casts=lambda module: _cast_at_the_root(module, settings, device, casts_output and is_last),
     )
+    if settings.compile.cuda_graphs:  # a pass of all blocks is one round of their graphs
+        begins = module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        handles = [*handles, begins]
     return Stage(index, module, made, run, handles)
+
+
+def _compiler(
+    policy: CompilePolicy, device: torch.device
+) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """What compiles a block's forward; None where nothing is. Errors: ConfigError for CUDA graphs elsewhere."""
+    if policy.cuda_graphs and device.type != "cuda":
+        raise ConfigError(f"compile.cuda_graphs: this rank computes on {device.type}; leave it out there")
+    if policy.scope == "none":
+        return None
+    options = {"triton.cudagraphs": True} if policy.cuda_graphs else None
+    return partial(torch.compile, backend=policy.backend, options=options)
 
 
 def _gathers_once(site: Site) -> bool:

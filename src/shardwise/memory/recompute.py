@@ -19,7 +19,7 @@ Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.
 Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -39,6 +39,7 @@ from shardwise.memory.replay import Replay
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.names import chosen_by
 from shardwise.plan.policy import Policy
+from shardwise.plan.pytree import tensors_in
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -142,8 +143,11 @@ def recomputed(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        contexts = partial(_contexts, replay, saves, buffers)
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        devices = {each.device for each in tensors_in((args, kwargs)) if each.device.type != "cpu"}
+        contexts = partial(_contexts, replay, saves, buffers, _Draws(devices))
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
+        )
 
     return run
 
@@ -163,6 +167,60 @@ class _Both(AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._stacks.pop().__exit__(*exception)
+
+
+class _Draws(AbstractContextManager[None]):
+    """What a piece draws from torch's generators, its second run draws, too. Entered around the first run, ``again``
+    around every further one.
+
+    Keyed dropout draws nothing there, so most pieces leave the states alone; then the second run does, too. torch's own
+    checkpoint sets and restores the states of host and device in any case.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]):
+        self._devices = list(devices)
+        self._before: list[Tensor] = []
+        """States that the first run began with, where it has drawn."""
+
+    def __enter__(self) -> None:
+        self._before = self._states()
+
+    def __exit__(self, *exception: Any) -> None:
+        if all(map(torch.equal, self._before, self._states())):
+            self._before = []
+
+    def again(self) -> "_Redrawn":
+        """With the states as they were."""
+        return _Redrawn(self)
+
+    def rewind(self) -> list[Tensor]:
+        """To where the first run began, if it drew; returns the states now, for ``put``."""
+        held = self._states() if self._before else []
+        self.put(self._before)
+        return held
+
+    def _states(self) -> list[Tensor]:
+        on_devices = (torch.get_device_module(each).get_rng_state(each) for each in self._devices)
+        return [torch.get_rng_state(), *on_devices]
+
+    def put(self, states: Sequence[Tensor]) -> None:
+        """Let the generators stand there; nothing where ``states`` is empty."""
+        if states:
+            torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=False):
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class _Redrawn(AbstractContextManager[None]):
+    def __init__(self, draws: _Draws):
+        self._draws = draws
+        self._held: list[list[Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._held.append(self._draws.rewind())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._draws.put(self._held.pop())
 
 
 class _Buffers:
@@ -272,12 +330,12 @@ class _Before(AbstractContextManager[None]):
 
 
 def _contexts(
-    replay: Replay, saves: Callable[..., CheckpointPolicy] | None, buffers: _Buffers | None
+    replay: Replay, saves: Callable[..., CheckpointPolicy] | None, buffers: _Buffers | None, draws: _Draws
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the forward pass, and around each recomputation."""
     piece = replay.again()
-    first: list[AbstractContextManager[Any]] = [piece.first()]
-    again: list[AbstractContextManager[Any]] = [piece]
+    first: list[AbstractContextManager[Any]] = [piece.first(), draws]
+    again: list[AbstractContextManager[Any]] = [piece, draws.again()]
     if buffers is not None:
         snapshot = buffers.before()
         first.append(snapshot)

@@ -4,8 +4,9 @@
                reach top_p (arXiv:1904.09751)
     token    = the first whose cumulated p exceeds u,  u = uniform(key_of(seed, "generate"), step·B + row)
 
-The draws come from the counter-based generator on the CPU: the same seed gives the same text on every rank, so ranks
-that hold the model together choose the same token and need not tell one another. Temperature 0 takes the largest.
+Tokens are chosen where the logits lie, and never read; u comes from the counter-based generator on the CPU, B numbers a
+token. The same seed gives the same text on every rank, so ranks that hold the model together choose the same token and
+need not tell one another. Temperature 0 takes the largest.
 
 [Note: sliding] When the context is full, the window restarts with the latest half of it and is prefilled again.
 Cached keys cannot be shifted instead: they hold positions, and what they were computed from has left the window. One
@@ -71,8 +72,8 @@ def generate(
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, seed: int, step: int, top_p: float | None = None
 ) -> Tensor:
-    """One token for each row of ``logits`` [B, V], on the CPU: [B]."""
-    wide = logits.detach().to("cpu", torch.float64)
+    """One token for each row of ``logits`` [B, V], where they lie: [B]."""
+    wide = logits.detach().to(torch.float64)
     if temperature == 0:
         return wide.argmax(-1)
     if top_k is not None and top_k < wide.shape[-1]:
@@ -81,15 +82,24 @@ def choose(
     p = (wide / temperature).softmax(-1)  # [B, V]
     if top_p is not None:
         falling, order = p.sort(dim=-1, descending=True, stable=True)
-        before = falling.cumsum(-1) - falling  # what the likelier ones reach without it
+        before = _cumulated(falling) - falling  # what the likelier ones reach without it
         p = p.scatter(-1, order, falling.where(before < top_p, 0.0))
-    cumulated = p.cumsum(-1)
+    cumulated = _cumulated(p)
     rows = len(wide)
     u = philox.uniform(philox.key_of(seed, "generate"), step * rows, (step + 1) * rows)[:, None]
+    u = u.to(wide.device, non_blocking=True)
     # Scaled by the last sum, which rounding may leave below 1: else u could lie beyond every token.
     return torch.searchsorted(cumulated, u * cumulated[:, -1:], right=True)[:, 0].clamp_(
         max=wide.shape[1] - 1
     )
+
+
+def _cumulated(p: Tensor) -> Tensor:
+    """Sums of ``p`` [B, V] up to each token. A device adds floats in whatever order its blocks finish; there they are
+    whole steps of 2^-52 first, whose sum has the same bits in any order, so that ranks choose alike."""
+    if p.device.type == "cpu":
+        return p.cumsum(-1)
+    return (p * 2.0**52).round().long().cumsum(-1).double() * 2.0**-52
 
 
 def _check(
