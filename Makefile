@@ -12,7 +12,7 @@ help:
 	@echo "make test     linters and the whole test suite"
 	@echo "make soak     the long fault campaigns, and late collectives under all parallel tests"
 	@echo "make reference  docs/reference from the code"
-	@echo "make gpu      the tests that need an accelerator"
+	@echo "make gpu      the tests that need an accelerator, then the first run's table (ten minutes)"
 	@echo "make install  the virtual environment in .venv alone"
 
 $(READY): pyproject.toml
@@ -50,6 +50,7 @@ soak: $(READY)
 
 gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python benchmarks/accelerator/run.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
