@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.comm.world import World
 from shardwise.kernels import choice
 from shardwise.models import Gpt, GptPolicy
 from shardwise.models.gpt import GptExperts
+from tests.accelerator.crew import Crew
 from tests.accelerator.mirror import mirror_world
 from tests.accelerator.pretend import Bench, Sync, register
 from tests.engine import tables_net
@@ -48,6 +50,8 @@ class Row(NamedTuple):
     config: dict[str, Any]
     has_kernels: bool = False
     """Whether the device is one that Triton's kernels serve; else the plain forms run."""
+    is_crew: bool = False
+    """Its ranks are threads, counted together: stages differ, so none mirrors another."""
 
 
 def gpt(**changes: Any) -> Callable[[], nn.Module]:
@@ -108,6 +112,9 @@ def _rows() -> dict[str, Row]:
         "tied, zero 3, bf16, dp 4": Row(gpt(family="gpt2", tied_head=True), tokens, 4, zero3),
         "tp 2, bf16": Row(gpt(), tokens, 2, {**zero3, "mesh": {"tp": 2}}),
         "tp 2, dp 2, zero 3, bf16": Row(gpt(), tokens, 4, {**zero3, "mesh": {"tp": 2, "dp": 2}}),
+        "pp 2, bf16, both stages": Row(
+            gpt(), tokens, 2, {**_zero(0, "bf16"), "mesh": {"pp": 2}}, is_crew=True
+        ),
         "dropout, zero 3, bf16, dp 4": Row(gpt(family="gpt2", dropout=0.1), tokens, 4, zero3),
         "no dropout, kernels, zero 3, bf16, dp 4": Row(gpt(family="gpt2"), tokens, 4, zero3, True),
         "dropout, kernels, zero 3, bf16, dp 4": Row(gpt(family="gpt2", dropout=0.1), tokens, 4, zero3, True),
@@ -139,14 +146,25 @@ def measure(name: str) -> tuple[Budget, list[str]]:
             "check_first_step": "off",  # it compares numbers, which mirror ranks do not have
             **row.config,
         }
-        torch.manual_seed(0)
-        engine = shardwise.initialize(row.make(), config, world=mirror_world(row.ranks, device))
-        for step in range(3):
-            batches = [row.batch(MICROBATCHES * step + i) for i in range(MICROBATCHES)]
-            bench.clear()
-            assert not engine.train_step(batches).skipped, f"{name}: the step was skipped"
-        found = Budget(dict(bench.syncs), sum(bench.operations.values()))
-        engine.close()
+
+        def steps(world: World) -> Budget:
+            torch.manual_seed(0)
+            engine = shardwise.initialize(row.make(), config, world=world)
+            for step in range(3):
+                batches = [row.batch(MICROBATCHES * step + i) for i in range(MICROBATCHES)]
+                world.barrier()
+                bench.clear()
+                world.barrier()
+                assert not engine.train_step(batches).skipped, f"{name}: the step was skipped"
+            world.barrier()
+            found = Budget(dict(bench.syncs), sum(bench.operations.values()))
+            world.barrier()
+            engine.close()
+            return found
+
+        found = (
+            Crew(row.ranks, device).run(steps)[0] if row.is_crew else steps(mirror_world(row.ranks, device))
+        )
     return found, bench.misplaced
 
 
