@@ -230,7 +230,6 @@ def waits_with_a_deadline(
 
 
 OURS: dict[str, tuple[Any, str, Any, str]] = {
-    "nothing": (Weight, "finish_unshard", _finish_unshard, ""),
     "missing wait": (Weight, "finish_unshard", weight_not_waited_for, "not finite"),
     "early reuse": (
         TorchTransport,
