@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.embedding.ahead import PreparedFeatures
+from shardwise.parallel.embedding.ahead import PreparedFeatures, are_features
 from shardwise.plan.errors import UsageError
 from shardwise.plan.pytree import part_named, rebuilt
 from shardwise.plan.ragged import Ragged
@@ -41,16 +41,25 @@ def call_model(
 
 
 def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Tensors of a pytree on ``device``, floating ones in ``dtype`` (None: as they are)."""
+    """Tensors of a pytree on ``device``, floating ones in ``dtype`` (None: as they are).
+
+    Features of tables, {name: Ragged}, stay where they are: their collection brings what it needs to the device.
+    """
     if isinstance(value, Tensor):
         if dtype is not None and value.is_floating_point():
             return value.to(device, dtype)
         return value.to(device)
-    if isinstance(value, Ragged) and value.weights is None and value.values.device == device:
-        return value  # a batch has dozens, and each would be walked and made anew in every cast
     if isinstance(value, PreparedFeatures):
-        return value.changed(lambda inner: cast_inputs(inner, device, dtype))
+        return value.changed(lambda inner: _weights_in(inner, dtype))
+    if are_features(value):
+        return {name: _weights_in(each, dtype) for name, each in value.items()}
     return rebuilt(value, lambda inner: cast_inputs(inner, device, dtype))
+
+
+def _weights_in(feature: Ragged, dtype: torch.dtype | None) -> Ragged:
+    if feature.weights is None or dtype is None:
+        return feature  # a batch has dozens, and each would be made anew in every cast
+    return feature._replace(weights=feature.weights.to(dtype))
 
 
 def find_loss(output: Any) -> Tensor:

@@ -16,7 +16,7 @@ result.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 
@@ -43,8 +43,7 @@ class Reader(Protocol):
 class PreparedFeatures(Mapping[str, Ragged], Laden):
     """Features of a batch, with what collections prepared of them.
 
-    seen      the features as the collections will see them: on their device, floating weights in the dtype of their
-              call
+    seen      the features as the collections will see them: floating weights in the dtype of their call
     readers   the collections that find all their features here
     """
 
@@ -87,7 +86,7 @@ class PreparedFeatures(Mapping[str, Ragged], Laden):
         return prepared
 
     def changed(self, change: Callable[[Any], Any]) -> "PreparedFeatures":
-        """The same keys after ``change`` of each feature: another device, or another dtype of the weights."""
+        """The same keys after ``change`` of each feature: another dtype of the weights."""
         fresh = PreparedFeatures({name: change(each) for name, each in self.items()}, {}, self.readers)
         fresh._dtypes, fresh.prepared = self._dtypes, self.prepared
         return fresh
@@ -128,7 +127,7 @@ def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Fea
     def walk(value: Any) -> Any:
         if isinstance(value, Ragged):
             return value
-        if isinstance(value, dict) and value and all(isinstance(each, Ragged) for each in value.values()):
+        if are_features(value):
             readers = [each for each, its in zip(collections, names, strict=True) if its <= value.keys()]
             found.missing += [
                 name for its in names if its & value.keys() for name in sorted(its - value.keys())
@@ -141,6 +140,13 @@ def find_features(batch: Any, collections: Sequence[Reader], cast: Callable[[Fea
 
     found.batch = walk(batch)
     return found
+
+
+def are_features(value: Any) -> TypeGuard[dict[str, Ragged]]:
+    """Whether it is what a collection reads: features by their names."""
+    return (
+        isinstance(value, dict) and bool(value) and all(isinstance(each, Ragged) for each in value.values())
+    )
 
 
 def _weight_dtypes(features: Features) -> list[torch.dtype | None]:

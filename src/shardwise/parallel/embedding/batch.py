@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.store import Store
+from shardwise.parallel.embedding.transfer import on_host
 from shardwise.parallel.embedding.ways import Asked, Way
 from shardwise.plan.errors import UsageError
 from shardwise.plan.ragged import Ragged
@@ -86,33 +87,48 @@ class BatchVectors(torch.autograd.Function):
                 "embedding: a second backward pass through the same vectors; run the forward pass again for it"
             )
         prepared.gradients_came = learns
-        left: Iterator[Tensor | None] = iter(grads)
+        gradients = iter(_where_rows_are(parts, grads))
         of_weights: list[Tensor | None] = []
         for part, asked, weights in zip(parts, prepared.asked, prepared.weights, strict=True):
-            of_part = [next(left) for _ in part.tables.runs]
+            of_part = next(gradients)
             came = any(grad is not None for grad in of_part)
-            device = part.store.device
-            of_part = [None if grad is None else grad.to(device) for grad in of_part]
             if came and learns:
                 part.way.keep(asked, of_part)
-            of_weights.append(part.way.of_weights(asked, of_part) if came and weights is not None else None)
+            wanted = came and weights is not None
+            of_weights.append(part.way.of_weights(asked, of_part).to(weights.device) if wanted else None)
         return (None, None, None, None, *of_weights, *(None for _ in grads))
 
 
-def on_device(
-    device: torch.device, features: Mapping[str, Ragged], names: Iterable[str]
-) -> Mapping[str, Ragged]:
-    """The features that are named, with their parts on ``device``."""
-    if all(
-        ragged.values.device == device and ragged.offsets.device == device for ragged in features.values()
-    ):
+def _where_rows_are(parts: Sequence[Part], grads: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+    """The gradients of each part's runs; those of rows on the host have come there."""
+    left: Iterator[Tensor | None] = iter(grads)
+    found = [[next(left) for _ in part.tables.runs] for part in parts]
+    at_host = [
+        (of_part, run)
+        for part, of_part in zip(parts, found, strict=True)
+        for run, grad in enumerate(of_part)
+        if grad is not None and grad.device != part.store.device
+    ]
+    came = on_host([grad for of_part, run in at_host if (grad := of_part[run]) is not None])
+    for (of_part, run), grad in zip(at_host, came, strict=True):
+        of_part[run] = grad
+    return found
+
+
+def features_on_host(features: Mapping[str, Ragged], names: Iterable[str]) -> Mapping[str, Ragged]:
+    """The features that are named, with their parts on the host; weights keep where they come from."""
+    away = [
+        name
+        for name in names
+        if name in features and any(part is not None and part.device.type != "cpu" for part in features[name])
+    ]
+    if not away:
         return features
+    parts = on_host([part for name in away for part in features[name][:2]])
     moved = dict(features)
-    for name in names:
-        if name in features:
-            values, offsets, weights = features[name]
-            weights = None if weights is None else weights.to(device)
-            moved[name] = Ragged(values.to(device), offsets.to(device), weights)
+    for name, values, offsets in zip(away, parts[::2], parts[1::2], strict=True):
+        weights = features[name].weights
+        moved[name] = Ragged(values, offsets, None if weights is None else weights.cpu())
     return moved
 
 

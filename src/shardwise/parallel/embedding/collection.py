@@ -483,7 +483,7 @@ class AbsentCollection(EmbeddingCollection):
                 keys = ragged.values.numel()
                 if pooling == "none":
                     vectors = self._fill((keys, table.width), self.dtype, ragged.offsets.device)
-                    found[name] = Sequences(vectors, ragged.offsets)
+                    found[name] = Sequences(vectors, ragged.offsets.to(vectors.device))
                     continue
                 columns = keys // max(ragged.samples, 1) if pooling == "concat" else 1
                 shape = (ragged.samples, columns * table.width)

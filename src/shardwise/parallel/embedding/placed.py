@@ -21,7 +21,7 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import share
 from shardwise.kernels.tables.unique import Scratch
 from shardwise.optim.clip import clip_factor
-from shardwise.parallel.embedding.batch import BatchVectors, Part, Prepared, on_device
+from shardwise.parallel.embedding.batch import BatchVectors, Part, Prepared, features_on_host
 from shardwise.parallel.embedding.dynamic import is_unlimited
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
@@ -30,7 +30,8 @@ from shardwise.parallel.embedding.planner import Choice
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.embedding.store import Store
-from shardwise.parallel.embedding.ways import Asked, Lane, way_of
+from shardwise.parallel.embedding.transfer import together
+from shardwise.parallel.embedding.ways import Asked, Lane, SlabRows, way_of
 from shardwise.plan.errors import CommError, DataError, TableFullError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged
@@ -136,9 +137,10 @@ class PlacedTables:
         try:
             samples = batch_size(features)
             asked, weights = [], []
+            names = [feature.name for part in self.parts for feature in part.tables.features]
+            features = features_on_host(features, names)
             for part in self.parts:
-                names = [feature.name for feature in part.tables.features]
-                fused = fuse(part.tables, on_device(part.store.device, features, names), self.dtype)
+                fused = fuse(part.tables, features, self.dtype)
                 weights.append(_live(fused.weights, part))
                 if fused.weights is not None:
                     fused = fused._replace(weights=fused.weights.detach())
@@ -153,12 +155,31 @@ class PlacedTables:
         for part, each, everyone in zip(self.parts, asked, numbers, strict=True):
             part.way.meet(each, everyone, lane)
         flat = {
-            feature.name: features[feature.name].offsets.to(self.device)
+            feature.name: features[feature.name].offsets
             for part in self.parts
             for feature in part.tables.features
             if feature.pooling == "none"
         }
+        if self.device.type != "cpu":
+            self._send(asked, flat)
         return Prepared(samples, flat, asked, weights=weights)
+
+    def _send(self, asked: Sequence[Asked], flat: dict[str, Tensor]) -> None:
+        """[Note: host and device, in transfer.py] What is read there of a batch: one copy for all."""
+        away = [
+            (part, each)
+            for part, each in zip(self.parts, asked, strict=True)
+            if part.store.device.type != "cpu"
+        ]
+        for part, each in away:
+            assert each.arrived is not None, "keys have been exchanged"
+            rows = part.store.rows(each.arrived, [], learns=False)
+            each.rows = SlabRows(rows, rows)
+        sent = [tensor for _, each in away for tensor in each.read_by_device()]
+        there = iter(together([*sent, *flat.values()], self.device))
+        for _, each in away:
+            each.take(there)
+        flat.update(zip(flat, there, strict=True))
 
     def _numbers(self, asked: Sequence[Asked], lane: Lane) -> list[Tensor]:
         """Of each part what leaves every rank for every rank: int64 [N, N, K]. ``asked`` is empty where this rank
@@ -186,9 +207,16 @@ class PlacedTables:
         weighs = torch.is_grad_enabled() and any(weights is not None for weights in prepared.weights)
         with torch.no_grad():
             fetched = [
-                [output.to(self.device) for output in part.way.fetch(each, part.store, learns)]
+                part.way.fetch(each, part.store, learns)
                 for part, each in zip(self.parts, prepared.asked, strict=True)
             ]
+            if self.device.type != "cpu":
+                at_host = [output for of_part in fetched for output in of_part if output.device.type == "cpu"]
+                came = iter(together(at_host, self.device))
+                fetched = [
+                    [next(came) if output.device.type == "cpu" else output for output in of_part]
+                    for of_part in fetched
+                ]
         if not learns and not weighs:
             return [[output.to(self._compute_dtype) for output in of_part] for of_part in fetched]
         if learns:
@@ -245,7 +273,7 @@ class PlacedTables:
         if not capped:
             return
         here = [table.rows_after(self.steps + 1) * store.is_counted for store, table in capped]
-        rows = torch.tensor(here, dtype=torch.float64, device=self.device)
+        rows = torch.tensor(here, dtype=torch.float64)
         self.group.all_reduce(rows, "rows of tables", "control").wait()
         for (_, table), total in zip(capped, rows.tolist(), strict=True):
             if table.capacity is not None and total > table.capacity:
@@ -260,9 +288,10 @@ class PlacedTables:
     def square_sum(self) -> Tensor:
         """Σ g² over the delivered gradients of the rows that this rank owns, fp64: summed over the ranks, that of all
         tables."""
-        squares = torch.zeros((), dtype=torch.float64)
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self.parts:
-            squares = squares + part.store.square_sum().cpu()
+            own = part.store.square_sum()
+            squares = squares + (own if own.device == squares.device else together([own], self.device)[0])
         return squares
 
     @torch.no_grad()
@@ -272,7 +301,7 @@ class PlacedTables:
             self.deliver()
         assert not self._open, "gradients are delivered before the step"
         if max_norm is not None:
-            squares = self.square_sum().reshape(1).to(self.device)
+            squares = self.square_sum().reshape(1)
             self.group.all_reduce(squares, "the gradient norm of the tables", "control").wait()
             norm = float(squares.sqrt()) / divisor
             divisor = divisor / clip_factor(norm, max_norm)

@@ -1,6 +1,7 @@
 """RowGradients: gradients of rows of one store, until the step that uses them.
 
-They wait in the order in which they came, and are merged to one for each row: the same bits in every run.
+They wait in the order in which they came, and are merged to one for each row: the same bits in every run. Rows are on
+the host, which alone knows how many differ; gradients are where the slab is.
 
 Shapes: U rows of one call, w columns.
 """
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from shardwise.kernels.tables.pooling import merge
 from shardwise.kernels.tables.unique import unique
+from shardwise.parallel.embedding.transfer import together
 
 
 class RowGradients:
@@ -24,22 +26,23 @@ class RowGradients:
         self._may_lack = may_lack
         self._is_distinct = is_distinct
         self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._is_merged = False
+        self._merged: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: Tensor, grads: Tensor) -> None:
         """Gradients [U, w] of rows [U]."""
-        self._is_merged = False
+        self._merged = None
         self._waiting.append((rows, grads))
 
     def clear(self) -> None:
         """Forget them."""
         self._waiting.clear()
+        self._merged = None
 
     def merged(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """One gradient for each row, in the order in which the rows first came; of none, on the device of ``like``."""
+        """One gradient for each row, in the order in which the rows first came: both on the device of ``like``."""
         if not self._waiting:
             return torch.empty(0, dtype=torch.int64, device=like.device), like.new_empty(0, self._columns)
-        if not self._is_merged:
+        if self._merged is None:
             rows, grads = self._waiting[0]
             if len(self._waiting) > 1:
                 rows = torch.cat([rows for rows, _ in self._waiting])
@@ -50,7 +53,9 @@ class RowGradients:
                     rows, grads = rows[present], grads[present]
             if len(self._waiting) > 1 or not self._is_distinct:
                 distinct = unique(rows)
-                rows, grads = distinct.keys, merge(grads, distinct.inverse, None, distinct.keys.numel())
-            self._waiting = [(rows, grads)]
-            self._is_merged = True
-        return self._waiting[0]
+                rows, places = together(distinct, like.device)
+                grads = merge(grads, places, None, rows.numel())
+            else:
+                (rows,) = together([rows], like.device)
+            self._merged = rows, grads
+        return self._merged

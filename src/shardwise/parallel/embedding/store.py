@@ -176,13 +176,13 @@ class Store:
     # Learning ----------------------------------------------------------------------------------------------------
 
     def add(self, rows: Tensor, grads: Tensor) -> None:
-        """Gradients [U, w] of rows wait for the step."""
+        """Gradients [U, w] of rows, which are on the host, wait for the step."""
         self._gradients.add(rows, grads)
 
     def square_sum(self) -> Tensor:
         """Σ g² of the delivered gradients that count on this rank, fp64."""
         if self.tables.place.placement == "data_parallel" and self._group.index:
-            return torch.zeros((), dtype=torch.float64)
+            return torch.zeros((), dtype=torch.float64, device=self.device)
         _, grads = self._gradients.merged(self.slab)
         return square_sum(grads.reshape(-1))
 

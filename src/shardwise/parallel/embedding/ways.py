@@ -21,7 +21,7 @@ Cost of one pass in bytes per rank: cost.py.
 Shapes: N ranks, U distinct keys of the rank's batch, A keys that it is asked for, D width, R runs of features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.unique import Distinct, Scratch, dealt, grouped, unique
 from shardwise.parallel.embedding.fuse import Fused, by_sample
-from shardwise.parallel.embedding.group import TableGroup
+from shardwise.parallel.embedding.group import FeatureRun, TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_owner
 from shardwise.parallel.embedding.store import Store, TableRange
 
@@ -61,8 +61,8 @@ class Asked:
     stretches: list[TableRange] = field(default_factory=list)
     """Of dynamic tables: which of them belong to which table."""
     bags: "Bags | None" = None
-    rows: Tensor | None = None
-    """Slab rows of ``arrived``, once known; of ``Sums`` those of its distinct keys."""
+    rows: "SlabRows | None" = None
+    """Those of ``arrived``, once known; of ``Sums`` those of its distinct keys."""
     found: list[Tensor | None] = field(default_factory=list)
     """Of each run that takes the largest: where it stood."""
     gradient: Tensor | None = None
@@ -71,6 +71,37 @@ class Asked:
     """True where the weights of the keys want gradients."""
     vectors: Tensor | None = None
     """Then the vector of each key: [N, D]."""
+
+    def read_by_device(self) -> list[Tensor]:
+        """What the batch's operations read where the slab is, if that is not the host; ``take`` puts it there."""
+        bags = () if self.bags is None else (self.bags.offsets, self.bags.weights, self.bags.inverse)
+        rows = () if self.rows is None else (self.rows.here,)
+        fused = (self.fused.offsets, self.fused.weights)
+        return [each for each in (*fused, self.inverse, *rows, *bags) if each is not None]
+
+    def take(self, there: Iterator[Tensor]) -> None:
+        """What ``read_by_device`` gave, on the device."""
+
+        def next_of(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else next(there)
+
+        offsets, weights = next_of(self.fused.offsets), next_of(self.fused.weights)
+        self.fused = self.fused._replace(offsets=offsets, weights=weights)
+        self.inverse = next(there)
+        if self.rows is not None:
+            self.rows = self.rows._replace(there=next(there))
+        if self.bags is not None:
+            counts, _, has_weights, _ = self.bags
+            self.bags = Bags(counts, next(there), next_of(has_weights), next(there))
+
+
+class SlabRows(NamedTuple):
+    """Rows of the slab that this rank serves: int64 [A]."""
+
+    here: Tensor
+    """On the host, which counts them."""
+    there: Tensor
+    """Where the slab is; sent there before the batch is fetched."""
 
 
 class Bags(NamedTuple):
@@ -137,7 +168,7 @@ class Way:
                 found += (grad * asked.vectors).sum(1)
                 continue
             offsets = fused.offsets[start * fused.samples : stop * fused.samples + 1]
-            first, last = int(offsets[0]), int(offsets[-1])
+            first, last = fused.starts[start], fused.starts[stop]
             bags = torch.arange(offsets.numel() - 1, device=grad.device)
             bags = bags.repeat_interleave(offsets.diff(), output_size=last - first)
             found[first:last] = (grad[bags] * asked.vectors[first:last]).sum(1)
@@ -173,19 +204,16 @@ class Way:
         asked.found = []
         if asked.keeps_vectors:
             asked.vectors = gather_vectors(vectors, index, width)
-        for kind, start, stop in self.tables.runs:
-            if kind == "rows":
-                stretch = index[fused.starts[start] : fused.starts[stop]]
-                outputs.append(gather_vectors(vectors, stretch, width))
+        for run in self.tables.runs:
+            places, offsets, weights = _stretch(fused, run, index)
+            if run.kind == "rows":
+                outputs.append(gather_vectors(vectors, places, width))
                 asked.found.append(None)
                 continue
-            offsets = fused.offsets
-            if offsets is not None:
-                offsets = offsets[start * fused.samples : stop * fused.samples + 1]
-            if kind == "max":
-                pooled = pool(vectors, index, offsets, "max", width=width)
+            if run.kind == "max":
+                pooled = pool(vectors, places, offsets, "max", width=width)
             else:
-                pooled = pool(vectors, index, offsets, "sum", fused.weights, width)
+                pooled = pool(vectors, places, offsets, "sum", weights, width)
             outputs.append(pooled.values)
             asked.found.append(pooled.places)
         return outputs
@@ -194,20 +222,16 @@ class Way:
         """Gradients of distinct keys."""
         fused, total = asked.fused, None
         distinct = asked.keys.numel()
-        for (kind, start, stop), found, grad in zip(self.tables.runs, asked.found, grads, strict=True):
+        for run, found, grad in zip(self.tables.runs, asked.found, grads, strict=True):
             if grad is None:
                 continue
-            if kind == "rows":
-                inverse = asked.inverse[fused.starts[start] : fused.starts[stop]]
+            inverse, offsets, weights = _stretch(fused, run, asked.inverse)
+            if run.kind == "rows":
                 part = merge(grad, inverse, None, distinct)
+            elif run.kind == "max":
+                part = merge(grad, inverse, offsets, distinct, "max", places=found)
             else:
-                offsets = fused.offsets
-                if offsets is not None:
-                    offsets = offsets[start * fused.samples : stop * fused.samples + 1]
-                if kind == "max":
-                    part = merge(grad, asked.inverse, offsets, distinct, "max", places=found)
-                else:
-                    part = merge(grad, asked.inverse, offsets, distinct, "sum", fused.weights)
+                part = merge(grad, inverse, offsets, distinct, "sum", weights)
             total = part if total is None else total.add_(part)
         assert total is not None, "backward runs where at least one gradient came"
         return total
@@ -231,16 +255,17 @@ class Everywhere(Way):
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
         me, parts = self.group.index, [part for (part,) in asked.counts]
-        asked.rows = store.rows(asked.arrived, asked.stretches, learns)
+        rows = _rows(asked, store, learns)
         if self.tables.place.placement == "data_parallel" or self.group.size == 1:
             start = sum(parts[:me])
-            own = asked.rows[start : start + parts[me]]
+            own = rows[start : start + parts[me]]
             if not store.can_lend(own):
                 return self._pooled(asked, store.read(own))
             # The own copy is read where it lies. Keys of static tables are rows already.
-            index = own[asked.inverse] if self.tables.is_dynamic else asked.fused.keys
+            are_rows = asked.fused.keys.device == own.device and not self.tables.is_dynamic
+            index = asked.fused.keys if are_rows else own[asked.inverse]
             return self._pooled(asked, store.slab, index)
-        served = store.read(asked.rows)  # [A, D/N]
+        served = store.read(rows)  # [A, D/N]
         elements = [[part * len(self.tables.columns(rank)) for part in parts] for rank in self._ranks]
         output = served.new_empty(sum(row[me] for row in elements))
         self.group.all_to_all(output, served.view(-1), elements, f"vectors of {self._name}").wait()
@@ -258,14 +283,14 @@ class Everywhere(Way):
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
         what = f"gradients of {self._name}"
         if self.tables.place.placement == "data_parallel" or self.group.size == 1:
-            store.add(asked.rows, gather(gradient, parts, self.group, what, "gradients"))
+            store.add(asked.rows.here, gather(gradient, parts, self.group, what, "gradients"))
             return
         columns = [self.tables.columns(rank) for rank in self._ranks]
         sent = torch.cat([gradient[:, held.start : held.stop].reshape(-1) for held in columns])
         elements = [[part * len(held) for held in columns] for part in parts]
         output = sent.new_empty(sum(row[me] for row in elements))
         self.group.all_to_all(output, sent, elements, what, "gradients").wait()
-        store.add(asked.rows, output.view(asked.rows.numel(), len(columns[me])))
+        store.add(asked.rows.here, output.view(asked.rows.here.numel(), len(columns[me])))
 
     @property
     def _ranks(self) -> range:
@@ -309,8 +334,9 @@ class Routed(Way):
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
-        asked.rows = store.rows(asked.arrived, asked.stretches, learns)
-        vectors = back(store.read(asked.rows), asked.counts, self.group, f"vectors of {self._name}")
+        vectors = back(
+            store.read(_rows(asked, store, learns)), asked.counts, self.group, f"vectors of {self._name}"
+        )
         return self._pooled(asked, vectors)
 
     def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
@@ -320,7 +346,7 @@ class Routed(Way):
         assert asked.rows is not None, "gradients follow vectors"
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
         what = f"gradients of {self._name}"
-        store.add(asked.rows, send(gradient, asked.counts, self.group, what, "gradients"))
+        store.add(asked.rows.here, send(gradient, asked.counts, self.group, what, "gradients"))
 
 
 class Sums(Way):
@@ -379,9 +405,8 @@ class Sums(Way):
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
         assert asked.arrived is not None and asked.bags is not None, "keys are exchanged before vectors"
-        asked.rows = store.rows(asked.arrived, [], learns)
         counts, offsets, weights, inverse = asked.bags
-        sums = pool(store.read(asked.rows), inverse, offsets, "sum", weights).values
+        sums = pool(store.read(_rows(asked, store, learns)), inverse, offsets, "sum", weights).values
         arrived = back(sums, counts, self.group, f"sums of {self._name}")
         if self.tables.place.placement == "row" and self.group.size > 1:
             first, *others = arrived.view(self.group.size, -1, self.tables.width)
@@ -404,12 +429,31 @@ class Sums(Way):
             arrived = gather(gradient, parts, self.group, what, "gradients")
         else:
             arrived = send(gradient, counts, self.group, what, "gradients")
-        store.add(asked.rows, merge(arrived, inverse, offsets, asked.rows.numel(), "sum", weights))
+        store.add(asked.rows.here, merge(arrived, inverse, offsets, asked.rows.here.numel(), "sum", weights))
 
 
 def _by_vector(fused: Fused, inverse: Tensor) -> Tensor:
     """Places of the keys in the order of the vectors that they make."""
     return by_sample(inverse, fused.samples) if fused.by_sample and not fused.keys_by_sample else inverse
+
+
+def _rows(asked: Asked, store: Store, learns: bool) -> Tensor:
+    """Slab rows of the keys that arrived, where the slab is. Where it ``learns``, new keys get rows."""
+    if asked.rows is None or asked.rows.there.device.type == "cpu":
+        assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
+        rows = store.rows(asked.arrived, asked.stretches, learns)
+        asked.rows = SlabRows(rows, rows)
+    return asked.rows.there
+
+
+def _stretch(fused: Fused, run: FeatureRun, index: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of the places of all keys those of a run, its bags among them, and its weights."""
+    first, last = fused.starts[run.start], fused.starts[run.stop]
+    offsets = fused.offsets
+    if offsets is not None:
+        offsets = offsets[run.start * fused.samples : run.stop * fused.samples + 1]
+        offsets = offsets - first if first else offsets
+    return index[first:last], offsets, None if fused.weights is None else fused.weights[first:last]
 
 
 def _or_zeros(asked: Asked, rows: int, width: int, store: Store) -> Tensor:
