@@ -342,7 +342,7 @@ def _least(memory_bytes: int, group: Group, device: torch.device) -> int:
 
 
 def _memory_of_a_rank(world: World) -> int:
-    """The host's memory, shared by its ranks; of an accelerator its own."""
+    """The host's memory, shared by its ranks; of an accelerator what is free of its own."""
     if world.device.type != "cpu":
-        return int(torch.accelerator.get_memory_info(world.device)[1])
+        return int(torch.accelerator.get_memory_info(world.device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
