@@ -73,6 +73,7 @@ def register() -> torch.device:
         for name, stand_in in _ACCELERATOR.items():
             setattr(torch.accelerator, name, stand_in)
         torch.Stream, torch.Event = _Stream, _Event  # type: ignore[misc, assignment]
+        torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign, assignment]
         threading.Thread.run = _run_in_mode  # type: ignore[method-assign]
     return torch.device(NAME, 0)
 
@@ -447,6 +448,11 @@ class _Stream:
 
     def __exit__(self, *_: Any) -> None:
         pass
+
+
+def _record_stream(tensor: Tensor, stream: _Stream) -> None:
+    if not is_on_device(tensor):
+        raise NotImplementedError("record_stream: a tensor on the host belongs to no stream")
 
 
 class _Event:

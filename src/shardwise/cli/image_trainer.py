@@ -5,11 +5,9 @@ over all ranks; loss, accuracy and metrics of the user's own (``train.metrics``)
 ``train.early_stop`` looks at the accuracy. How long steps wait for pictures stands in every line.
 """
 
-import contextlib
 import itertools
 import logging
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from shardwise.cli.trainer import Opened, Throughput, Trainer
 from shardwise.comm.world import World
 from shardwise.config.auto import Resolved
 from shardwise.config.run import RunConfig
-from shardwise.data.images import ImageBatch, ImagePolicy, LabelsAlone, build_images
+from shardwise.data.images import ImagePolicy, LabelsAlone, build_images
 from shardwise.engine.step import StepResult
 from shardwise.models import TargetPolicy, build_image_model
 from shardwise.models import build as build_model
@@ -62,8 +60,6 @@ class ImageTrainer(Trainer):
         self.score: dict[str, float] = {}
         """Of the last evaluation: loss, accuracy, and what ``train.metrics`` gives."""
         self._throughput = Throughput("pictures")
-        self._waited_s = self._stalled_s = 0.0
-        """For pictures: in the last step, and in all."""
 
     def open_data(self, config: RunConfig) -> Opened:
         """The pictures, of the side that the model takes."""
@@ -86,23 +82,6 @@ class ImageTrainer(Trainer):
         reads_all = self.mesh.index("pp", self.world.rank) == 0 or not isinstance(self.engine.module, Layers)
         return data if reads_all or data is None else LabelsAlone(data, whole)
 
-    def steps(self) -> Generator[list[Any]]:
-        """As the loader has them, on the device; how long that took is noted."""
-        began = time.perf_counter()
-        with contextlib.closing(super().steps()) as steps:
-            for batches in steps:
-                self._waited_s = time.perf_counter() - began
-                yield [self._on_device(batch) for batch in batches]
-                began = time.perf_counter()
-
-    def _on_device(self, batch: ImageBatch) -> ImageBatch:
-        """From pinned memory the copy runs beside the computation."""
-        device = self.world.device
-        if device.type == "cpu":
-            return batch
-        images = None if batch.images is None else batch.images.to(device, non_blocking=True)
-        return ImageBatch(images, batch.labels.to(device, non_blocking=True))
-
     def weights(self, batches: Sequence[Any]) -> list[float]:
         """Pictures."""
         return [float(len(labels)) for _, labels in batches]
@@ -111,7 +90,6 @@ class ImageTrainer(Trainer):
         """The row of metrics.csv."""
         samples = int(result.weight)
         self._throughput.count(samples, step_s)
-        self._stalled_s += self._waited_s
         return ImageRecord(
             step=result.step,
             loss=result.loss,
@@ -120,7 +98,6 @@ class ImageTrainer(Trainer):
             samples=samples,
             samples_per_s=samples / step_s,
             step_s=step_s,
-            stalled=self._waited_s / step_s,
             **taken(self.world.device)._asdict(),
         )
 
@@ -150,9 +127,8 @@ class ImageTrainer(Trainer):
         several = 4 * self.mesh.pp if self.mesh.pp > 1 else 1
         batches = self.validation_batches()
         while chunk := list(itertools.islice(batches, several)):
-            given = [(self._on_device(batch), samples) for batch, samples in chunk]
-            outputs = self.engine.predict([(batch.images,) for batch, _ in given])
-            for output, (batch, samples) in zip(outputs, given, strict=True):
+            outputs = self.engine.predict([(batch.images,) for batch, _ in chunk])
+            for output, (batch, samples) in zip(outputs, chunk, strict=True):
                 yield output, batch.labels, samples
 
     def _parts_of(self, outputs: Any, labels: Tensor, samples: int) -> dict[str, _Part]:
@@ -198,7 +174,7 @@ class ImageTrainer(Trainer):
             said.append(
                 f"held out, {len(self.corpus.validation or ())} pictures: {self._told(set(self.score))}"
             )
-        waited = self._stalled_s / self._throughput.seconds if self._throughput.seconds else 0.0
+        waited = self.waited_s / self._throughput.seconds if self._throughput.seconds else 0.0
         return said + [
             f"{line}; {waited:.1%} of it waiting for pictures" for line in self._throughput.lines()
         ]

@@ -120,6 +120,8 @@ class Trainer(ABC):
             epochs=self.epochs,
             watch=self.watch,
         )
+        self.waited_s = 0.0
+        """For data, in all steps."""
         self.timelines: tuple[Timeline, Timeline] | None = None
         """The last step of a pipeline, predicted and measured."""
         self.evaluations = Evaluations(self.config.train.early_stop, self.higher_is_better)
@@ -282,12 +284,15 @@ class Trainer(ABC):
         """One optimizer step and, where it is due, an evaluation."""
         started = time.perf_counter()
         batches = next(steps)
+        waited_s = time.perf_counter() - started
+        self.waited_s += waited_s
         weights = self.weights(batches)
         result = self.train_step(batches, weights)
         step_s = time.perf_counter() - started
         if self.is_last_step or self.engine.stop_requested:
             self.timelines = self.engine.timeline()  # before an evaluation, which is another walk
         seconds = self.engine.trace.seconds()._asdict()
+        seconds |= {"stalled": waited_s / step_s}
         record = self.record(result, step_s, weights is not None)._replace(**seconds)
         every = self.config.train.eval_every
         if self.validation is not None and ((every and result.step % every == 0) or self.is_last_step):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.memory.streams import to_device
 from shardwise.parallel.embedding.ahead import PreparedFeatures, are_features
 from shardwise.plan.errors import UsageError
 from shardwise.plan.pytree import part_named, rebuilt
@@ -46,9 +47,8 @@ def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> 
     Features of tables, {name: Ragged}, stay where they are: their collection brings what it needs to the device.
     """
     if isinstance(value, Tensor):
-        if dtype is not None and value.is_floating_point():
-            return value.to(device, dtype)
-        return value.to(device)
+        there = to_device(value, device)
+        return there.to(dtype) if dtype is not None and there.is_floating_point() else there
     if isinstance(value, PreparedFeatures):
         return value.changed(lambda inner: _weights_in(inner, dtype))
     if are_features(value):

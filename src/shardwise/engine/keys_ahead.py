@@ -28,6 +28,7 @@ from shardwise.comm.exchange import share
 from shardwise.engine.inputs import cast_inputs
 from shardwise.engine.parts import Parts
 from shardwise.engine.step_source import Step
+from shardwise.memory.streams import beside
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.parallel.embedding.ahead import Features, Found, Reader, find_features
 from shardwise.parallel.embedding.collection import EmbeddingCollection
@@ -64,10 +65,8 @@ class KeysAhead:
         self._lanes = lanes
         sent = self._collections[0].placed.keys_group.traffic if self._collections else None
         self._walker = Walker(parts.walker.handlers, Trace(sent, parts.walker.trace.clock))
-        self.stream: torch.Stream | None = None
+        self.stream = beside(parts.device) if depth else None
         """Of the thread, on an accelerator."""
-        if depth and parts.device.type != "cpu":
-            self.stream = torch.Stream(parts.device)
 
     @torch.no_grad()
     def prepared(self, read: Callable[[], Step | None], asks: Asks) -> Step | None:

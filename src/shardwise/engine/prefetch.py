@@ -38,6 +38,7 @@ from shardwise.data.loader import Loader
 from shardwise.engine.keys_ahead import Asks, KeysAhead
 from shardwise.engine.parts import Parts
 from shardwise.engine.step_source import Step, StepSource
+from shardwise.memory.streams import keep_for
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.plan.errors import DataError, UsageError
 from shardwise.plan.pytree import tensors_in
@@ -236,13 +237,3 @@ class PrefetcherMaker:
             )
         self._told_of_depth = True
         return 0
-
-
-def keep_for(stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:
-    """Let no tensor's memory be given to the stream that made it while ``stream`` may still read it.
-
-    Tensors on the host, such as all keys of dynamic tables, belong to no stream.
-    """
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            tensor.record_stream(stream)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
+from shardwise.memory.streams import to_device
 
 Number = float | Tensor
 """One that the host knows, or one on the device: []."""
@@ -30,13 +31,13 @@ def summed(
         for number in [numbers] if isinstance(numbers, Tensor) else numbers:
             if isinstance(number, Tensor):
                 if known:
-                    pieces.append(torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True))
+                    pieces.append(to_device(torch.tensor(known, dtype=torch.float64), device))
                     known = []
                 pieces.append(number.detach().to(device, torch.float64).view(-1))
             else:
                 known.append(number)
     if known:
-        pieces.append(torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True))
+        pieces.append(to_device(torch.tensor(known, dtype=torch.float64), device))
     flat = torch.cat(pieces)
     group.all_reduce(flat, what, purpose="control").wait()
     return dict(zip(own, flat.split([len(numbers) for numbers in own.values()]), strict=True))

@@ -1,12 +1,25 @@
-"""Streams and events of a device: what the host asks of work that it has not waited for.
+"""Streams and events of a device: what runs beside the computation, and who waits for whom.
 
-On a CPU work is done when its call returns, so there is nothing to ask.
+    host       launches all of it, and waits for the norm alone
+    copies     batch of a microbatch, from pinned memory ----+                                 ``to_device``
+    compute                              F B  F B  F B ...  <+  waits for the copy that it reads; NORM STEP
+    comm       UNSHARD REDUCE ...  torch's own, one of each communicator; torch's waits order it and compute
+    keys       keys of the steps ahead (engine/keys_ahead.py), whose thread waits for them     ``beside``
+
+The host runs ahead of the device, so a copy is on its way while the device computes what was launched before it.
+
+[Note: memory of two streams] An allocator gives a tensor's memory to the next who asks on the stream that made it, as
+soon as the host lets go of the tensor. Who reads it on another stream says so (``keep_for``).
+
+On a CPU work is done when its call returns: there is nothing to ask, and nothing runs beside.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import torch
+from torch import Tensor
 
 from shardwise.plan.trace import HostClock, TraceClock
 
@@ -77,3 +90,36 @@ def clock_of(device: torch.device) -> TraceClock:
         return DeviceClock(device)
     except (RuntimeError, NotImplementedError):
         return HostClock()
+
+
+def beside(device: torch.device) -> torch.Stream | None:
+    """A stream beside the computation, a context to work in; None on a CPU."""
+    return None if device.type == "cpu" else torch.Stream(device)
+
+
+@cache
+def _copies(device: torch.device) -> torch.Stream:
+    """One for all batches, however many engines there are."""
+    return torch.Stream(device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` there. From host memory it goes beside the computation, and no host waits for it."""
+    if device.type == "cpu" or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_sparse:
+        return tensor.to(device)
+    with torch.no_grad():
+        # Pages that may be moved are copied while the host waits.
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        stream, here = _copies(device), torch.accelerator.current_stream(device)
+        with stream:
+            there = pinned.to(device, non_blocking=True)
+        here.wait_stream(stream)
+        keep_for(here, (there,))
+    return there
+
+
+def keep_for(stream: torch.Stream, tensors: Iterable[Tensor]) -> None:
+    """[Note: memory of two streams] Tensors on the host, such as all keys of dynamic tables, belong to no stream."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(stream)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.kernels import philox
+from shardwise.memory.streams import to_device
 from shardwise.models.cache import Cache
 from shardwise.plan.errors import UsageError
 
@@ -87,7 +88,7 @@ def choose(
     cumulated = _cumulated(p)
     rows = len(wide)
     u = philox.uniform(philox.key_of(seed, "generate"), step * rows, (step + 1) * rows)[:, None]
-    u = u.to(wide.device, non_blocking=True)
+    u = to_device(u, wide.device)
     # Scaled by the last sum, which rounding may leave below 1: else u could lie beyond every token.
     return torch.searchsorted(cumulated, u * cumulated[:, -1:], right=True)[:, 0].clamp_(
         max=wide.shape[1] - 1

@@ -75,6 +75,8 @@ class StepRecord(NamedTuple):
     """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
     memory_reserved: int | None = None
     """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
+    stalled: float | None = None
+    """Share of ``step_s`` in which rank 0 waited for data."""
 
     @property
     def validation(self) -> float | None:
@@ -123,6 +125,8 @@ class ClickRecord(NamedTuple):
     """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
     memory_reserved: int | None = None
     """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
+    stalled: float | None = None
+    """Share of ``step_s`` in which rank 0 waited for data."""
 
     @property
     def validation(self) -> float | None:
@@ -152,7 +156,7 @@ class ImageRecord(NamedTuple):
     step_s: float | None = None
     """Wall time of this step in seconds, without evaluation and checkpoints."""
     stalled: float | None = None
-    """Share of ``step_s`` in which rank 0 waited for pictures."""
+    """Share of ``step_s`` in which rank 0 waited for data."""
     memory: int | None = None
     """Bytes on rank 0: on an accelerator the most that tensors took since the record before (an evaluation between two
     belongs to the second), else the process's resident memory now."""

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwise.memory.streams import to_device
+
 _ALIGNED = 16
 """Bytes at whose multiples tensors of one copy begin."""
 
@@ -34,7 +36,7 @@ def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     packed = torch.empty(sum(spans), dtype=torch.uint8, pin_memory=True)
     for span, tensor in zip(packed.split(spans), tensors, strict=True):
         span[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    there = packed.to(device, non_blocking=True)
+    there = to_device(packed, device)
     # Each with a version of its own: who changes one in place has not changed the others.
     return [
         span[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).data
