@@ -207,7 +207,7 @@ class Peers:
         """Errors: CommError where another rank sent something else than this one received, or the other way round."""
         if not told:
             return
-        mine = json.loads(self.tally(""))
+        mine = json.loads(self.tally("") or "{}")
         for way, number in json.loads(told).items():
             if mine.get(way, number) != number:
                 raise CommError(
