@@ -234,9 +234,9 @@ def loses_an_addend(gradient: Gradient) -> None:
     _reduce(gradient)
 
 
-def gathers_what_is_stale(weight: Weight) -> Any:
+def gathers_what_is_stale(weight: Weight, beside: bool = False) -> Any:
     """The weights that were updated elsewhere never arrive."""
-    return DONE if weight.what == "Unit blocks.1" else _gather_updated(weight)
+    return DONE if weight.what == "Unit blocks.1" else _gather_updated(weight, beside)
 
 
 def counts_this_rank_alone(parts: Parts, local: Sequence[float]) -> Totals:

@@ -294,12 +294,12 @@ def stale_weights() -> Iterator[None]:
     first: dict[int, Tensor] = {}
 
     def wrong(self: Weight) -> None:
-        fresh = self.shard
-        self.shard = first.setdefault(id(self), fresh.clone())
+        fresh = self._shard
+        self._shard = first.setdefault(id(self), fresh.clone())
         try:
             right(self)
         finally:
-            self.shard = fresh
+            self._shard = fresh
 
     with patch.object(Weight, "start_unshard", wrong):
         yield
