@@ -27,7 +27,7 @@ def run(*arguments: str, **environment: str) -> str:
 
 def test_in_the_interpreter_they_equal_the_plain_forms() -> None:
     """Chosen when Triton is imported, so in a process of its own."""
-    out = run("pytest", "tests/kernels/fused", "-q", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+    out = run("pytest", "tests/kernels/fused", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
     assert " passed" in out and "skipped" not in out
 
 
