@@ -33,7 +33,7 @@ def test_in_the_interpreter_they_equal_the_plain_forms() -> None:
 
 @pytest.mark.parametrize(
     "target",
-    [("cuda", "90"), pytest.param(("hip", "gfx942"), marks=pytest.mark.soak)],
+    [pytest.param(target, marks=pytest.mark.soak) for target in (("cuda", "90"), ("hip", "gfx942"))],
     ids=lambda target: target[1],
 )
 def test_they_compile_for_devices_that_are_not_here(target: tuple[str, str], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ beside it, one launch on a device (``fused/``). Whether that one runs is said he
 
     on the CPU           the plain form
     fp64                 the plain form, on every device: what is checked in fp64 is the reference itself
-    Triton is missing    the plain form: pip install shardwise[kernels]
+    Triton is missing    the plain form: pip install triton
     a compiler traces    the plain form, which it fuses by itself; dropout alone stays one operation
 
 ``DEVICES`` without a name in it is the plain form everywhere, to find out whether a kernel is at fault.
