@@ -128,3 +128,49 @@ def alike_between_steps(world: World) -> list[bool]:
 def test_whoever_looks_at_an_update_on_its_way_waits_for_it(ranks: Any) -> None:
     for equal in ranks(2).run(alike_between_steps):
         assert all(equal), equal
+
+
+class Skips(nn.Module):
+    """A block in the middle that data may go round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            if place != 1 or not skips:
+                x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def trained_with_skips(world: World, ahead: int, stage: int) -> list[Tensor]:
+    """Rank 1 goes round the second block in every other step."""
+    torch.manual_seed(0)
+    config = {
+        "zero": {"stage": stage, "prefetch_units": ahead, "units": ["blocks.*"]},
+        "optimizer": {"type": "adamw", "lr": 0.1},
+        "comm": {"transport": "torch"},
+    }
+    engine = shardwise.initialize(Skips(), config, loss=lambda model, given: model(*given), world=world)
+    generator = torch.Generator().manual_seed(world.rank)
+    for step in range(4):
+        engine.train_step([(torch.randn(3, 4, generator=generator), bool(world.rank and step % 2))])
+    found = list(engine.state_dict().values())
+    engine.close()
+    return found
+
+
+def alike_with_skips(world: World, stage: int) -> list[bool]:
+    """Updates that the next step's forward pass does not wait for on one rank."""
+    part = world.among(range(2))
+    with late.installed():
+        found = [trained_with_skips(part, ahead, stage) for ahead in (0, 1)]
+    part.release()
+    return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_a_unit_that_data_skips_is_gathered_before_its_next_update(ranks: Any, stage: int) -> None:
+    for equal in ranks(2).run(alike_with_skips, stage):
+        assert all(equal), equal

@@ -266,6 +266,7 @@ class StepEnd:
             self._parts.program.tables.step(action, self.update.tables_factor, self.update.divisor)
             return
         for (bucket, optimizer), place in self._units[action.unit]:
+            bucket.weight.finish_update()  # of the last step, where this rank's data went round the Unit
             is_rounded = False
             if optimizer.needs == "elements":
                 told = self._told(bucket, place)

@@ -103,13 +103,16 @@ def _copies(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` there. From host memory it goes beside the computation, and no host waits for it."""
+def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Tensor:
+    """``tensor`` there. From host memory it goes beside the computation, and no host waits for it.
+
+    What is copied from is pinned memory of our own: the caller may write into ``tensor``, pinned or not, as soon as this
+    returns. ``is_ours``: it is such memory already, and nobody writes into it again.
+    """
     if device.type == "cpu" or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_sparse:
         return tensor.to(device)
     with torch.no_grad():
-        # Pages that may be moved are copied while the host waits.
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        pinned = tensor if is_ours else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         stream, here = _copies(device), torch.accelerator.current_stream(device)
         with stream:
             there = pinned.to(device, non_blocking=True)

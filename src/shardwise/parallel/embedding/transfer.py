@@ -36,7 +36,7 @@ def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     packed = torch.empty(sum(spans), dtype=torch.uint8, pin_memory=True)
     for span, tensor in zip(packed.split(spans), tensors, strict=True):
         span[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    there = to_device(packed, device)
+    there = to_device(packed, device, is_ours=True)
     # Each with a version of its own: who changes one in place has not changed the others.
     return [
         span[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).data

@@ -53,6 +53,7 @@ class BucketState:
     def write(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
         """The first half of ``fill``: into what this rank updates."""
         weight = self.weight
+        weight.finish_update()
         target, (index, count) = weight.master, self.owned_range
         if target is None:  # frozen
             target = weight.shard

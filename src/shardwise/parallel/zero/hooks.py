@@ -218,7 +218,7 @@ class UnitHooks:
             state.calls += 1
         else:
             for bucket in state.buckets:
-                bucket.weight.finish_unshard()  # the gather of the last update
+                bucket.weight.finish_update()
 
     def _begin_forward(self) -> None:
         self.marks.clear()

@@ -108,8 +108,7 @@ class Weight:
     @property
     def shard(self) -> Tensor:
         """What this rank keeps between windows."""
-        if not self.has_window:
-            self.finish_unshard()
+        self.finish_update()
         return self._shard
 
     @property
@@ -158,6 +157,12 @@ class Weight:
             return
         self.views.point_into(self._full)
         self.views.restore_versions()
+
+    def finish_update(self) -> None:
+        """Wait for the gather that an update left on its way: before anything reads the whole weight, or writes into
+        the range that this rank sends of it."""
+        if not self.has_window:
+            self.finish_unshard()
 
     def reshard(self) -> None:
         """Give the slot back, where the weight has one. [Note: stale memory]"""
@@ -279,8 +284,7 @@ class Weight:
         precise than the weight. Collective where what they are made of is cut."""
         if self.is_summoned:
             return
-        if not self.has_window:
-            self.finish_unshard()
+        self.finish_update()
         same = all(dtype == self.dtypes.compute for dtype in dtypes)
         source = self.shard if same or self.master is None else self.master
         if source is not self._full:
@@ -306,8 +310,7 @@ class Weight:
         """After an update of the master: round it into the weight, where that is not done yet."""
         if self.master is None:
             return
-        if not self.has_window:
-            self.finish_unshard()
+        self.finish_update()
         if self.state is _UNSHARDED and self._full is not None:
             self.views.check(self._full, None if self.shares_master else self.dtypes.master)
         rounded = self.rounded
