@@ -1,4 +1,4 @@
-"""One turn of one commit: seconds of a training step on two ranks. Started by run.py; rank 0 prints one line of JSON.
+"""The training steps that commits are compared on, on two ranks.
 
     zero0 ... zero3   a GPT of 6 blocks, width 384, context 256, 2 sequences a rank, fp32, at that stage
     pp2               the same on two stages, 1f1b, four microbatches of one sequence
@@ -9,17 +9,12 @@ Only what both commits know may be used here.
 
 from __future__ import annotations
 
-import json
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import shardwise
-from shardwise.comm.world import join
 from shardwise.models.ctr.dlrm import Dlrm
 from shardwise.models.ctr.policy import DlrmPolicy
 from shardwise.models.gpt import Gpt, GptPolicy
@@ -70,30 +65,3 @@ def dlrm_step(world: Any) -> Callable[[], Any]:
         "labels": torch.randint(0, 2, (SAMPLES,), generator=generator).float(),
     }
     return lambda: engine.train_step([batch])
-
-
-def main() -> None:
-    """``step.py SECONDS NAME...``: each for about as long."""
-    world, wanted_s = join(quiet=True), float(sys.argv[1])
-    found = {}
-    for name in sys.argv[2:]:
-        step = step_of(name, world)
-        seconds: list[float] = []
-        step()
-        begin = time.perf_counter()
-        step()
-        steps = max(int(wanted_s / (time.perf_counter() - begin)), 3)
-        both = torch.tensor([float(steps)])  # alike on both ranks
-        if world.size > 1:
-            torch.distributed.broadcast(both, 0)
-        for _ in range(int(both)):
-            begin = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - begin)
-        found[name] = statistics.median(seconds)
-    if world.rank == 0:
-        print("RESULT " + json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()
