@@ -106,8 +106,8 @@ def _copies(device: torch.device) -> torch.Stream:
 def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Tensor:
     """``tensor`` there. From host memory it goes beside the computation, and no host waits for it.
 
-    What is copied from is pinned memory of our own: the caller may write into ``tensor``, pinned or not, as soon as this
-    returns. ``is_ours``: it is such memory already, and nobody writes into it again.
+    What is copied from is pinned memory of our own: the caller may write into ``tensor``, pinned or not, as soon as
+    this returns. ``is_ours``: it is such memory already, and nobody writes into it again.
     """
     if device.type == "cpu" or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_sparse:
         return tensor.to(device)
