@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.kernels.tables import row_replay
 from shardwise.kernels.tables.row_optimizers import plain_update, row_mean_squares, update
 from shardwise.kernels.tables.row_replay import StepHistory, catch_up, plain_catch_up
 from shardwise.kernels.tables.row_rules import (
@@ -131,8 +132,15 @@ def test_torch_where_every_step_touches_every_row(optimizer: RowOptimizer, build
     torch.testing.assert_close(slab[:, :WIDTH], parameter.detach(), rtol=1e-12, atol=1e-12)
 
 
+def told_catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
+    """As on a device: in torch operations, by what the host knows of where rows stand."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_replay, "runs_compiled", lambda *tensors: False)
+        catch_up(history, optimizer, slab, rows, width, slab[rows, -1].int())
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.02])
-@pytest.mark.parametrize("form", [catch_up, plain_catch_up])
+@pytest.mark.parametrize("form", [catch_up, plain_catch_up, told_catch_up])
 def test_exact_adam_is_adam_on_the_dense_table(form, weight_decay: float) -> None:  # type: ignore[no-untyped-def]
     optimizer = Adam(0.8, 0.99, weight_decay=weight_decay, exact=True)
     assert optimizer.horizon is not None and optimizer.horizon < 250

@@ -7,6 +7,9 @@ A row of an ``exact`` Adam remembers the step that it stands at. In a step witho
 so |m| / sqrt(v) falls by beta1 / sqrt(beta2) a step; when that is under 2^-60 of its start (``Adam.horizon``), the rest
 is closed form. keep is the share of a weight that decay leaves in a step.
 
+On a device the host is to know where rows stand (``stood``), for it gives out each step as operations of its own:
+else it must ask.
+
 Cost:   a look for a row that stands at the last step, else D times the missed steps, the horizon's at most.
 Shapes: R rows of the slab, U rows to be read, D width.
 """
@@ -73,11 +76,18 @@ class StepHistory:
         return self._columns[4, : self._count + 1]
 
 
-def catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
+def catch_up(
+    history: StepHistory,
+    optimizer: Adam,
+    slab: Tensor,
+    rows: Tensor,
+    width: int,
+    stood: Tensor | None = None,
+) -> None:
     """Replays the steps that rows missed, up to the last of ``history``: before they are read.
 
     slab [R, 3 D + 1], int64 [U]. Rows that stand at the last step cost a look. A checkpoint needs no replay: the state
-    and ``lrs`` say where each row stands.
+    and ``lrs`` say where each row stands. ``stood``: the same on the host, int [U], where the slab is on a device.
     """
     if not optimizer.exact:
         raise ValueError("a lazy Adam has no steps to catch up with; Adam(exact=True) has")
@@ -87,7 +97,9 @@ def catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, 
     horizon = len(history) if optimizer.horizon is None else min(optimizer.horizon, len(history))
     numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
     if not runs_compiled(slab, rows):
-        _plain_catch_up(history, slab, rows, width, horizon, *numbers)
+        stood = slab[rows, 3 * width].cpu() if stood is None else stood
+        if int(stood.min()) < len(history):
+            _plain_catch_up(history, slab, rows, width, horizon, stood, *numbers)
         return
     steps = (history.sizes, history.roots, history.keeps, history.kept)
     _catch_up(slab.detach().numpy(), array(rows), width, *steps, horizon, *numbers)
@@ -96,7 +108,8 @@ def catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, 
 def plain_catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
     """The same in torch operations, every step replayed: the reference."""
     numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
-    _plain_catch_up(history, slab, rows, width, len(history), *numbers)
+    stood = slab[rows, 3 * width].cpu()
+    _plain_catch_up(history, slab, rows, width, len(history), stood, *numbers)
 
 
 def _plain_catch_up(
@@ -105,27 +118,39 @@ def _plain_catch_up(
     rows: Tensor,
     width: int,
     horizon: int,
+    stood: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
     held = slab[rows].double()
-    w, m, v, stood = held.split([width, width, width, 1], 1)
-    first = stood.clone()
+    w, m, v, first = held.split([width, width, width, 1], 1)
     last = len(history)
-    for step in range(int(first.min()) + 1, last + 1):
+    for step in _missed(stood, last, horizon):
         behind = (first < step) & (step <= first + horizon)
         m.copy_(torch.where(behind, m * beta1, m))
         v.copy_(torch.where(behind, v * beta2, v))
         moved = m * history.sizes[step] / (v.sqrt() / history.roots[step] + eps)
         w.copy_(torch.where(behind, w * history.keeps[step] - moved, w))
-    left = (last - first - horizon).clamp(min=0)
-    m.mul_(beta1**left)
-    v.mul_(beta2**left)
-    kept = torch.from_numpy(history.kept).to(slab.device)
-    w.mul_((kept[last] - kept[(last - left).long()]).exp())
-    stood.fill_(last)
+    left = (last - stood.double() - horizon).clamp(min=0)
+    if bool(left.any()):
+        kept = torch.from_numpy(history.kept)
+        rest = torch.stack([(kept[last] - kept[(last - left).long()]).exp(), beta1**left, beta2**left])
+        if slab.device.type != "cpu":
+            rest = rest.pin_memory().to(slab.device, non_blocking=True)
+        for part, factor in zip((w, m, v), rest, strict=True):
+            part.mul_(factor[:, None])
+    first.fill_(last)
     slab[rows] = held.to(slab.dtype)
+
+
+def _missed(stood: Tensor, last: int, horizon: int) -> list[int]:
+    """The steps that some row must replay, in their order."""
+    found: list[int] = []
+    for first in stood.unique().tolist():
+        begin = max(int(first), found[-1] if found else 0)
+        found += range(begin + 1, min(int(first) + horizon, last) + 1)
+    return found
 
 
 @loop

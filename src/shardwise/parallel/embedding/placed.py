@@ -30,8 +30,8 @@ from shardwise.parallel.embedding.planner import Choice
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import Tally
 from shardwise.parallel.embedding.store import Store
-from shardwise.parallel.embedding.transfer import together
-from shardwise.parallel.embedding.ways import Asked, Lane, SlabRows, way_of
+from shardwise.parallel.embedding.transfer import SlabRows, together
+from shardwise.parallel.embedding.ways import Asked, Lane, way_of
 from shardwise.plan.errors import CommError, DataError, TableFullError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.ragged import Ragged

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.kernels.tables.pooling import merge
 from shardwise.kernels.tables.unique import unique
-from shardwise.parallel.embedding.transfer import together
+from shardwise.parallel.embedding.transfer import SlabRows, together
 
 
 class RowGradients:
@@ -26,7 +26,7 @@ class RowGradients:
         self._may_lack = may_lack
         self._is_distinct = is_distinct
         self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._merged: tuple[Tensor, Tensor] | None = None
+        self._merged: tuple[SlabRows, Tensor] | None = None
 
     def add(self, rows: Tensor, grads: Tensor) -> None:
         """Gradients [U, w] of rows [U]."""
@@ -38,10 +38,11 @@ class RowGradients:
         self._waiting.clear()
         self._merged = None
 
-    def merged(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """One gradient for each row, in the order in which the rows first came: both on the device of ``like``."""
+    def merged(self, like: Tensor) -> tuple[SlabRows, Tensor]:
+        """One gradient for each row, in the order in which the rows first came, on the device of ``like``."""
         if not self._waiting:
-            return torch.empty(0, dtype=torch.int64, device=like.device), like.new_empty(0, self._columns)
+            here, there = (torch.empty(0, dtype=torch.int64, device=at) for at in ("cpu", like.device))
+            return SlabRows(here, there), like.new_empty(0, self._columns)
         if self._merged is None:
             rows, grads = self._waiting[0]
             if len(self._waiting) > 1:
@@ -53,9 +54,10 @@ class RowGradients:
                     rows, grads = rows[present], grads[present]
             if len(self._waiting) > 1 or not self._is_distinct:
                 distinct = unique(rows)
-                rows, places = together(distinct, like.device)
-                grads = merge(grads, places, None, rows.numel())
+                there, places = together(distinct, like.device)
+                grads = merge(grads, places, None, there.numel())
+                rows = distinct.keys
             else:
-                (rows,) = together([rows], like.device)
-            self._merged = rows, grads
+                (there,) = together([rows], like.device)
+            self._merged = SlabRows(rows, there), grads
         return self._merged

@@ -40,6 +40,7 @@ from shardwise.parallel.embedding.layout import (
 from shardwise.parallel.embedding.row_gradients import RowGradients
 from shardwise.parallel.embedding.rows import Rows, Tally
 from shardwise.parallel.embedding.rules import ONE_A_ROW, history_of, optimizer_of, state_columns
+from shardwise.parallel.embedding.transfer import SlabRows
 from shardwise.plan.errors import MismatchError
 
 _CPU = torch.device("cpu")
@@ -78,6 +79,8 @@ class Store:
         self._history = history_of(self.optimizer)
         self._gradients = RowGradients(len(self.columns), tables.is_dynamic, group.size == 1)
         self._steps = 0
+        self._stood: Tensor | None = None
+        """Of an exact Adam on a device: the step at which each row stands, which the host must know. int32 [rows]."""
         width = len(self.columns)
         line = width + self.optimizer.columns(width)
         self._dynamic: list[Dynamic] = []
@@ -99,6 +102,8 @@ class Store:
                 self.slab = reserve(tables.slab_rows(group.index), line, dtype)
             else:
                 self.slab = torch.zeros(tables.slab_rows(group.index), line, dtype=dtype, device=device)
+                if self._history is not None:
+                    self._stood = torch.zeros(len(self.slab), dtype=torch.int32)
             for place in range(len(tables.tables)):
                 self._draw(place, self._static_keys(place))
 
@@ -152,23 +157,21 @@ class Store:
             rows = keys
         return rows
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Weights of rows, zero where a key has none: int64 [U] -> [U, w]."""
-        if not self._dynamic:
+    def read(self, rows: SlabRows) -> Tensor:
+        """Weights of rows, zero where a key has none: [U] -> [U, w]."""
+        absent = rows.here < 0 if self._dynamic else None
+        if absent is None or not bool(absent.any()):
             self._catch_up(rows)
-            return gather(self.slab, rows, len(self.columns))
-        absent = rows < 0
-        if not bool(absent.any()):
-            self._catch_up(rows)
-            return gather(self.slab, rows, len(self.columns))
-        self._catch_up(rows[~absent])
-        weights = self.slab.new_zeros(rows.numel(), len(self.columns))
-        weights[~absent] = gather(self.slab, rows[~absent], len(self.columns))
+            return gather(self.slab, rows.there, len(self.columns))
+        present = rows.here[~absent]  # of a dynamic table, which is on the host
+        self._catch_up(SlabRows(present, present))
+        weights = self.slab.new_zeros(absent.numel(), len(self.columns))
+        weights[~absent] = gather(self.slab, present, len(self.columns))
         return weights
 
-    def can_lend(self, rows: Tensor) -> bool:
+    def can_lend(self, rows: SlabRows) -> bool:
         """Bring rows up to date in the slab; true where each of them exists, so that they may be read there."""
-        if self._dynamic and bool((rows < 0).any()):
+        if self._dynamic and bool((rows.here < 0).any()):
             return False
         self._catch_up(rows)
         return True
@@ -193,11 +196,20 @@ class Store:
         lr = self.tables.optimizer.lr * lr_factor
         self._catch_up(rows)
         scale = 1.0 / divisor
-        squares = self._mean_squares(rows, grads, scale)
-        if rows.numel():
+        squares = self._mean_squares(rows.there, grads, scale)
+        if rows.here.numel():
             update(
-                self.optimizer, self.slab, rows, grads, lr=lr, step=step, scale=scale, mean_squares=squares
+                self.optimizer,
+                self.slab,
+                rows.there,
+                grads,
+                lr=lr,
+                step=step,
+                scale=scale,
+                mean_squares=squares,
             )
+            if self._stood is not None:
+                self._stood[rows.here] = step
         if self._history is not None:
             self._history.append(lr)
         self._steps = step
@@ -233,10 +245,14 @@ class Store:
         self._group.all_reduce(sums, f"squares of {self.tables}", "gradients").wait()
         return sums / self.tables.width
 
-    def _catch_up(self, rows: Tensor) -> None:
-        if self._history is not None:
-            assert isinstance(self.optimizer, Adam), "Adam alone replays"
-            catch_up(self._history, self.optimizer, self.slab, rows, len(self.columns))
+    def _catch_up(self, rows: SlabRows) -> None:
+        if self._history is None:
+            return
+        assert isinstance(self.optimizer, Adam), "Adam alone replays"
+        stood = None if self._stood is None else self._stood[rows.here]
+        catch_up(self._history, self.optimizer, self.slab, rows.there, len(self.columns), stood)
+        if self._stood is not None:
+            self._stood[rows.here] = len(self._history)
 
     # Dynamic tables ----------------------------------------------------------------------------------------------
 
@@ -275,8 +291,9 @@ class Store:
         order = order[buckets[order].argsort(stable=True)]
         if part is not None:
             order = order[writer_of(buckets[order], part[1]) == part[0]]
-        keys, rows = keys[order], rows[order].to(self.device)
-        self._catch_up(rows)
+        keys, here = keys[order], rows[order]
+        rows = here.to(self.device)
+        self._catch_up(SlabRows(here, rows))
         width = len(self.columns)
         state, start = {}, width
         for name, columns in state_columns(self.optimizer, width):
@@ -354,6 +371,8 @@ class Store:
                 )
             start += columns
         self.slab[places.to(self.device)] = lines.to(self.device)
+        if self._stood is not None:
+            self._stood[places] = lines[:, -1].int()
 
     def _belongs(self, place: int, keys: Tensor) -> Tensor:
         """Which keys of a table this rank holds."""
@@ -386,6 +405,8 @@ class Store:
             part = keys[start : start + _START_ROWS]
             lines = self._start_lines(key, part, table.start_bound)
             self.slab[base + start : base + start + part.numel()].copy_(lines)
+            if self._stood is not None:
+                self._stood[base + start : base + start + part.numel()] = lines[:, -1].int()
 
     def _start_lines(self, key: int, keys: Tensor, bound: float) -> Tensor:
         """Start weights and state: [n, w + state]."""

@@ -9,6 +9,7 @@ Cost: the bytes, packed once in pinned memory on the way to the device.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,19 @@ from shardwise.memory.streams import to_device
 
 _ALIGNED = 16
 """Bytes at whose multiples tensors of one copy begin."""
+
+
+class SlabRows(NamedTuple):
+    """Rows of a slab: int64 [A]."""
+
+    here: Tensor
+    """On the host, which counts them."""
+    there: Tensor
+    """Where the slab is."""
+
+    def part(self, start: int, stop: int) -> "SlabRows":
+        """Some of them, in a row."""
+        return SlabRows(self.here[start:stop], self.there[start:stop])
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -37,6 +37,7 @@ from shardwise.parallel.embedding.fuse import Fused, by_sample
 from shardwise.parallel.embedding.group import FeatureRun, TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_owner
 from shardwise.parallel.embedding.store import Store, TableRange
+from shardwise.parallel.embedding.transfer import SlabRows
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Asked:
     stretches: list[TableRange] = field(default_factory=list)
     """Of dynamic tables: which of them belong to which table."""
     bags: "Bags | None" = None
-    rows: "SlabRows | None" = None
+    rows: SlabRows | None = None
     """Those of ``arrived``, once known; of ``Sums`` those of its distinct keys."""
     found: list[Tensor | None] = field(default_factory=list)
     """Of each run that takes the largest: where it stood."""
@@ -93,15 +94,6 @@ class Asked:
         if self.bags is not None:
             counts, _, has_weights, _ = self.bags
             self.bags = Bags(counts, next(there), next_of(has_weights), next(there))
-
-
-class SlabRows(NamedTuple):
-    """Rows of the slab that this rank serves: int64 [A]."""
-
-    here: Tensor
-    """On the host, which counts them."""
-    there: Tensor
-    """Where the slab is; sent there before the batch is fetched."""
 
 
 class Bags(NamedTuple):
@@ -258,12 +250,12 @@ class Everywhere(Way):
         rows = _rows(asked, store, learns)
         if self.tables.place.placement == "data_parallel" or self.group.size == 1:
             start = sum(parts[:me])
-            own = rows[start : start + parts[me]]
+            own = rows.part(start, start + parts[me])
             if not store.can_lend(own):
                 return self._pooled(asked, store.read(own))
             # The own copy is read where it lies. Keys of static tables are rows already.
-            are_rows = asked.fused.keys.device == own.device and not self.tables.is_dynamic
-            index = asked.fused.keys if are_rows else own[asked.inverse]
+            are_rows = asked.fused.keys.device == own.there.device and not self.tables.is_dynamic
+            index = asked.fused.keys if are_rows else own.there[asked.inverse]
             return self._pooled(asked, store.slab, index)
         served = store.read(rows)  # [A, D/N]
         elements = [[part * len(self.tables.columns(rank)) for part in parts] for rank in self._ranks]
@@ -437,13 +429,13 @@ def _by_vector(fused: Fused, inverse: Tensor) -> Tensor:
     return by_sample(inverse, fused.samples) if fused.by_sample and not fused.keys_by_sample else inverse
 
 
-def _rows(asked: Asked, store: Store, learns: bool) -> Tensor:
-    """Slab rows of the keys that arrived, where the slab is. Where it ``learns``, new keys get rows."""
+def _rows(asked: Asked, store: Store, learns: bool) -> SlabRows:
+    """Slab rows of the keys that arrived. Where it ``learns``, new keys get rows."""
     if asked.rows is None or asked.rows.there.device.type == "cpu":
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
         rows = store.rows(asked.arrived, asked.stretches, learns)
         asked.rows = SlabRows(rows, rows)
-    return asked.rows.there
+    return asked.rows
 
 
 def _stretch(fused: Fused, run: FeatureRun, index: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
