@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from shardwise.comm.board import Board
 from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.comm.jobs import JobThread
 from shardwise.comm.peers import Peers
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.world import World
@@ -51,8 +53,9 @@ class Crew:
         def rank_main(rank: int) -> None:
             world = World(rank, self.size, rank, self.size, "crew", self.device, board=_CrewBoard(self, rank))
             world.links = _CrewLinks(self, rank)  # type: ignore[assignment]
+            world._threads["keys"] = _CrewThread(self, rank)
             try:
-                with self._holding(), torch.autograd.set_multithreading_enabled(False):
+                with self.holding(), torch.autograd.set_multithreading_enabled(False):
                     results[rank] = function(world, *args)
             except BaseException as error:
                 failures.append(error)
@@ -83,7 +86,8 @@ class Crew:
                 self._baton.acquire()
 
     @contextmanager
-    def _holding(self) -> Iterator[None]:
+    def holding(self) -> Iterator[None]:
+        """Run as one of the threads of a rank."""
         with self._baton:
             self._holds.flag = True
             try:
@@ -230,6 +234,29 @@ class _CrewBoard(Board):
 
     def forget(self, key: str, size: int) -> None:
         pass
+
+
+class _CrewThread(JobThread):
+    """The thread of keys of one rank: it holds the baton while it works, and who waits for it does not."""
+
+    def __init__(self, crew: Crew, rank: int):
+        super().__init__(f"crew-keys-{rank}")
+        self._crew = crew
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        def held() -> Any:
+            with self._crew.holding():
+                return job()
+
+        future = super().submit(held)
+        result = future.result
+
+        def waited(timeout: float | None = None) -> Any:
+            with self._crew.waiting():
+                return result(timeout)
+
+        future.result = waited  # type: ignore[method-assign]
+        return future
 
 
 class _CrewWire:

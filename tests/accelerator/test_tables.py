@@ -2,14 +2,19 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from shardwise.comm.world import World
 from shardwise.parallel.embedding.batch import Sequences
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from shardwise.plan.ragged import Ragged
-from tests.accelerator.pretend import Bench, on_host, register
+from tests.accelerator.crew import Crew
+from tests.accelerator.pretend import Bench, is_on_device, on_host, register
+from tests.engine import tables_net, test_tables_model_parallel
+from tests.engine.test_ahead import MIXED
 from tests.ranks import RankPool
 
 POOLINGS = {"added": "sum", "mean": "mean", "largest": "max", "row": "concat", "sequence": "none"}
@@ -19,7 +24,7 @@ def collection() -> EmbeddingCollection:
     """A static table of all ways to pool, one of another width, and a dynamic one."""
     tables = [
         TablePolicy(name="many", rows=50, width=4, features=tuple(POOLINGS), pooling=POOLINGS),
-        TablePolicy(name="few", rows=9, width=3, optimizer=RowOptimizerPolicy(type="adam")),
+        TablePolicy(name="few", rows=9, width=3, optimizer=RowOptimizerPolicy(type="adam", exact=True)),
         TablePolicy(name="grows", width=4, dynamic=DynamicPolicy()),
     ]
     return EmbeddingCollection(tables, RowOptimizerPolicy(lr=0.1), dtype=torch.float64)
@@ -83,3 +88,80 @@ def test_vectors_and_rows_are_those_of_the_cpu(device_process: RankPool) -> None
 
 def test_only_the_gradients_of_rows_on_the_host_are_waited_for(device_process: RankPool) -> None:
     assert device_process.run(syncs) == [{("copy to the host", "parallel/embedding/transfer.py:on_host"): 1}]
+
+
+# Several ranks -----------------------------------------------------------------------------------------------------
+
+
+def ahead(world: World, depth: int) -> Any:
+    """Losses, norms, rows and how many ASKs went ahead, in a world that calls itself NCCL's."""
+    world.backend = "nccl"
+    engine = tables_net.build(world, MIXED, batch={"accumulation": 2})
+    share = tables_net.SAMPLES // world.size
+
+    def halves(step: int) -> list[dict[str, Any]]:
+        first = share * world.rank
+        cuts = (first, first + share // 2, first + share)
+        return [tables_net.batch(step, *span) for span in zip(cuts, cuts[1:], strict=False)]
+
+    found, asked = [], 0
+    with engine.prefetch((halves(step) for step in range(6)), depth) as steps:
+        for batches in steps:
+            result = engine.train_step(batches)
+            found.append((result.loss, result.grad_norm))
+            asked += len(engine.trace.ahead)
+    rows = tables_net.row_of(engine)
+    engine.close()
+    return (found, rows), asked
+
+
+def on_and_off(_world: Any, size: int) -> list[str]:
+    device, wrong = register(), []
+    with Bench() as bench:
+        off, on = (Crew(size, device).run(ahead, depth) for depth in (0, 2))
+    for rank, ((here, asked), (there, before)) in enumerate(zip(on, off, strict=True)):
+        wrong += [f"rank {rank}: another number"] * (here != there)
+        wrong += [f"rank {rank}: {asked} ASKs ahead, without depth {before}"] * ((asked, before) != (12, 0))
+    return wrong + bench.misplaced
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_keys_go_ahead_beside_nccl_and_change_no_bit(device_process: RankPool, size: int) -> None:
+    assert device_process.run(on_and_off, size) == [[]]
+
+
+def beside(_world: Any, places: list[int]) -> list[str]:
+    """Layouts of the suite of tables beside slices and stages: what differs from one process."""
+    device, wrong = register(), []
+    wanted = test_tables_model_parallel.run(World(0, 1), test_tables_model_parallel.Layout(1, {}))
+    for place in places:
+        layout = test_tables_model_parallel.LAYOUTS[place]
+        with Bench() as bench:
+            try:
+                found = Crew(layout.ranks, device).run(test_tables_model_parallel.run, layout)
+                found = [each._replace(weights=_there(each.weights)) for each in found]
+                test_tables_model_parallel.assert_equal(found, wanted)
+            except Exception as problem:
+                wrong.append(f"{layout}: {type(problem).__name__}: {problem}")
+            wrong += [f"{layout}: {line}" for line in bench.misplaced]
+    return wrong
+
+
+def _there(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: on_host(each) if is_on_device(each) else each for name, each in weights.items()}
+
+
+STAGES = 1
+"""Place of "pp 2" among the layouts."""
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [STAGES],
+        pytest.param(list(range(len(test_tables_model_parallel.LAYOUTS))), marks=pytest.mark.soak),
+    ],
+    ids=["pp2", "every"],
+)
+def test_tables_beside_stages_equal_one_process(device_process: RankPool, places: list[int]) -> None:
+    assert device_process.run(beside, places, timeout_s=300.0) == [[]]

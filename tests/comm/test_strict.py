@@ -17,8 +17,15 @@ import shardwise
 from shardwise.comm.world import World, join
 from tests.accelerator import pretend
 from tests.comm import strict
-from tests.engine import test_experts, test_model_parallel, test_parity, test_tables_model_parallel
+from tests.engine import (
+    tables_net,
+    test_experts,
+    test_model_parallel,
+    test_parity,
+    test_tables_model_parallel,
+)
 from tests.engine.nets import Language, seeded
+from tests.engine.test_ahead import COPIES, MIXED
 from tests.engine.test_experts import Layout as Experts
 from tests.engine.test_model_parallel import Layout as Model
 from tests.engine.test_parity import OPTIMIZERS, SEQUENCES, Case
@@ -157,6 +164,22 @@ def tables(world: World, layout: Tables) -> list[tuple[float, float]]:
     return list(zip(losses, norms, strict=True))
 
 
+def ahead(world: World, placements: dict[str, str]) -> list[tuple[float, float]]:
+    """Keys two steps ahead; on the host's ranks none, for comparison."""
+    depth = 0 if world.device.type == "cpu" else 2
+    engine = tables_net.build(world, placements)
+    share = tables_net.SAMPLES // world.size
+    span = share * world.rank, share * (world.rank + 1)
+    found = []
+    with engine.prefetch(([tables_net.batch(step, *span)] for step in range(5)), depth) as steps:
+        for batches in steps:
+            result = engine.train_step(batches)
+            found.append((result.loss, result.grad_norm))
+            assert len(engine.trace.ahead) == (depth > 0)
+    engine.close()
+    return found
+
+
 def _steps(
     engine: Any, pieces: Callable[[int, int], tuple[list[Any], list[float]]]
 ) -> list[tuple[float, float]]:
@@ -168,7 +191,8 @@ def _steps(
 Row = tuple[Callable[[World, Any], list[tuple[float, float]]], Any, int]
 QUICK: list[Row] = [
     (zero, Case(3, 2, 1, "adamw", "fp64", ahead=1), 4),
-    (tables, Tables(2, {"dp": 2}, "row"), 2),
+    (ahead, MIXED, 2),
+    (tables, Tables(2, {"pp": 2}, "row", stacked=True), 2),
 ]
 REST: list[Row] = [
     (dense, Model(pp=2, tp=2, microbatches=3), 4),
@@ -189,8 +213,9 @@ REST: list[Row] = [
     (experts, Experts(pp=2, dp=2, ep=2, stage=3, microbatches=3), 4),
     (experts, Experts(replicate=2, dp=2, ep=2, stage=2, microbatches=2), 4),
     *((tables, Tables(4, {"dp": 4}, place), 4) for place in ("row", "table", "column", "data_parallel")),
-    # Stages without the tables have stand-ins for their vectors, which the pretended device cannot carry.
-    *((tables, each, each.ranks) for each in test_tables_model_parallel.LAYOUTS if "pp" not in each.mesh),
+    *((tables, each, each.ranks) for each in test_tables_model_parallel.LAYOUTS),
+    (tables, Tables(2, {"dp": 2}, "row"), 2),
+    *((ahead, placements, 4) for placements in (MIXED, COPIES)),
 ]
 
 

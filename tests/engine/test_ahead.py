@@ -463,17 +463,6 @@ def test_a_users_data_is_read_by_the_callers_thread() -> None:
     engine.close()
 
 
-def test_nothing_goes_ahead_over_nccl(caplog: pytest.LogCaptureFixture) -> None:
-    engine = build(World(0, 1))
-    assert engine.prefetch([], 2).depth == 2
-    engine._parts.site = engine._parts.site._replace(world=World(0, 2, backend="nccl"))
-    with caplog.at_level("INFO"):
-        assert [engine.prefetch([], depth).depth for depth in (2, 1, 0)] == [0, 0, 0]
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("keys: 0 steps ahead instead of 2: NCCL")
-    engine.close()
-
-
 # The lanes ------------------------------------------------------------------------------------------------------
 
 

@@ -17,13 +17,13 @@ follow from its own steps alone: handing out step t, it asks for all up to t + d
 that is in force then. One thread runs them in that order, those of an evaluation between two steps included. None is
 withdrawn, for where one rank leaves early another may be in the middle of the same job; a rank that has left says that
 it has no step. Keys travel over a transport of their own; a forward pass that finds nothing prepared uses that of the
-vectors, and so cannot come between.
+vectors, and so cannot come between. Keys are host tensors on every device, so gloo carries them beside NCCL, which sees
+the order of the caller's thread alone.
 
 Memory: ``depth`` steps with their keys.
 """
 
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +43,6 @@ from shardwise.observe.lanes_picture import Lanes
 from shardwise.plan.errors import DataError, UsageError
 from shardwise.plan.pytree import tensors_in
 
-_log = logging.getLogger(__name__)
 _PATIENCE_S = 10.0
 """For work in hand, at the end; it is longer only where another rank does not answer."""
 
@@ -216,24 +215,8 @@ class PrefetcherMaker:
     def __init__(self, parts: Parts, on_step: list[Callable[..., None]]) -> None:
         self._parts = parts
         self._on_step = on_step
-        self._told_of_depth = False
 
     def over(self, steps: Iterable[Any] | Loader, depth: int | None, lanes: Lanes | None) -> Prefetcher:
         """See ``Engine.ahead``."""
         depth = self._parts.config.tables.prefetch_steps if depth is None else depth
-        return Prefetcher(self._parts, self._on_step, steps, self._depth_here(depth), lanes)
-
-    def _depth_here(self, depth: int) -> int:
-        """0 where two threads would drive two NCCL communicators: NCCL wants their work in one order on all ranks."""
-        world = self._parts.world
-        if depth <= 0 or not self._parts.tables or world.backend != "nccl" or world.size == 1:
-            return depth
-        if not self._told_of_depth:
-            _log.info(
-                "keys: 0 steps ahead instead of %d: NCCL wants the messages of keys and of vectors in one order on all "
-                "%d accelerators, and has not been measured yet with a thread for each",
-                depth,
-                world.size,
-            )
-        self._told_of_depth = True
-        return 0
+        return Prefetcher(self._parts, self._on_step, steps, depth, lanes)

@@ -28,6 +28,7 @@ from shardwise.comm.exchange import share
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
+from shardwise.memory.streams import to_device
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
 from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
 from shardwise.parallel.embedding.registered import infos
@@ -38,6 +39,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.policy import nearest
 from shardwise.plan.validate import validate_plan
 
+_CPU = torch.device("cpu")
 _ALIKE = 1e-3
 """Relative difference of Σ g² between ranks that should have the same gradients."""
 
@@ -49,6 +51,7 @@ class Tables:
     collections  those placed on this rank
     stages       pipeline stage of each
     groups       "dp", over which rows are spread, "tp", "model" and "world"
+    device       of the vectors, here and on stages without tables
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Tables:
         collections: Mapping[str, EmbeddingCollection],
         stages: Mapping[str, int],
         groups: Mapping[str, Group],
+        device: torch.device = _CPU,
     ):
         self.everywhere = dict(everywhere) | dict(collections)
         self.collections = dict(collections)
         self.stages = dict(stages)
         self._groups = groups
+        self._device = device
         self._full: TableFullError | None = None
         """What a table of the running step is too full for."""
 
@@ -122,14 +127,18 @@ class Tables:
     def _compare(self, is_full: bool) -> None:
         """What the ranks that share a model must agree on: whether a table is full, and the gradients along "tp"."""
         model = self._groups["model"]
-        told = [float(is_full)]
-        for name in self.everywhere:
-            here = self.collections.get(name)
-            squares = 0.0 if here is None or is_full else float(here.placed.square_sum())
-            told += [float(here is not None), squares, squares * squares]
-        vector = torch.tensor(told, dtype=torch.float64).to(self._device)
+        vector = torch.zeros(1 + 3 * len(self.everywhere), dtype=torch.float64)
+        vector[0] = float(is_full)
+        vector[1::3] = torch.tensor([float(name in self.collections) for name in self.everywhere])
+        vector = to_device(vector, self._device)
+        for place, name in enumerate(self.everywhere):
+            if name in self.collections and not is_full:
+                squares = self.collections[name].placed.square_sum()
+                vector[2 + 3 * place] = squares
+                vector[3 + 3 * place] = squares * squares
         model.all_reduce(vector, "gradients of tables", "control").wait()
         full, *sums = vector.tolist()
+        model.clock.check_intact()
         if full and not is_full:
             raise TableFullError(
                 "a table on another stage is full; the error there names it. Rows are those of the step before"
@@ -145,11 +154,6 @@ class Tables:
                     "features. Use them in front of the layers that are cut, or leave the module that uses them whole "
                     "('replicate' in tensor.table)"
                 )
-
-    @property
-    def _device(self) -> torch.device:
-        found = next(iter(self.collections.values()), None)
-        return torch.device("cpu") if found is None else found.placed.device
 
     def square_sum(self) -> Tensor:
         """Σ g² over the delivered gradients of the rows that this rank counts: fp64."""
@@ -225,6 +229,7 @@ def take_over(
         {name: found[name] for name in everywhere if name in found},
         stage_of,
         groups,
+        world.device,
     )
     _check(tables, settings)
     if not tables:

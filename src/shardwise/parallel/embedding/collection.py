@@ -45,7 +45,8 @@ _log = logging.getLogger(__name__)
 _ROUNDING = {torch.bfloat16: 256, torch.float16: 2048}
 """Half a unit in the last place of 1."""
 _STATE_FORMAT = 1
-Fill = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+Fill = Callable[[tuple[int, ...], torch.dtype], Tensor]
+Bring = Callable[[Tensor], Tensor]
 
 
 class EmbeddingCollection(nn.Module):
@@ -283,9 +284,9 @@ class EmbeddingCollection(nn.Module):
             self._check_copy()
         return prepared, self.placed.fetch(prepared, learns)
 
-    def elsewhere(self, name: str, fill: Fill) -> "AbsentCollection":
+    def elsewhere(self, name: str, fill: Fill, bring: Bring) -> "AbsentCollection":
         """What stands for this collection on other pipeline stages than its own."""
-        return AbsentCollection(self, name, fill)
+        return AbsentCollection(self, name, fill, bring)
 
     # The step ----------------------------------------------------------------------------------------------------
 
@@ -450,17 +451,19 @@ class EmbeddingCollection(nn.Module):
 class AbsentCollection(EmbeddingCollection):
     """Stands for a collection that lives on another pipeline stage: vectors of its shapes that hold nothing.
 
-    ``fill(shape, dtype, device)`` makes them.
+    ``fill(shape, dtype)`` makes them, where the stage computes; features lie on the host, and ``bring`` takes what a
+    model gets of them there.
     """
 
     calls = ("forward", "stacked")
     """What a model asks for vectors by."""
 
-    def __init__(self, stands_for: EmbeddingCollection, name: str, fill: Fill):
+    def __init__(self, stands_for: EmbeddingCollection, name: str, fill: Fill, bring: Bring):
         super().__init__(stands_for.tables, stands_for.optimizer, stands_for.seed, stands_for.dtype)
         self._stands_for = (stands_for,)  # in a tuple: no child of this module
         self._name = name
         self._fill = fill
+        self._bring = bring
 
     @property
     def placed(self) -> PlacedTables:
@@ -482,12 +485,12 @@ class AbsentCollection(EmbeddingCollection):
                 ragged, pooling = features[name], table.pooling_of(name)
                 keys = ragged.values.numel()
                 if pooling == "none":
-                    vectors = self._fill((keys, table.width), self.dtype, ragged.offsets.device)
-                    found[name] = Sequences(vectors, ragged.offsets.to(vectors.device))
+                    vectors = self._fill((keys, table.width), self.dtype)
+                    found[name] = Sequences(vectors, self._bring(ragged.offsets))
                     continue
                 columns = keys // max(ragged.samples, 1) if pooling == "concat" else 1
                 shape = (ragged.samples, columns * table.width)
-                found[name] = self._fill(shape, self.dtype, ragged.offsets.device)
+                found[name] = self._fill(shape, self.dtype)
         return found
 
     def stacked(self, features: "Mapping[str, Ragged] | Prepared") -> Tensor:

@@ -19,10 +19,12 @@ Cost: a stand-in for a block costs a call; NaN fillers in front of the first blo
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.memory.streams import to_device
 from shardwise.parallel.pipeline.blocks import LIST, ROWS, blocks_around, stages_of_modules
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.pipeline.stage_module import StageModule
@@ -121,8 +123,7 @@ class _Skeleton:
             if child is not None
         }
         if not is_here and not children and hasattr(module, "elsewhere"):
-            what = f"vectors of {name!r}, which lives on another stage,"
-            return module.elsewhere(name, functools.partial(self.relay.output, what=what))  # type: ignore[operator]
+            return self._vectors_elsewhere(name, module)
         counts = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
         if not is_here and not children and (absent or counts):
             return absent_leaf(module, name, self.relay, absent, self._home)
@@ -138,6 +139,19 @@ class _Skeleton:
         if not name and "forward" in twin.__dict__ and isinstance(twin, StageRoot):
             twin.__dict__["_own_forward"] = twin.__dict__.pop("forward")
         return twin  # type: ignore[no-any-return]
+
+    def _vectors_elsewhere(self, name: str, tables: Any) -> nn.Module:
+        """What stands for tables of another stage."""
+        what, relay = f"vectors of {name!r}, which lives on another stage,", self.relay
+
+        def place() -> torch.device:
+            return relay.device or self._home()
+
+        def fill(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return relay.output(shape, dtype, place(), what)
+
+        made: nn.Module = tables.elsewhere(name, fill, lambda tensor: to_device(tensor, place()))
+        return made
 
     def _kind(self, name: str, is_hollow: bool) -> type | None:
         if name == self._last:

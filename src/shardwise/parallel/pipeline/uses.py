@@ -206,7 +206,7 @@ def _hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
             vars(module)["_apply"] = lambda *args, module=module, **kwargs: module
             elsewhere: Any = getattr(module, "elsewhere", None)
             if elsewhere is not None:  # vectors of tables: their shapes are enough
-                absent = elsewhere("", _empty)
+                absent = elsewhere("", functools.partial(_empty, device), lambda tensor: tensor.to(device))
                 vars(module).update({name: getattr(absent, name) for name in absent.calls})
             module._parameters.update({name: twin(each) for name, each in module._parameters.items()})
             module._buffers.update({name: twin(each) for name, each in module._buffers.items()})
@@ -221,7 +221,7 @@ def _hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
             (value.extend if isinstance(value, list) else value.update)(was)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
