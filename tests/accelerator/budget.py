@@ -52,6 +52,8 @@ class Row(NamedTuple):
     """Whether the device is one that Triton's kernels serve; else the plain forms run."""
     is_crew: bool = False
     """Its ranks are threads, counted together: stages differ, so none mirrors another."""
+    hosts: tuple[int, ...] = ()
+    """Of each rank the number of its host; left out, all are on one."""
 
 
 def gpt(**changes: Any) -> Callable[[], nn.Module]:
@@ -123,6 +125,20 @@ def _rows() -> dict[str, Row]:
         "experts, ep 2, zero 2, bf16": Row(
             gpt(experts=GptExperts(count=4)), tokens, 2, {**_zero(2, "bf16"), "mesh": {"ep": 2}}
         ),
+        "experts, ep 2 x 2 hosts, recompute, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=4)),
+            tokens,
+            4,
+            {**_zero(2, "bf16"), "mesh": {"ep": 4}, "recompute": "full"},
+            hosts=(0, 0, 1, 1),
+        ),
+        "experts, pp 2, recompute, bf16, both stages": Row(
+            gpt(experts=GptExperts(count=4)),
+            tokens,
+            2,
+            {**_zero(0, "bf16"), "mesh": {"pp": 2}, "recompute": "full"},
+            is_crew=True,
+        ),
         "static tables, dp 2": Row(lambda: _Tables(("a", "b", "d")), _clicks("abd"), 2, _zero(0, "fp32")),
         "dynamic tables, dp 2": Row(
             lambda: _Tables(("grows", "rare")), _clicks(("grows", "rare")), 2, _zero(0, "fp32")
@@ -162,9 +178,12 @@ def measure(name: str) -> tuple[Budget, list[str]]:
             engine.close()
             return found
 
-        found = (
-            Crew(row.ranks, device).run(steps)[0] if row.is_crew else steps(mirror_world(row.ranks, device))
-        )
+        if row.is_crew:
+            found = Crew(row.ranks, device).run(steps)[0]
+        else:
+            world = mirror_world(row.ranks, device)
+            world.hosts = row.hosts or world.hosts
+            found = steps(world)
     return found, bench.misplaced
 
 

@@ -14,6 +14,8 @@ from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.peers import TorchWire
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
+from shardwise.parallel.expert.module import MixtureOfExperts
+from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.pipeline.messages import is_lasting, likeness, pack
 from shardwise.plan.errors import CommError, PlanError, ShardwiseError
 from tests.ranks import RankPool
@@ -27,15 +29,18 @@ INTERLEAVED = {
 }
 
 
-def net_of(hook: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
+def net_of(hook: Callable[[Tensor], Tensor] | None = None, has_experts: bool = False) -> nn.Module:
     class Block(nn.Module):
         def __init__(self, last: bool) -> None:
             super().__init__()
             self.linear = nn.Linear(3, 3)
             self.last = last
+            policy = RouterPolicy(top_k=1, balance="loss", balance_weight=1.0)
+            self.mixture = MixtureOfExperts(3, 2, 2, policy) if has_experts else None
 
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.linear(x))
+            x = x if self.mixture is None else x + self.mixture(x[None])[0]
             return hook(x) if hook is not None and self.last else x
 
     torch.manual_seed(0)
@@ -73,7 +78,8 @@ def headers_in(
 
         patch.setattr(TorchWire, "send", counted)
         patch.setattr(peers.Peers, "expect", expected)
-        engine = shardwise.initialize(net_of(), config, loss=loss_of, world=world.among((0, 1)))
+        model = net_of(has_experts=True)
+        engine = shardwise.initialize(model, config, loss=loss_of, world=world.among((0, 1)))
         for step, rows in enumerate((2, 2, 5, 2, 5)):
             seen[0] = 0
             norms.append(engine.train_step(batches(step, rows)).grad_norm)
@@ -84,7 +90,8 @@ def headers_in(
 
 
 def test_shapes_are_told_once(ranks: Callable[[int], RankPool]) -> None:
-    """From the second step on only the end of a walk is told by a header; other shapes are told when they come."""
+    """From the second step on only the end of a walk is told by a header; other shapes are told when they come. What
+    stages with experts tell one another of the loss is a number in the message."""
     known = ranks(2).run(headers_in, INTERLEAVED, True)
     described = ranks(2).run(headers_in, INTERLEAVED, False)
     for (counts, norms, posted), (usual, expected, none) in zip(known, described, strict=True):

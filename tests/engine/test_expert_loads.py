@@ -197,7 +197,7 @@ def planted(world: Any, layout: Layout) -> None:
     """Stages before the last do not hear what a microbatch was multiplied by; ranks of "tp" multiply once more each.
     The check of the first step sees both."""
     inner = _Training.backward
-    with patch.object(_Training, "backward", lambda self, *args: inner(self, *args) and ""):
+    with patch.object(_Training, "backward", lambda self, *args: inner(self, *args) and None):
         engine = made(world, layout.config())
         replay = engine._parts.passes.replay
         scaled = replay.scaled

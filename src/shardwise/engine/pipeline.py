@@ -23,7 +23,7 @@ from shardwise.engine.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.pass_context import rows_of
-from shardwise.engine.sums import Number, filled_like
+from shardwise.engine.sums import Number, filled_like, number_of
 from shardwise.engine.weighing import Weighing
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
@@ -298,7 +298,9 @@ class _Forward:
         with self._parts.passes.at(self._step, microbatch, batch, rows):
             return here.run(lambda root: self._call(root, batch), received, (self._wants, kind_of(batch)))
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
+    def backward(
+        self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
+    ) -> Tensor | None:
         """Never called: a list without gradients has no B."""
         raise NotImplementedError
 
@@ -339,18 +341,24 @@ class _Training(_Forward):
             self._scales[microbatch] = self._weigh(microbatch, output)
         return output
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
+    def backward(
+        self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
+    ) -> Tensor | None:
         """See ``Runner``. What is said is the microbatch's scale, where a stage may have experts."""
         hooks, passes = self._stages[stage].hooks, self._parts.passes
         hooks.microbatch = microbatch
         loss = self._losses.pop(microbatch) if stage == self._last_stage else None
-        scale: Number = float(said or 1.0) if loss is None else self._scales.pop(microbatch)
+        scale: Number = 1.0 if said is None else number_of(said)
+        if loss is not None:
+            scale = self._scales.pop(microbatch)
         first = None if loss is None else filled_like(loss, scale)
         passes.loads.count(microbatch, scale)
         hooks.begin_backward(last=microbatch == self._last_microbatch[stage])
         with passes.profile.backward(), passes.replay.scaled(scale):
             hooks.run_backward(lambda: run(first))
-        return repr(float(scale)) if passes.loads.layers else ""
+        if not passes.loads.layers:
+            return None
+        return filled_like(torch.empty((), dtype=torch.float64, device=self._parts.device), scale)
 
 
 def _plain(output: Any) -> Any:

@@ -49,6 +49,13 @@ def read(*sums: Mapping[str, Tensor]) -> list[dict[str, list[float]]]:
     return [{name: [next(numbers) for _ in part] for name, part in each.items()} for each in sums]
 
 
+def number_of(value: Tensor | float) -> Number:
+    """As the host knows it; unread where it is on a device."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().double().reshape(())
+    return float(value)
+
+
 def filled_like(tensor: Tensor, number: Number) -> Tensor:
     """``number`` in the shape, dtype and place of ``tensor``."""
     if isinstance(number, Tensor):

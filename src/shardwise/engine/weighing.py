@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.sums import Number
+from shardwise.engine.sums import Number, number_of
 from shardwise.plan.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -157,12 +157,12 @@ def divisors_of(loss: Tensor) -> list[Number]:
             continue
         own = getattr(node, "counted_labels", None)  # our cross entropies
         if own is not None:
-            found.append(_number(own))
+            found.append(number_of(own))
             continue
         name = type(node).__name__
         if name in _NLL or hasattr(node, "counted_rows"):
             if name in _NLL and node._saved_reduction == _MEAN:
-                found.append(_number(node._saved_total_weight))
+                found.append(number_of(node._saved_total_weight))
             else:
                 found.append(_divided_by(node, quotients, rows))
             continue
@@ -172,13 +172,6 @@ def divisors_of(loss: Tensor) -> list[Number]:
             rows = float(node._saved_self_sym_numel)
         waiting.extend(_Place(parent, quotients, rows) for parent, _ in node.next_functions)
     return found
-
-
-def _number(value: Tensor | float) -> Number:
-    """As the host knows it; unread where it is on a device."""
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        return value.detach().double().reshape(())
-    return float(value)
 
 
 def _largest(numbers: Sequence[Number]) -> Number:
@@ -201,7 +194,7 @@ def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> Nu
         return 1.0
     if not isinstance(divisor, Tensor) and divisor > 1:
         return divisor
-    labels = _number(_labels(node))
+    labels = number_of(_labels(node))
     if isinstance(divisor, Tensor) or isinstance(labels, Tensor):
         return divisor * ((labels > 0) | (divisor > 1))  # both unread, or a number of the host beside one
     return divisor if labels else 0.0
@@ -219,4 +212,4 @@ def _labels(node: Any) -> Tensor:
 def _divisor(quotient: Any) -> Number | None:
     """None where it is no single number."""
     value = quotient._saved_other
-    return _number(value.detach()) if isinstance(value, Tensor) and value.numel() == 1 else None
+    return number_of(value.detach()) if isinstance(value, Tensor) and value.numel() == 1 else None

@@ -30,17 +30,19 @@ class Product:
     def __init__(self, stages: int):
         self.stages = stages
         self.weights = {stage: torch.tensor(stage + 2.0, requires_grad=True) for stage in range(stages)}
-        self.said: set[tuple[int, int, str]] = set()
+        self.said: set[tuple[int, int, float | None]] = set()
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
         x = torch.full((ELEMENTS,), float(microbatch)) if stage == 0 else received
         y = self.weights[stage] * x
         return y.sum() if stage == self.stages - 1 else y
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
-        self.said.add((stage, microbatch, said))
+    def backward(
+        self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
+    ) -> Tensor:
+        self.said.add((stage, microbatch, None if said is None else float(said)))
         run(torch.ones(()) if stage == self.stages - 1 else None)
-        return said or repr(microbatch / 3)
+        return torch.tensor(microbatch / 3, dtype=torch.float64) if said is None else said
 
 
 def walker_of(stages: ScheduleExecutor, actions: list[Action]) -> Walker:
@@ -78,15 +80,17 @@ def test_losses_gradients_and_messages(ranks: Any, size: int) -> None:
     total = product * sum(range(MICROBATCHES)) * ELEMENTS
     assert found == pytest.approx({stage: total / (stage + 2) for stage in range(2 * size)})
     said = {
-        (s, i, "" if s == 2 * size - 1 else repr(i / 3)) for s in range(2 * size) for i in range(MICROBATCHES)
+        (s, i, None if s == 2 * size - 1 else i / 3) for s in range(2 * size) for i in range(MICROBATCHES)
     }
     assert (
         set().union(*(said for *_, said in results)) == said
     )  # what the last stage says, on every one before it
     for purpose in ("activations", "gradients"):
         sent = [counts.get(("send", purpose), Count()) for _, _, counts, _ in results]
-        assert sum(count.calls for count in sent) == messages(size, MICROBATCHES, 2) / 2
-        assert sum(count.elements for count in sent) == messages(size, MICROBATCHES, 2) / 2 * ELEMENTS
+        kinds = 1 + (purpose == "gradients")  # a number beside them, of another dtype, is counted by itself
+        number = messages(size, MICROBATCHES, 2) / 2
+        assert sum(count.calls for count in sent) == number * kinds
+        assert sum(count.elements for count in sent) == number * (ELEMENTS + kinds - 1)
 
 
 class Fails(Product):
@@ -96,7 +100,9 @@ class Fails(Product):
         super().__init__(stages)
         self.culprit = culprit
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
+    def backward(
+        self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
+    ) -> Tensor:
         if (stage, microbatch) == (self.culprit, MICROBATCHES - 1):
             raise UsageError(f"stage {stage} cannot")
         return super().backward(stage, microbatch, run, said)

@@ -134,7 +134,7 @@ class _Dispatched:
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """(hidden [N, D], index [N, k], weights [N, k]), by whatever names the class gives them: [N, D]."""
-        _, hidden, index, weights = self._signature.bind(None, *args, **kwargs).arguments.values()
+        _, hidden, index, weights, *_ = self._signature.bind(None, *args, **kwargs).arguments.values()
         index = torch.where(index < self._stack.experts, index, -1)  # "nobody" in classes of transformers
         if self._surroundings is None:
             return self._dispatch(hidden, index, weights)

@@ -11,9 +11,9 @@ Where the ranks of ep are spread over hosts, as many on each, a row makes two ho
 its experts, to the rank in the place there that the sender has on its own, and from there on to those ranks of the host
 that hold them. On the way back the host's results are summed before they leave it.
 
-Which message holds what is a ``Routes``, found from ``index`` alone and before any row travels: hop by hop, how many
-rows go from whom to whom (``comm.exchange.share``), then the numbers of their experts. A pass that runs again takes the
-Routes of the first.
+Which message holds what is a ``Routes``, found from ``index`` alone and before any row travels: how many rows go from
+whom to whom in each hop (``row_counts``, the one wait for a device), then, hop by hop, the numbers of their experts. A
+pass that runs again takes the Routes of the first.
 
 Where a rank would take more than ``rows`` pairs, all ranks cut what they send it into as many rounds as the fullest
 needs. A round keeps nothing and runs again in backward, its messages too: routing that goes to few ranks costs time,
@@ -45,8 +45,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
-from shardwise.comm.exchange import Counts, back, gather, scatter, send, share
+from shardwise.comm.exchange import Counts, back, gather, scatter, send
 from shardwise.kernels.grouped import stretches
+from shardwise.parallel.expert.row_counts import RowCounts, owner_of, reaches, row_counts
 from shardwise.precision.operations import running_dtypes_again
 
 Compute = Callable[[Tensor, list[int]], Tensor]
@@ -198,71 +199,64 @@ class Dispatcher:
     @torch.no_grad()
     def routes(self, index: Tensor) -> Routes:
         """Where rows with the experts ``index`` [N, k] go. All ranks of ``ep`` and ``etp`` call this together."""
-        if self.rows is None:
-            return Routes((self._round(index),))
+        [counts] = self._counts([index])
+        rounds = self._number_of_rounds(counts.fullest, index.shape[1])
+        if rounds == 1:
+            return Routes((self._round(index, counts),))
         ep = self.ep
-        owner = _owner(index, self.experts // ep.size, ep.size)
+        owner = owner_of(index, self.experts // ep.size, ep.size)
         held = index.new_zeros(index.shape[0], ep.size + 1).scatter_add_(1, owner, torch.ones_like(owner))
         held[:, ep.size] = 0  # pairs of each (token, rank)
-        rounds = self._number_of_rounds(held[:, : ep.size], index.shape[1])
-        if rounds == 1:
-            return Routes((self._round(index),))
         before = held.cumsum(0) - held
         turn = (before * rounds // held.sum(0).clamp_min(1)).gather(1, owner)
-        return Routes(tuple(self._round(torch.where(turn == each, index, -1)) for each in range(rounds)))
+        parts = [torch.where(turn == each, index, -1) for each in range(rounds)]
+        return Routes(tuple(map(self._round, parts, self._counts(parts))))
 
-    def _number_of_rounds(self, held: Tensor, top_k: int) -> int:
-        """In how many the fullest rank takes no more than ``rows`` pairs; the same on all ranks."""
-        assert self.rows is not None, "there is no bound"
-        what = f"counts of {self.name}"
-        all_pairs = share(share(held.sum(0)[:, None], self.ep, what), self.etp, what)  # [etp, from, to, 1]
-        fullest = int(all_pairs.sum((0, 1)).max())
-        if fullest <= self.rows:
+    def _counts(self, choices: Sequence[Tensor]) -> list[RowCounts]:
+        return row_counts(choices, self.experts, self.levels, self.ep, self.etp, self.name)
+
+    def _number_of_rounds(self, fullest: int, top_k: int) -> int:
+        """In how many the fullest rank takes no more than ``rows`` pairs."""
+        if self.rows is None or fullest <= self.rows:
             return 1
         # A rank cuts between tokens, so that its part of a round may have k pairs more than the mean.
         return -(-fullest // max(self.rows - self.ep.size * self.etp.size * top_k, 1))
 
-    def _round(self, index: Tensor) -> Round:
+    def _round(self, index: Tensor, counts: RowCounts) -> Round:
         """Of the pairs in ``index`` [N, k]."""
         etp, name, local, top_k = self.etp, self.name, self.experts, index.shape[1]
         hops = []
-        for group in self.levels:
-            hop, index = self._hop(index, group, local)
+        for group, between in zip(self.levels, counts.hops, strict=True):
+            hop, index = self._hop(index, group, local, between)
             hops.append(hop)
             local //= group.size
-        parts = [index.shape[0]]
-        if etp.size > 1:
-            parts = share(index.new_full((1,), parts[0]), etp, f"counts of {name}").flatten().tolist()
-        chosen = gather(index.to(torch.int32), parts, etp, f"numbers of {name}", "control").flatten().long()
+        chosen = gather(index.to(torch.int32), counts.parts, etp, f"numbers of {name}", "control")
+        chosen = chosen.flatten().long()
         lives = chosen >= 0
-        chosen = torch.where(lives, chosen, local)
-        counted = chosen.new_zeros(local + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
-        experts = counted[:local].tolist()
-        slots = chosen.argsort(stable=True)[: sum(experts)]
+        slots = torch.where(lives, chosen, local).argsort(stable=True)[: sum(counts.experts)]
         place = torch.empty_like(chosen)
         place[slots] = torch.arange(slots.shape[0], device=slots.device)
         return Round(
             tuple(hops),
             etp,
             name,
-            parts=parts,
+            parts=counts.parts,
             rows=slots.div(top_k, rounding_mode="floor"),
             slots=slots,
-            pairs=RowSums(place[_marked(lives, sum(experts))], _starts(lives.view(-1, top_k).sum(1))),
-            experts=experts,
+            pairs=RowSums(place[_marked(lives, sum(counts.experts))], _starts(lives.view(-1, top_k).sum(1))),
+            experts=counts.experts,
         )
 
-    def _hop(self, index: Tensor, group: Group, experts: int) -> tuple[Hop, Tensor]:
+    def _hop(self, index: Tensor, group: Group, experts: int, counts: Counts) -> tuple[Hop, Tensor]:
         """Of rows with the experts ``index`` [N, k], of ``experts`` that lie on ``group``.
 
         And the experts of those that arrive, counted from the first of this rank: [R, k], -1 where they lie elsewhere.
         """
         size, local, count = group.size, experts // group.size, index.shape[0]
-        owner = _owner(index, local, size)
-        goes = index.new_zeros(count, size + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :size]
-        if size == self.etp.size == 1:
-            goes = torch.ones_like(goes)  # rows that go nowhere stay as they lie
-        counts = share(goes.sum(0)[:, None], group, f"counts of {self.name}")[..., 0].tolist()
+        owner = owner_of(index, local, size)
+        goes = reaches(owner, size)
+        if size == self.etp.size == 1:  # rows that go nowhere stay as they lie
+            goes, counts = torch.ones_like(goes), [[count]]
         messages = sum(counts[group.index])
         rank, tokens = goes.T.nonzero_static(size=messages).unbind(1)
         here = torch.where(owner[tokens] == rank[:, None], index[tokens] - rank[:, None] * local, -1)
@@ -278,11 +272,6 @@ def _marked(marks: Tensor, count: int) -> Tensor:
     """The places of the ``count`` elements of ``marks`` [n] that are true. As many are known: a device need not be
     asked."""
     return marks.nonzero_static(size=count)[:, 0]
-
-
-def _owner(index: Tensor, local: int, size: int) -> Tensor:
-    """Which of ``size`` ranks, each with ``local`` experts, holds those of ``index``; ``size`` where it is nobody's."""
-    return torch.where(index < 0, size, index.div(local, rounding_mode="floor"))
 
 
 def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: Round) -> Tensor:

@@ -17,15 +17,21 @@ from shardwise.comm.collectives import Group
 from shardwise.kernels.gated import gated
 from shardwise.kernels.grouped import gated_experts
 from shardwise.kernels.initializers import Initializer, of_linear, of_torch
-from shardwise.parallel.expert.dispatch import Compute, Dispatcher
+from shardwise.parallel.expert.dispatch import Compute, Dispatcher, Routes
 from shardwise.parallel.expert.stacks import Stack, Stacked, gated_stack
+from shardwise.parallel.expert.surroundings import Keep, make_anew
 from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from shardwise.plan.placement import Replicate
 
 
-def by_expert(compute: Compute, hidden: Tensor, index: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """``compute`` of all ``experts`` here, on one rank, summed by token with their weights: [N, D]."""
-    return Dispatcher(Group.alone("ep"), Group.alone("etp"), experts)(hidden, index, weights, compute)
+def by_expert(
+    compute: Compute, hidden: Tensor, index: Tensor, weights: Tensor, experts: int, keep: Keep
+) -> Tensor:
+    """``compute`` of all ``experts`` here, on one rank, summed by token with their weights: [N, D]. ``keep``: as in
+    ``Surroundings``."""
+    alone = Dispatcher(Group.alone("ep"), Group.alone("etp"), experts)
+    routes: Routes = keep("routes", lambda: alone.routes(index))
+    return alone(hidden, index, weights, compute, routes)
 
 
 class Experts(nn.Module):
@@ -51,9 +57,9 @@ class Experts(nn.Module):
         """How its tensors lie on ranks that share experts."""
         return gated_stack(len(self.down), self.down.shape[-1])
 
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, keep: Keep = make_anew) -> Tensor:
         """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
-        return by_expert(self.compute, hidden, index, weights, len(self.down))
+        return by_expert(self.compute, hidden, index, weights, len(self.down), keep)
 
     def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows, ``counts[e]`` of them for expert e, through their experts: [R, D] -> [R, D]."""
@@ -107,9 +113,9 @@ class MadeExperts(nn.Module):
         whole = Stacked(Replicate(), Replicate())
         return Stack(self.count, 0, {name: whole for name, _ in self.named_parameters()})
 
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, keep: Keep = make_anew) -> Tensor:
         """Σ_j weights_j · expert_{index_j}(hidden); an index of -1 adds nothing: [N, D], [N, k], [N, k] -> [N, D]."""
-        return by_expert(self.compute, hidden, index, weights, self.count)
+        return by_expert(self.compute, hidden, index, weights, self.count, keep)
 
     def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows, ``counts[e]`` of them for expert e, through their experts: [R, D] -> [R, D].

@@ -106,7 +106,7 @@ class MixtureOfExperts(nn.Module):
         tokens = self.surroundings.take(x)
         counted = None if mask is None else self.surroundings.here(mask, tokens).bool()
         routing = self.router(tokens, self.surroundings, counted, labels)
-        y = self.experts(tokens.hidden, routing.index, routing.weights)  # [n, D]
+        y = self.experts(tokens.hidden, routing.index, routing.weights, self.surroundings.keep)  # [n, D]
         if self.shared is not None:
             y = y + self.shared(tokens.hidden)
         if self.residual is not None and self.mix is not None:

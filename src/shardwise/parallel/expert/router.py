@@ -34,7 +34,7 @@ from shardwise.parallel.expert.balance import move_bias, note_loads, pair_counts
 from shardwise.parallel.expert.capacity import choose_kept
 from shardwise.parallel.expert.noise import gumbel, jitter
 from shardwise.parallel.expert.policy import RouterPolicy
-from shardwise.parallel.expert.surroundings import Decision, Surroundings, Tokens
+from shardwise.parallel.expert.surroundings import Surroundings, Tokens
 from shardwise.plan.errors import ConfigError, NonFiniteError
 
 
@@ -111,7 +111,7 @@ class Router(nn.Module):
         learns = self.training and torch.is_grad_enabled()
         adds = learns and (policy.balance == "loss" or policy.z_weight > 0)
 
-        def decide() -> Decision:
+        def decide() -> tuple[Tensor, ...]:
             seen = scores if shift is None else scores_of(logits + shift.to(logits.dtype), policy)
             if shift is not None and policy.noise == "gumbel_rest":
                 seen = seen.scatter(-1, largest(scores, 1), torch.inf)

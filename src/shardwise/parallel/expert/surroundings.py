@@ -33,15 +33,17 @@ from shardwise.plan.errors import UsageError
 Layout = Literal["cut", "alike", "addends"]
 """How activations and their gradients lie on the ranks that share a sequence."""
 
-Decision = tuple[Tensor, ...]
-"""What a pass decides once: tensors without gradients."""
+Keep = Callable[[str, Callable[[], Any]], Any]
+"""(name, make) -> what ``make`` returns, which a pass decides once; where a piece of it runs again, what it returned at
+first. It has no gradients."""
 
 
 def _cut() -> Layout:
     return "cut"
 
 
-def _decide(layer: str, make: Callable[[], Decision]) -> Decision:
+def make_anew(name: str, make: Callable[[], Any]) -> Any:
+    """The ``Keep`` of a layer that is alone."""
     return make()
 
 
@@ -87,8 +89,8 @@ class Surroundings:
     """The ranks that share the tokens of a sequence; None where all are here."""
     layout: Callable[[], Layout] = _cut
     """How the running pass lies on ``group``."""
-    keep: Callable[[str, Callable[[], Decision]], Decision] = _decide
-    """(layer, make) -> what ``make`` returns; where a piece of a pass runs again, what it returned at first."""
+    keep: Keep = make_anew
+    """See ``Keep``."""
     scale: Callable[[], float | Tensor] = _one
     """Called in a backward pass: what the loss of its microbatch was multiplied by."""
     replay: Replay | None = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.grouped import grouped_product
+from shardwise.memory.streams import to_device
 from shardwise.parallel.expert.dispatch import Compute
 from shardwise.parallel.expert.stacks import flags_of
 
@@ -53,7 +54,7 @@ class _TheirCompute:
             return out
         bias = getattr(self.module, f"{name}_bias")
         expert = torch.arange(len(counts), device=rows.device).repeat_interleave(
-            torch.tensor(counts, device=rows.device), output_size=rows.shape[0]
+            to_device(torch.tensor(counts), rows.device), output_size=rows.shape[0]
         )
         # A rank that does not add it uses it all the same: its gradient is an addend of 0, not none.
         return out + (bias if adds_bias else bias * 0)[expert]

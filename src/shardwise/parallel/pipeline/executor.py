@@ -5,7 +5,7 @@
     SEND, RECV     what the two exchange with the stages beside them
 
 Beside the gradient of a microbatch travels what its last stage says of it: what its loss was multiplied by, where a
-stage has terms of its own that are multiplied alike.
+stage has terms of its own that are multiplied alike. It is one more tensor behind the gradients, which no host reads.
 
 A stage's input is detached from what was received and asks for gradients where its sender's tensor did. Of its output
 only the edge of the graph is kept for the backward pass: the numbers themselves are dropped once they are sent, unless
@@ -58,9 +58,12 @@ class Runner(Protocol):
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
         """The stage's output; of the last stage what ``backward`` begins with."""
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: str) -> str:
+    def backward(
+        self, stage: int, microbatch: int, run: Callable[[Tensor | None], None], said: Tensor | None
+    ) -> Tensor | None:
         """Call ``run`` inside whatever a backward pass needs around it: with the gradient that the last stage's output
-        begins with, with None on the others. ``said``: what the stage behind returned; empty on the last one."""
+        begins with, with None on the others. ``said``: what the stage behind returned, a number or nothing; None on the
+        last one."""
 
 
 class ScheduleExecutor:
@@ -80,7 +83,7 @@ class ScheduleExecutor:
         self._received: dict[tuple[int, int], Any] = {}
         self._outputs: dict[tuple[int, int], list[GradientEdge]] = {}
         self._to_send: dict[tuple[int, int], Packed] = {}
-        self._gradients: dict[tuple[int, int], Message] = {}
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._results: dict[int, Any] = {}
         self._told_by: int | None = None
         self._likes = likes
@@ -194,10 +197,11 @@ class ScheduleExecutor:
         key = (action.stage, action.microbatch)
         edges = self._outputs.pop(key)
         inputs = self._inputs.pop(key, [])
-        said, given = self._gradients.pop(key, Message("", []))
+        received = self._gradients.pop(key, [])
+        said = received[len(edges)] if len(received) > len(edges) else None
 
         def run(first: Tensor | None) -> None:
-            gradients = given if first is None else [first]
+            gradients = received[: len(edges)] if first is None else [first]
             if edges:
                 torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
 
@@ -206,7 +210,7 @@ class ScheduleExecutor:
             gradients = [
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
             ]
-            self._to_send[key] = Packed(says, gradients)
+            self._to_send[key] = Packed("", gradients if says is None else [*gradients, says])
 
     def send(self, action: Action) -> None:
         """SEND."""
@@ -224,7 +228,7 @@ class ScheduleExecutor:
         self._passed()
         if action.carries_gradient:
             check_refusal(message.text)
-            self._gradients[key] = message
+            self._gradients[key] = message.tensors
             return
         self._received[key] = unpack(message.text, message.tensors)
         self._inputs[key] = [tensor for tensor in message.tensors if tensor.requires_grad]

@@ -7,7 +7,7 @@ parsed as JSON: nothing in a message is ever run or imported. A tensor that occu
 again, so that its gradients are summed where they belong.
 
 A gradient's message is the list of gradients of the tensors that ask for one, in their order, zeros for those that had
-no part in the loss. Its text is a number or empty (executor.py).
+no part in the loss, and what else is said of the microbatch, a number [] (executor.py). Its text is empty.
 
 Between devices what is known on both ends goes without the text and without shapes (comm/agreed.py): ``likeness`` of a
 microbatch is what both ends know.

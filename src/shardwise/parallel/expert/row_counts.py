@@ -1,0 +1,90 @@
+"""Row counts: how many rows go from whom to whom in a pass, over every hop, there and back. One table tells all of it.
+
+    a rank's line   pairs of each expert [E] | of each hop, rows that reach each of its places: hosts, then ranks
+    the table       the lines of all ranks of ep and etp, gathered; read by the host once
+
+With hops of sizes s_0, s_1, ... a rank of ep has the digits (d_0, d_1, ...). A hop changes one of them: before hop l a
+row lies where the first l digits are those of where it goes and the others are those of where it comes from. So
+
+    counts_l[i][j] = Σ over sources with digit i of hop l, and this rank's own behind it, of
+                     their rows that reach the place (this rank's digits before l, j)
+
+go from i to j, and what arrives, what each expert gets and what the fullest rank takes are sums of the same table. No
+rank asks again: the way back, backward and what runs again go by the numbers of the first.
+
+Cost:   one gather over ep, one over etp, of E + Σ places numbers of 8 bytes a rank; one wait for the device.
+Shapes: E experts, N tokens of this rank, k experts a token.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import Group
+from shardwise.comm.exchange import Counts, share
+
+
+class RowCounts(NamedTuple):
+    """Of one pass, as this rank needs them."""
+
+    hops: tuple[Counts, ...]
+    """By hop, rows from rank to rank of its group."""
+    parts: list[int]
+    """Rows that arrive at each rank of etp."""
+    experts: list[int]
+    """Pairs of each expert of this rank."""
+    fullest: int
+    """Pairs of the rank that has most; the same on all ranks."""
+
+
+def owner_of(index: Tensor, local: int, places: int) -> Tensor:
+    """Which of ``places``, each with ``local`` experts, holds those of ``index``; ``places`` where it is nobody's."""
+    return torch.where(index < 0, places, index.div(local, rounding_mode="floor"))
+
+
+def reaches(owner: Tensor, places: int) -> Tensor:
+    """Which of ``places`` each row goes to, by those of its experts: [N, k] -> bool [N, places]."""
+    return owner.new_zeros(len(owner), places + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :places]
+
+
+def row_counts(
+    choices: Sequence[Tensor], experts: int, levels: Sequence[Group], ep: Group, etp: Group, name: str
+) -> list[RowCounts]:
+    """Of each of ``choices``, rows' experts [N, k]. All ranks of ``ep``, which ``levels`` make, and ``etp`` call this
+    together. One read, however many."""
+    sizes = [group.size for group in levels]
+    places = [math.prod(sizes[: level + 1]) for level in range(len(sizes))]
+    lines = torch.stack([_line(index, experts, places) for index in choices])
+    what = f"counts of {name}"
+    table = share(share(lines, ep, what), etp, what).cpu()  # [etp, ep, choices, E + Σ places]
+    ep.clock.check_intact()
+    found = []
+    for each in table.unbind(2):
+        pairs, *reached = each.split([experts, *places], -1)
+        to_me = reached[-1][:, :, ep.index].sum(1)
+        of_ranks = pairs.reshape(etp.size, ep.size, ep.size, -1).sum((0, 1))  # [ep, E/ep]
+        hops = tuple(
+            _between(rows[etp.index], sizes, level, ep.index).tolist() for level, rows in enumerate(reached)
+        )
+        found.append(RowCounts(hops, to_me.tolist(), of_ranks[ep.index].tolist(), int(of_ranks.sum(1).max())))
+    return found
+
+
+def _line(index: Tensor, experts: int, places: Sequence[int]) -> Tensor:
+    """[E + Σ places]"""
+    chosen = torch.where(index < 0, experts, index).view(-1)
+    pairs = chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
+    reached = [reaches(owner_of(index, experts // each, each), each).sum(0) for each in places]
+    return torch.cat([pairs[:experts], *reached])
+
+
+def _between(reached: Tensor, sizes: Sequence[int], level: int, own: int) -> Tensor:
+    """Of the rows that each rank has for each place of hop ``level``, [ep, places], those from rank to rank of this
+    one's group in that hop: [s, s]."""
+    size, behind = sizes[level], math.prod(sizes[level + 1 :])
+    before = math.prod(sizes[:level])
+    place, rest = own // (size * behind), own % behind
+    return reached.reshape(before, size, behind, before, size)[:, :, rest, place].sum(0)
