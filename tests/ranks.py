@@ -127,6 +127,7 @@ def _serve(
         # Every process has a device of its own, and all of them are called 0.
         who = partial(handshake.identity, f"{device} of rank {rank}")
         stack.enter_context(patch.object(handshake, "identity", lambda _: who()))
+        stack.enter_context(patch.object(torch.accelerator, "device_count", lambda: size))
     if backend == "strict":
         strict.register(dist.FileStore(f"{store}.strict", size), torch.device(device).type)
     files = dist.FileStore(store, size)

@@ -99,9 +99,18 @@ def test_a_folder_that_others_may_enter_keeps_no_secret(tmp_path: Path) -> None:
 
 
 def test_ranks_that_took_one_device_are_named_by_all() -> None:
-    found = meeting(dist.HashStore(), 3, devices=["cuda:0", "cuda:1", "cuda:0"])
-    assert all(isinstance(each, ConfigError) for each in found)
-    assert all("ranks 0 and 2 are on one host and both took cuda:0" in str(each) for each in found)
+    for devices, said in {
+        ("cuda:0", "cuda:1", "cuda:0"): "3 ranks on one host took 2 devices: cuda:0 is that of ranks 0, 2.",
+        (
+            "cuda:1",
+            "cuda:1",
+        ): "2 ranks on one host took 1 device: cuda:1 is that of ranks 0, 1. A number in comm.device",
+    }.items():
+        found = meeting(dist.HashStore(), len(devices), devices=devices)
+        assert all(isinstance(each, ConfigError) and str(each).startswith(said) for each in found), found
+    assert all(
+        isinstance(each, Meeting) for each in meeting(dist.HashStore(), 2, devices=["cuda:1", "cuda:0"])
+    )
 
 
 # What a stranger can do -----------------------------------------------------------------------------------------------

@@ -183,11 +183,25 @@ def test_ranks_get_devices_of_their_own_or_a_refusal(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "accelerator", fake)
     assert choose_device("cuda", seat_at(1, 2), None) == (torch.device("cuda:1"), "nccl")
     assert fake.chosen == 1
-    assert choose_device("cuda:0", seat_at(1, 3), None)[0] == torch.device("cuda:0")
+    assert choose_device("cuda:0", seat_at(1, 2), None)[0] == torch.device("cuda:0"), (
+        "the meeting compares them"
+    )
     with pytest.raises(
         ConfigError, match=r"3 ranks on this host .*, but 2 devices .*CUDA_VISIBLE_DEVICES=0,1"
     ):
         choose_device("cuda", seat_at(0, 3), "0,1")
+
+
+def test_a_device_that_is_not_here_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Accelerators("cuda", 2)
+    monkeypatch.setattr(torch, "accelerator", fake)
+    with pytest.raises(
+        ConfigError, match=r"3 ranks on this host \('cuda:0' is asked for.*\), but 2 devices of type cuda"
+    ):
+        choose_device("cuda:0", seat_at(0, 3), None)
+    with pytest.raises(ConfigError, match=r"1 rank on this host \('cuda:2' is asked for.*\), but 2 devices"):
+        choose_device("cuda:2", seat_at(0, 1), None)
+    assert fake.chosen is None
 
 
 def test_parts_of_a_device_are_shown_one_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

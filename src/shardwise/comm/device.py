@@ -31,17 +31,20 @@ def choose_device(wanted: str, seat: Seat, visible: str | None) -> tuple[torch.d
         raise ConfigError(
             f"comm.device: {wanted!r} is asked for, and torch finds {here} here; use auto or cpu"
         )
-    if device.index is None:
-        if seat.local_size > count or seat.local_rank >= count:
-            limit = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
-            if "MIG-" in (visible or ""):  # parts of devices, known by names that say nothing of their order
-                limit += " (of the parts of a device that MIG makes, CUDA shows a process one)"
-            raise ConfigError(
-                f"comm.device: {counted(seat.local_size, 'rank')} on this host (this one's place is {seat.local_rank})"
-                f", but {counted(count, 'device')} of type {device.type}{limit}; start one "
-                "rank per device, or set comm.device: cpu"
-            )
-        device = torch.device(device.type, seat.local_rank)
+    place = seat.local_rank if device.index is None else device.index
+    if seat.local_size > count or place >= count:
+        limit = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+        if "MIG-" in (visible or ""):  # parts of devices, known by names that say nothing of their order
+            limit += " (of the parts of a device that MIG makes, CUDA shows a process one)"
+        where = (
+            "this one's place is" if device.index is None else f"{wanted!r} is asked for; this one's place is"
+        )
+        raise ConfigError(
+            f"comm.device: {counted(seat.local_size, 'rank')} on this host ({where} {seat.local_rank})"
+            f", but {counted(count, 'device')} of type {device.type}{limit}; start one "
+            "rank per device, or set comm.device: cpu"
+        )
+    device = torch.device(device.type, place)
     torch.accelerator.set_device_index(device.index)
     return device, dist.get_default_backend_for_device(device)
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from shardwise.comm.store import SealedStore, missing_keys, seal
 from shardwise.plan.errors import CommError, ConfigError, DeadlineError
-from shardwise.plan.words import named_ranks
+from shardwise.plan.words import counted, named_ranks
 
 _WORD_BYTES = 16
 _PATIENCE_S = 15.0
@@ -213,14 +213,18 @@ def _checked(word: object) -> str:
 
 def _shared_devices(who: Sequence[Who]) -> str:
     """Why these ranks cannot begin; empty where they can."""
-    first: dict[tuple[str, str], int] = {}
+    taken: dict[str, dict[str, list[int]]] = {}
     for rank, each in enumerate(who):
-        if not each.device:
-            continue
-        other = first.setdefault((each.host, each.device), rank)
-        if other != rank:
-            return (
-                f"ranks {other} and {rank} are on one host and both took {each.device}: their LOCAL_RANK is the same "
-                "or missing. Start them with shardwise launch, torchrun or srun, set LOCAL_RANK, or comm.device: cpu"
-            )
+        if each.device:
+            taken.setdefault(each.host, {}).setdefault(each.device, []).append(rank)
+    for devices in taken.values():
+        for device, ranks in devices.items():
+            if len(ranks) > 1:
+                number = counted(sum(map(len, devices.values())), "rank")
+                return (
+                    f"{number} on one host took {counted(len(devices), 'device')}: {device} is that of "
+                    f"{named_ranks(ranks)}. A number in comm.device gives one device to every rank: leave it out "
+                    f"({device.partition(':')[0]}, auto). Where there is none, LOCAL_RANK is the same or missing: "
+                    "start the ranks with shardwise launch, torchrun or srun, set LOCAL_RANK, or comm.device: cpu"
+                )
     return ""
