@@ -23,8 +23,9 @@ from shardwise.memory.replay import Replay
 from shardwise.models import Gpt, GptPolicy
 from shardwise.observe.metrics import StepRecord, read
 from shardwise.observe.progress import words
+from shardwise.parallel.expert import balance
 from shardwise.parallel.expert.loads import ExpertLoads, ExpertTally, summary_of
-from shardwise.plan.errors import NonFiniteError, PlanError, UsageError
+from shardwise.plan.errors import CommError, NonFiniteError, PlanError, UsageError
 from tests.engine.plain import worst
 
 WIDTH, EXPERTS, VOCABULARY, SEQUENCES, LENGTH, RATE, LR = 8, 4, 11, 6, 6, 0.25, 0.05
@@ -220,10 +221,74 @@ def moved_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExpertLoads, "tell_routers", lambda self: (inner(self), inner(self)))
 
 
-@pytest.mark.parametrize(("plant", "seen"), [(without_scale, "gradients"), (moved_twice, "biases")])
-def test_planted_bugs_are_seen(monkeypatch: pytest.MonkeyPatch, plant: Any, seen: str) -> None:
+def labels_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = balance._of_each_token
+    monkeypatch.setattr(balance, "_of_each_token", lambda tokens, labels: inner(tokens, None))
+
+
+PLANTS = [(without_scale, 1, "gradients"), (moved_twice, 1, "biases"), (labels_unread, 2, "gradients")]
+
+
+@pytest.mark.parametrize(("plant", "last", "seen"), PLANTS)
+def test_planted_bugs_are_seen(monkeypatch: pytest.MonkeyPatch, plant: Any, last: int, seen: str) -> None:
+    truth()
     plant(monkeypatch)
-    assert seen in departures(trained(join(), Layout(microbatches=2, recompute="full"), last=1))
+    assert seen in departures(trained(join(), Layout(microbatches=2, recompute="full"), last))
+
+
+def with_uneven_labels(world: Any, layout: Layout) -> tuple[list[str], list[str]]:
+    """What departs from the truth as it is, and where sequences weigh by their tokens."""
+    truth()
+    plain = departures(trained(world, layout))
+    with pytest.MonkeyPatch.context() as patched:
+        labels_unread(patched)
+        return plain, departures(trained(world, layout))
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, microbatches=2)], ids=str)
+def test_labels_that_are_not_read_are_seen_on_several_ranks(ranks: Any, layout: Layout) -> None:
+    """The step with whole sequences passes, the one with uneven labels does not."""
+    for plain, planted in ranks(2).run(with_uneven_labels, layout):
+        assert not plain and planted == ["gradients", "weights"]
+
+
+class Skips(nn.Module):
+    """Two mixtures, of which a batch may leave out the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MixtureOfExperts(WIDTH, 4, EXPERTS) for _ in range(2))
+
+    def forward(self, x: Tensor, skips: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number or not skips:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+def skipping(world: Any, transport: str) -> str:
+    """What a rank is told where the data of rank 1 leave out a layer."""
+    torch.manual_seed(world.rank)
+    config = {
+        "mesh": {"dp": 2, "ep": 2},
+        "precision": "fp64",
+        "comm": {"transport": transport, "timeout_s": 20},
+        "check_first_step": "off",
+    }
+    engine = made(world.among((0, 1)), config, Skips())
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    engine.train_step([(x, torch.tensor(False))])
+    with pytest.raises(CommError) as caught:
+        engine.train_step([(x, torch.tensor(world.rank == 1))])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+def test_a_rank_whose_data_leave_out_a_layer_is_named_at_once(ranks: Any, transport: str) -> None:
+    """Over torch's backends rows of two layers would pass for one another until the last of them."""
+    said = ranks(2).run(skipping, transport)
+    for rank, each in enumerate(said):
+        assert f"layers.{rank}.experts" in each and f"rank {1 - rank}" in each, said
 
 
 # The scale of a microbatch -------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Row counts: how many rows go from whom to whom in a pass, over every hop, there and back. One table tells all of it.
 
-    a rank's line   pairs of each expert [E] | of each hop, rows that reach each of its places: hosts, then ranks
+    a rank's line   its layer | pairs of each expert [E] | of each hop, rows that reach each place: hosts, then ranks
     the table       the lines of all ranks of ep and etp, gathered; read by the host once
 
 With hops of sizes s_0, s_1, ... a rank of ep has the digits (d_0, d_1, ...). A hop changes one of them: before hop l a
@@ -10,13 +10,16 @@ row lies where the first l digits are those of where it goes and the others are 
                      their rows that reach the place (this rank's digits before l, j)
 
 go from i to j, and what arrives, what each expert gets and what the fullest rank takes are sums of the same table. No
-rank asks again: the way back, backward and what runs again go by the numbers of the first.
+rank asks again: the way back, backward and what runs again go by the numbers of the first. The layer is a number of
+its name: torch's backends compare none, and rows of two layers would pass for one another wherever the data of a rank
+leave a layer out.
 
-Cost:   one gather over ep, one over etp, of E + Σ places numbers of 8 bytes a rank; one wait for the device.
+Cost:   one gather over ep, one over etp, of 1 + E + Σ places numbers of 8 bytes a rank; one wait for the device.
 Shapes: E experts, N tokens of this rank, k experts a token.
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +28,8 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, share
+from shardwise.plan.errors import CommError
+from shardwise.plan.words import named_ranks
 
 
 class RowCounts(NamedTuple):
@@ -54,16 +59,20 @@ def row_counts(
     choices: Sequence[Tensor], experts: int, levels: Sequence[Group], ep: Group, etp: Group, name: str
 ) -> list[RowCounts]:
     """Of each of ``choices``, rows' experts [N, k]. All ranks of ``ep``, which ``levels`` make, and ``etp`` call this
-    together. One read, however many."""
+    together. One read, however many.
+
+    Errors: CommError where a rank of ``ep`` is at another layer than this one, on all of them.
+    """
     sizes = [group.size for group in levels]
     places = [math.prod(sizes[: level + 1]) for level in range(len(sizes))]
-    lines = torch.stack([_line(index, experts, places) for index in choices])
+    lines = torch.stack([_line(index, experts, places, zlib.crc32(name.encode())) for index in choices])
     what = f"counts of {name}"
-    table = share(share(lines, ep, what), etp, what).cpu()  # [etp, ep, choices, E + Σ places]
+    table = share(share(lines, ep, what), etp, what).cpu()  # [etp, ep, choices, 1 + E + Σ places]
     ep.clock.check_intact()
+    _check_layers(table[etp.index, :, 0, 0].tolist(), ep, name)
     found = []
     for each in table.unbind(2):
-        pairs, *reached = each.split([experts, *places], -1)
+        _, pairs, *reached = each.split([1, experts, *places], -1)
         to_me = reached[-1][:, :, ep.index].sum(1)
         of_ranks = pairs.reshape(etp.size, ep.size, ep.size, -1).sum((0, 1))  # [ep, E/ep]
         hops = tuple(
@@ -73,12 +82,22 @@ def row_counts(
     return found
 
 
-def _line(index: Tensor, experts: int, places: Sequence[int]) -> Tensor:
-    """[E + Σ places]"""
+def _check_layers(layers: Sequence[int], ep: Group, name: str) -> None:
+    ranks = ep.names or ep.ranks
+    others = [rank for rank, layer in zip(ranks, layers, strict=True) if layer != layers[ep.index]]
+    if others:
+        raise CommError(
+            f"rank {ranks[ep.index]}, step {ep.clock.step}, is at {name}, {named_ranks(others)} at another layer of "
+            "experts: the ranks of mesh.ep use one another's, so all run every such layer, whatever their data are"
+        )
+
+
+def _line(index: Tensor, experts: int, places: Sequence[int], layer: int) -> Tensor:
+    """[1 + E + Σ places]"""
     chosen = torch.where(index < 0, experts, index).view(-1)
     pairs = chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
     reached = [reaches(owner_of(index, experts // each, each), each).sum(0) for each in places]
-    return torch.cat([pairs[:experts], *reached])
+    return torch.cat([pairs.new_full((1,), layer), pairs[:experts], *reached])
 
 
 def _between(reached: Tensor, sizes: Sequence[int], level: int, own: int) -> Tensor:
