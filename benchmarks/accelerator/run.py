@@ -2,7 +2,8 @@
 
     make gpu                                            the tests marked gpu, then this
     python benchmarks/accelerator/run.py                all devices of this host; writes README.md beside this file
-    python benchmarks/accelerator/run.py --device cpu --tiny --page FILE      does it run at all? No figures
+    python benchmarks/accelerator/run.py --device cpu --tiny --page FILE      does it run at all? No figures in the page
+    python benchmarks/accelerator/run.py --python deepspeed=/other/bin/python     a contender that lives elsewhere
 
 Order, each in processes of its own (jobs.py), so that one that dies or hangs takes no other along:
 
@@ -10,6 +11,8 @@ Order, each in processes of its own (jobs.py), so that one that dies or hangs ta
     syncs       a step waits once                                     pp 2, 4    the losses of one rank
     tp 2        the losses of one rank                                profile    kernels of stage 3
     rows        tokens/s, MFU, exposed communication, syncs, memory   beside torch, FSDP2, DeepSpeed, torchtitan
+
+What fails is named in its row, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,6 +32,8 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data_parallel"))
 from machine import describe  # noqa: E402
+
+import shardwise  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 CHECKS = (
@@ -53,6 +59,11 @@ CONTENDERS = {
 }
 NOT_MEASURED = "not yet measured on a device"
 _LIMIT_S = 300.0
+_FAILED = "FAILED"
+_HEAD = (
+    "| | ranks | tokens/s | MFU | exposed | syncs | memory, GiB | reserved, GiB |",
+    "|---|---|---|---|---|---|---|---|",
+)
 
 
 class Outcome(NamedTuple):
@@ -65,8 +76,8 @@ class Outcome(NamedTuple):
     said: str = ""
 
 
-def run(job: str, ranks: int, device: str, tiny: bool) -> Outcome:
-    """In processes of its own."""
+def run(job: str, ranks: int, device: str, tiny: bool, python: str = sys.executable) -> Outcome:
+    """In processes of its own, of ``python``, which finds this package wherever it is installed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         words = [
@@ -78,18 +89,28 @@ def run(job: str, ranks: int, device: str, tiny: bool) -> Outcome:
             device,
             *(["--tiny"] if tiny else []),
         ]
-        launch = ["-m", "shardwise", "launch", "--ranks", str(ranks)] if ranks > 1 else []
+        launch = [sys.executable, "-m", "shardwise", "launch", "--ranks", str(ranks), "--no_python"]
+        ours = str(Path(shardwise.__file__).resolve().parents[1])
+        more = {"PYTHONPATH": os.pathsep.join([ours, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+        if device == "cpu":
+            more["DS_ACCELERATOR"] = "cpu"
         name = f"{job} {ranks}" if job in ("pp", "tp") else job
         try:
             done = subprocess.run(
-                [sys.executable, *launch, *words], capture_output=True, text=True, timeout=_LIMIT_S
+                [*(launch if ranks > 1 else []), python, *words],
+                env=os.environ | more,
+                capture_output=True,
+                text=True,
+                timeout=_LIMIT_S,
             )
         except subprocess.TimeoutExpired:
-            return Outcome(name, ranks, None, f"FAILED: not over after {_LIMIT_S:.0f} s")
+            return Outcome(name, ranks, None, f"{_FAILED}: not over after {_LIMIT_S:.0f} s")
         if done.returncode or not out.exists():
             lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
             errors = [line for line in lines if "Error" in line] or lines
-            return Outcome(name, ranks, None, f"FAILED: {errors[-1][:300] if errors else 'without a word'}")
+            return Outcome(
+                name, ranks, None, f"{_FAILED}: {errors[-1][:300] if errors else 'without a word'}"
+            )
         return Outcome(name, ranks, json.loads(out.read_text()))
 
 
@@ -101,7 +122,7 @@ def compared(outcome: Outcome, one: Sequence[float] | None, close: float) -> Out
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, one, strict=True))
     told = f"losses of 3 steps within {apart:.1e} of one rank's"
     if not apart <= close or not all(map(math.isfinite, losses)):
-        return Outcome(outcome.name, outcome.ranks, None, f"FAILED: {told}, at most {close:.0e} expected")
+        return Outcome(outcome.name, outcome.ranks, None, f"{_FAILED}: {told}, at most {close:.0e} expected")
     return outcome._replace(found={**(outcome.found or {}), "found": told})
 
 
@@ -133,10 +154,8 @@ def written(
         "|---|---|---|",
     ]
     for each in checks:
-        found = each.said or (each.found or {}).get("found", "")
-        lines.append(
-            f"| {each.name} | {each.ranks} | {found if is_device else NOT_MEASURED} |".replace("\n", " ")
-        )
+        found = (each.found or {}).get("found", "") if is_device and not each.said else _told(each, is_device)
+        lines.append(f"| {each.name} | {each.ranks} | {found} |".replace("\n", " "))
     lines += [
         "",
         "## Table",
@@ -146,15 +165,8 @@ def written(
         "`torch.cuda.set_sync_debug_mode` counts them; the loops of others read their loss. Memory: the most that",
         "tensors took on rank 0, and what was reserved.",
         "",
-        "| | ranks | tokens/s | MFU | exposed | syncs | memory, GiB | reserved, GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        *table(rows, is_device),
     ]
-    for name, title in CONTENDERS.items():
-        each = rows[name]
-        if each.found is None or not is_device:
-            lines.append(f"| {title} | {each.ranks} | {each.said if is_device else NOT_MEASURED} | | | | | |")
-        else:
-            lines.append(f"| {title} | {each.ranks} | {' | '.join(_cells(each.found))} |")
     profile = next((each.found["profile"] for each in checks if each.found and "profile" in each.found), None)
     if profile and is_device:
         lines += [
@@ -168,6 +180,24 @@ def written(
             "```",
         ]
     return "\n".join(lines) + "\n"
+
+
+def table(rows: Mapping[str, Outcome], has_figures: bool) -> list[str]:
+    """A line for each contender; one that failed says so even where there are no figures."""
+    lines = list(_HEAD)
+    for name, title in CONTENDERS.items():
+        each = rows[name]
+        if each.found is not None and has_figures:
+            lines.append(f"| {title} | {each.ranks} | {' | '.join(_cells(each.found))} |")
+        else:
+            said = _told(each, has_figures).replace("|", "/").replace("\n", " ")
+            lines.append(f"| {title} | {each.ranks} | {said} | | | | | |")
+    return lines
+
+
+def _told(outcome: Outcome, has_figures: bool) -> str:
+    """In the place of figures."""
+    return outcome.said if has_figures or outcome.said.startswith(_FAILED) else NOT_MEASURED
 
 
 def _cells(found: Mapping[str, Any]) -> list[str]:
@@ -192,7 +222,17 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="toy models")
     parser.add_argument("--page", type=Path, default=HERE / "README.md")
     parser.add_argument("--only", nargs="*", help="jobs, such as resume row:fsdp2")
+    parser.add_argument(
+        "--python",
+        nargs="*",
+        default=[],
+        metavar="NAME=PATH",
+        help="the Python of a contender, such as deepspeed=...",
+    )
     given = parser.parse_args()
+    pythons = dict(each.split("=", 1) for each in given.python)
+    if unknown := [name for name in pythons if name not in CONTENDERS]:
+        raise SystemExit(f"run.py: --python {unknown[0]}: expected one of {', '.join(CONTENDERS)}")
     is_device = given.device == "auto" and torch.accelerator.is_available()
     if not is_device and not given.tiny:
         raise SystemExit("run.py: no accelerator here; --device cpu --tiny runs toy models on the processor")
@@ -220,19 +260,25 @@ def main() -> None:
         if given.only and f"row:{name}" not in given.only:
             rows[name] = Outcome(name, ranks, None, "not asked for")
             continue
-        if importlib.util.find_spec(package) is None:
+        if name not in pythons and importlib.util.find_spec(package) is None:
             rows[name] = Outcome(name, ranks, None, "not installed")
         elif name == "torchtitan":
             rows[name] = Outcome(
                 name, ranks, None, "installed; run by its own command, with a model of this size"
             )
         else:
-            rows[name] = run(f"row:{name}", ranks, given.device, given.tiny)
+            python = pythons.get(name, sys.executable)
+            rows[name] = run(f"row:{name}", ranks, given.device, given.tiny, python)
         _say(rows[name], begin)
     page = written(checks, rows, describe(), is_device)
     given.page.write_text(page, encoding="utf-8")
+    print("", *table(rows, True), "", sep="\n")
+    if not is_device:
+        print(
+            "A trial: the figures say that a job runs, nothing else. MFU and syncs are known of a device alone."
+        )
     print(f"{given.page}, after {time.perf_counter() - begin:.0f} s")
-    if any(each.said.startswith("FAILED") for each in [*checks, *rows.values()]):
+    if any(each.said.startswith(_FAILED) for each in [*checks, *rows.values()]):
         sys.exit(1)
 
 

@@ -41,8 +41,39 @@ def test_the_page_has_no_figure_that_no_device_gave(run: ModuleType) -> None:
     assert "| DeepSpeed, stage 3 | 2 | not installed |" in page
     assert "| pp 4 | 4 | FAILED: late |" in page
     without = run.written(checks, rows, WHERE, is_device=False)
-    assert without.count(run.NOT_MEASURED) == 1 + len(checks) + len(rows)
+    assert without.count(run.NOT_MEASURED) == 1 + len(checks) - 1 + len(rows)
+    assert "| pp 4 | 4 | FAILED: late |" in without, "what fails is named all the same"
     assert "81,234" not in without and "4.2" not in without
+
+
+def test_a_contender_that_fails_is_named_and_the_others_go_on(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its Python is not there; the others are asked for nothing."""
+    page = tmp_path / "page.md"
+    words = [
+        "run.py",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--page",
+        str(page),
+        "--only",
+        "row:deepspeed",
+        "row:fsdp2",
+    ]
+    monkeypatch.setattr(sys, "argv", [*words, "--python", f"deepspeed={tmp_path}/none"])
+    started = run.run
+    monkeypatch.setattr(
+        run, "run", lambda job, *more: run.Outcome(job, 2, FOUND) if "fsdp2" in job else started(job, *more)
+    )
+    with pytest.raises(SystemExit) as caught:
+        run.main()
+    assert caught.value.code == 1
+    printed = capsys.readouterr().out
+    assert "| DeepSpeed, stage 3 | 2 | FAILED: " in printed and "none" in printed
+    assert "| FSDP2 | 2 | 81,234 |" in printed
+    assert "| DeepSpeed, stage 3 | 2 | FAILED: " in page.read_text() and "81,234" not in page.read_text()
 
 
 def test_a_cut_model_that_computes_other_losses_fails(run: ModuleType) -> None:
@@ -58,6 +89,10 @@ def test_it_runs_from_end_to_end_without_a_device(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not yet measured on a device" in page.read_text()
+    for title in ("shardwise, stage 0", "shardwise, stage 3", "torch alone (DDP over several)", "FSDP2"):
+        (line,) = [each for each in done.stdout.splitlines() if each.startswith(f"| {title} |")]
+        ranks, tokens, _mfu, exposed, _syncs, memory, _ = (each.strip() for each in line.split("|")[2:-1])
+        assert ranks == "2" and tokens and memory and (exposed != "") == title.startswith("shardwise")
 
 
 @pytest.mark.gpu
