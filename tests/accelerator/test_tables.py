@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import shardwise
 from shardwise.comm.world import World
 from shardwise.parallel.embedding.batch import Sequences
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
+from shardwise.plan.errors import PlanError
 from shardwise.plan.ragged import Ragged
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, is_on_device, on_host, register
@@ -88,6 +90,77 @@ def test_vectors_and_rows_are_those_of_the_cpu(device_process: RankPool) -> None
 
 def test_only_the_gradients_of_rows_on_the_host_are_waited_for(device_process: RankPool) -> None:
     assert device_process.run(syncs) == [{("copy to the host", "parallel/embedding/transfer.py:on_host"): 1}]
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+class Scored(nn.Module):
+    """A linear layer beside a static table of 400 rows (20 numbers each with an exact Adam's) and one that grows."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        adam = RowOptimizerPolicy(type="adam", exact=True)
+        tables = [
+            TablePolicy(name="fixed", rows=400, width=6, optimizer=adam),
+            TablePolicy(name="grows", width=6, dynamic=DynamicPolicy(capacity=capacity)),
+        ]
+        self.tables = EmbeddingCollection(tables)
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, sparse: dict[str, Ragged]) -> Tensor:
+        found = self.tables(sparse)
+        return self.out(torch.cat([found["fixed"], found["grows"]], 1)).square().mean()
+
+
+def engine_of(device: torch.device, free: int, capacity: int = 10_000, **tables: int) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "get_memory_info", lambda device=None: (free, 1 << 30))
+        world = World(0, 1, device=device)
+        return shardwise.initialize(Scored(capacity), {"tables": tables} if tables else {}, world=world)
+
+
+def memories(_world: Any) -> dict[str, Any]:
+    device, found = register(), {}
+    with Bench():
+        engine = engine_of(device, 1 << 30)
+        engine.train_step([{"sparse": {name: Ragged.of_lists([[1], [2, 3]]) for name in ("fixed", "grows")}}])
+        (collection,) = engine.tables.values()
+        stores = [part.store for part in collection.placed.parts]
+        found["held"] = engine.held_bytes()
+        dense = sum(size for row, size in engine.state_bytes().items() if "tables" not in row)
+        found["device"] = sum(each.slab.nbytes for each in stores if is_on_device(each.slab))
+        found["host"] = sum(each.nbytes for each in stores if not is_on_device(each.slab))
+        found["plan"] = str(engine.plan)
+        engine.close()
+        engine_of(device, 30_400 + dense).close()
+        for name, free, more in (
+            ("beside the rest", 30_400 + dense - 1, {}),
+            ("device budget", 1 << 30, {"memory_bytes": 30_399}),
+            ("host budget", 1 << 30, {"host_memory_bytes": 1000}),
+        ):
+            try:
+                engine_of(device, free, **more).close()
+            except PlanError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_device_and_host_have_budgets_of_their_own(device_process: RankPool) -> None:
+    (found,) = device_process.run(memories)
+    held = found["held"]
+    assert held["tables"] == found["device"] == 30_400 and held["table steps"] == 4 * 400
+    assert held["dynamic tables"] == found["host"] > 0
+    assert (
+        "tables 29.7 KiB, dynamic tables 273.4 KiB; together 30.2 KiB, and 273.4 KiB in host memory"
+        in found["plan"]
+    )
+    for name, table, memory in (
+        ("beside the rest", "fixed", "device memory (tables.memory_bytes)"),
+        ("device budget", "fixed", "device memory (tables.memory_bytes)"),
+        ("host budget", "grows", "host memory (tables.host_memory_bytes)"),
+    ):
+        assert f"table {table!r}" in found[name] and f"left of {memory}" in found[name]
 
 
 # Several ranks -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World, join
+from shardwise.engine import tables as engine_tables
 from shardwise.engine.tables import Tables
 from shardwise.parallel.embedding import evict, store, ways
 from shardwise.parallel.embedding.collection import EmbeddingCollection
@@ -614,7 +615,11 @@ def test_given_rows_are_the_first_ranks_everywhere(ranks: Any) -> None:
 
 def with_other_memory(world: World) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.engine.tables._memory_of_a_rank", lambda world: 400 + 10_000 * world.rank)
+        patch.setattr(
+            engine_tables,
+            "_memory_of_a_rank",
+            lambda world, *_: engine_tables._Memory(400 + 10_000 * world.rank, None),
+        )
         model = Capped("auto")
         model.tables.tables = (TablePolicy(name="user", width=4, rows=30),)
         engine = shardwise.initialize(model, {}, world=world)

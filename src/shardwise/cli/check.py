@@ -36,6 +36,7 @@ from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import available_bytes
 from shardwise.observe.progress import bytes_text, count_text
+from shardwise.plan.plan import ON_HOST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,9 @@ class Foreseen:
 
     def lines(self) -> list[str]:
         """For people."""
-        held = sum(self.bytes_per_rank.values())
+        host = sum(self.bytes_per_rank.get(row, 0) for row in ON_HOST)
+        held = sum(self.bytes_per_rank.values()) - host
+        apart = f" and {bytes_text(host)} of dynamic tables in its host's memory" if host else ""
         said = [*self.choices, f"start: {self.start}"]
         if self.samples is not None:
             held_out = "" if self.validation_samples is None else f", {self.validation_samples:,} held out"
@@ -72,7 +75,7 @@ class Foreseen:
         said.append(f"model: {count_text(self.parameters)} parameters")
         said += str(self.outlook.plan).splitlines()
         free = "" if self.free_bytes is None else f"; {bytes_text(self.free_bytes)} are free here"
-        said.append(f"model state: {bytes_text(held)} on a rank, activations not counted{free}")
+        said.append(f"model state: {bytes_text(held)} on a rank{apart}, activations not counted{free}")
         return said
 
     def to_json(self) -> str:

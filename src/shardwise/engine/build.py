@@ -331,7 +331,10 @@ def _tables(model: nn.Module, stages: Stages, site: Site, share: _Share) -> Tabl
     modules = {index: module for index, (module, _) in stages.items()}
     spec = share.planned.spec
     stage_of = spec.stage_of_tables(spec.stage_starts(settings.pipeline, mesh.pp))
-    tables = take_over(model, modules, stage_of, settings, site.world, mesh, site.groups, site.clock)
+    dense_bytes = sum(share.plan.bytes_per_rank().values())
+    tables = take_over(
+        model, modules, stage_of, settings, site.world, mesh, site.groups, site.clock, dense_bytes
+    )
     register_tables(share.plan, tables, share.planned.policies.microbatches)
     return tables
 
@@ -612,6 +615,8 @@ def _parts(
         site.ledger.take("moments", bucket.what, made.count_bytes)
     if tables:
         site.ledger.take("tables", "rows and their moments", lambda: tables.nbytes)
+        if tables.step_bytes:
+            site.ledger.take("table steps", "of each row", tables.step_bytes)
     if tables.is_dynamic:
         site.ledger.take("dynamic tables", "rows in use", lambda: tables.dynamic_bytes)
     # Of the whole model: a stage without fp16 of its own scales and skips with the others.

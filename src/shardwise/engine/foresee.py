@@ -83,7 +83,7 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     )
     plan = make_plan(described.spec, mesh, policies)
     starts = described.spec.stage_starts(settings.pipeline, mesh.pp)
-    tables = chosen_for(model, described.spec.stage_of_tables(starts), settings, mesh.size("dp"))
+    tables = chosen_for(model, described.spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
     register_tables(plan, tables, policies.microbatches)
     for rank in mesh.ranks("pp", 0):
         _cut(make(), starts, settings, mesh, rank)

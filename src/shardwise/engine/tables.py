@@ -15,10 +15,11 @@ that all come to the same rows, and the first of them counts in the norm and wri
 Cost: parallel/embedding/cost.py; with several ranks to a model one small all-reduce over them in each step.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,12 @@ class Tables:
     def dynamic_bytes(self) -> int:
         """Those of dynamic tables with their indices, as far as rows are in use."""
         return sum(collection.placed.nbytes for collection in self.collections.values()) - self.nbytes
+
+    @property
+    def step_bytes(self) -> int:
+        """What the host keeps of rows on a device: the step at which each stands, for an exact Adam."""
+        parts = (part for collection in self.collections.values() for part in collection.placed.parts)
+        return sum(part.store.step_bytes for part in parts)
 
     @property
     def is_dynamic(self) -> bool:
@@ -215,9 +222,10 @@ def take_over(
     mesh: Mesh,
     groups: Mapping[str, Group],
     clock: Clock,
+    dense_bytes: int,
 ) -> Tables:
     """Place the collections of this rank's ``stages`` over its data-parallel ranks, and choose places for all of
-    ``model``. ``stage_of``: by a collection's name. Collective.
+    ``model``. ``stage_of``: by a collection's name; ``dense_bytes``: model state beside tables. Collective.
 
     Errors: ConfigError where the configuration does not fit the model's tables, PlanError for a table that fits
     nowhere.
@@ -239,7 +247,7 @@ def take_over(
     keys_group = world.group_among(
         dp.ranks, "keys", settings.comm, clock, Traffic(), lane="keys", kin=mesh.groups("dp")
     )
-    memory_bytes = _least(_memory_of_a_rank(world), groups["world"], world.device)
+    memory = _least(_memory_of_a_rank(world, model, dense_bytes), groups["world"])
     for name, collection in tables.everywhere.items():
         if collection.is_placed:
             raise UsageError(
@@ -249,7 +257,7 @@ def take_over(
         _set_up(collection, settings)
         if groups["model"].size > 1:
             collection.share_given(groups["world"], world.device)
-        given = _given(collection, settings, settings.tables.memory_bytes or memory_bytes)
+        given = _given(collection, settings, *memory)
         if name not in tables.collections:
             collection.choose(dp.size, **given)
             continue
@@ -264,8 +272,11 @@ def take_over(
     return tables
 
 
-def chosen_for(model: nn.Module, stage_of: Mapping[str, int], settings: RunConfig, ranks: int) -> Tables:
-    """The tables of ``model`` with places chosen on ``ranks`` data-parallel ranks; nothing is placed.
+def chosen_for(
+    model: nn.Module, stage_of: Mapping[str, int], settings: RunConfig, ranks: int, device: torch.device
+) -> Tables:
+    """The tables of ``model`` with places chosen on ``ranks`` data-parallel ranks on devices like ``device``; nothing
+    is placed.
 
     Errors: as ``take_over``'s; memory is asked of the configuration alone, not of hosts that may not be these.
     """
@@ -273,7 +284,9 @@ def chosen_for(model: nn.Module, stage_of: Mapping[str, int], settings: RunConfi
     _check(tables, settings)
     for collection in tables.everywhere.values():
         _set_up(collection, settings)
-        collection.choose(ranks, **_given(collection, settings, settings.tables.memory_bytes))
+        collection.choose(
+            ranks, **_given(collection, settings, None, None if device.type == "cpu" else math.inf)
+        )
     return tables
 
 
@@ -313,12 +326,18 @@ def _check(tables: Tables, settings: RunConfig) -> None:
             raise ConfigError(f"tables.placement: no table is called {pattern!r}{nearest(pattern, names)}")
 
 
-def _given(collection: EmbeddingCollection, settings: RunConfig, memory_bytes: int | None) -> dict[str, Any]:
-    """What the choice of places goes by."""
+def _given(
+    collection: EmbeddingCollection,
+    settings: RunConfig,
+    memory_bytes: float | None,
+    host_memory_bytes: float | None,
+) -> dict[str, Any]:
+    """What the choice of places goes by; what the configuration says of memory goes before what was found."""
     master = settings.precision.dtypes("", collection.dtype).master
     return {
         "batch": settings.batch.micro_size or 1024,
-        "memory_bytes": memory_bytes,
+        "memory_bytes": settings.tables.memory_bytes or memory_bytes,
+        "host_memory_bytes": settings.tables.host_memory_bytes or host_memory_bytes,
         "dtype": torch.promote_types(master, torch.float32),
     }
 
@@ -338,16 +357,29 @@ def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
     collection.tables = tuple(tables)
 
 
-def _least(memory_bytes: int, group: Group, device: torch.device) -> int:
+class _Memory(NamedTuple):
+    """Bytes of a rank that tables may take."""
+
+    device: int
+    """Of static tables; on a CPU of all."""
+    host: int | None
+    """Of dynamic ones beside an accelerator."""
+
+
+def _least(mine: _Memory, group: Group) -> _Memory:
     """The least of all ranks of the job: every rank plans for all, and must come to the same plan."""
     if group.size == 1:
-        return memory_bytes
-    mine = torch.full((group.size, 1), memory_bytes, device=device)
-    return int(share(mine, group, "memory for tables").min())
+        return mine
+    told = torch.tensor([mine.device, mine.host or 0])
+    device, host = share(told.expand(group.size, 2), group, "memory for tables")[:, 0].amin(0).tolist()
+    return _Memory(device, None if mine.host is None else host)
 
 
-def _memory_of_a_rank(world: World) -> int:
-    """The host's memory, shared by its ranks; of an accelerator what is free of its own."""
-    if world.device.type != "cpu":
-        return int(torch.accelerator.get_memory_info(world.device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
+def _memory_of_a_rank(world: World, model: nn.Module, dense_bytes: int) -> _Memory:
+    """The host's memory, shared by its ranks; of an accelerator what is free of its own when the rest has its place."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
+    if world.device.type == "cpu":
+        return _Memory(host, None)
+    free = int(torch.accelerator.get_memory_info(world.device)[0])
+    moved = sum(each.nbytes for each in model.parameters() if each.device == world.device)  # counts in both
+    return _Memory(max(free + min(moved, dense_bytes) - dense_bytes, 0), host)

@@ -5,7 +5,10 @@
     master          what the optimizer updates, where it is another  as long as the engine
     moments         the optimizer's                                  as long as the engine
     tables          rows of static embedding tables, their moments   as long as the engine
-    dynamic tables  rows in use, their moments and indices           as long as the engine; grows
+    dynamic tables  rows in use, their moments and indices; on the   as long as the engine; grows
+                    host, beside an accelerator too
+    table steps     where rows of an exact Adam on an accelerator    as long as the engine
+                    stand, for the host
     gradients       the buffers of their sums                        from the first gradient of a step to its end
     gathered        slots of unsharded weights                       as long as the engine; made in the first pass
     staging         slots that a pass's gradients come into          as long as the engine; made in the first pass
@@ -28,6 +31,7 @@ Row = Literal[
     "moments",
     "tables",
     "dynamic tables",
+    "table steps",
     "gathered",
     "staging",
     "rings",

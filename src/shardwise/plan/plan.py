@@ -243,9 +243,15 @@ def _exchange_rows(plan: Plan) -> list[str]:
     return rows
 
 
+ON_HOST = ("dynamic tables",)
+"""Rows of the ledger that lie in host memory beside an accelerator."""
+
+
 def _held(by_row: Mapping[str, int]) -> str:
     rows = ", ".join(f"{row} {_human(size)}" for row, size in by_row.items())
-    return f"{rows}; together {_human(sum(by_row.values()))}"
+    host = sum(by_row.get(row, 0) for row in ON_HOST)
+    apart = f", and {_human(host)} in host memory" if host else ""
+    return f"{rows}; together {_human(sum(by_row.values()) - host)}{apart}"
 
 
 def _summary(actions: tuple[Action, ...]) -> str:

@@ -20,9 +20,13 @@ MIB = 1 << 20
 
 
 def plan(
-    *tables: TablePolicy, ranks: int = 4, batch: int = 1000, memory: float | None = None
+    *tables: TablePolicy,
+    ranks: int = 4,
+    batch: int = 1000,
+    memory: float | None = None,
+    host: float | None = None,
 ) -> list[Choice]:
-    return plan_tables(tables, ROWWISE, ranks, batch, torch.float32, memory)
+    return plan_tables(tables, ROWWISE, ranks, batch, torch.float32, memory, host)
 
 
 def test_every_table_has_a_reason() -> None:
@@ -54,6 +58,21 @@ def test_figures_of_a_batch() -> None:
     first, second = measured(tables, given)
     assert first.keys_per_sample == 1.5 and first.distinct_ratio == pytest.approx(4 / 6)
     assert second == tables[1]
+
+
+def test_dynamic_tables_have_the_hosts_memory() -> None:
+    """Apart from the device's, whichever of the two is the smaller; on a CPU they share one."""
+    rows = TablePolicy(name="rows", rows=100_000, width=16)
+    grows = TablePolicy(name="grows", width=16, dynamic=DynamicPolicy(capacity=100_000))  # 6.5 MiB each
+    assert len(plan(rows, grows, ranks=1, memory=7 * MIB, host=7 * MIB)) == 2
+    refused = r"fits nowhere: data_parallel needs 6.5 MiB; left of {} on the ranks: {}"
+    for memory, host, said in (
+        (7, 6, refused.format(r"host memory \(tables.host_memory_bytes\)", "6.0 MiB")),
+        (6, 7, refused.format(r"device memory \(tables.memory_bytes\)", "6.0 MiB")),
+        (12, None, refused.format(r"memory \(tables.memory_bytes\)", "5.5 MiB")),
+    ):
+        with pytest.raises(PlanError, match=said):
+            plan(rows, grows, ranks=1, memory=memory * MIB, host=None if host is None else host * MIB)
 
 
 def test_memory_moves_a_table_and_refuses_it() -> None:

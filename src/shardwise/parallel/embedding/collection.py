@@ -18,6 +18,7 @@ Shapes: B samples, D width, F features.
 import contextlib
 import copy
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,7 +91,8 @@ class EmbeddingCollection(nn.Module):
         keys_group: Group | None = None,
         *,
         batch: int = 1024,
-        memory_bytes: int | None = None,
+        memory_bytes: float | None = None,
+        host_memory_bytes: float | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
@@ -99,10 +101,11 @@ class EmbeddingCollection(nn.Module):
         """Spread the tables over the ranks of ``group`` and draw their start rows; once, on all ranks alike.
 
         ``keys_group`` carries keys where ``prepare`` runs in a thread of its own; it then needs its own transport
-        (``World.group_among(..., lane="keys")``) and ``Traffic``. ``batch``: samples of a rank's microbatch, and
-        ``memory_bytes``: memory of a rank for tables (one rank alone: of the host; else left out, without limit), for
-        the choice of placements. ``device``: of the vectors, and of the rows of static tables; dynamic tables stay on
-        the CPU. ``dtype``: of the rows, instead of the constructor's; ``compute_dtype``: of the vectors, where it is
+        (``World.group_among(..., lane="keys")``) and ``Traffic``. For the choice of placements: ``batch``, samples of a
+        rank's microbatch; ``memory_bytes``, memory of a rank for tables (left out: one rank alone on a CPU takes the
+        host's, else there is no limit); ``host_memory_bytes``, for dynamic ones, where it is another (left out: on an
+        accelerator without limit). ``device``: of the vectors, and of the rows of static tables; dynamic tables stay
+        on the CPU. ``dtype``: of the rows, instead of the constructor's; ``compute_dtype``: of the vectors, where it is
         another. ``is_led``: an engine calls ``step``, after as many forward passes as it likes.
 
         Errors: PlanError where a table fits nowhere, or where rows would have fewer than 32 bits.
@@ -113,10 +116,18 @@ class EmbeddingCollection(nn.Module):
                 "once, before their first use. An engine places them in initialize"
             )
         group = Group.alone("tables") if group is None else group
-        if memory_bytes is None and group.size == 1:
-            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device = torch.device("cpu") if device is None else device
-        dtype = self.choose(group.size, batch=batch, memory_bytes=memory_bytes, dtype=dtype)
+        if device.type != "cpu" and host_memory_bytes is None:
+            host_memory_bytes = math.inf
+        elif memory_bytes is None and group.size == 1:
+            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        dtype = self.choose(
+            group.size,
+            batch=batch,
+            memory_bytes=memory_bytes,
+            host_memory_bytes=host_memory_bytes,
+            dtype=dtype,
+        )
         parts = make_parts(self.tables, self.optimizer, self.choices, group, self.seed, dtype, device)
         self._placed = PlacedTables(
             parts, group, keys_group or group, device, dtype, compute_dtype or dtype, is_led
@@ -128,7 +139,8 @@ class EmbeddingCollection(nn.Module):
         ranks: int,
         *,
         batch: int = 1024,
-        memory_bytes: int | None = None,
+        memory_bytes: float | None = None,
+        host_memory_bytes: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.dtype:
         """Choose where each table is to lie on ``ranks`` (``choices``), without placing it; returns the dtype of rows.
@@ -144,7 +156,9 @@ class EmbeddingCollection(nn.Module):
             )
         self.dtype = dtype
         self._ranks = ranks
-        self.choices = plan_tables(self.tables, self.optimizer, ranks, batch, dtype, memory_bytes)
+        self.choices = plan_tables(
+            self.tables, self.optimizer, ranks, batch, dtype, memory_bytes, host_memory_bytes
+        )
         return dtype
 
     def share_given(self, group: Group, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """The planner: where each table lies, and why. Pure: the same on every rank.
 
 Tables are placed one after another, the largest first. Of the placements that the user allows and that fit into what
-memory is left, the one that takes the least time is chosen:
+memory is left, the one that takes the least time is chosen. Beside an accelerator there are two memories, its own for
+static tables and the host's for dynamic ones; on a CPU both kinds share one:
 
     seconds = bytes sent / link + rows touched · line / memory + messages · delay / tables that share them
 
@@ -49,23 +50,40 @@ class Choice:
 
 
 class _Room:
-    """Memory and time of the ranks, as they fill."""
+    """Memory and time of the ranks, as they fill. ``host_bytes``: of dynamic tables, where theirs is another memory."""
 
-    def __init__(self, ranks: int, memory_bytes: float | None):
-        self.left = [float("inf") if memory_bytes is None else float(memory_bytes)] * ranks
+    def __init__(self, ranks: int, memory_bytes: float | None, host_bytes: float | None):
+        self._left = [float("inf") if memory_bytes is None else float(memory_bytes)] * ranks
+        self._left_on_host = self._left if host_bytes is None else [float(host_bytes)] * ranks
         self.seconds = [0.0] * ranks
 
-    def owner(self, needed: float) -> int | None:
+    @property
+    def is_apart(self) -> bool:
+        """Whether there are two memories."""
+        return self._left_on_host is not self._left
+
+    def left(self, table: TablePolicy) -> list[float]:
+        """Of the memory that the table's rows take, by rank."""
+        return self._left if table.dynamic is None else self._left_on_host
+
+    def name(self, table: TablePolicy) -> str:
+        """Of that memory, and of the key that says how much it is."""
+        if table.dynamic is not None and self.is_apart:
+            return "host memory (tables.host_memory_bytes)"
+        return f"{'device memory' if self.is_apart else 'memory'} (tables.memory_bytes)"
+
+    def owner(self, table: TablePolicy, needed: float) -> int | None:
         """The least busy rank that has room; None where none has."""
-        fitting = [rank for rank, left in enumerate(self.left) if left >= needed]
+        fitting = [rank for rank, left in enumerate(self.left(table)) if left >= needed]
         return min(fitting, key=lambda rank: (self.seconds[rank], rank), default=None)
 
-    def take(self, place: Place, held: float, seconds: float) -> None:
+    def take(self, table: TablePolicy, place: Place, held: float, seconds: float) -> None:
         """A table goes here."""
-        for rank in range(len(self.left)):
+        left = self.left(table)
+        for rank in range(len(left)):
             if place.holds(rank):
-                self.left[rank] -= held
-        ranks = len(self.left)
+                left[rank] -= held
+        ranks = len(left)
         for rank in range(ranks):
             if place.placement != "table":
                 self.seconds[rank] += seconds
@@ -80,13 +98,14 @@ def plan_tables(
     batch: int,
     dtype: torch.dtype,
     memory_bytes: float | None = None,
+    host_memory_bytes: float | None = None,
 ) -> list[Choice]:
     """A choice for each table, in their order. ``batch``: samples of a rank's microbatch; ``memory_bytes``: of a rank,
-    for tables; None is without limit.
+    for tables, None is without limit; ``host_memory_bytes``: for those that are dynamic, None where they share it.
 
     Errors: PlanError for a table that fits nowhere, or that its policy puts where it cannot be.
     """
-    room = _Room(ranks, memory_bytes)
+    room = _Room(ranks, memory_bytes, host_memory_bytes)
     sized = sorted(tables, key=lambda table: -_rows(table, optimizer, dtype) * _line(table, optimizer, dtype))
     found = {table.name: _choose(table, optimizer, ranks, batch, dtype, room, len(tables)) for table in sized}
     return [found[table.name] for table in tables]
@@ -136,8 +155,8 @@ def _choose(
     too_large: list[str] = []
     for place in _candidates(table, ranks):
         held = bytes_held(place.placement, rows, line, ranks)
-        owner = room.owner(held) if place.placement == "table" else 0
-        if owner is None or (place.placement != "table" and min(room.left) < held):
+        owner = room.owner(table, held) if place.placement == "table" else 0
+        if owner is None or (place.placement != "table" and min(room.left(table)) < held):
             too_large.append(f"{place.placement} needs {_size(held)}")
             continue
         place = Place(place.placement, owner, place.exchange)
@@ -149,15 +168,15 @@ def _choose(
         )
         fitting.append((seconds * (_OWNERS_DIFFER if place.placement == "table" else 1.0), place, sent))
     if not fitting:
-        left = ", ".join(_size(each) for each in room.left[:8])
+        left = ", ".join(_size(each) for each in room.left(table)[:8])
         raise PlanError(
-            f"table {table.name!r} ({text}) fits nowhere: {'; '.join(dict.fromkeys(too_large))}; left on the ranks: "
-            f"{left}. Use more ranks, a narrower table, an optimizer with less state (rowwise_adagrad, sgd), or "
-            "placement: row"
+            f"table {table.name!r} ({text}) fits nowhere: {'; '.join(dict.fromkeys(too_large))}; left of "
+            f"{room.name(table)} on the ranks: {left}. Use more ranks, a narrower table, an optimizer with less state "
+            f"(rowwise_adagrad, sgd), or {'a smaller dynamic.capacity' if table.dynamic else 'placement: row'}"
         )
     best = min(fitting, key=lambda each: each[0])
     seconds, place, sent = best
-    room.take(place, bytes_held(place.placement, rows, line, ranks), seconds)
+    room.take(table, place, bytes_held(place.placement, rows, line, ranks), seconds)
     return Choice(table.name, place, _why(table, best, fitting, too_large, ranks), text)
 
 

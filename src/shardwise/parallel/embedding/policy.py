@@ -249,4 +249,8 @@ class TablesPolicy(Policy):
     """Steps whose keys ``engine.prefetch`` prepares and exchanges in a thread, ahead of their computation; 0: none.
     Losses and weights do not depend on it."""
     memory_bytes: PositiveInt | None = None
-    """Memory of a rank that tables may take; left out, what the host has, shared by its ranks."""
+    """Memory of a rank that tables may take; left out, what the host has, shared by its ranks. On an accelerator its
+    memory, for static tables; left out, what is free of it beside the model state."""
+    host_memory_bytes: PositiveInt | None = None
+    """Memory of a rank's host that dynamic tables may take; left out, on an accelerator what the host has, shared by
+    its ranks; on a CPU they share ``memory_bytes``."""

@@ -119,6 +119,11 @@ class Store:
         return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.nbytes for d in self._dynamic)
 
     @property
+    def step_bytes(self) -> int:
+        """Host memory beside a slab on a device."""
+        return 0 if self._stood is None else self._stood.nbytes
+
+    @property
     def tallies(self) -> dict[str, Tally]:
         """Of each table, what this rank counts: summed over the ranks, each row counts once."""
         if self._dynamic:
