@@ -12,9 +12,10 @@
     ├── CommError          a collective that failed, by rank, operation, Unit and step
     │   └── DeadlineError  ... because another rank did not arrive in time
     ├── RankError          a rank that ``launch`` started, by its traceback
+    ├── TierError          state on disk (``offload``) that cannot be read or written
     └── CheckpointError    a checkpoint that cannot be written or read
         ├── MismatchError  ... because it belongs to another model
-        └── DamagedError   ... because its bytes changed: names the file and the tensor
+        └── DamagedError   ... because its bytes changed: names the file and the tensor; state on disk too
 
 A message says where, what was given, what was expected and what to do.
 """
@@ -68,6 +69,10 @@ class RankError(ShardwiseError):
     """A rank that ``shardwise.launch`` started failed."""
 
 
+class TierError(ShardwiseError):
+    """State on disk that cannot be read or written; the last checkpoint is whole."""
+
+
 class CheckpointError(ShardwiseError):
     """A checkpoint that cannot be written or read."""
 
@@ -77,4 +82,4 @@ class MismatchError(CheckpointError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose bytes changed after it was written."""
+    """A checkpoint, or state on disk, whose bytes changed after it was written."""

@@ -1,0 +1,301 @@
+"""State on disk: the bytes of a rank that neither the device nor the host has room for, read and written in blocks.
+
+    file of a kind      | owner's range, from a multiple of 4096 | the next owner's | ...
+    owner's range       | block 0: 8 MiB | block 1 | ... | the rest |
+
+Requests are cut into blocks; a few threads move each straight between the disk and the tensor's memory (``direct_io``).
+The CRC-32 of a block is summed as it is written, kept in memory and compared as it is read: a flipped bit or a lost
+write is an error before anyone has the value. A part of a block is read by way of the whole.
+
+Requests of one block run in the order in which they were made, so what reads after a write reads what was written.
+Those of different blocks run beside one another.
+
+Scratch is scratch: it is removed at the end, and whatever the disk does, the checkpoint survives and not it.
+
+Paper: ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857.
+Cost:  a read or write of each byte; its CRC, about as fast as a disk of 2 to 3 GB/s, on the threads here; 4 bytes of
+       memory a block.
+"""
+
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwise.memory.direct_io import Bytes, DirectFile, aligned_empty, bytes_of, rounded_up
+from shardwise.memory.scratch_folder import ScratchFolder
+from shardwise.plan.errors import DamagedError, ShardwiseError, TierError
+from shardwise.plan.words import in_words
+
+__all__ = ["BLOCK_BYTES", "DiskScratch"]
+
+BLOCK_BYTES = 8 * 2**20
+_EXIT_PATIENCE_S = 30.0
+"""For the blocks in hand where a scratch is closed."""
+
+Operation = Literal["read", "write"]
+
+
+@dataclass(slots=True)
+class _DiskBlock:
+    """A block of one owner's range."""
+
+    kind: str
+    owner: str
+    number: int
+    offset: int
+    """In the file."""
+    size: int
+    checksum: int = 0
+    last: Future[None] | None = None
+    """The request after which the next one comes; None where nothing was written yet."""
+
+
+class DiskScratch:
+    """A rank's state on disk: one file a kind ("master", "exp_avg" ...), the owners' ranges one after another."""
+
+    def __init__(
+        self, folder: Path, rank: int, local_ranks: int, threads: int = 2, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        """Claims the folder for this rank and removes what dead runs left there.
+
+        Errors: ConfigError for a folder that is missing or takes no files; UsageError names another run that uses it.
+        """
+        assert block_bytes % rounded_up(1) == 0, f"a block of {block_bytes} bytes is not whole pages"
+        self.bytes_read = 0
+        """Of the blocks that were read. What they are padded with at their end is not counted."""
+        self.bytes_written = 0
+        self._block_bytes = block_bytes
+        self._blocks: dict[tuple[str, str], list[_DiskBlock]] = {}
+        self._folder = ScratchFolder(folder, rank, local_ranks)
+        self._threads = _DiskThreads(threads, block_bytes)
+        self._end = weakref.finalize(self, _end, self._threads, self._folder)
+
+    def reserve(self, wanted: Mapping[str, Mapping[str, int]]) -> None:
+        """Makes the files: kind -> owner -> bytes. Once, before all requests.
+
+        Errors: ConfigError where the space is not there, with what is needed by all ranks of this host and what is
+        free.
+        """
+        assert not self._blocks, "the space of a scratch is reserved once"
+        sizes: dict[str, int] = {}
+        for kind, owners in wanted.items():
+            start = 0
+            for owner, size in owners.items():
+                step = self._block_bytes
+                self._blocks[kind, owner] = [
+                    _DiskBlock(kind, owner, number, start + first, min(step, size - first))
+                    for number, first in enumerate(range(0, size, step))
+                ]
+                start += rounded_up(size)
+            sizes[kind] = start
+        self._folder.reserve(sizes)
+
+    def read(self, kind: str, owner: str, into: Tensor, first: int = 0) -> Future[None]:
+        """Fills ``into`` from byte ``first`` of the owner's range. Nobody may touch it until the future is done.
+
+        The future's errors: DamagedError where the bytes are not those that were written; TierError where the disk
+        fails. After the first error of a scratch every request fails with it.
+        """
+        return self._ask("read", kind, owner, into, first)
+
+    def write(self, kind: str, owner: str, source: Tensor, first: int = 0) -> Future[None]:
+        """Whole blocks, from byte ``first`` of the owner's range. ``source`` may not change until the future is done.
+
+        Errors: as of ``read``.
+        """
+        return self._ask("write", kind, owner, source, first)
+
+    def close(self) -> None:
+        """Removes the files. Requests that have not begun fail; safe to call twice."""
+        self._end()
+
+    def _ask(self, operation: Operation, kind: str, owner: str, tensor: Tensor, first: int) -> Future[None]:
+        data, blocks, step = bytes_of(tensor), self._blocks[kind, owner], self._block_bytes
+        size = sum(block.size for block in blocks)
+        last = first + data.nbytes
+        assert 0 <= first <= last <= size, f"bytes {first} to {last} of {size} of {kind} of {owner}"
+        touched = blocks[first // step : -(-last // step)] if data.nbytes else []
+        parts: list[Future[None]] = []
+        jobs: list[_Job] = []
+        with self._threads.order:
+            for block in touched:
+                begin = block.number * step
+                skip = max(first - begin, 0)
+                part = data[begin + skip - first : min(begin + block.size, last) - first]
+                if operation == "write":
+                    assert part.nbytes == block.size, (
+                        f"{kind} of {owner}: bytes {first} to {last} cut block {block.number} of those written whole"
+                    )
+                else:
+                    assert block.last is not None, (
+                        f"{kind} of {owner}: block {block.number} was never written"
+                    )
+                done: Future[None] = Future()
+                jobs.append(self._job(operation, block, part, skip, block.last, done))
+                parts.append(done)
+            for block, done in zip(touched, parts, strict=True):
+                block.last = done
+            self._threads.submit(jobs, parts)
+        return _all_done(parts)
+
+    def _job(
+        self,
+        operation: Operation,
+        block: _DiskBlock,
+        part: Bytes,
+        skip: int,
+        before: Future[None] | None,
+        done: Future[None],
+    ) -> "_Job":
+        def run(spare: Bytes) -> None:
+            try:
+                if before is not None:
+                    before.exception()  # its own requester hears of it
+                if self._threads.failure is not None:
+                    raise self._threads.failure
+                if operation == "write":
+                    self._write(block, part, spare)
+                else:
+                    self._read(block, part, skip, spare)
+            except BaseException as error:
+                done.set_exception(self._threads.fail(error))
+            else:
+                done.set_result(None)
+
+        return run
+
+    def _write(self, block: _DiskBlock, data: Bytes, spare: Bytes) -> None:
+        block.checksum = zlib.crc32(data.data)
+        file = self._folder.files[block.kind]
+        try:
+            file.write(data, block.offset, spare)
+        except OSError as error:
+            raise _disk_failed("write", file, block, error) from error
+        with self._threads.order:
+            self.bytes_written += block.size
+
+    def _read(self, block: _DiskBlock, part: Bytes, skip: int, spare: Bytes) -> None:
+        file = self._folder.files[block.kind]
+        whole = part if part.nbytes == block.size else bytes_of(aligned_empty(block.size, torch.uint8))
+        try:
+            if file.size_bytes() < block.offset + block.size:
+                raise _damaged(file, block, "the file has been cut short")
+            file.read(whole, block.offset, spare)
+        except OSError as error:
+            raise _disk_failed("read", file, block, error) from error
+        if zlib.crc32(whole.data) != block.checksum:
+            raise _damaged(file, block, "its bytes are not those that were written (CRC-32)")
+        if whole is not part:
+            part[:] = whole[skip : skip + part.nbytes]
+        with self._threads.order:
+            self.bytes_read += block.size
+
+
+_Job = Callable[[Bytes], None]
+"""Moves one block; given spare memory of its thread. Raises nothing."""
+
+
+class _DiskThreads:
+    """Threads that run jobs, begun in the order in which they were given."""
+
+    def __init__(self, count: int, block_bytes: int) -> None:
+        self.order = threading.Lock()
+        self.failure: BaseException | None = None
+        """What all jobs that have not begun fail with."""
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=_run_jobs, args=(self._jobs, block_bytes), name=f"shardwise-disk-{n}", daemon=True
+            )
+            for n in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, jobs: list[_Job], done: list[Future[None]]) -> None:
+        """The caller holds ``order``."""
+        for job, future in zip(jobs, done, strict=True):
+            if self.failure is None:
+                self._jobs.put(job)
+            else:
+                future.set_exception(self.failure)
+
+    def fail(self, error: BaseException) -> BaseException:
+        """The first error."""
+        with self.order:
+            if self.failure is None:
+                self.failure = error
+            return self.failure
+
+    def end(self) -> None:
+        """Waits for the jobs in hand; the others fail."""
+        self.fail(
+            TierError("state on disk was closed while requests were under way, or before they were made")
+        )
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # whose job held the last reference to its scratch
+                thread.join(_EXIT_PATIENCE_S)
+
+
+def _run_jobs(jobs: SimpleQueue[_Job | None], block_bytes: int) -> None:
+    spare = bytes_of(aligned_empty(block_bytes, torch.uint8))
+    while (job := jobs.get()) is not None:
+        job(spare)
+        del job  # the last job's tensor must not live as long as this thread waits for another
+
+
+def _end(threads: _DiskThreads, folder: ScratchFolder) -> None:
+    if folder.is_ours():
+        threads.end()
+        folder.end()
+
+
+def _all_done(parts: list[Future[None]]) -> Future[None]:
+    """Done when all are, with the first one's error: until then threads may touch the request's memory."""
+    whole: Future[None] = Future()
+    whole.set_running_or_notify_cancel()
+    left, lock = len(parts), threading.Lock()
+    if not parts:
+        whole.set_result(None)
+
+    def count(_: Future[None]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        errors = [error for part in parts if (error := part.exception()) is not None]
+        if errors:
+            whole.set_exception(errors[0])
+        else:
+            whole.set_result(None)
+
+    for part in parts:
+        part.add_done_callback(count)
+    return whole
+
+
+def _disk_failed(operation: Operation, file: DirectFile, block: _DiskBlock, error: OSError) -> ShardwiseError:
+    return TierError(
+        f"{file.path}: {operation} of {block.kind} of {block.owner}, block {block.number} ({block.size} bytes at "
+        f"{block.offset}): {in_words(error)}; look to the disk or give another offload.disk_path, and resume from the "
+        "last checkpoint"
+    )
+
+
+def _damaged(file: DirectFile, block: _DiskBlock, what: str) -> ShardwiseError:
+    return DamagedError(
+        f"{file.path}: {block.kind} of {block.owner}, block {block.number} ({block.size} bytes at {block.offset}): "
+        f"{what}; look to the disk or give another offload.disk_path, and resume from the last checkpoint"
+    )

@@ -1,0 +1,274 @@
+"""The folder of state on disk: whose files are whose, whether they fit, and that none outlives its run.
+
+    shardwise.lock              held for a moment by whoever claims a seat, reserves space or leaves
+    shardwise.rank0.lock        held by the process of rank 0 as long as it lives: its seat
+    shardwise.rank0.master      one file a kind
+
+A rank's files stand and fall with the lock of its seat. The kernel lets go of it when its holder dies, however it dies,
+so a seat whose lock is free belongs to a dead run: whoever comes next removes its files. A seat that is held is never
+touched. A second engine of one process takes a second seat (``rank0-2``).
+
+Nothing else in the folder is looked at, and no link is followed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import socket
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import floor
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.memory.direct_io import DirectFile, rounded_up
+from shardwise.observe.progress import bytes_text
+from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.words import counted, in_words, printable
+
+__all__ = ["ScratchFolder"]
+
+_log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"shardwise\.(?P<seat>rank(?P<rank>\d+)(?P<turn>-\d+)?)\.(?P<kind>\w+)")
+_PATIENCE_S = 600.0
+"""Others hold the folder while they reserve space, which takes long where a file system writes zeros for it."""
+
+
+class _SeatFile(NamedTuple):
+    path: Path
+    seat: str
+    rank: int
+    turn: str
+    kind: str
+
+
+class ScratchFolder:
+    """A rank's seat in the folder, and its files."""
+
+    def __init__(self, path: Path, rank: int, local_ranks: int) -> None:
+        """Claims the seat and removes what dead runs left.
+
+        Errors: ConfigError where the folder cannot be used; UsageError names the process that uses it.
+        """
+        self.path = path
+        self.files: dict[str, DirectFile] = {}
+        self._rank, self._local_ranks = rank, local_ranks
+        self._process = os.getpid()
+        self._locks: list[int] = []
+        if not path.is_dir():
+            what = "is not a folder" if path.exists() else "does not exist"
+            raise ConfigError(f"offload.disk_path: {path} {what}; give a folder on a local disk")
+        with self._held():
+            self._seat, self._turn = self._claimed()
+            try:
+                self._remove_dead()
+            except ConfigError:
+                self._close()
+                raise
+        memory = _memory_bytes(path)
+        if memory is not None:
+            _log.warning(
+                "offload.disk_path: %s is in memory (tmpfs, %s): state there takes the host's memory; give a folder on "
+                "a disk",
+                path,
+                bytes_text(memory),
+            )
+        os.register_at_fork(after_in_child=partial(_let_go, weakref.ref(self)))
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Makes a file a kind, of so many bytes, its space on disk reserved.
+
+        Errors: ConfigError says how much is needed, how much is free, and the fraction that fits.
+        """
+        assert all(re.fullmatch(r"\w+", kind) and kind != "lock" for kind in sizes), f"kinds {list(sizes)}"
+        own = sum(map(rounded_up, sizes.values()))
+        with self._held():
+            others = [each for each in self._entries() if each.seat != self._seat and each.kind != "lock"]
+            theirs = sum(os.lstat(each.path).st_blocks * 512 for each in others)
+            to_come = self._local_ranks - 1 - len({each.rank for each in others if each.turn == self._turn})
+            needed = own * (1 + max(0, to_come))
+            found = os.statvfs(self.path)
+            free = found.f_bavail * found.f_frsize
+            if needed > free:
+                raise self._too_little(needed + theirs, free + theirs)
+            try:
+                for kind, size in sizes.items():
+                    path = self._path(self._seat, kind)
+                    self.files[kind] = DirectFile(path, size)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise self._too_little(needed + theirs, free + theirs, in_words(error)) from None
+                raise ConfigError(f"offload.disk_path: {self.path}: {in_words(error)}") from None
+
+    def _too_little(self, needed: int, free: int, said: str | None = None) -> ConfigError:
+        fits = floor(100 * min(free / needed, 1.0)) / 100
+        return ConfigError(
+            f"offload.disk_path: {self.path} needs {bytes_text(needed)} for "
+            f"{counted(self._local_ranks, 'rank')} of this host and has {bytes_text(free)}"
+            f"{f' ({said})' if said else ''}; offload.fraction: {fits} fits, or give a folder on a larger disk"
+        )
+
+    def is_ours(self) -> bool:
+        """Neither ended nor another process's."""
+        return os.getpid() == self._process and bool(self._locks)
+
+    def end(self) -> None:
+        """Removes the files and leaves the seat; safe to call twice, and does nothing in a fork."""
+        if not self.is_ours():
+            return
+        with contextlib.suppress(OSError, UsageError, ConfigError), self._held():
+            self._remove(self._seat)
+            if not self._entries():
+                self._path("lock").unlink()
+        self._close()
+
+    def _close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        while self._locks:
+            os.close(self._locks.pop())
+
+    # -- seats
+
+    def _claimed(self) -> tuple[str, str]:
+        """The seat of this rank, locked."""
+        for number in range(1, 1000):
+            turn = "" if number == 1 else f"-{number}"
+            seat = f"rank{self._rank}{turn}"
+            path = self._path(seat, "lock")
+            descriptor = self._open(path)
+            if _locked(descriptor, path):
+                self._locks.append(descriptor)
+                now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{_this_process()} since {now} UTC\n".encode(), 0)
+                return seat, turn
+            holder = printable(os.pread(descriptor, 500, 0).decode(errors="replace").strip())
+            os.close(descriptor)
+            if not holder.startswith(f"{_this_process()} "):
+                raise UsageError(
+                    f"offload.disk_path: {self.path} is used by another run for its rank {self._rank} "
+                    f"({holder or 'it does not say which'}); stop it, or give each run a folder of its own"
+                )
+        raise UsageError(
+            f"offload.disk_path: {self.path}: this process has {number} engines with state there"
+        )
+
+    def _remove_dead(self) -> None:
+        """Files of seats that nobody holds, and what an earlier holder left of ours."""
+        for seat in sorted({entry.seat for entry in self._entries()}):
+            if seat == self._seat:
+                self._remove(seat, but_lock=True)
+                continue
+            path = self._path(seat, "lock")
+            descriptor = self._open(path)
+            try:
+                if _locked(descriptor, path):
+                    self._remove(seat)
+            finally:
+                os.close(descriptor)
+
+    def _remove(self, seat: str, but_lock: bool = False) -> None:
+        """Data before the lock: what is killed in between leaves a seat that somebody finds."""
+        for entry in sorted(self._entries(), key=lambda entry: entry.kind == "lock"):
+            if entry.seat == seat and not (but_lock and entry.kind == "lock"):
+                try:
+                    entry.path.unlink()
+                except OSError as error:
+                    raise ConfigError(
+                        f"offload.disk_path: what a dead run left cannot be removed: {in_words(error)}; remove it, or "
+                        "give another folder"
+                    ) from None
+
+    def _entries(self) -> list[_SeatFile]:
+        names = os.listdir(self.path)
+        found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
+        return [
+            _SeatFile(self.path / name, match["seat"], int(match["rank"]), match["turn"] or "", match["kind"])
+            for name, match in found
+        ]
+
+    def _path(self, *words: str) -> Path:
+        return self.path / ".".join(("shardwise", *words))
+
+    # -- locks
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """The folder, against all others."""
+        path, deadline = self._path("lock"), time.monotonic() + _PATIENCE_S
+        while True:
+            descriptor = self._open(path)
+            try:
+                if _locked(descriptor, path):
+                    try:
+                        yield
+                        return
+                    finally:
+                        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork made meanwhile would go on holding it
+            finally:
+                os.close(descriptor)
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"{path} has been held by another process for {_PATIENCE_S:.0f} s; is it stopped? End it, or give "
+                    "another offload.disk_path"
+                )
+            time.sleep(0.01)
+
+    def _open(self, path: Path) -> int:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"offload.disk_path: no files can be made there: {in_words(error)}; give a folder that this "
+                "process may write into"
+            ) from None
+
+
+def _locked(descriptor: int, path: Path) -> bool:
+    """Whether the lock is ours now, and still the file under that name."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise ConfigError(
+            f"offload.disk_path: {path.parent}: the file system has no locks ({in_words(error)}), by which "
+            "runs keep apart; give a folder on a local disk"
+        ) from None
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _let_go(seat: weakref.ref[ScratchFolder]) -> None:
+    """In a fork, such as a data worker: a lock that it held would outlive the run, and so would the space."""
+    if (folder := seat()) is not None:
+        folder._close()
+
+
+def _memory_bytes(path: Path) -> int | None:
+    """Size of the file system where it is memory."""
+    device = os.stat(path).st_dev
+    mark = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for mount in mounts:
+        before, _, after = mount.partition(" - ")
+        if before.split()[2] == mark and after.split()[0] in ("tmpfs", "ramfs", "devtmpfs"):
+            found = os.statvfs(path)
+            return found.f_blocks * found.f_frsize
+    return None
