@@ -126,7 +126,7 @@ def engine_on(link: Link, stage: int, ahead: int, options: argparse.Namespace) -
     world = mirror_world(RANKS, torch.device("cpu"))
     world.links = Links(link)  # type: ignore[assignment]
     units = [str(place) for place in range(1, options.layers + 1)]
-    zero = {"stage": stage, "units": units, "prefetch_units": ahead, "reductions_under_way": ahead}
+    zero = {"stage": stage, "units": units, "prefetch_bytes": ahead, "reductions_under_way": ahead}
     return shardwise.initialize(
         model,
         {

@@ -85,7 +85,7 @@ def model(given: dict[str, Any]) -> ModelSpec:
 def planned(spec: ModelSpec, mesh: Mesh, schedule: str, virtual_stages: int) -> Plan:
     """ZeRO-3 with one gather ahead, bf16, AdamW."""
     policies = Policies(
-        ZeroPolicy(stage=3, prefetch_units=1),
+        ZeroPolicy(stage=3, prefetch_bytes=1),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
         PrecisionPolicy(compute="bf16"),
         lambda name: 0,

@@ -24,7 +24,7 @@ from tests.engine import (
     test_parity,
     test_tables_model_parallel,
 )
-from tests.engine.nets import Language, seeded
+from tests.engine.nets import PREFETCH_BYTES, Language, seeded
 from tests.engine.test_ahead import COPIES, MIXED
 from tests.engine.test_experts import Layout as Experts
 from tests.engine.test_model_parallel import Layout as Model
@@ -129,7 +129,7 @@ def zero(world: World, case: Case) -> list[tuple[float, float]]:
     config = {
         "zero": {
             "stage": case.stage,
-            "prefetch_units": case.ahead,
+            "prefetch_bytes": PREFETCH_BYTES[case.ahead],
             "reductions_under_way": case.ahead,
         },
         "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},

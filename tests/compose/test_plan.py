@@ -227,7 +227,7 @@ def test_tables_are_units_of_the_class_whose_stage_uses_them() -> None:
 def test_tables_are_fetched_where_a_step_has_shown() -> None:
     """Behind a gather ahead as without one, in the order in which the model asks."""
     spec = described(2, tables={"a": ("a",), "b": ("b",)})
-    zero = ZeroPolicy(stage=3, prefetch_units=1)
+    zero = ZeroPolicy(stage=3, prefetch_bytes=1)
     policies = Policies(zero, PipelinePolicy(), PrecisionPolicy(), lambda name: 0)
     made = make_plan(spec, Mesh(dp_shard=2), policies)
     ahead = "UNSHARD(u0,0) UNSHARD(u1,0) F(u0,0) FETCH(u3,0) FETCH(u4,0)"

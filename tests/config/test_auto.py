@@ -8,9 +8,9 @@ from shardwise.plan.errors import ConfigError, MeshError
 
 
 def test_prefetch_follows_the_device() -> None:
-    assert resolve(load({}), 2, "cpu").config.zero.prefetch_units == 0
-    assert resolve(load({}), 2, "cuda").config.zero.prefetch_units == 1
-    assert resolve(load({"zero": {"prefetch_units": 3}}), 2, "cpu").config.zero.prefetch_units == 3
+    assert resolve(load({}), 2, "cpu").config.zero.prefetch_bytes == 0
+    assert resolve(load({}), 2, "cuda").config.zero.prefetch_bytes == 64 << 20
+    assert resolve(load({"zero": {"prefetch_bytes": 3}}), 2, "cpu").config.zero.prefetch_bytes == 3
     for device, under_way in (("cpu", 0), ("cuda", 1)):
         assert resolve(load({}), 2, device).config.zero.reductions_under_way == under_way
     assert (

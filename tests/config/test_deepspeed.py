@@ -229,6 +229,24 @@ def test_a_parameter_that_acts_changes_the_run(row: DeepSpeedKey, kind: str) -> 
         assert parsed(given) != parsed(set_in(given, row.path, OTHERS.get(name, other_value(row))))
 
 
+@pytest.mark.parametrize(
+    ("beside", "bytes_each"),
+    [
+        ({}, 4),
+        (BF16, 2),
+        (FP16, 2),
+        (AUTOCAST, 4),
+        ({"amp": {"enabled": True, "opt_level": "O2"}}, 2),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, 4),
+        ({"data_types": {"param_dtype": "half"}}, 2),
+    ],
+)
+def test_what_is_gathered_ahead_is_told_in_bytes(beside: dict[str, Any], bytes_each: int) -> None:
+    for given, wanted in ((1000, 1000 * bytes_each), (0, 0), (50_000_000, "auto")):
+        zero = {"stage": 3, "stage3_prefetch_bucket_size": given}
+        assert parsed({**beside, "zero_optimization": zero}).zero.prefetch_bytes == wanted
+
+
 @pytest.mark.parametrize("path", CHANGES)
 def test_what_acts_changes_the_run(path: str) -> None:
     beside, value = CHANGES[path]

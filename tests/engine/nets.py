@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 VOCABULARY = 11
 WIDTH = 6
+PREFETCH_BYTES = (0, 1, 5000)
+"""For gathers ahead of their use: none, one Unit at a time, several at once."""
 LLAMA = {
     "hidden_size": 16,
     "intermediate_size": 24,

@@ -89,7 +89,7 @@ def reads_between_steps(world: World, ahead: int) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     engine = shardwise.initialize(
         model,
-        {"zero": {"stage": 2, "prefetch_units": ahead}, "optimizer": {"type": "sgd", "lr": 0.5}},
+        {"zero": {"stage": 2, "prefetch_bytes": ahead}, "optimizer": {"type": "sgd", "lr": 0.5}},
         loss=lambda model, x: model(x).square().mean(),
         world=world,
     )
@@ -148,7 +148,7 @@ def trained_with_skips(world: World, ahead: int, stage: int) -> list[Tensor]:
     """Rank 1 goes round the second block in every other step."""
     torch.manual_seed(0)
     config = {
-        "zero": {"stage": stage, "prefetch_units": ahead, "units": ["blocks.*"]},
+        "zero": {"stage": stage, "prefetch_bytes": ahead, "units": ["blocks.*"]},
         "optimizer": {"type": "adamw", "lr": 0.1},
         "comm": {"transport": "torch"},
     }

@@ -22,7 +22,7 @@ from shardwise.engine.step import Totals
 from shardwise.parallel.zero.gradient import Gradient
 from shardwise.parallel.zero.weight import Weight
 from tests.engine.conformance import Conformance
-from tests.engine.nets import VOCABULARY, Language, seeded
+from tests.engine.nets import PREFETCH_BYTES, VOCABULARY, Language, seeded
 from tests.engine.plain import Truth, once, train, worst
 
 SEQUENCES = 12
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     transport: str = "auto"
     reduce: str = "auto"
     ahead: int = 0
-    """Units that are gathered ahead, and whose gradients still travel."""
+    """Units whose gradients still travel; the place in PREFETCH_BYTES of what is gathered ahead."""
 
     def __str__(self) -> str:
         more = [f"replicate{self.replicate}"] * (self.replicate > 1) + [self.transport] * (
@@ -145,7 +145,7 @@ def measure(world: Any, case: Case) -> Figures:
             "zero": {
                 "stage": case.stage,
                 "reduce": case.reduce,
-                "prefetch_units": case.ahead,
+                "prefetch_bytes": PREFETCH_BYTES[case.ahead],
                 "reductions_under_way": case.ahead,
             },
             "mesh": {"dp": {"replicate": case.replicate, "shard": world.size // case.replicate}},

@@ -21,7 +21,7 @@ def test_an_owner_returns_to_its_memory() -> None:
 
 
 def test_spare_slots_are_taken_in_turns() -> None:
-    pool = SlotPool(CPU, spare=1)
+    pool = SlotPool(CPU, ahead_bytes=1)
     seen = []
     for owner in "abcd":
         seen.append(pool.acquire(owner, 4, WIDE).data_ptr())
@@ -30,8 +30,19 @@ def test_spare_slots_are_taken_in_turns() -> None:
     assert pool.bytes == 2 * 4 * 8
 
 
+def test_as_many_are_spare_as_bytes_go_ahead() -> None:
+    """Of a size that is larger than that, one."""
+    pool = SlotPool(CPU, ahead_bytes=100)
+    for elements, spare in ((1, 12), (6, 2), (12, 1), (13, 1)):
+        before = pool.bytes
+        for owner in range(20):
+            pool.acquire((elements, owner), elements, WIDE)
+            pool.release((elements, owner))
+        assert pool.bytes - before == (1 + spare) * elements * 8
+
+
 def test_the_slot_released_longest_ago_is_next() -> None:
-    pool = SlotPool(CPU, spare=1)
+    pool = SlotPool(CPU, ahead_bytes=1)
     a, b = pool.acquire("a", 4, WIDE), pool.acquire("b", 4, WIDE)
     pool.release("b")
     pool.release("a")
@@ -48,7 +59,7 @@ def test_sizes_and_dtypes_never_share() -> None:
 
 def test_two_slots_of_one_size_are_told_apart() -> None:
     """They were once compared by the tensors inside, which fails, or takes the wrong one where those are equal."""
-    pool = SlotPool(CPU, spare=2)
+    pool = SlotPool(CPU, ahead_bytes=16)
     held = {owner: pool.acquire(owner, 1, WIDE) for owner in "abc"}
     for owner in "cab":
         pool.release(owner)

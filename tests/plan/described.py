@@ -99,7 +99,7 @@ def plan(
 ) -> Plan:
     """Of the model above; ``zero``: further keys of ZeroPolicy."""
     policies = Policies(
-        ZeroPolicy.model_validate({"stage": stage, "prefetch_units": 0, **zero}),
+        ZeroPolicy.model_validate({"stage": stage, "prefetch_bytes": 0, **zero}),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
         PrecisionPolicy(),
         group_of,

@@ -8,6 +8,7 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.lists import (
     Boundary,
+    Prefetch,
     backward_actions,
     forward_actions,
     is_inside,
@@ -58,9 +59,23 @@ def test_lists_of_a_row() -> None:
 
 def test_gathers_run_ahead_of_their_use() -> None:
     row = opens(1, 2, 3)
-    assert text(forward_actions(row, ZERO3, 1)) == (
+    one_at_a_time = Prefetch(1, [10] * 4)
+    assert text(forward_actions(row, ZERO3, one_at_a_time)) == (
         "UNSHARD(u0) UNSHARD(u1) F(u0) UNSHARD(u2) F(u1) RESHARD(u1) "
         "UNSHARD(u3) F(u2) RESHARD(u2) F(u3) RESHARD(u3) RESHARD(u0)"
+    )
+
+
+def test_gathers_run_ahead_by_bytes() -> None:
+    """Small ones many at once; a large one alone, where nothing else waits."""
+    row = opens(1, 2, 3, 4)
+    assert text(forward_actions(row, ZERO3, Prefetch(10, [1, 3, 3, 3, 11]))) == (
+        "UNSHARD(u0) UNSHARD(u1) UNSHARD(u2) UNSHARD(u3) F(u0) F(u1) RESHARD(u1) F(u2) RESHARD(u2) "
+        "UNSHARD(u4) F(u3) RESHARD(u3) F(u4) RESHARD(u4) RESHARD(u0)"
+    )
+    assert text(forward_actions(row, ZERO3, Prefetch(10, [1, 3, 20, 3, 4]))) == (
+        "UNSHARD(u0) UNSHARD(u1) F(u0) UNSHARD(u2) F(u1) RESHARD(u1) UNSHARD(u3) UNSHARD(u4) F(u2) RESHARD(u2) "
+        "F(u3) RESHARD(u3) F(u4) RESHARD(u4) RESHARD(u0)"
     )
 
 
@@ -107,20 +122,35 @@ def windows(draw: st.DrawFn) -> list[Boundary]:
     return [Boundary(True, 0), *some(0), Boundary(False, 0)]
 
 
-@given(windows(), st.integers(0, 3), st.integers(1, 3))
-def test_every_list_can_be_run(boundaries: list[Boundary], ahead: int, passes: int) -> None:
-    """A Unit is gathered whenever it computes, never twice at once, and released and reduced once at the end."""
-    trained = [True] * 7
-    for actions, reduces in (
-        (forward_actions(boundaries, ZERO3, ahead), False),
-        (backward_actions(boundaries * passes, ZERO3, trained, True, ahead), True),
+@given(windows(), st.integers(0, 9), st.lists(st.integers(0, 8), min_size=7, max_size=7), st.integers(1, 3))
+def test_every_list_can_be_run(boundaries: list[Boundary], limit: int, sizes: list[int], passes: int) -> None:
+    """A Unit is gathered whenever it computes, never twice at once, and released and reduced once at the end. What
+    waits for its use is within the limit, or one Unit, and gathers keep their order."""
+    trained, ahead = [True] * 7, Prefetch(limit, sizes)
+    for actions, plain, reduces in (
+        (forward_actions(boundaries, ZERO3, ahead), forward_actions(boundaries, ZERO3), False),
+        (
+            backward_actions(boundaries * passes, ZERO3, trained, True, ahead),
+            backward_actions(boundaries * passes, ZERO3, trained, True),
+            True,
+        ),
     ):
+        assert [a for a in actions if a.kind is Kind.UNSHARD] == [a for a in plain if a.kind is Kind.UNSHARD]
+        assert [a for a in actions if a.kind is not Kind.UNSHARD] == [
+            a for a in plain if a.kind is not Kind.UNSHARD
+        ]
         open_units: set[int] = set()
         reduced: set[int] = set()
+        waiting: set[int] = set()
         for kind, unit, *_ in actions:
+            if kind.computes:
+                waiting.discard(unit)
+                held = [sizes[each] for each in waiting if sizes[each]]
+                assert sum(held) <= limit or (limit and len(held) == 1)
             if kind is Kind.UNSHARD:
                 assert unit not in open_units and unit not in reduced
                 open_units.add(unit)
+                waiting.add(unit)
             elif kind is Kind.RESHARD:
                 open_units.discard(unit)
             elif kind is Kind.REDUCE:

@@ -32,7 +32,7 @@ def good(name: str) -> Plan:
         "zero1": lambda: plan(Mesh(dp_shard=2), 1),
         "zero2": lambda: plan(Mesh(dp_shard=2), 2),
         "zero3": lambda: plan(Mesh(dp_shard=2), 3),
-        "hsdp": lambda: plan(Mesh(dp_replicate=2, dp_shard=2), 3, prefetch_units=1),
+        "hsdp": lambda: plan(Mesh(dp_replicate=2, dp_shard=2), 3, prefetch_bytes=1),
         "frozen": lambda: plan(Mesh(dp_shard=2), 3, spec=frozen_block()),
         "tp": lambda: plan(Mesh(dp_shard=2, tp=4), 1),
         "pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3),

@@ -39,6 +39,7 @@ from shardwise.plan.dataflow import Lists
 from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import (
     Boundary,
+    Prefetch,
     backward_actions,
     forward_actions,
     is_inside,
@@ -103,7 +104,7 @@ class Planned(NamedTuple):
         """What this rank does for ``batches`` forward passes without a backward pass."""
         plan, (zero, pipeline, *_) = self.plan, self.policies
         row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
-        strategies, ahead = layout.strategies_of(zero, plan.mesh, plan.units), _prefetch(zero)
+        strategies, ahead = layout.strategies_of(zero, plan.mesh, plan.units), _prefetch(zero, plan.units)
         known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
 
         @cache
@@ -174,7 +175,7 @@ def _actions(
     policies: Policies,
     orders: Orders,
 ) -> tuple[Action, ...]:
-    prefetch = _prefetch(policies.zero)
+    prefetch = _prefetch(policies.zero, ranks.units)
     strategies = layout.strategies_of(policies.zero, plan.mesh, ranks.units)
     trained = ranks.trained
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
@@ -202,8 +203,9 @@ def _actions(
     return (*actions, NORM, *update_actions(trained, strategies, directed, between), *rows)
 
 
-def _prefetch(zero: ZeroPolicy) -> int:
-    return 0 if zero.prefetch_units == "auto" else int(zero.prefetch_units)
+def _prefetch(zero: ZeroPolicy, units: Sequence[Unit]) -> Prefetch:
+    limit = 0 if zero.prefetch_bytes == "auto" else int(zero.prefetch_bytes)
+    return Prefetch(limit, [unit.weight_bytes for unit in units])
 
 
 def _none(stage: int, last: bool) -> list[Action]:

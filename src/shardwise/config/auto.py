@@ -10,6 +10,9 @@ from shardwise.optim.schedule_policy import ends_at, lacks_end, needs_end
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import Mesh
 
+_PREFETCH_BYTES = 64 << 20
+"""Long enough for a network to be busy, and small beside a device's memory."""
+
 
 class Resolved(NamedTuple):
     """A configuration without open questions, its mesh, and what was chosen, for people."""
@@ -36,10 +39,12 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     batch = config.batch.derived(mesh.size("dp"))
     choices = [f"mesh {mesh}", _batch_text(batch, mesh.size("dp"))]
     # Two CPU ranks share their cores with the copy: a collective beside the computation gains nothing there.
-    beside = 0 if device_type == "cpu" else 1
     prefetch, under_way = (
-        beside if wanted == "auto" else wanted
-        for wanted in (config.zero.prefetch_units, config.zero.reductions_under_way)
+        (default if device_type != "cpu" else 0) if wanted == "auto" else wanted
+        for wanted, default in (
+            (config.zero.prefetch_bytes, _PREFETCH_BYTES),
+            (config.zero.reductions_under_way, 1),
+        )
     )
     schedule = config.schedule
     if lacks_end(schedule) and "steps" in config.train.model_fields_set:
@@ -57,7 +62,7 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
             "batch": batch,
             "schedule": schedule,
             "zero": config.zero.model_copy(
-                update={"prefetch_units": prefetch, "reductions_under_way": under_way, "reduce": reduce}
+                update={"prefetch_bytes": prefetch, "reductions_under_way": under_way, "reduce": reduce}
             ),
         }
     )

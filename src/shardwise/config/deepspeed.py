@@ -165,13 +165,22 @@ def _data_parallel(v: KeyValues) -> Any:
 
 
 def _zero(v: KeyValues) -> dict[str, Any]:
-    ahead = v("zero_optimization.stage3_prefetch_bucket_size")
+    key = "zero_optimization.stage3_prefetch_bucket_size"
+    ahead = int(v(key)) * _element_bytes(v) if v.differs(key) else None
     waits = v("zero_optimization.overlap_comm") is False
     return _some(
         stage=int(v("zero_optimization.stage")),
-        prefetch_units=0 if ahead == 0 else None,
+        prefetch_bytes=ahead,
         reductions_under_way=0 if waits else None,
     )
+
+
+def _element_bytes(v: KeyValues) -> int:
+    """Of a weight as it is gathered."""
+    half = next((name for name in _HALVES if v(f"{name}.enabled")), "")
+    by_half = {"amp": v("amp.opt_level") in ("O2", "O3"), "torch_autocast": False}
+    is_narrow = by_half.get(half, bool(half) or v("data_types.param_dtype") not in (None, "fp32"))
+    return 2 if is_narrow else 4
 
 
 def _offload(v: KeyValues) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey, block, does,
 FLAT = "gradients and weights of a Unit lie in flat buffers from the start"
 BUCKETS = "what travels together is a Unit (zero.units), not a number of elements"
 LIVE = (
-    "a Unit's weights are freed when its pass is over; zero.units and zero.prefetch_units decide what is live"
+    "a Unit's weights are freed when its pass is over; zero.units and zero.prefetch_bytes decide what is live"
 )
 COPY_ONLY = "how DeepSpeed copies between host and device; the numbers do not depend on it"
 PLAIN = "DeepSpeed's own means to one end; the Plan reaches it without a switch"
@@ -99,7 +99,12 @@ _ZERO = block(
         "cpu_offload", "bool?", None, "offload.optimizer; an older form of offload_optimizer: {device: cpu}"
     ),
     idle("cpu_offload_use_pin_memory", "bool?", None, COPY_ONLY),
-    does("stage3_prefetch_bucket_size", "int >= 0", 50_000_000, "zero.prefetch_units: 0 for 0, else auto"),
+    does(
+        "stage3_prefetch_bucket_size",
+        "int >= 0",
+        50_000_000,
+        "zero.prefetch_bytes: so many weights, of 2 or 4 bytes each; at least one Unit, but for 0; the default: auto",
+    ),
     old("prefetch_bucket_size", "int >= 0", "stage3_prefetch_bucket_size"),
     idle(
         "stage3_param_persistence_threshold",

@@ -160,6 +160,11 @@ class KeyValues:
         """True where the file says it."""
         return path in self._reading.found
 
+    def differs(self, path: str) -> bool:
+        """True where the file says another value than the default."""
+        row = row_of(path, self._reading.kinds.get(path.rpartition(".")[0]))
+        return row is not None and self(path) != row.default
+
     def does(self, name: str, kind: str) -> bool:
         """True of a parameter that optimizers of type ``kind`` act by."""
         row = row_of(f"optimizer.params.{name}", kind)

@@ -68,7 +68,7 @@ FOREIGN_KEYS = {
     "seed": "train.seed",
     "device": "comm.device",
     "zero_optimization": "zero",
-    "stage3_prefetch_bucket_size": "zero.prefetch_units",
+    "stage3_prefetch_bucket_size": "zero.prefetch_bytes",
     "transformer_layer_cls_to_wrap": "zero.units",
     "sharding_strategy": "zero.stage",
     "param_dtype": "precision.compute",

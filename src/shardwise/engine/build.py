@@ -95,7 +95,8 @@ from shardwise.precision.resolve import resolved
 
 _log = logging.getLogger(__name__)
 
-_NEVER_SHARES = 1 << 30
+_NEVER_SHARES = 1 << 60
+"""More bytes than all Units have."""
 _AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
 _EXPERT_AXES = ("expert_dp", "edp", "ep", "etp")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -393,12 +394,12 @@ def _stage(
             first,
             _gathers_once(site),
             int(settings.zero.reductions_under_way),
-            overlaps=int(settings.zero.prefetch_units) > 0,
+            overlaps=int(settings.zero.prefetch_bytes) > 0,
         )
         order = Order(
             [state.unit for state in states],
             [state.strategy for state in states],
-            int(settings.zero.prefetch_units),
+            int(settings.zero.prefetch_bytes),
             first,
         )
         made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1)
@@ -454,8 +455,8 @@ def _bucket_contexts(site: Site) -> Callable[[StateAxes], BucketContext]:
     """Those of the Units of a stage, by the axes of their state."""
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     shares = zero.reuse_buffers and not _gathers_once(site)
-    spare = int(zero.prefetch_units) if shares else _NEVER_SHARES
-    weights, gradients = SlotPool(device, spare, zero.debug), SlotPool(device, 0, zero.debug)
+    ahead_bytes = int(zero.prefetch_bytes) if shares else _NEVER_SHARES
+    weights, gradients = SlotPool(device, ahead_bytes, zero.debug), SlotPool(device, 0, zero.debug)
     site.ledger.take("gathered", "slots of weights", lambda: weights.bytes)
     site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
 

@@ -7,7 +7,7 @@ nothing is allocated after the first step, and no allocator can hand the memory 
 Two Units may share a slot only if they are never needed at the same time. In the first pass a Unit takes the free slot
 that was released longest ago, so with k slots the Units i and i+k meet. Units of different sizes never share.
 
-Cost: bytes of the largest set of Units that are gathered at once, plus ``spare`` more of each size.
+Cost: bytes of the largest set of Units that are gathered at once; of each size as many as go ahead of their use.
 """
 
 from collections.abc import Hashable
@@ -28,11 +28,12 @@ class _Slot:
 
 
 class SlotPool:
-    """Slots of one device. Owners are any hashable names."""
+    """Slots of one device. Owners are any hashable names. ``ahead_bytes``: that may wait for their use beside one that
+    is in use; a larger one alone."""
 
-    def __init__(self, device: torch.device, spare: int = 0, poison: bool = False):
+    def __init__(self, device: torch.device, ahead_bytes: int = 0, poison: bool = False):
         self._device = device
-        self._spare = spare
+        self._ahead_bytes = ahead_bytes
         self._poison = poison
         self._slots: dict[tuple[int, torch.dtype], list[_Slot]] = {}
         self._home: dict[Hashable, _Slot] = {}
@@ -83,7 +84,8 @@ class SlotPool:
     def _free_slot(self, elements: int, dtype: torch.dtype) -> _Slot:
         row = self._slots.setdefault((elements, dtype), [])
         free = [slot for slot in row if slot.holder is None]
-        if free and len(row) > self._spare:
+        spare = max(self._ahead_bytes // max(elements * dtype.itemsize, 1), 1) if self._ahead_bytes else 0
+        if free and len(row) > spare:
             return free[0]
         with torch.inference_mode(
             False

@@ -9,10 +9,11 @@ A microbatch runs a list. In the forward pass Units open and close like brackets
     backward   UNSHARD(u) B(u) ... RESHARD(u) REDUCE(u)
 
 so gathers come in the reverse order of closing and reductions in the reverse order of opening, on every rank alike,
-whatever order the gradients arrive in. Vectors of embedding tables come where the model asks for them: FETCH(t) behind
-some F(u). Their keys may go ahead of the step, in a list of their own: ASK(t) (``keys_ahead``).
+whatever order the gradients arrive in. Gathers go ahead of their use by bytes, in this order (``Prefetch``). Vectors of
+embedding tables come where the model asks for them: FETCH(t) behind some F(u). Their keys may go ahead of the step, in
+a list of their own: ASK(t) (``keys_ahead``).
 
-Cost: one look at each Action.
+Cost: one look at each Action; for a gather one at each that it goes ahead of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,23 @@ class Strategy:
         return self.master[1] == Shard()
 
 
+class Prefetch(NamedTuple):
+    """How far gathers go ahead of their use: small Units many at once, a larger one alone."""
+
+    limit_bytes: int = 0
+    """Of weights that wait while others compute; the next Unit may exceed it, where none waits beside it. 0: none
+    wait."""
+    unit_bytes: Sequence[int] = ()
+    """By Unit, its whole weights'."""
+
+    def has_room(self, waiting_bytes: int, unit: int) -> bool:
+        """Whether ``unit`` may wait beside ``waiting_bytes`` of others."""
+        return not waiting_bytes or waiting_bytes + self.unit_bytes[unit] <= self.limit_bytes
+
+
+NO_PREFETCH = Prefetch()
+
+
 class Boundary(NamedTuple):
     """A forward pass enters or leaves a Unit."""
 
@@ -70,7 +88,7 @@ class Boundary(NamedTuple):
 
 
 def forward_actions(
-    boundaries: Sequence[Boundary], strategies: Sequence[Strategy], prefetch_units: int = 0
+    boundaries: Sequence[Boundary], strategies: Sequence[Strategy], prefetch: Prefetch = NO_PREFETCH
 ) -> list[Action]:
     """The forward pass of one microbatch. ``strategies``: by Unit."""
     actions: list[Action] = []
@@ -80,7 +98,7 @@ def forward_actions(
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.F, unit)]
         elif moves:
             actions.append(Action(Kind.RESHARD, unit))
-    return _gather_ahead(_without_pauses(actions), prefetch_units)
+    return _gather_ahead(_without_pauses(actions), prefetch)
 
 
 def backward_actions(
@@ -88,7 +106,7 @@ def backward_actions(
     strategies: Sequence[Strategy],
     trained: Sequence[bool],
     last: bool,
-    prefetch_units: int = 0,
+    prefetch: Prefetch = NO_PREFETCH,
 ) -> list[Action]:
     """The backward pass of one microbatch: the mirror image of ``boundaries``.
 
@@ -107,7 +125,7 @@ def backward_actions(
         actions += [Action(Kind.RESHARD, unit)] * moves
         if trained[unit] and (last or strategies[unit].cuts_grad) and i == last_close[unit]:
             actions.append(Action(Kind.REDUCE, unit))
-    return _gather_ahead(_without_pauses(actions), prefetch_units)
+    return _gather_ahead(_without_pauses(actions), prefetch)
 
 
 def _outermost(boundaries: Sequence[Boundary]) -> list[bool]:
@@ -135,25 +153,30 @@ def _without_pauses(actions: list[Action]) -> list[Action]:
     return kept
 
 
-def _gather_ahead(actions: list[Action], units: int) -> list[Action]:
-    """Move every UNSHARD before the compute Action that comes ``units`` earlier: a gather runs while others compute."""
-    for _ in range(units):
-        moved: list[Action] = []
-        start = 0  # where the segment after the last compute Action but one begins
-        for action in actions:
-            if (
-                action.kind is Kind.UNSHARD
-                and start
-                and not any(done[:2] == (Kind.RESHARD, action.unit) for done in moved[start - 1 :])
-            ):
-                moved.insert(start - 1, action)
-                start += 1
-            else:
-                moved.append(action)
-                if action.kind.computes:
-                    start = len(moved)
-        actions = moved
-    return actions
+def _gather_ahead(actions: list[Action], prefetch: Prefetch) -> list[Action]:
+    """Move every UNSHARD before the compute Actions in front of it, as far as there is room: a gather runs while others
+    compute. None overtakes another, nor the RESHARD of its own Unit."""
+    if not prefetch.limit_bytes:
+        return actions
+    moved: list[Action] = []
+    waiting: list[int] = []
+    """By Action of ``moved``: bytes that were gathered before it for what comes behind it."""
+    for action in actions:
+        place = len(moved)
+        if action.kind is Kind.UNSHARD:
+            for i in reversed(range(len(moved))):
+                before = moved[i]
+                if before.kind is Kind.UNSHARD or before[:2] == (Kind.RESHARD, action.unit):
+                    break
+                if before.kind.computes:
+                    if not prefetch.has_room(waiting[i], action.unit):
+                        break
+                    place = i
+            for i in range(place, len(moved)):
+                waiting[i] += prefetch.unit_bytes[action.unit]
+        moved.insert(place, action)
+        waiting.insert(place, 0)
+    return moved
 
 
 def with_fetches(actions: Sequence[Action], behind: Mapping[int, int]) -> list[Action]:

@@ -127,6 +127,11 @@ class Unit:
         return sum(bucket.elements for bucket in self.buckets)
 
     @property
+    def weight_bytes(self) -> int:
+        """Of its whole weights as they are computed with."""
+        return sum(bucket.elements * bucket.key.dtype.itemsize for bucket in self.buckets)
+
+    @property
     def parameters(self) -> int:
         """Elements without padding."""
         return sum(bucket.used_elements for bucket in self.buckets)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.nets import seeded
+from tests.engine.nets import PREFETCH_BYTES, seeded
 from tests.engine.plain import Truth, against_plain, plainly
 from tests.parallel.zero.nets import NETS, WIDTH
 
@@ -52,7 +52,7 @@ def measure(world: Any, case: Case) -> float | str:
             "stage": case.stage,
             "units": cls.units,
             "debug": case.debug,
-            "prefetch_units": case.prefetch,
+            "prefetch_bytes": PREFETCH_BYTES[case.prefetch],
             "reductions_under_way": case.prefetch,
         },
         "batch": {"accumulation": 2},

@@ -215,7 +215,7 @@ def twice(model: nn.Module, batch: Any) -> Tensor:
 
 def siamese(world: Any) -> None:
     for stage in STAGES:
-        for config in ({"stage": stage}, {"stage": stage, "debug": True, "prefetch_units": 1}):
+        for config in ({"stage": stage}, {"stage": stage, "debug": True, "prefetch_bytes": 1}):
             error = against_plain(world, lambda: seeded(Net), piece, {"zero": config}, loss_of=twice)
             assert error <= 1e-10, (config, error)
 
@@ -401,7 +401,7 @@ def layer_drop(world: Any) -> None:
         return piece(step, i)[0], torch.tensor(block)
 
     for stage in STAGES:
-        for zero in ({}, {"prefetch_units": 1, "debug": True}):
+        for zero in ({}, {"prefetch_bytes": 1, "debug": True}):
             config = {"zero": {"stage": stage, **zero}, "comm": {"timeout_s": 10.0}}
             error = against_plain(world, lambda: seeded(Drops, 4), dropped, config, steps=5)
             assert error <= 1e-10, (stage, zero, error)
@@ -431,7 +431,7 @@ def order_that_changes(world: Any) -> None:
     def together(step: int, i: int) -> tuple[Tensor, Tensor]:
         return piece(0, 10 * step + i)[0], torch.tensor(step % 2 == 1)
 
-    for zero in ({}, {"prefetch_units": 1, "debug": True}):
+    for zero in ({}, {"prefetch_bytes": 1, "debug": True}):
         error = against_plain(
             world, lambda: seeded(FlagsOrder), together, {"zero": {"stage": 3, **zero}}, steps=5
         )
@@ -498,11 +498,11 @@ def same_bits(world: Any) -> None:
         ({}, {}),
         ({"debug": True}, {}),
         ({"reuse_buffers": False}, {}),
-        ({"prefetch_units": 1}, {}),
-        ({"prefetch_units": 2, "debug": True}, {"debug_delay_s": 0.002}),
+        ({"prefetch_bytes": 1}, {}),
+        ({"prefetch_bytes": 5000, "debug": True}, {"debug_delay_s": 0.002}),
         ({}, {"transport": "torch", "debug_delay_s": 0.002}),
-        ({"prefetch_units": 1}, {"transport": "torch"}),
-        ({"prefetch_units": 2}, {"transport": "torch"}),
+        ({"prefetch_bytes": 1}, {"transport": "torch"}),
+        ({"prefetch_bytes": 5000}, {"transport": "torch"}),
     ):
         model = seeded(Net, 6, dtype=torch.float32)
         engine = start(world, 3, model, zero=zero, comm={"timeout_s": 10.0, **comm}, max_grad_norm=0.1)
@@ -516,9 +516,11 @@ def same_bits(world: Any) -> None:
 
 
 def few_slots(world: Any) -> None:
-    """Eight blocks take turns in one piece of memory, with ``prefetch_units`` more of them."""
-    for ahead, share, wanted in ((0, True, 1), (1, True, 2), (2, True, 3), (0, False, 8)):
-        engine = start(world, 3, seeded(Net, 8), zero={"prefetch_units": ahead, "reuse_buffers": share})
+    """Eight blocks take turns in one piece of memory, beside as many as are gathered ahead: by bytes, one at least."""
+    blocks = 0
+    for ahead, share, wanted in ((0, True, 1), (0.5, True, 2), (1.5, True, 2), (2, True, 3), (0, False, 8)):
+        zero = {"prefetch_bytes": int(8 * ahead * blocks), "reuse_buffers": share}
+        engine = start(world, 3, seeded(Net, 8), zero=zero)
         blocks, (_, first) = engine.plan.units[1].elements, engine._parts.hooks[0].states[:2]
         for step in range(2):
             engine.train_step([piece(step, world.rank)])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from shardwise.plan.action import Action
 from shardwise.plan.lists import (
     Boundary,
+    Prefetch,
     Strategy,
     backward_actions,
     forward_actions,
@@ -26,13 +27,13 @@ class Order:
     rank's list."""
 
     def __init__(
-        self, units: Sequence[Unit], strategies: Sequence[Strategy], prefetch_units: int, first: int
+        self, units: Sequence[Unit], strategies: Sequence[Strategy], prefetch_bytes: int, first: int
     ):
         self.agreed: tuple[Boundary, ...] = tuple(registration_boundaries([unit.name for unit in units]))
         """What the list follows."""
         self.has_departed = False
         """Whether the running forward pass took another way."""
-        self.prefetch_units = prefetch_units
+        self._prefetch = Prefetch(prefetch_bytes, [unit.weight_bytes for unit in units])
         self._strategies = strategies
         self._first = first
         self._trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
@@ -135,10 +136,10 @@ class Order:
             if len(self._lists) > 8:
                 self._lists.clear()
             if what == "forward":
-                made = forward_actions(order, self._strategies, self.prefetch_units)
+                made = forward_actions(order, self._strategies, self._prefetch)
             else:
                 trained = [False] * len(self._trained) if what == "foreign" else self._trained
-                made = backward_actions(order, self._strategies, trained, what == "last", self.prefetch_units)
+                made = backward_actions(order, self._strategies, trained, what == "last", self._prefetch)
             made = [action._replace(unit=action.unit + self._first) for action in made]
             self._lists[order, what] = with_fetches(made, self._fetches) if what == "forward" else made
         return self._lists[order, what]

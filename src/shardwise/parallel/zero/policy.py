@@ -26,10 +26,11 @@ class ZeroPolicy(Policy):
     """Stage 3: true frees the gathered weights of a Unit after its forward pass and gathers them again for its backward
     pass, as in FSDP. False, for pipelines alone, gathers them once a step and keeps them through all microbatches, at
     the memory of stage 2's weights; without a pipeline use stage 2 instead."""
-    prefetch_units: Literal["auto"] | NonNegativeInt = "auto"
-    """Units gathered ahead of their use at stage 3; ``auto`` is 1 where a collective runs beside the computation
-    (GPUs), else 0. Above 0 the gathers of stages 1 and 2, after an update, run beside the next forward pass; whoever
-    looks at a parameter before waits for it."""
+    prefetch_bytes: Literal["auto"] | NonNegativeInt = "auto"
+    """Bytes of weights gathered ahead of their use at stage 3: many small Units, or one larger one alone; ``auto`` is
+    64 MiB where a collective runs beside the computation (GPUs), else 0, which gathers none ahead. Above 0 the gathers
+    of stages 1 and 2, after an update, run beside the next forward pass; whoever looks at a parameter before waits for
+    it."""
     reductions_under_way: Literal["auto"] | NonNegativeInt = "auto"
     """Units whose gradients may still travel while the backward pass goes on, at stages 2 and 3; each takes a further
     buffer of a Unit's size. ``auto`` is 1 where a collective runs beside the computation (GPUs), else 0."""
