@@ -76,7 +76,8 @@ class DirectFile:
                 os.posix_fallocate(self._descriptor, 0, rounded_up(size_bytes))
             if self.is_direct:
                 self._try_direct()
-        except OSError:
+        except OSError as error:
+            error.filename = str(path)  # of a descriptor the system tells the number alone
             self.close()
             path.unlink()
             raise

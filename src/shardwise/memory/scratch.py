@@ -13,8 +13,8 @@ Those of different blocks run beside one another.
 Scratch is scratch: it is removed at the end, and whatever the disk does, the checkpoint survives and not it.
 
 Paper: ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857.
-Cost:  a read or write of each byte; its CRC, about as fast as a disk of 2 to 3 GB/s, on the threads here; 4 bytes of
-       memory a block.
+Cost:  a read or write of each byte; its CRC, about as fast as a disk of 2 to 3 GB/s, on the threads here; memory of a
+       block a thread, touched where a tensor does not begin on a page (``aligned_empty`` makes those that do).
 """
 
 import threading
@@ -119,6 +119,7 @@ class DiskScratch:
         self._end()
 
     def _ask(self, operation: Operation, kind: str, owner: str, tensor: Tensor, first: int) -> Future[None]:
+        assert (kind, owner) in self._blocks, f"no space was reserved for {kind} of {owner}"
         data, blocks, step = bytes_of(tensor), self._blocks[kind, owner], self._block_bytes
         size = sum(block.size for block in blocks)
         last = first + data.nbytes

@@ -59,7 +59,6 @@ class ScratchFolder:
         self.path = path
         self.files: dict[str, DirectFile] = {}
         self._rank, self._local_ranks = rank, local_ranks
-        self._process = os.getpid()
         self._locks: list[int] = []
         if not path.is_dir():
             what = "is not a folder" if path.exists() else "does not exist"
@@ -99,24 +98,30 @@ class ScratchFolder:
                 raise self._too_little(needed + theirs, free + theirs)
             try:
                 for kind, size in sizes.items():
-                    path = self._path(self._seat, kind)
-                    self.files[kind] = DirectFile(path, size)
+                    self.files[kind] = DirectFile(self._path(self._seat, kind), size)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise self._too_little(needed + theirs, free + theirs, in_words(error)) from None
-                raise ConfigError(f"offload.disk_path: {self.path}: {in_words(error)}") from None
+                raise ConfigError(
+                    f"offload.disk_path: {in_words(error)}; look to the disk, or give another folder"
+                ) from None
 
     def _too_little(self, needed: int, free: int, said: str | None = None) -> ConfigError:
-        fits = floor(100 * min(free / needed, 1.0)) / 100
+        fits = floor(100 * free / needed) / 100
+        share = (
+            f"a fraction of {fits} of that fits: lower offload.fraction so far"
+            if fits < 1
+            else "lower offload.fraction"
+        )
         return ConfigError(
             f"offload.disk_path: {self.path} needs {bytes_text(needed)} for "
             f"{counted(self._local_ranks, 'rank')} of this host and has {bytes_text(free)}"
-            f"{f' ({said})' if said else ''}; offload.fraction: {fits} fits, or give a folder on a larger disk"
+            f"{f' ({said})' if said else ''}; {share}, or give a folder on a larger disk"
         )
 
     def is_ours(self) -> bool:
-        """Neither ended nor another process's."""
-        return os.getpid() == self._process and bool(self._locks)
+        """Neither ended nor, in a fork, another process's."""
+        return bool(self._locks)
 
     def end(self) -> None:
         """Removes the files and leaves the seat; safe to call twice, and does nothing in a fork."""
