@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.exchange import back, gather, send, share
+from shardwise.comm.exchange import Parcel, back, carry, gather, send, share
 from shardwise.comm.world import World
 from tests.comm.test_collectives import group_of
 
@@ -56,6 +56,34 @@ def both_ways(world: World, transport: str) -> list[bool]:
 def test_rows_go_and_come_back(ranks: Any, size: int, transport: str) -> None:
     for report in ranks(size).run(both_ways, transport):
         assert all(report), report
+
+
+def together(world: World) -> list[bool]:
+    """Sends and gathers of three sizes, one of them empty, beside each of them alone; and in how many messages."""
+    group, report = group_of(world, "torch"), []
+    me, ranks = group.index, range(world.size)
+    for order in (1, -1):
+        counts = [[[rows_between(i, j, seed, 5 * seed) for j in ranks] for i in ranks] for seed in range(3)]
+        parts = [[row[0] for row in each] for each in counts]
+        sent = [Parcel(torch.arange(sum(each[me])) + 100 * me, each) for each in counts]
+        gathered = [Parcel(torch.arange(part[me]) + 100 * me, [[n] for n in part]) for part in parts]
+        parcels = [each for pair in zip(sent, gathered, strict=True) for each in pair][::order]
+        before = group.traffic.total().calls
+        came = carry(parcels, group, "a test")
+        report.append(group.traffic.total().calls - before == 2)
+        for parcel, rows in zip(parcels, came, strict=True):
+            if parcel.is_for_all:
+                alone = gather(parcel.rows, [n for (n,) in parcel.counts], group, "a test")
+            else:
+                alone = send(parcel.rows, parcel.counts, group, "a test")
+            report.append(torch.equal(rows, alone))
+    return report
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parcels_go_together(ranks: Any, size: int) -> None:
+    for report in ranks(size).run(together):
+        assert all(report) and len(report) == 14, report
 
 
 def on_one_rank(world: World) -> list[bool]:

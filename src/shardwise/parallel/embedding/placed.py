@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.comm.exchange import share
+from shardwise.comm.exchange import carry, share
 from shardwise.kernels.tables.unique import Scratch
 from shardwise.optim.clip import clip_factor
 from shardwise.parallel.embedding.batch import BatchVectors, Part, Prepared, features_on_host
@@ -152,8 +152,14 @@ class PlacedTables:
                 self._numbers([], lane)
             raise
         numbers = self._numbers(asked, lane)
-        for part, each, everyone in zip(self.parts, asked, numbers, strict=True):
-            part.way.meet(each, everyone, lane)
+        parcels = [
+            part.way.leave(each, everyone)
+            for part, each, everyone in zip(self.parts, asked, numbers, strict=True)
+        ]
+        name = f"keys of embedding {', '.join(str(part.tables) for part in self.parts)}"
+        came = iter(carry([parcel for of_part in parcels for parcel in of_part], lane.group, name, "keys"))
+        for part, each, everyone, of_part in zip(self.parts, asked, numbers, parcels, strict=True):
+            part.way.arrive(each, [next(came) for _ in of_part], everyone, lane)
         flat = {
             feature.name: features[feature.name].offsets
             for part in self.parts

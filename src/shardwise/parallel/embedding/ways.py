@@ -12,7 +12,8 @@ In each, gradients reach a row's owner in the order of microbatches, then ranks,
 merged in that order: the same bits in every run.
 
     ask       keys of this rank, counted                    no traffic
-    meet      keys to where they are needed                 may run ahead of the batch before, in a thread of its own
+    leave     keys, and where they are needed               no traffic: those of all groups travel together, and may go
+    arrive    keys that came here                           ahead of the batch before, in a thread of their own
     fetch     vectors, pooled                               reads the weights, so after the step before
     keep      gradients of the pooled, merged to rows       no traffic: in the backward pass
     deliver   gradients to the owners
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
-from shardwise.comm.exchange import Counts, back, gather, send
+from shardwise.comm.exchange import Counts, Parcel, back, gather, send
 from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.unique import Distinct, Scratch, dealt, grouped, unique
@@ -132,8 +133,12 @@ class Way:
         """The distinct keys of a batch, and how many go where."""
         raise NotImplementedError
 
-    def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
-        """Exchange keys; ``everyone``: what leaves each rank for each, int64 [N, N, K]."""
+    def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+        """What is to travel, all int64; ``everyone``: what leaves each rank for each, int64 [N, N, K]."""
+        raise NotImplementedError
+
+    def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+        """What came of it, in the same order."""
         raise NotImplementedError
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
@@ -236,13 +241,14 @@ class Everywhere(Way):
         keys, inverse, sizes = self._distinct(fused, lane)
         return Asked(fused, keys, _by_vector(fused, inverse), sizes.expand(self.group.size, -1))
 
-    def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
-        sizes = everyone[:, 0]  # [N, K]
-        parts = sizes.sum(1).tolist()
-        asked.counts = [[part] for part in parts]
-        asked.arrived = gather(asked.keys, parts, lane.group, f"keys of {self._name}", "keys")
+    def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
+        asked.counts = [[part] for part in everyone[:, 0].sum(1).tolist()]
+        return [Parcel(asked.keys, asked.counts)]
+
+    def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+        (asked.arrived,) = came
         if self.tables.is_dynamic:
-            asked.stretches = _stretches(sizes)
+            asked.stretches = _stretches(everyone[:, 0])
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
@@ -318,9 +324,12 @@ class Routed(Way):
             before = after
         return Asked(fused, keys, _by_vector(fused, inverse), leaving)
 
-    def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
+    def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
         asked.counts = everyone.sum(2).tolist()
-        asked.arrived = send(asked.keys, asked.counts, lane.group, f"keys of {self._name}", "keys")
+        return [Parcel(asked.keys, asked.counts)]
+
+    def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+        (asked.arrived,) = came
         if self.tables.is_dynamic:
             asked.stretches = _stretches(everyone[:, self.group.index])
 
@@ -376,24 +385,23 @@ class Sums(Way):
             start = end
         return Asked(fused, fused.keys, fused.keys, leaving, lengths, fused.weights)
 
-    def meet(self, asked: Asked, everyone: Tensor, lane: Lane) -> None:
+    def leave(self, asked: Asked, everyone: Tensor) -> list[Parcel]:
         assert asked.lengths is not None, "bags travel with their keys"
-        group, name = lane.group, self._name
         asked.counts = everyone[:, :, 0].tolist()
-        bag_counts = everyone[:, :, 1].tolist()
-        asked.arrived = send(asked.keys, asked.counts, group, f"keys of {name}", "keys")
-        lengths = send(asked.lengths, bag_counts, group, f"bags of {name}", "keys")
+        return [Parcel(asked.keys, asked.counts), Parcel(asked.lengths, everyone[:, :, 1].tolist())]
+
+    def arrive(self, asked: Asked, came: Sequence[Tensor], everyone: Tensor, lane: Lane) -> None:
+        keys, lengths = came
         weights = None
         if bool(everyone[:, :, 2].any()):
             own = asked.weights
             if own is None:
                 own = torch.ones(asked.keys.numel(), dtype=self.dtype, device=asked.keys.device)
-            weights = send(own, asked.counts, group, f"weights of {name}", "keys")
+            weights = send(own, asked.counts, lane.group, f"weights of {self._name}", "keys")
         offsets = lengths.new_zeros(lengths.numel() + 1)
         torch.cumsum(lengths, 0, out=offsets[1:])
-        distinct, inverse = unique(asked.arrived, lane.scratch)
-        asked.arrived = distinct
-        asked.bags = Bags(bag_counts, offsets, weights, inverse)
+        asked.arrived, inverse = unique(keys, lane.scratch)
+        asked.bags = Bags(everyone[:, :, 1].tolist(), offsets, weights, inverse)
 
     def fetch(self, asked: Asked, store: Store, learns: bool) -> list[Tensor]:
         assert asked.arrived is not None and asked.bags is not None, "keys are exchanged before vectors"
