@@ -1,6 +1,8 @@
 """State on disk: what is read is what was written, or an error."""
 
+import ctypes
 import errno
+import mmap
 import os
 import random
 import threading
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from shardwise.memory.direct_io import Bytes, DirectFile, aligned_empty
 from shardwise.memory.scratch import DiskScratch
+from shardwise.memory.scratch_folder import _memory_bytes
 from shardwise.plan.errors import DamagedError, TierError
 
 BLOCK = 8192
@@ -80,6 +83,33 @@ def test_what_is_read_was_written(
     made.close()
     made.close()
     assert os.listdir(tmp_path) == []
+
+
+def cached_pages(path: Path) -> int:
+    """Of the file, in the page cache."""
+    size = path.stat().st_size
+    found = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as seen:
+        view = ctypes.c_char.from_buffer(seen)
+        begin = ctypes.c_void_p(ctypes.addressof(view))
+        assert ctypes.CDLL(None).mincore(begin, ctypes.c_size_t(size), found) == 0
+        del view
+    return sum(page & 1 for page in found)
+
+
+def test_without_direct_io_the_page_cache_stays_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if _memory_bytes(tmp_path) is not None:
+        pytest.skip("a tmpfs is its page cache")
+    without_direct_opens(monkeypatch)
+    made = DiskScratch(tmp_path, 0, 1)
+    made.reserve({"master": {"unit": 4 * 2**20}})
+    made.write("master", "unit", torch.ones(2**20)).result()
+    assert cached_pages(tmp_path / "shardwise.rank0.master") == 0
+    made.read("master", "unit", torch.empty(2**20)).result()
+    assert cached_pages(tmp_path / "shardwise.rank0.master") == 0
+    made.close()
 
 
 def test_any_dtype_and_shape(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from shardwise.memory.direct_io import DirectFile
 from shardwise.memory.scratch import DiskScratch
+from shardwise.memory.scratch_folder import _memory_bytes
 from shardwise.plan.errors import ConfigError, UsageError
 
 MIB = 2**20
@@ -107,6 +108,25 @@ def test_engines_of_one_process_have_seats_of_their_own(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_lock_that_was_removed_in_between_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank of another run ends, and takes the folder's lock along, between our open and our flock."""
+    real, times = fcntl.flock, 0
+
+    def flock(descriptor: int, operation: int) -> None:
+        nonlocal times
+        times += 1
+        if times == 1:
+            (tmp_path / "shardwise.lock").unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    made = DiskScratch(tmp_path, 0, 1)
+    assert "shardwise.lock" in os.listdir(tmp_path), "it was locked once more, under its name"
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [("missing", "does not exist"), ("file", "is not a folder"), ("/proc", "no files can be made")],
@@ -128,6 +148,8 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_memory_is_no_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     memory = Path("/dev/shm") / f"shardwise-test-{os.getpid()}"
+    if _memory_bytes(memory.parent) is None or _memory_bytes(tmp_path) is not None:
+        pytest.skip("needs a tmpfs at /dev/shm, and a disk")
     memory.mkdir()
     try:
         with caplog.at_level(logging.WARNING):

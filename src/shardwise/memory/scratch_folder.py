@@ -180,8 +180,8 @@ class ScratchFolder:
                 os.close(descriptor)
 
     def _remove(self, seat: str, but_lock: bool = False) -> None:
-        """Data before the lock: what is killed in between leaves a seat that somebody finds."""
-        for entry in sorted(self._entries(), key=lambda entry: entry.kind == "lock"):
+        """What is killed in between leaves a seat that somebody finds."""
+        for entry in self._entries():
             if entry.seat == seat and not (but_lock and entry.kind == "lock"):
                 try:
                     entry.path.unlink()
