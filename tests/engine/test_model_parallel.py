@@ -41,6 +41,8 @@ class Layout(NamedTuple):
     dropout: float = 0.0
     layers: int = 4
     heads: int = 4
+    tile: int = 0
+    """Tokens; 0: none."""
 
     @property
     def size(self) -> int:
@@ -124,6 +126,7 @@ def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
             "partition": layout.partition,
         },
         "recompute": layout.recompute,
+        "tiles": {"logits": layout.tile or "off"},
         "check_first_step": check,
         "batch": {"accumulation": layout.microbatches},
         "optimizer": OPTIMIZER,
@@ -233,6 +236,17 @@ LAYOUTS = [
     Layout(
         2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", virtual_stages=2, recompute="selective"
     ),
+    Layout(tile=7, family="gpt2"),
+    *(
+        Layout(tp=2, tile=7, family=family, sequence=sequence)
+        for family, sequence in (("llama", True), ("gpt2", False))
+    ),
+    Layout(dp=2, tile=1, microbatches=2, stage=3, recompute="full"),
+    *(
+        Layout(pp=2, tile=5, microbatches=3, schedule=schedule, family="gpt2")
+        for schedule in ("gpipe", "1f1b")
+    ),
+    Layout(pp=2, dp=2, tp=2, tile=5, microbatches=2, stage=2, recompute="full"),
 ]
 """Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
 square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""
@@ -258,6 +272,7 @@ EVERY = [
         for stage in range(4)
         for how in ("full", "selective")
     ),
+    *(Layout(dp=2, tile=7, microbatches=2, stage=stage, family="gpt2") for stage in range(4)),
     Layout(pp=2, dp=2, stage=1, microbatches=3),
     Layout(dp=2, tp=2, stage=1, microbatches=2),
     Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute="selective"),

@@ -10,16 +10,17 @@ The Plan comes first and touches no module; here the module is cut to it. On the
                        told of the run, by names of the whole model and of how tokens lie on "tp" by then, and stacks of
                        them are cut
     5  stages          along "pp"; what is built only here (LayerSpec) gets lines 3 and 4 of dropout and experts now
+    6  tiles           after slices, which put modules of their own in the places of heads
 
 and on each stage:
 
-    6  buffers         to the device, in their dtypes: those of layers that were built only here are new
-    7  weights         into flat buffers, the stage's real parameters, of which all that follows keeps hold
-    8  compile         blocks, inside of recomputation: a compiler cannot trace a checkpoint's contexts
-    9  recompute       wraps forwards of blocks, inside of hooks: a Unit's weights are gathered around both its passes;
+    7  buffers         to the device, in their dtypes: those of layers that were built only here are new
+    8  weights         into flat buffers, the stage's real parameters, of which all that follows keeps hold
+    9  compile         blocks, inside of recomputation: a compiler cannot trace a checkpoint's contexts
+    10 recompute       wraps forwards of blocks, inside of hooks: a Unit's weights are gathered around both its passes;
                        before it, for they run again too, those of modules that need it under dtypes by operation
-    10 hooks           of Units, around forward as it is now; a Unit's methods beside forward
-    11 casts           last, at the root: hooks run in the order in which they were registered, and those of the Units
+    11 hooks           of Units, around forward as it is now; a Unit's methods beside forward
+    12 casts           last, at the root: hooks run in the order in which they were registered, and those of the Units
                        find inputs as the user gave them, the module's own code finds them cast
 
 The engine's build follows these two functions (engine/build.py) and does nothing else to a module.
@@ -35,7 +36,9 @@ from shardwise.comm.collectives import Group
 from shardwise.compose.describe import Described, blocks_of
 from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
+from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
+from shardwise.models.tiles import check_tiles, tile_model
 from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -73,13 +76,17 @@ def apply_to_model(
     rows: int | None = None,
     synchronizes_batch_norm: bool = False,
     start: Callable[[], None] | None = None,
+    tiles: TilesPolicy | None = None,
+    keeps_one_pass: bool = True,
 ) -> Stages:
-    """Lines 1 to 5, in place. ``starts``: the blocks that begin each stage but the first; ``levels``: of "ep" where it
+    """Lines 1 to 6, in place. ``starts``: the blocks that begin each stage but the first; ``levels``: of "ep" where it
     spans hosts; ``rows``: pairs of token and expert that a rank works on at once; ``start`` gives the model its first
-    weights and buffers.
+    weights and buffers; ``keeps_one_pass``: no forward pass of the last stage waits while another one runs.
 
     Errors: PlanError where the model cannot be cut so.
     """
+    tiles = tiles or TilesPolicy()
+    check_tiles(model, tiles)
     if synchronizes_batch_norm:
         synchronize_batch_norm(model, groups["dp"])
     if start is not None:
@@ -106,6 +113,7 @@ def apply_to_model(
     ranks = ExpertRanks(ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, levels, rows)
     cut_experts(model, stacks, ranks, replay)
     if groups["pp"].size == 1:
+        tile_model(model, tiles, at_once=True)
         return {0: (model, None)}
     here = range(groups["pp"].index, len(starts) + 1, groups["pp"].size)
     stages = cut(model, starts, here, described.uses)
@@ -113,6 +121,7 @@ def apply_to_model(
         replace_dropout(stage.module, seed, replay)
         surround(stage.module, seed, replay, loads, tp, layout)
         cut_experts(stage.module, stacks, ranks, replay)
+        tile_model(stage.module, tiles, keeps_one_pass)
     return {index: (stage.module, stage.run) for index, stage in stages.items()}
 
 
@@ -125,7 +134,7 @@ def apply_to_stage(
     hooks: Callable[[list[UnitState]], UnitHooks],
     casts: Callable[[nn.Module], list[Any]],
 ) -> tuple[UnitHooks, list[Any]]:
-    """Lines 6 to 11; returns what runs the Units, and the handles of the casts.
+    """Lines 7 to 12; returns what runs the Units, and the handles of the casts.
 
     ``compiled``: of a function the compiled one; None where nothing is compiled.
     """

@@ -22,6 +22,7 @@ from shardwise.config.relaxed_json import read_json
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.recompute import RecomputePolicy
+from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.policy import ModelPolicy, TargetPolicy, reads_clicks, reads_images
 from shardwise.observe.module_profile import ModuleProfilePolicy
 from shardwise.observe.sinks import MonitorPolicy
@@ -121,6 +122,8 @@ class RunConfig(Policy):
     """Embedding tables."""
     recompute: RecomputePolicy = Field(default_factory=RecomputePolicy)
     """What is computed again in the backward pass instead of being kept."""
+    tiles: TilesPolicy = Field(default_factory=TilesPolicy)
+    """What is computed a tile of tokens at a time."""
     offload: OffloadPolicy = Field(default_factory=OffloadPolicy)
     """Which state lies in host memory."""
     batch: BatchPolicy = Field(default_factory=BatchPolicy)

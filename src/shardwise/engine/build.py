@@ -324,6 +324,8 @@ def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> St
         settings.experts.rows,
         settings.batch_norm == "synchronized",
         give_start,
+        settings.tiles,
+        settings.pipeline.keeps_one_pass,
     )
 
 

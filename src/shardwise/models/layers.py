@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.gated import gated
+from shardwise.kernels.head_loss import Tile, head_loss
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.kernels.rotary import Angles, rotate
 from shardwise.models.cache import LayerCache
@@ -29,10 +30,18 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Head(nn.Linear):
     """The output matrix: logits, or the mean loss over ``targets`` where given.
 
-    Both in one module, so that a head that is cut along the vocabulary never has to make whole logits for a loss.
+    Both in one module, so that a head that is cut along the vocabulary, or works by tiles of tokens, never has to make
+    whole logits for a loss.
     """
 
+    tile: Tile | None = None
+    """Set from outside where the loss is to be computed by tiles."""
+
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.tile is not None and targets is not None:
+            tokens = self.tile.of(targets.numel(), self.out_features, x)
+            if tokens:
+                return head_loss(x, self.weight, self.bias, targets, tokens, self.tile.at_once)
         logits = super().forward(x)  # [B, T, V]
         return logits if targets is None else cross_entropy(logits, targets)
 

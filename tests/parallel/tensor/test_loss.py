@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.comm import duals
 from shardwise.comm.world import World
 from shardwise.kernels.cross_entropy import plain_cross_entropy
-from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
+from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
 from shardwise.plan.placement import Shard, pieces
 from tests.parallel.tensor.whole import tensor_group
 
@@ -52,6 +53,38 @@ def test_any_vocabulary(ranks: Any, vocabulary: int, dtype: torch.dtype, toleran
     assert max(loss for loss, _, _ in results) <= tolerance
     assert max(gap for _, gap, _ in results) <= tolerance
     assert len({value for _, _, value in results}) == 1, "the same bits on every rank"
+
+
+def compare_head(
+    world: World, vocabulary: int, dtype: torch.dtype, at_once: bool
+) -> tuple[float, float, float]:
+    """Largest errors of a head and a loss by tiles: of the loss, of dx (summed over the ranks), of dW."""
+    group = tensor_group(world)
+    x, weight = (
+        torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (7, vocabulary)
+    )
+    targets = given(7, vocabulary, dtype)[1]
+    whole_x, whole = (each.double().clone().requires_grad_() for each in (x, weight))
+    expected = plain_cross_entropy(whole_x @ whole.T, targets)
+    (3 * expected).backward()
+    (piece,) = pieces(Shard(0), vocabulary, group.index, group.size)
+    here = slice(piece.start, piece.stop)
+    x, local = x.requires_grad_(), weight[here].clone().requires_grad_()
+    place = (piece.start, vocabulary, group, 2, at_once)
+    loss = vocabulary_head_loss(duals.copy(x, group, "x"), local, None, targets, *place)
+    (3 * loss).backward()
+    wanted = (expected.detach(), whole_x.grad, whole.grad[here])  # type: ignore[index]
+    errors = [
+        (one - other).abs() for one, other in zip((loss.detach(), x.grad, local.grad), wanted, strict=True)
+    ]
+    return tuple(float(each.max()) if each.numel() else 0.0 for each in errors)  # type: ignore[return-value]
+
+
+def test_head_and_loss_by_tiles(ranks: Any) -> None:
+    for vocabulary, at_once in ((3, True), (11, True), (11, False)):
+        results = ranks(4).run(compare_head, vocabulary, torch.float64, at_once)
+        assert max(max(each) for each in results) <= 1e-14
+    assert max(max(each) for each in ranks(4).run(compare_head, 11, torch.bfloat16, True)) <= 0.03
 
 
 def test_no_target_is_a_loss_and_a_gradient_of_zero(ranks: Any) -> None:

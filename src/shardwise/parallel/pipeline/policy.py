@@ -33,6 +33,11 @@ class PipelinePolicy(Policy):
     waits for them; ``described``, told with every message, for models whose activations may have other shapes for
     batches of the same shapes. On the CPU they are described."""
 
+    @property
+    def keeps_one_pass(self) -> bool:
+        """Whether the last stage runs each microbatch's backward pass before the next one's forward pass."""
+        return self.schedule == "1f1b"
+
     @field_validator("schedule", mode="before")
     @classmethod
     def _schedule_is_known(cls, given: Any) -> Any:

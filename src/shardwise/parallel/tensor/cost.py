@@ -8,7 +8,7 @@ P = B·T·D elements of an activation and N ranks (r gathers, each P (N-1)/N; an
              backward   2 all-reduce              4 all-gather, 2 reduce-scatter        8 r against 10 r
     embedding           1 all-reduce              1 reduce-scatter, 1 all-gather        2 r            2 r
     head                1 all-reduce              2 all-gather, 1 reduce-scatter        2 r            3 r
-    loss                1 all-gather of 3 numbers a token
+    loss                1 all-gather of 3 numbers a token, or 1 for each tile of tokens
 
 The column layers' second gather, of their input in backward, is the price of keeping a shard of it.
 

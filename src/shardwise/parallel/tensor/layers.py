@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
+from shardwise.kernels.head_loss import Tile
 from shardwise.kernels.operation import operation
-from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
+from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
 from shardwise.parallel.tensor.region import Region
 from shardwise.plan.errors import PlanError
 
@@ -237,6 +238,8 @@ class VocabularyHead(_Cut):
         super().__init__(replaced, name, region, sees_whole)
         self.rows = rows
         self.vocabulary = vocabulary
+        self.tile: Tile | None = None
+        """Set from outside where the loss is to be computed by tiles."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         group, held = self.region.group, self.rows.stop - self.rows.start
@@ -246,6 +249,13 @@ class VocabularyHead(_Cut):
         if padding:  # The last ranks' shards are filled up with rows that are no token's.
             weight, bias = weight[:held], None if bias is None else bias[:held]
         x = self.region.inward(x, self.sees_whole)
+        if targets is not None and self.tile is not None:
+            # By the padded length, so that all ranks decide alike.
+            tokens = self.tile.of(targets.numel(), len(self.weight), x)
+            if tokens:
+                x = (duals.gather if self.cut else duals.copy)(x, group, self.name)
+                place = (self.rows.start, self.vocabulary, group)
+                return vocabulary_head_loss(x, weight, bias, targets, *place, tokens, self.tile.at_once)
         logits = column(x, weight, bias, group, self.cut, self.name)  # [B, T, V/tp]
         if targets is not None:
             return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, group)

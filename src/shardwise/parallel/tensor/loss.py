@@ -6,7 +6,8 @@
 
 One all-gather of (m, s, t) a row; every rank then computes the same bits. Rows are cast to fp32 a few at a time, the
 logits themselves are all that is saved, and the gradient is computed straight into its buffer, as in
-``kernels/cross_entropy.py``. Any vocabulary: a rank may hold fewer columns than another, or none.
+``kernels/cross_entropy.py``; together with the head, by tiles of rows, not even they are made whole
+(``kernels/head_loss.py``). Any vocabulary: a rank may hold fewer columns than another, or none.
 
 Paper: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (there three all-reduces).
 Cost:  3·N·(tp-1) elements sent per rank; the logits and their gradient take 2·N·V/tp elements.
@@ -21,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
-from shardwise.kernels.cross_entropy import IGNORE, row_gradient, row_numbers
+from shardwise.kernels.cross_entropy import IGNORE, row_gradient
+from shardwise.kernels.head_loss import TargetRows, numbers_of, summed_loss
 
 
 @uncompiled
@@ -47,32 +49,60 @@ def vocabulary_log_probs(
     return found.view(targets.shape)
 
 
+@uncompiled
+def vocabulary_head_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    first: int,
+    vocabulary: int,
+    group: Group,
+    tokens: int,
+    at_once: bool = True,
+    count: Tensor | None = None,
+) -> Tensor:
+    """``vocabulary_cross_entropy`` of the logits of ``x`` [..., D], which are made ``tokens`` rows at a time.
+
+    ``weight`` [V/tp, D]; the gradient of ``x`` is this rank's addend.
+    """
+    columns, counts, owned = _placed(targets.reshape(-1), first, len(weight), vocabulary)
+    counted = counts.sum()
+    divisor = counted.clamp_min(1) if count is None else torch.as_tensor(count, device=x.device)
+    rows = TargetRows(columns, counts, owned, divisor, counted if count is None else divisor)
+    return summed_loss(x, weight, bias, rows, tokens, at_once, lambda numbers: _of_all_ranks(numbers, group))
+
+
+def _placed(targets: Tensor, first: int, held: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns of the targets [N] among ``held`` ones from ``first`` on, which rows count, which of these lie here."""
+    counts = targets != IGNORE
+    # Targets of other ranks are masked; those of no rank must still fail in gather, on every rank.
+    columns = targets - first
+    foreign = (targets < vocabulary) & (targets >= 0) & ((columns < 0) | (columns >= held))
+    columns = columns.masked_fill(foreign | ~counts, 0).masked_fill((targets >= vocabulary), -1)
+    columns = columns.masked_fill((targets < 0) & counts, -1)
+    return columns, counts, counts & ~foreign
+
+
+def _of_all_ranks(numbers: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """lse and the logit at the target, of (m, s, t) of every rank: [3, N] -> [N], [N]."""
+    every = numbers.new_empty(group.size, *numbers.shape)
+    group.all_gather(every.view(-1), numbers.view(-1), "the loss", "activations").wait()
+    largest = every[:, 0].amax(0)
+    total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
+    return largest + total.log_(), every[:, 2].sum(0)
+
+
 class _VocabularyLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group
     ) -> Tensor:
-        counts = targets != IGNORE
-        # Targets of other ranks are masked; those of no rank must still fail in gather, on every rank.
-        columns = targets - first
-        foreign = (targets < vocabulary) & (targets >= 0) & ((columns < 0) | (columns >= logits.shape[1]))
-        columns = columns.masked_fill(foreign | ~counts, 0).masked_fill((targets >= vocabulary), -1)
-        columns = columns.masked_fill((targets < 0) & counts, -1)[:, None]  # [N, 1]
-        owned = counts & ~foreign
-        if logits.shape[1]:
-            stats = row_numbers(logits, columns)  # m, s, t
-            stats[2].masked_fill_(~owned, 0)
-        else:
-            stats = logits.new_zeros(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
-            stats[0].fill_(torch.finfo(stats.dtype).min)
-        every = stats.new_empty(group.size, *stats.shape)
-        group.all_gather(every.view(-1), stats.view(-1), "the loss", "activations").wait()
-        largest = every[:, 0].amax(0)
-        total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
-        lse = largest + total.log_()  # [N]
+        columns, counts, owned = _placed(targets, first, logits.shape[1], vocabulary)
+        lse, at_target = _of_all_ranks(numbers_of(logits, columns, owned), group)
         ctx.counted_rows = counts.sum()  # for who weighs a loss made of it
-        ctx.save_for_backward(logits, columns, lse, counts, owned)
-        return (every[:, 2].sum(0) - lse).masked_fill_(~counts, 0)
+        ctx.save_for_backward(logits, columns[:, None], lse, counts, owned)
+        return (at_target - lse).masked_fill_(~counts, 0)
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,257 @@
+"""Head and mean cross entropy as one, a tile of tokens at a time: no whole logits, and no gradient of them.
+
+    z  = x Wᵀ + b                                  for the tokens of one tile
+    L  = Σ share · (lse - z[target])               lse = log Σ exp z;  share: 1/n for the n tokens with a target, else 0
+    dz = share · (exp(z - lse) - onehot(target))
+    dx = dz W        dW = Σ over tiles dzᵀ x        db = Σ dz
+
+A tile's gradient is made in one of two places:
+
+    at once       behind its logits, in the forward pass: three products, as without tiles. dx and the sums of dW and db
+                  wait for the backward pass, which multiplies them by the gradient of the loss
+    in backward   the forward pass keeps lse alone, the backward pass makes each tile's logits again: four products.
+                  Under fp16, whose gradients are zero without the scale of the loss; where many passes wait for their
+                  backward pass, each with a sum of the size of W
+
+Where the vocabulary is cut, lse takes numbers of each row from all ranks (``combine``): at once a tile's in one
+exchange, for its gradient cannot begin without; in backward, and without gradients, those of all tiles in one. The
+elements are the same, and an exchange costs less than a product.
+
+Sums of dW and db are kept in fp32 (fp64 for fp64) and leave once, so that a hook on the parameter sees one gradient.
+Without gradients there is no gradient work; a frozen weight costs none for it. Rows of a tile go through the kernels of
+``kernels/cross_entropy.py``.
+
+Paper: Wijmans et al. 2024, arXiv:2411.09009 (there in one kernel); Hsu et al. 2024, arXiv:2410.10989 (at once).
+Cost:  2·C·V elements beside x, dx, W and its sum, where all at once takes 2·N·V.
+Shapes: N tokens, C of a tile, D width, V vocabulary (a rank's part of it, where it is cut).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from shardwise.kernels.cross_entropy import IGNORE, row_gradient, row_numbers
+from shardwise.kernels.operation import operation
+from shardwise.plan.errors import UsageError
+
+_TILE_BYTES = {"cpu": 64 << 20}
+_TILE_BYTES_ELSEWHERE = 512 << 20
+"""A tile's logits under ``auto``: what a host's or a device's memory does not notice, and hundreds of tokens for a
+product that reads the whole weight."""
+_LEAST_TOKENS = 128
+"""Under ``auto``, however large the vocabulary."""
+_BLOCK_ROWS = 16384
+"""Rows of dW that a product in 16 bits makes at once, before they are added to the sum."""
+
+Combine = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Of rows' numbers (``numbers_of``) over this part of the vocabulary, [3, N], those over all: lse, z[target]."""
+
+
+class Tile(NamedTuple):
+    """How many tokens a tile has, and where its gradient is made."""
+
+    tokens: int | None = None
+    """None: as many as ``auto`` gives."""
+    at_once: bool = True
+    """Whether gradients are made in the forward pass, where they can be."""
+
+    def of(self, tokens: int, columns: int, x: Tensor) -> int:
+        """Tokens of a tile where ``tokens`` of the kind of ``x`` meet so many columns; 0 where one would hold all."""
+        size = self.tokens
+        if size is None:
+            limit = _TILE_BYTES.get(x.device.type, _TILE_BYTES_ELSEWHERE)
+            size = max(_LEAST_TOKENS, limit // max(1, columns * x.element_size()))
+        return size if size < tokens else 0
+
+
+class TargetRows(NamedTuple):
+    """What is known of the rows of x beside x itself."""
+
+    columns: Tensor
+    """Those of the targets: int64 [N]."""
+    counts: Tensor
+    """Rows with a target: bool [N]."""
+    owned: Tensor
+    """Those of them whose target is among the columns that are here: bool [N]."""
+    divisor: Tensor
+    """What the sum of the losses is divided by: []."""
+    counted: Tensor
+    """The weight of the loss among others, for who averages them: []."""
+
+
+def head_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, tokens: int, at_once: bool = True
+) -> Tensor:
+    """Mean over the targets that are not ``IGNORE``; fp32 (fp64 for fp64): [..., D], [V, D], [V], [...] -> [].
+
+    ``tokens``: of a tile.
+    """
+    targets = targets.reshape(-1)
+    counts = targets != IGNORE
+    # Other targets outside the vocabulary must still fail in gather, so only IGNORE is replaced.
+    columns, counted = targets.masked_fill(~counts, 0), counts.sum()
+    rows = TargetRows(columns, counts, counts, counted.clamp_min(1), counted)
+    return summed_loss(x, weight, bias, rows, tokens, at_once)
+
+
+@_disable_dynamo
+@operation("product")
+def summed_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: TargetRows,
+    tokens: int,
+    at_once: bool = True,
+    combine: Combine | None = None,
+) -> Tensor:
+    """Sum of the losses of the rows that count, over ``rows.divisor``: [..., D], [V, D], [V] -> [].
+
+    ``combine``: exchanges the numbers of rows with the other parts of the vocabulary; left out, this is all of it.
+    """
+    if torch.is_autocast_enabled(x.device.type):  # It does not reach into a function of our own.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    x = x.reshape(-1, x.shape[-1])
+    at_once = at_once and x.dtype != torch.float16 and torch.is_grad_enabled()
+    loss: Tensor = _HeadLoss.apply(x, weight, bias, rows, tokens, at_once, combine or _alone)
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: TargetRows,
+        tokens: int,
+        at_once: bool,
+        combine: Combine,
+    ) -> Tensor:
+        numbers: list[Tensor] = []
+        found: list[tuple[Tensor, Tensor]] = []
+        sums = None
+        if at_once and any(ctx.needs_input_grad):
+            sums = _Gradients(x, weight, bias, ctx.needs_input_grad)
+        share = 1 / rows.divisor.to(_wide(x))
+        for tile in _tiles(x, tokens):
+            logits = F.linear(x[tile], weight, bias)  # [C, V]
+            numbers.append(numbers_of(logits, rows.columns[tile], rows.owned[tile]))
+            if sums is not None:
+                found.append(combine(numbers.pop()))
+                sums.add(tile, _gradient(logits, rows, tile, found[-1][0], share), x, weight)
+            del logits  # or two tiles' would live at a time
+        if numbers:
+            found = [combine(torch.cat(numbers, 1))]
+        lse, at_target = (torch.cat(each) for each in zip(*found, strict=True))
+        ctx.rows, ctx.tokens, ctx.sums, ctx.counted_labels = rows, tokens, sums, rows.counted
+        if sums is None:
+            ctx.save_for_backward(x, weight, bias, lse)
+        return (lse - at_target).masked_fill_(~rows.counts, 0).sum() * share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.sums is None:
+            return *_second_pass(ctx, grad), None, None, None, None
+        if ctx.sums.handed_out:
+            raise UsageError(
+                "backward: an earlier backward pass took the gradients of this loss along; give that one "
+                "retain_graph=True"
+            )
+        # They lie in the node, which lives as long as somebody holds the loss.
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        return *ctx.sums.scaled(grad, keeps), None, None, None, None
+
+
+def _second_pass(ctx: Any, grad: Tensor) -> Iterator[Tensor | None]:
+    x, weight, bias, lse = ctx.saved_tensors
+    sums, scale = _Gradients(x, weight, bias, ctx.needs_input_grad), grad / ctx.rows.divisor
+    for tile in _tiles(x, ctx.tokens):
+        logits = F.linear(x[tile], weight, bias)
+        sums.add(tile, _gradient(logits, ctx.rows, tile, lse[tile], scale), x, weight)
+        del logits
+    return sums.scaled(None)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _tiles(x: Tensor, tokens: int) -> Iterator[slice]:
+    return (slice(start, start + tokens) for start in range(0, len(x), tokens))
+
+
+def numbers_of(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
+    """Of each row the largest, the sum of exponentials over it, and z[target], 0 where that is not here: [3, C]."""
+    if logits.shape[1]:
+        found = row_numbers(logits, columns[:, None])
+        found[2].masked_fill_(~owned, 0)
+        return found
+    found = logits.new_zeros(3, len(logits), dtype=_wide(logits))
+    found[0].fill_(torch.finfo(found.dtype).min)
+    return found
+
+
+def _alone(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    return numbers[0] + numbers[1].log(), numbers[2]
+
+
+def _gradient(logits: Tensor, rows: TargetRows, tile: slice, lse: Tensor, scale: Tensor) -> Tensor:
+    """Of the tile's logits: [C, V]."""
+    if not logits.shape[1]:
+        return logits
+    of_all, of_target = (scale.to(lse.dtype) * each[tile, None] for each in (rows.counts, rows.owned))
+    return row_gradient(logits, rows.columns[tile, None], lse, of_all, -of_target)
+
+
+class _Gradients:
+    """dx, and the sums of dW and db, of those that are asked for."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Any) -> None:
+        self.d_x = x.new_empty(x.shape) if needs[0] else None
+        self.d_weight = weight.new_zeros(weight.shape, dtype=_wide(x)) if needs[1] else None
+        self.d_bias = bias.new_zeros(bias.shape, dtype=_wide(x)) if bias is not None and needs[2] else None
+        self.handed_out = False
+        self._dtypes = x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+
+    def add(self, tile: slice, d_logits: Tensor, x: Tensor, weight: Tensor) -> None:
+        """What the gradient of a tile's logits gives."""
+        if self.d_x is not None:
+            torch.mm(d_logits, weight, out=self.d_x[tile])
+        if self.d_weight is not None:
+            add_product(self.d_weight, d_logits, x[tile])
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(0, dtype=self.d_bias.dtype)
+
+    def scaled(self, grad: Tensor | None, keeps: bool = False) -> Iterator[Tensor | None]:
+        """All of them times ``grad``, in the dtypes of what they are of; in place unless it ``keeps`` them."""
+        sums = self.d_x, self.d_weight, self.d_bias
+        if not keeps:
+            self.d_x = self.d_weight = self.d_bias = None
+            self.handed_out = True
+        for found, dtype in zip(sums, self._dtypes, strict=True):
+            if found is None or grad is None:
+                yield None if found is None else found.to(dtype)
+            elif found.dtype == dtype and not keeps:
+                yield found.mul_(grad)
+            else:
+                yield torch.mul(found, grad.to(found.dtype), out=torch.empty_like(found, dtype=dtype))
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += leftᵀ right, ``total`` perhaps wider than they are: [V, D], [C, V], [C, D]."""
+    if total.dtype == right.dtype:
+        total.addmm_(left.mT, right)
+        return
+    for start in range(0, len(total), _BLOCK_ROWS):
+        block = slice(start, start + _BLOCK_ROWS)
+        total[block] += left[:, block].mT.mm(right)
