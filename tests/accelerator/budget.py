@@ -23,6 +23,7 @@ from shardwise.comm.world import World
 from shardwise.kernels import choice
 from shardwise.models import Gpt, GptPolicy
 from shardwise.models.gpt import GptExperts
+from shardwise.parallel.expert.policy import RouterPolicy
 from tests.accelerator.crew import Crew
 from tests.accelerator.mirror import mirror_world
 from tests.accelerator.pretend import Bench, Sync, register
@@ -130,6 +131,24 @@ def _rows() -> dict[str, Row]:
             tokens,
             4,
             {**_zero(2, "bf16"), "mesh": {"ep": 4}, "recompute": "full"},
+            hosts=(0, 0, 1, 1),
+        ),
+        "experts in blocks, ep 2, recompute, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=4, router=RouterPolicy(capacity=1.5))),
+            tokens,
+            2,
+            {
+                **_zero(2, "bf16"),
+                "mesh": {"ep": 2},
+                "experts": {"exchange": "blocks"},
+                "recompute": "full",
+            },
+        ),
+        "experts in blocks, ep 2 x 2 hosts, zero 2, bf16": Row(
+            gpt(experts=GptExperts(count=4, router=RouterPolicy(capacity=1.5))),
+            tokens,
+            4,
+            {**_zero(2, "bf16"), "mesh": {"ep": 4}, "experts": {"exchange": "blocks"}},
             hosts=(0, 0, 1, 1),
         ),
         "experts, pp 2, recompute, bf16, both stages": Row(

@@ -80,6 +80,7 @@ class Layout(NamedTuple):
     """That the ranks pretend to be on."""
     told: bool = True
     """Whether the engine knows which backward pass is the last of its step."""
+    exchange: str = "counted"
 
     @property
     def size(self) -> int:
@@ -143,7 +144,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "partition": "uniform",
         },
         "recompute": layout.recompute,
-        "experts": {"rows": layout.rows},
+        "experts": {"rows": layout.rows, "exchange": layout.exchange},
         "batch": {"accumulation": layout.microbatches},
         "optimizer": OPTIMIZER,
         "max_grad_norm": CLIP,
@@ -229,9 +230,15 @@ PAIRS = [
     Layout(dp=2, tp=2, ep=2, etp=2, stage=2, rows=20),
     Layout(pp=2, dp=2, ep=2, stage=3, microbatches=3),
     Layout(pp=2, tp=2, ep=2, microbatches=2, virtual_stages=2, recompute="full"),
+    Layout(dp=2, ep=2, stage=3, recompute="full", exchange="blocks"),
+    Layout(dp=4, ep=4, stage=3, microbatches=2, hosts=2, exchange="blocks"),
 ]
 """Every axis with every other one, ZeRO at each stage, both sequence modes."""
 EVERY = [
+    Layout(dp=2, stage=3, recompute="full", exchange="blocks"),
+    Layout(pp=2, tp=2, ep=2, microbatches=2, virtual_stages=2, recompute="full", exchange="blocks"),
+    Layout(dp=2, tp=2, ep=2, etp=2, stage=2, microbatches=2, recompute="selective", exchange="blocks"),
+    Layout(dp=4, ep=4, stage=1, microbatches=2, hosts=2, told=False, exchange="blocks"),
     Layout(dp=4, ep=2, stage=2, microbatches=2, recompute="selective", rows=8),
     *(
         Layout(dp=4, ep=ep, stage=stage, microbatches=m)
@@ -409,6 +416,10 @@ def dropping(inside: str) -> Mixture:
 
 
 def refusals(world: Any) -> list[str]:
+    with pytest.raises(PlanError, match="no router has a capacity"):
+        made = seeded(Mixture)
+        made.blocks = torch.nn.ModuleList([made.blocks[0]])
+        shardwise.initialize(made, {"mesh": {"ep": 2}, "experts": {"exchange": "blocks"}}, world=world)
     found = []
     for make, mesh in (
         (lambda: seeded(Mixture, experts=3), {"ep": 2}),

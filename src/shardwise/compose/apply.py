@@ -42,6 +42,7 @@ from shardwise.models.tiles import check_tiles, tile_model
 from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
+from shardwise.parallel.expert.policy import ExpertsPolicy
 from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.expert.surroundings import Layout
 from shardwise.parallel.pipeline.check_cut import check_cut
@@ -73,15 +74,15 @@ def apply_to_model(
     replay: Replay,
     loads: ExpertLoads,
     levels: tuple[Group, ...] = (),
-    rows: int | None = None,
+    experts: ExpertsPolicy | None = None,
     synchronizes_batch_norm: bool = False,
     start: Callable[[], None] | None = None,
     tiles: TilesPolicy | None = None,
     keeps_one_pass: bool = True,
 ) -> Stages:
     """Lines 1 to 6, in place. ``starts``: the blocks that begin each stage but the first; ``levels``: of "ep" where it
-    spans hosts; ``rows``: pairs of token and expert that a rank works on at once; ``start`` gives the model its first
-    weights and buffers; ``keeps_one_pass``: no forward pass of the last stage waits while another one runs.
+    spans hosts; ``experts``: how rows go to experts; ``start`` gives the model its first weights and buffers;
+    ``keeps_one_pass``: no forward pass of the last stage waits while another one runs.
 
     Errors: PlanError where the model cannot be cut so.
     """
@@ -108,9 +109,13 @@ def apply_to_model(
 
     surround(model, seed, replay, loads, tp, layout)
     stacks, ep, etp = described.stacks, groups.get("ep"), groups.get("etp")
-    if rows is not None and not stacks:  # they stay whole, and take turns
+    experts = experts or ExpertsPolicy()
+    in_blocks = experts.exchange == "blocks"
+    if not stacks and (in_blocks or experts.rows is not None):  # whole ones, too
         stacks = find_stacks(model).stacks
-    ranks = ExpertRanks(ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, levels, rows)
+    ranks = ExpertRanks(
+        ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, levels, experts.rows, in_blocks
+    )
     cut_experts(model, stacks, ranks, replay)
     if groups["pp"].size == 1:
         tile_model(model, tiles, at_once=True)

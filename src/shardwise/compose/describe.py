@@ -85,8 +85,9 @@ def describe(model: nn.Module, zero: ZeroPolicy | None = None, stacks: Collectio
         units,
         tables=_tables(model),
         experts={
-            name: ExpertLayer(len(layer.router.weight), layer.router.policy.top_k, layer.width)
+            name: ExpertLayer(len(layer.router.weight), policy.top_k, layer.width, policy.capacity)
             for name, layer in layers.items()
+            for policy in [layer.router.policy]
         },
         shared_buffers=frozenset(shared_buffers_of(model)),
     )

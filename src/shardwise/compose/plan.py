@@ -84,6 +84,8 @@ class Policies(NamedTuple):
     """Of one optimizer step."""
     tokens: int | None = None
     """Of one optimizer step, over all ranks; None where nobody knows."""
+    in_blocks: bool = False
+    """Whether rows go to experts with a capacity in blocks."""
 
 
 class Planned(NamedTuple):
@@ -133,7 +135,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) ->
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
             spec, stage_of, own, registry, mesh, policies
         )
-    exchanges = exchanges_of(spec, mesh, registry)
+    exchanges = exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks)
     plan = Plan(mesh, registry, classes, rank, _notes(spec, policies.zero), exchanges, policies.tokens)
     return with_orders(plan, policies)
 
@@ -381,21 +383,25 @@ def dtypes_of(bucket: Bucket, spec: ModelSpec, precision: PrecisionPolicy) -> Dt
     return precision.dtypes(last.name, last.dtype)
 
 
-def exchanges_of(spec: ModelSpec, mesh: Mesh, registry: Registry, hosts: int = 1) -> tuple[RowExchange, ...]:
+def exchanges_of(
+    spec: ModelSpec, mesh: Mesh, registry: Registry, hosts: int = 1, in_blocks: bool = False
+) -> tuple[RowExchange, ...]:
     """What each mixture sends along "ep", in two levels over ``hosts``; its rows are of the dtype that its experts
-    compute in."""
+    compute in. ``in_blocks``: where they have a capacity."""
     if mesh.ep == 1:
         return ()
     parameters = registry.of_kind("parameter")
     found = []
-    for name, (experts, top_k, width) in spec.experts.items():
+    for name, (experts, top_k, width, capacity) in spec.experts.items():
+        capacity = capacity if in_blocks else None
         stack = f"{name}.experts." if name else "experts."
         itemsize = next(info.dtype.itemsize for info in parameters if info.name.startswith(stack))
         rows, crossing = (
-            expected_rows(1, top_k, experts, mesh.ep, hosts),
-            expected_rows(1, top_k, experts, hosts),
+            expected_rows(1, top_k, experts, mesh.ep, hosts, capacity),
+            expected_rows(1, top_k, experts, hosts, capacity=capacity),
         )
-        found.append(RowExchange(name, experts, top_k, rows, row_bytes(width, top_k, itemsize), crossing))
+        sent = row_bytes(width, top_k, itemsize)
+        found.append(RowExchange(name, experts, top_k, rows, sent, crossing, capacity is not None))
     return tuple(found)
 
 

@@ -83,6 +83,8 @@ class ExpertLayer(NamedTuple):
     """Experts of a token."""
     width: int
     """Features of a token."""
+    capacity: float | None = None
+    """Of its router."""
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,7 @@ def policies_of(
         updates,
         microbatches,
         settings.tokens_per_step,
+        settings.experts.exchange == "blocks",
     )
 
 
@@ -321,7 +322,7 @@ def _cut(model: nn.Module, site: Site, share: _Share, start: StartWeights) -> St
         share.replay,
         share.loads,
         site.levels,
-        settings.experts.rows,
+        settings.experts,
         settings.batch_norm == "synchronized",
         give_start,
         settings.tiles,
@@ -630,7 +631,8 @@ def _parts(
     loss_scale = LossScale(settings.precision.loss_scale) if half else None
     spec, exchanges = share.described.spec, share.plan.exchanges
     if site.levels:
-        exchanges = exchanges_of(spec, mesh, share.plan.registry, site.levels[0].size)
+        in_blocks = share.planned.policies.in_blocks
+        exchanges = exchanges_of(spec, mesh, share.plan.registry, site.levels[0].size, in_blocks)
     notes = (*share.plan.notes, *site.notes, *tables.choices)
     noted = replace(share.plan, notes=notes, exchanges=exchanges)
     planned = share.planned._replace(plan=noted)

@@ -80,6 +80,7 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
         recipe.updates,
         settings.batch.accumulation or 1,
         settings.tokens_per_step,
+        settings.experts.exchange == "blocks",
     )
     plan = make_plan(described.spec, mesh, policies)
     starts = described.spec.stage_starts(settings.pipeline, mesh.pp)

@@ -105,6 +105,8 @@ class RowExchange(NamedTuple):
     """All-to-all of a row: there and back, forward and backward."""
     crossing: float = 0.0
     """Rows of one token that leave their host, where they go in two levels."""
+    in_blocks: bool = False
+    """Whether they fill blocks of fixed size, whatever the router chooses."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,8 @@ def _exchange_rows(plan: Plan) -> list[str]:
         crossing = f"{first.crossing:.3g} their host, " if first.crossing else ""
         where = f"{first.layer} .. {more[-1].layer}, each" if more else first.layer
         said = (
-            f"experts of {where}: {first.top_k} of {first.experts} over ep={plan.mesh.ep}; chosen evenly, "
+            f"experts of {where}: {first.top_k} of {first.experts} over ep={plan.mesh.ep}; "
+            f"{'in blocks' if first.in_blocks else 'chosen evenly'}, "
             f"{first.rows:.3g} rows a token leave their rank, {crossing}"
             f"{_human(first.rows * first.row_bytes)} of all-to-all"
         )

@@ -1,6 +1,8 @@
 """Rows go to their experts and come back: the sums and gradients of one process, with any routing."""
 
+import math
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.world import World
 from shardwise.parallel.expert.cost import elements_sent, expected_rows
 from shardwise.parallel.expert.dispatch import Dispatcher
+from shardwise.parallel.expert.row_counts import block_counts
+from shardwise.plan.errors import UsageError
 from tests.parallel.expert.layer import (
     WIDTH,
     Given,
@@ -62,6 +66,7 @@ def dispatched(
     rows: int | None = None,
     recompute: bool = False,
     levels: tuple[Group, ...] = (),
+    in_blocks: bool = False,
 ) -> Result:
     """This rank's part of the layer: forward and backward. No expert takes more than ``rows``."""
     own = layer.of(world.rank)
@@ -74,7 +79,9 @@ def dispatched(
         return experts(rows_here, counts)
 
     dispatcher = Dispatcher(ep, etp, layer.gate_up.shape[0], rows, levels=levels)
-    routes = dispatcher.routes(own.index) if recompute else None
+    # Where in blocks, in the smallest that do.
+    room = int(torch.bincount(own.index[own.index >= 0], minlength=1).max()) if in_blocks else None
+    routes = dispatcher.routes(own.index, room) if recompute or in_blocks else None
 
     def forward(hidden: Tensor, weights: Tensor) -> Tensor:
         return dispatcher(hidden, own.index, weights, compute, routes)
@@ -99,11 +106,12 @@ def distances(
     rows: int | None = None,
     recompute: bool = False,
     hosts: tuple[int, ...] = (),
+    in_blocks: bool = False,
 ) -> dict[str, float]:
     here = groups(world, ep, etp, delay_s)
     hops = levels(world, here[0], hosts)
     return {
-        name: distance(world, layer, dispatched(world, layer, *here, rows, recompute, hops), *here)
+        name: distance(world, layer, dispatched(world, layer, *here, rows, recompute, hops, in_blocks), *here)
         for name, layer in cases(ep * etp).items()
         if rows is None or name in ("ragged", "one rank", "one token")
     }
@@ -142,6 +150,70 @@ def test_exact_where_all_of_it_runs_again(ranks: Any, rows: int | None) -> None:
 def test_exact_in_two_levels(ranks: Any, rows: int | None, recompute: bool) -> None:
     for found in ranks(4).run(distances, 4, 1, 0.001, rows, recompute, (0, 0, 1, 1)):
         assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "recompute", "hosts"),
+    [(2, 1, False, ()), (2, 1, True, ()), (1, 2, False, ()), (2, 2, False, ()), (4, 1, False, (0, 0, 1, 1))],
+)
+def test_exact_in_blocks(ranks: Any, ep: int, etp: int, recompute: bool, hosts: tuple[int, ...]) -> None:
+    for found in ranks(ep * etp).run(distances, ep, etp, 0.0, None, recompute, hosts, True):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+def test_exact_in_blocks_on_one_rank() -> None:
+    assert max(distances(World(0, 1), 1, 1, in_blocks=True).values()) <= TOLERANCE
+
+
+class OfSize(NamedTuple):
+    """As much of a group as bounds follow from."""
+
+    size: int
+
+
+@pytest.mark.parametrize("levels", [(2,), (4,), (2, 2), (2, 4)])
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0])
+def test_blocks_are_as_large_as_the_capacity_allows(levels: tuple[int, ...], capacity: float) -> None:
+    """Rows that leave a rank are those of the closed form, and every expert has room for all that may come."""
+    tokens, top_k, experts, ep = 64, 2, 16, math.prod(levels)
+    room = min(tokens, int(capacity * top_k * tokens / experts))
+    bounds = block_counts(tokens, room, experts, [OfSize(size) for size in levels], OfSize(1))  # type: ignore[list-item,arg-type]
+    rows = sum((len(counts) - 1) * counts[0][0] for counts in bounds.hops)
+    hosts = levels[0] if len(levels) > 1 else 1
+    assert rows == expected_rows(tokens, top_k, experts, ep, hosts, capacity)
+    assert bounds.experts == [min(ep * room, bounds.parts[0])] * (experts // ep)
+
+
+def beyond_blocks(world: World) -> str:
+    """A pass with more tokens than the first."""
+    dispatcher = Dispatcher(*groups(world, 2, 1), EXPERTS, name="blocks.3.mlp")
+    dispatcher.routes(drawn(6, 2), 6)
+    dispatcher.routes(drawn(5, 2), 5)
+    with pytest.raises(UsageError) as caught:
+        dispatcher.routes(drawn(7 + world.rank, 2), 6)
+    return str(caught.value)
+
+
+def test_rows_that_exceed_the_blocks_are_refused(ranks: Any) -> None:
+    said = ranks(2).run(beyond_blocks)[1]
+    assert said.startswith("blocks.3.mlp: a microbatch of 8 tokens here") and "made for 6 and 6" in said
+
+
+def at_two_layers(world: World, tags: tuple[int, int]) -> list[bool]:
+    """Which tokens' results are NaN where each rank is at the layer of its tag; NCCL looks at no names."""
+    ep, etp = groups(world, 2, 1)
+    layer = cases(2)["drawn"]
+    own, dispatcher = layer.of(world.rank), Dispatcher(ep, etp, EXPERTS)
+    compute = compute_with(*stacks(layer, ep, etp))
+    with patch.object(Dispatcher, "_tag", tags[world.rank]):
+        out = dispatcher(own.hidden, own.index, own.weights, compute, dispatcher.routes(own.index, 6))
+    return out.isnan().any(1).tolist()
+
+
+def test_blocks_of_another_layer_are_no_numbers(ranks: Any) -> None:
+    """No host reads who sent what, so that the device sees it."""
+    assert ranks(2).run(at_two_layers, (7, 7)) == [[False] * 6] * 2
+    assert ranks(2).run(at_two_layers, (7, 65535)) == [[True] * 6] * 2
 
 
 class Sent(NamedTuple):

@@ -26,7 +26,7 @@ from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.stacks import Stack
 from shardwise.parallel.expert.surroundings import Layout, Surroundings
 from shardwise.parallel.expert.transformers_experts import compute_of
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import PlanError, UsageError
 from shardwise.plan.placement import Cut, Shard, local_shape, spans
 
 
@@ -43,6 +43,8 @@ class ExpertRanks(NamedTuple):
     """Of ep where it spans hosts, as ``World.levels`` gives them."""
     rows: int | None = None
     """Pairs that a rank works on at once; None: all."""
+    in_blocks: bool = False
+    """Whether rows travel in blocks of fixed size."""
 
 
 def mixtures(model: nn.Module, by_first_name: bool = False) -> dict[str, MixtureOfExperts]:
@@ -74,10 +76,20 @@ def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRank
     """Cut those of ``stacks``, by module name, that ``model`` has and that are not cut yet, in place.
 
     A parameter on meta becomes a smaller one on meta; a real one this rank's piece of the values that all ranks have.
+    Errors: PlanError for blocks where no router has a capacity.
     """
     mixture_of: dict[nn.Module, MixtureOfExperts] = {
         layer.experts: layer for layer in mixtures(model).values()
     }
+    if (
+        ranks.in_blocks
+        and mixture_of
+        and all(each.router.policy.capacity is None for each in mixture_of.values())
+    ):
+        raise PlanError(
+            "experts: exchange: blocks, but no router has a capacity, so nothing bounds what an expert may get; set "
+            "RouterPolicy.capacity, or experts.exchange: counted"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, stack in stacks.items():
         module = modules.get(name)
@@ -128,6 +140,7 @@ class _Dispatched:
         self._surroundings = surroundings
         self._layer = layer
         self._dispatcher = Dispatcher(ranks.ep, ranks.etp, stack.experts, ranks.rows, name, ranks.levels)
+        self._in_blocks = ranks.in_blocks
         self._compute = compute_of(module, adds_bias=ranks.etp.index == 0)
         self._signature = inspect.signature(type(module).forward)
 
@@ -144,8 +157,10 @@ class _Dispatched:
         return self._surroundings.give(self._dispatch(tokens.hidden, own_index, own_weights), hidden[None])[0]
 
     def _dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        routes = self._replay.keep((self._name, "routes"), lambda: self._dispatcher.routes(index))
-        layer = self._layer
+        layer, room = self._layer, None
+        if layer is not None and self._in_blocks and torch.is_grad_enabled():
+            room = layer.surroundings.room
+        routes = self._replay.keep((self._name, "routes"), lambda: self._dispatcher.routes(index, room))
         if layer is not None and layer.training and torch.is_grad_enabled():
             around = layer.surroundings
             if around.loads is not None:

@@ -10,6 +10,7 @@ Cost:   two sorts of the B·T·k pairs; where sequences are shared, a gather of 
 Shapes: B sequences of T tokens, n tokens here, N = B·T, E experts, k experts of a token.
 """
 
+import math
 from fractions import Fraction
 
 import torch
@@ -27,10 +28,23 @@ _DIGITS = 10**6
 
 def room(policy: RouterPolicy, tokens: Tensor, experts: int) -> Tensor:
     """Tokens that an expert takes of sequences with ``tokens`` that count: int64 [B] -> [B]."""
-    assert policy.capacity is not None, "without a capacity there is room for all"
-    share = Fraction(policy.capacity).limit_denominator(_DIGITS) * policy.top_k / experts
+    share = _share(policy, experts)
     full = (tokens * share.numerator + share.denominator - 1).div(share.denominator, rounding_mode="floor")
     return full.clamp_min(policy.min_capacity)
+
+
+def most_pairs(policy: RouterPolicy, tokens: Tokens, experts: int) -> int | None:
+    """Pairs that an expert may get of the tokens here, by their number alone; None where there is no capacity."""
+    if policy.capacity is None:
+        return None
+    of_each = max(math.ceil(_share(policy, experts) * tokens.length), policy.min_capacity)
+    return min(len(tokens.place), tokens.sequences * of_each)
+
+
+def _share(policy: RouterPolicy, experts: int) -> Fraction:
+    """Room of an expert for each token of a sequence."""
+    assert policy.capacity is not None, "without a capacity there is room for all"
+    return Fraction(policy.capacity).limit_denominator(_DIGITS) * policy.top_k / experts
 
 
 def kept_pairs(

@@ -15,6 +15,10 @@ of which costs as much:
     across      = tokens · (H - 1) · reached(H)                     rows that leave a host, and
     within      = tokens · (ep - H) · reached(ep)                   those that a rank passes on within its own
 
+In blocks (``experts.exchange``) the same with what a router's capacity c allows, whatever is chosen, but for rounding:
+
+    reached(n)  = min(1, c·k / n)
+
 Shapes: D width, E experts, H hosts, k experts of a token.
 """
 
@@ -24,10 +28,15 @@ _NUMBER_BYTES = 4
 """Of an expert's number on its way."""
 
 
-def expected_rows(tokens: int, top_k: int, experts: int, ep: int, hosts: int = 1) -> float:
-    """Rows that leave a rank in dispatch, on the average of evenly chosen experts, in two levels over ``hosts``."""
+def expected_rows(
+    tokens: int, top_k: int, experts: int, ep: int, hosts: int = 1, capacity: float | None = None
+) -> float:
+    """Rows that leave a rank in dispatch, on the average of evenly chosen experts, in two levels over ``hosts``;
+    ``capacity``: in blocks."""
 
     def reached(places: int) -> float:
+        if capacity is not None:
+            return min(1.0, capacity * top_k / places)
         return 1 - comb(experts - experts // places, top_k) / comb(experts, top_k)
 
     return tokens * ((hosts - 1) * reached(hosts) + (ep - hosts) * reached(ep))

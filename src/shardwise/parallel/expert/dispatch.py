@@ -15,6 +15,10 @@ Which message holds what is a ``Routes``, found from ``index`` alone and before 
 whom to whom in each hop (``row_counts``, the one wait for a device), then, hop by hop, the numbers of their experts. A
 pass that runs again takes the Routes of the first.
 
+Where a router has a capacity, messages may go in blocks of fixed size, filled up (``row_counts.block_counts``): no host
+waits. Sums have the same addends in the same order. That ranks are at one layer is then seen on the device: numbers of
+experts have the layer's with them, and those of another make the weights NaN.
+
 Where a rank would take more than ``rows`` pairs, all ranks cut what they send it into as many rounds as the fullest
 needs. A round keeps nothing and runs again in backward, its messages too: routing that goes to few ranks costs time,
 not memory.
@@ -33,6 +37,7 @@ Shapes: N tokens of this rank, k experts a token, D width, S messages that this 
         (over ``etp`` too), P pairs.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,9 +50,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
-from shardwise.comm.exchange import Counts, back, gather, scatter, send
+from shardwise.comm.exchange import Counts, back, gather, scatter, send, share
 from shardwise.kernels.grouped import stretches
-from shardwise.parallel.expert.row_counts import RowCounts, owner_of, reaches, row_counts
+from shardwise.parallel.expert.row_counts import RowCounts, block_counts, owner_of, reaches, row_counts
+from shardwise.plan.errors import UsageError
 from shardwise.precision.operations import running_dtypes_again
 
 Compute = Callable[[Tensor, list[int]], Tensor]
@@ -60,15 +66,17 @@ class RowSums:
 
     rows: Tensor
     starts: Tensor
+    has_rest: bool = False
+    """Whether the last sum is of what belongs to none."""
 
     def of(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """The sums of these rows of ``values`` [n, D], each times its weight where ``weights`` are given: [sums, D]."""
-        number = self.starts.shape[0]
+        number = self.starts.shape[0] - self.has_rest
         if not number or not self.rows.shape[0]:
             return values.new_zeros(number, values.shape[1])
         return torch.embedding_bag(
             values.contiguous(), self.rows, self.starts, mode=0, per_sample_weights=weights
-        )[0]
+        )[0][:number]
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,10 @@ class Hop:
 
     def go(self, rows: Tensor, what: str) -> Tensor:
         """Messages to the ranks: [N, ...] -> [R, ...]."""
-        leaving = rows if self.messages is None else rows.index_select(0, self.tokens)
+        leaving = rows
+        if self.messages is not None:
+            filled = rows if rows.shape[0] else rows.new_zeros(1, *rows.shape[1:])
+            leaving = filled.index_select(0, self.tokens)
         return send(leaving, self.counts, self.group, what)
 
     def back(self, rows: Tensor, what: str) -> Tensor:
@@ -112,11 +123,13 @@ class Round:
     rows: Tensor
     """Of each pair, its arrived row, in the order of the experts: [P]."""
     slots: Tensor
-    """Of each pair, its place among the arrived weights [R, k] one after another: [P]."""
+    """Of each pair, its place among the arrived weights [R, k] one after another; R·k of one that fills up: [P]."""
     pairs: RowSums
     """Of each arrived row, its pairs."""
     experts: list[int]
     """Pairs of each local expert."""
+    alike: Tensor | None = None
+    """Where messages fill blocks: 0, or NaN where some came from another layer."""
 
     def go(self, rows: Tensor, what: str) -> Tensor:
         """Rows of tokens to the ranks of their experts: [N, ...] -> [R, ...]."""
@@ -176,6 +189,8 @@ class Dispatcher:
         self.experts = experts
         self.rows = rows
         self.name = name
+        self._largest: tuple[int, int] | None = None
+        """Tokens of a rank, and room with an expert for them, that blocks are made for."""
 
     @uncompiled
     def __call__(
@@ -197,8 +212,14 @@ class Dispatcher:
         return out
 
     @torch.no_grad()
-    def routes(self, index: Tensor) -> Routes:
-        """Where rows with the experts ``index`` [N, k] go. All ranks of ``ep`` and ``etp`` call this together."""
+    def routes(self, index: Tensor, room: int | None = None) -> Routes:
+        """Where rows with the experts ``index`` [N, k] go. All ranks of ``ep`` and ``etp`` call this together.
+
+        ``room``: in blocks, where no expert gets more pairs of these rows.
+        Errors: UsageError where these are more than the blocks were made for.
+        """
+        if room is not None:
+            return Routes((self._round(index, self._blocks(index, room)),))
         [counts] = self._counts([index])
         rounds = self._number_of_rounds(counts.fullest, index.shape[1])
         if rounds == 1:
@@ -215,6 +236,25 @@ class Dispatcher:
     def _counts(self, choices: Sequence[Tensor]) -> list[RowCounts]:
         return row_counts(choices, self.experts, self.levels, self.ep, self.etp, self.name)
 
+    def _blocks(self, index: Tensor, room: int) -> RowCounts:
+        """For the largest of the first pass."""
+        tokens = index.shape[0]
+        if self.ep.size == self.etp.size == 1:
+            return block_counts(tokens, room, self.experts, self.levels, self.etp)
+        if self._largest is None:
+            what = f"sizes of {self.name}"
+            sizes = share(share(index.new_tensor([tokens, room]), self.ep, what), self.etp, what)
+            largest, roomiest = sizes.view(-1, 2).amax(0).tolist()
+            self._largest = largest, roomiest
+        largest, roomiest = self._largest
+        if tokens > largest or room > roomiest:
+            raise UsageError(
+                f"{self.name}: a microbatch of {tokens} tokens here, of which an expert may get {room}; the blocks of "
+                f"experts.exchange: blocks were made for {largest} and {roomiest}, the most of any rank in the first "
+                "pass. Give all microbatches one shape, or set experts.exchange: counted"
+            )
+        return block_counts(largest, roomiest, self.experts, self.levels, self.etp)
+
     def _number_of_rounds(self, fullest: int, top_k: int) -> int:
         """In how many the fullest rank takes no more than ``rows`` pairs."""
         if self.rows is None or fullest <= self.rows:
@@ -225,53 +265,113 @@ class Dispatcher:
     def _round(self, index: Tensor, counts: RowCounts) -> Round:
         """Of the pairs in ``index`` [N, k]."""
         etp, name, local, top_k = self.etp, self.name, self.experts, index.shape[1]
-        hops = []
+        hops, alike = [], None
+        fills = counts.is_bound and self.ep.size * etp.size > 1
+        if fills:
+            alike = torch.zeros((), device=index.device)
         for group, between in zip(self.levels, counts.hops, strict=True):
-            hop, index = self._hop(index, group, local, between)
+            hop, index = self._hop(index, group, local, between, fills)
+            if alike is not None:
+                index, layers = _told(index)
+                alike = alike.masked_fill((layers != self._tag).any(), torch.nan)
             hops.append(hop)
             local //= group.size
         chosen = gather(index.to(torch.int32), counts.parts, etp, f"numbers of {name}", "control")
         chosen = chosen.flatten().long()
         lives = chosen >= 0
-        slots = torch.where(lives, chosen, local).argsort(stable=True)[: sum(counts.experts)]
+        number = sum(counts.experts)
+        slots = torch.where(lives, chosen, local).argsort(stable=True)
         place = torch.empty_like(chosen)
-        place[slots] = torch.arange(slots.shape[0], device=slots.device)
+        if counts.is_bound:
+            each, expert = counts.experts[0], torch.where(lives, chosen, local)[slots]  # rising
+            behind = torch.arange(len(slots), device=slots.device) - torch.searchsorted(expert, expert)
+            place[slots] = torch.where(expert < local, expert * each + behind, number)
+            slots = _holders(place, number, nobody=len(chosen))
+            place.clamp_(max=max(number - 1, 0))
+        else:
+            slots = slots[:number]
+            place[slots] = torch.arange(number, device=slots.device)
         return Round(
             tuple(hops),
             etp,
             name,
             parts=counts.parts,
-            rows=slots.div(top_k, rounding_mode="floor"),
+            rows=slots.div(top_k, rounding_mode="floor").clamp_(max=max(len(chosen) // top_k - 1, 0)),
             slots=slots,
-            pairs=RowSums(place[_marked(lives, sum(counts.experts))], _starts(lives.view(-1, top_k).sum(1))),
+            pairs=_sums(place, lives.view(-1, top_k), min(number, len(chosen)), counts.is_bound),
             experts=counts.experts,
+            alike=alike,
         )
 
-    def _hop(self, index: Tensor, group: Group, experts: int, counts: Counts) -> tuple[Hop, Tensor]:
+    @property
+    def _tag(self) -> int:
+        """Tells layers apart."""
+        return zlib.crc32(self.name.encode()) & _MOST_TAGS
+
+    def _hop(
+        self, index: Tensor, group: Group, experts: int, counts: Counts, fills: bool
+    ) -> tuple[Hop, Tensor]:
         """Of rows with the experts ``index`` [N, k], of ``experts`` that lie on ``group``.
 
-        And the experts of those that arrive, counted from the first of this rank: [R, k], -1 where they lie elsewhere.
+        And the experts of those that arrive, counted from the first of this rank: [R, k], -1 where they lie elsewhere;
+        with the layer's tag where blocks are filled up.
         """
         size, local, count = group.size, experts // group.size, index.shape[0]
         owner = owner_of(index, local, size)
         goes = reaches(owner, size)
         if size == self.etp.size == 1:  # rows that go nowhere stay as they lie
             goes, counts = torch.ones_like(goes), [[count]]
-        messages = sum(counts[group.index])
-        rank, tokens = goes.T.nonzero_static(size=messages).unbind(1)
+        messages, most = (sum(counts[group.index]),) * 2
+        if fills:
+            block, ranks = counts[0][0], torch.arange(size, device=index.device)
+            message = torch.where(goes.T, ranks[:, None] * block + goes.T.cumsum(1) - 1, messages)
+            rows = torch.arange(count, device=index.device).repeat(size)
+            tokens = _holders(message.flatten(), messages, nobody=count, values=rows)
+            rank = ranks.repeat_interleave(block, output_size=messages)
+            index, owner = (
+                torch.cat([each, each.new_full((1, each.shape[1]), nobody)])
+                for each, nobody in ((index, -1), (owner, size))
+            )
+            message, most = message.T.clamp(max=max(messages - 1, 0)), min(messages, goes.numel())
+        else:
+            rank, tokens = goes.T.nonzero_static(size=messages).unbind(1)
+            message = goes.T.flatten().cumsum(0).view(size, count).T - 1  # of each (row, rank): [N, size]
         here = torch.where(owner[tokens] == rank[:, None], index[tokens] - rank[:, None] * local, -1)
+        if fills:
+            here, tokens = here + 1 + (self._tag << _TAG_FROM), tokens.clamp(max=max(count - 1, 0))
         arrived = send(here.to(torch.int32), counts, group, f"numbers of {self.name}", "control")
-        message = goes.T.flatten().cumsum(0).view(size, count).T - 1  # of each (row, rank): [N, size]
         sums = None
-        if size > 1 or messages < count:
-            sums = RowSums(message.flatten()[_marked(goes.flatten(), messages)], _starts(goes.sum(1)))
+        if size > 1 or messages < count or fills:
+            sums = _sums(message.flatten(), goes, most, fills)
         return Hop(group, tokens, sums, counts), arrived.long()
 
 
-def _marked(marks: Tensor, count: int) -> Tensor:
-    """The places of the ``count`` elements of ``marks`` [n] that are true. As many are known: a device need not be
-    asked."""
-    return marks.nonzero_static(size=count)[:, 0]
+_TAG_FROM = 15
+"""Bits of an expert's number where a layer's tag is before it; both fit in 31."""
+_MOST_TAGS = (1 << 16) - 1
+
+
+def _told(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts, -1 for nobody's, and tags of the layers that they are of."""
+    return (numbers & ((1 << _TAG_FROM) - 1)) - 1, numbers >> _TAG_FROM
+
+
+def _holders(place: Tensor, places: int, nobody: int, values: Tensor | None = None) -> Tensor:
+    """Of each of ``places`` who has it, of the elements of ``place`` or their ``values``; an element without one has
+    the place ``places``: [n] -> [places]."""
+    found = place.new_full((places + 1,), nobody)
+    found[place] = torch.arange(len(place), device=place.device) if values is None else values
+    return found[:places]
+
+
+def _sums(place: Tensor, marks: Tensor, most: int, has_rest: bool) -> RowSums:
+    """Of each row of ``marks`` [n, m] the elements of ``place`` [n·m] where it is true. They are ``most``, or at most
+    so many where there is a rest: a device need not be asked."""
+    marked = marks.flatten().nonzero_static(size=most, fill_value=0)[:, 0]
+    sizes = marks.sum(1)
+    ends = sizes.cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends]) if has_rest else ends - sizes
+    return RowSums(place[marked], starts, has_rest)
 
 
 def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: Round) -> Tensor:
@@ -281,11 +381,6 @@ def _carried(hidden: Tensor, weights: Tensor, compute: Compute, round: Round) ->
     return out
 
 
-def _starts(sizes: Tensor) -> Tensor:
-    """Where each of the parts begins that lie one after another."""
-    return sizes.cumsum(0) - sizes
-
-
 class _Dispatch(torch.autograd.Function):
     """Rows and weights of the pairs, sorted by expert; their gradients return and are summed."""
 
@@ -293,7 +388,12 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, round: Round) -> tuple[Tensor, Tensor]:
         ctx.round, ctx.top_k = round, weights.shape[1]
         arrived, arrived_weights = round.go(hidden, "rows"), round.go(weights, "weights")
-        return arrived.index_select(0, round.rows), arrived_weights.flatten().index_select(0, round.slots)
+        slots = arrived_weights.flatten()
+        if round.pairs.has_rest:
+            slots = torch.cat([slots, slots.new_zeros(1)])  # of what fills up
+        if round.alike is not None:
+            slots = slots + round.alike.to(slots.dtype)
+        return arrived.index_select(0, round.rows), slots.index_select(0, round.slots)
 
     @staticmethod
     @once_differentiable
@@ -301,8 +401,9 @@ class _Dispatch(torch.autograd.Function):
         round: Round = ctx.round
         d_arrived = round.pairs.of(d_rows)
         d_hidden = round.back(d_arrived, "gradients")
-        d_weights = d_pairs.new_zeros(d_arrived.shape[0], ctx.top_k)
-        d_weights.view(-1).index_copy_(0, round.slots, d_pairs)
+        slots = d_arrived.shape[0] * ctx.top_k
+        d_weights = d_pairs.new_zeros(slots + round.pairs.has_rest).index_copy_(0, round.slots, d_pairs)
+        d_weights = d_weights[:slots].view(-1, ctx.top_k)
         return d_hidden, round.back(d_weights, "gradients of weights"), None
 
 

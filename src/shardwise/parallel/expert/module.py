@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.initializers import Initializer, of_linear
 from shardwise.parallel.expert.balance import inject
+from shardwise.parallel.expert.capacity import most_pairs
 from shardwise.parallel.expert.experts import DenseExpert, Experts, MadeExperts
 from shardwise.parallel.expert.policy import RouterPolicy
 from shardwise.parallel.expert.router import Router, Routing
@@ -106,6 +107,7 @@ class MixtureOfExperts(nn.Module):
         tokens = self.surroundings.take(x)
         counted = None if mask is None else self.surroundings.here(mask, tokens).bool()
         routing = self.router(tokens, self.surroundings, counted, labels)
+        self.surroundings.room = most_pairs(self.router.policy, tokens, len(self.router.weight))
         y = self.experts(tokens.hidden, routing.index, routing.weights, self.surroundings.keep)  # [n, D]
         if self.shared is not None:
             y = y + self.shared(tokens.hidden)

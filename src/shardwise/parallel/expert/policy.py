@@ -16,6 +16,19 @@ class ExpertsPolicy(Policy):
     """Pairs of token and expert that a rank works on at once: more come in rounds, which are computed again in the
     backward pass, so that skewed routing costs time and not memory. More than top_k times mesh.ep. Left out: all at
     once."""
+    exchange: Literal["counted", "blocks"] = "counted"
+    """``counted``: as many rows travel as must; on a device the host reads a table of counts once a layer and
+    microbatch. ``blocks``, for layers whose router has a capacity: blocks of one size, as large as that allows, filled
+    up, so that no host waits; no microbatch may be larger than those of the first pass. Passes without gradients
+    count."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rows is not None and self.exchange == "blocks":
+            raise ValueError(
+                f"rows is {self.rows} beside exchange: blocks, whose size the routers' capacity bounds; leave one out"
+            )
+        return self
 
 
 class RouterPolicy(Policy):

@@ -14,6 +14,9 @@ rank asks again: the way back, backward and what runs again go by the numbers of
 its name: torch's backends compare none, and rows of two layers would pass for one another wherever the data of a rank
 leave a layer out.
 
+Where a router's capacity bounds what an expert may get, bounds may stand in the place of counts (``block_counts``):
+from every rank to every other goes a block of one size, filled up with rows that nobody wants, and no host asks at all.
+
 Cost:   one gather over ep, one over etp, of 1 + E + Σ places numbers of 8 bytes a rank; one wait for the device.
 Shapes: E experts, N tokens of this rank, k experts a token.
 """
@@ -43,6 +46,8 @@ class RowCounts(NamedTuple):
     """Pairs of each expert of this rank."""
     fullest: int
     """Pairs of the rank that has most; the same on all ranks."""
+    is_bound: bool = False
+    """Whether these are bounds, the same on all ranks, and what is less is filled up."""
 
 
 def owner_of(index: Tensor, local: int, places: int) -> Tensor:
@@ -80,6 +85,18 @@ def row_counts(
         )
         found.append(RowCounts(hops, to_me.tolist(), of_ranks[ep.index].tolist(), int(of_ranks.sum(1).max())))
     return found
+
+
+def block_counts(tokens: int, room: int, experts: int, levels: Sequence[Group], etp: Group) -> RowCounts:
+    """Bounds, where no rank has more than ``tokens`` rows and no expert gets more than ``room`` pairs of a rank's."""
+    hops, rows, local, sources = [], tokens, experts, 1
+    for group in levels:
+        local //= group.size
+        block = min(rows, sources * local * room)
+        hops.append([[block] * group.size] * group.size)
+        rows, sources = group.size * block, sources * group.size
+    each = etp.size * min(rows, sources * room)
+    return RowCounts(tuple(hops), [rows] * etp.size, [each] * local, each * local, is_bound=True)
 
 
 def _check_layers(layers: Sequence[int], ep: Group, name: str) -> None:

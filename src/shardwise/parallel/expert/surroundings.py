@@ -101,6 +101,8 @@ class Surroundings:
     """Counts the pairs of this rank's tokens; None where ``routed`` does."""
     routed: Tensor | None = None
     """Pairs that chose each expert in training since the bias moved: int64 [E]."""
+    room: int | None = None
+    """Pairs that an expert may get of the tokens of the running pass; None: as many as come."""
 
     def __deepcopy__(self, memo: Any) -> "Surroundings":
         """Those of a copy of the layer, an average of weights say, which runs alone.
