@@ -25,9 +25,13 @@ def run(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_in_the_interpreter_they_equal_the_plain_forms() -> None:
+@pytest.mark.parametrize(
+    ("tests", "examples"), [("not soak", 5), pytest.param("soak or not soak", 40, marks=pytest.mark.soak)]
+)
+def test_in_the_interpreter_they_equal_the_plain_forms(tests: str, examples: int) -> None:
     """Chosen when Triton is imported, so in a process of its own."""
-    out = run("pytest", "tests/kernels/fused", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+    words = ["pytest", "tests/kernels/fused", "-p", "no:cacheprovider", "-m", tests]
+    out = run(*words, TRITON_INTERPRET="1", EXAMPLES=str(examples))
     assert " passed" in out and "skipped" not in out
 
 

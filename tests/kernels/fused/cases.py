@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from shardwise.kernels import choice
@@ -12,6 +13,9 @@ from shardwise.kernels import choice
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EXAMPLES = int(os.environ.get("EXAMPLES", 5 if INTERPRETED else 40))
+"""Of a property. The interpreter takes a thousand times what a device takes; it runs 40 in the soak."""
+DRAWN = settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Relative errors of a whole tensor: fp32 throughout, and one rounding at the end."""
 

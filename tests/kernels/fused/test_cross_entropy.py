@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,10 +16,10 @@ from shardwise.kernels.cross_entropy import (
     row_numbers,
 )
 
-from .cases import BOUNDS, DEVICE, DTYPES, away, given_and_gradients
+from .cases import BOUNDS, DEVICE, DRAWN, DTYPES, away, given_and_gradients
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@DRAWN
 @given(st.integers(1, 6), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
 def test_the_plain_forms_loss(rows: int, width: int, dtype: torch.dtype, data: st.DataObject) -> None:
     logits = torch.randn(rows, width, device=DEVICE).to(dtype) * 4
@@ -28,8 +28,9 @@ def test_the_plain_forms_loss(rows: int, width: int, dtype: torch.dtype, data: s
     found = given_and_gradients(lambda z: cross_entropy(z, targets), [logits])
     expected = given_and_gradients(lambda z: plain_cross_entropy(z, targets), [logits.double()])
     assert found[0].dtype == torch.float32 and found[1].dtype == dtype
-    assert away(found[0], expected[0]) < 1e-6
-    assert away(found[1], expected[1]) < max(BOUNDS[dtype], 2e-6)
+    # A loss near 0 is the difference of two numbers as large as the logits.
+    assert away(found[0], expected[0], least=float(logits.abs().max())) < 1e-6
+    assert away(found[1], expected[1], least=0.5) < max(BOUNDS[dtype], 2e-6)
 
 
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> Tensor:

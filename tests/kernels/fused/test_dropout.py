@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.kernels import choice, dropout, philox
 from shardwise.kernels.dropout import Draw, EqualPart, keyed_dropout
 
-from .cases import DEVICE, DTYPES, plain
+from .cases import DEVICE, DRAWN, DTYPES, plain
 
 NUMBERS = st.integers(0, 2**31 - 1) | st.integers(2**32, 2**40)
 """Triton's interpreter trips over the integers between."""
@@ -25,7 +25,7 @@ def draws(take) -> tuple[list[int], Draw, EqualPart | None]:
     return shape, Draw(key, step, first, samples, call), take(st.sampled_from([None, cut]))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@DRAWN
 @given(draws(), st.sampled_from(DTYPES), st.sampled_from([0.1, 0.5, 2**-16, 1 - 2**-16]))
 def test_the_plain_forms_bits(case: tuple, dtype: torch.dtype, p: float) -> None:
     shape, draw, cut = case
@@ -72,6 +72,7 @@ def test_fp64_takes_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     keyed_dropout(x, 0.5, Draw(3, 0, 0))
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
 def test_in_a_compiled_graph() -> None:
     run = torch.compile(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,10 +13,9 @@ from shardwise.kernels.gated import gated, plain_gated
 from shardwise.kernels.rms_norm import plain_rms_norm, rms_norm
 from shardwise.kernels.rotary import angles, plain_rotate, rotate
 
-from .cases import BOUNDS, DEVICE, DTYPES, away, given_and_gradients
+from .cases import BOUNDS, DEVICE, DRAWN, DTYPES, away, given_and_gradients
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
-SHORT = settings(max_examples=12, deadline=None, derandomize=True)
 
 
 def compare(
@@ -30,7 +29,7 @@ def compare(
         assert away(a, b, least=1) < bound
 
 
-@SHORT
+@DRAWN
 @given(SIZES, st.integers(1, 70), st.sampled_from(DTYPES), st.booleans())
 def test_rms_norm(sizes: list[int], width: int, dtype: torch.dtype, wide_weight: bool) -> None:
     x = torch.randn(*sizes, width, device=DEVICE).to(dtype)
@@ -65,7 +64,7 @@ def test_a_row_too_wide_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.allclose(rms_norm(x, weight, 1e-3), plain_rms_norm(x, weight, 1e-3))
 
 
-@SHORT
+@DRAWN
 @given(SIZES.filter(lambda s: len(s) == 3), st.integers(1, 20), st.sampled_from(DTYPES), st.booleans())
 def test_rotate(sizes: list[int], half: int, dtype: torch.dtype, is_dense: bool) -> None:
     batch, heads, places = sizes
@@ -84,7 +83,7 @@ def test_rotate_over_several_programs() -> None:
     compare(lambda x: rotate(x, at), lambda x: plain_rotate(x, at), [x], 1e-6)
 
 
-@SHORT
+@DRAWN
 @given(SIZES, st.integers(1, 40), st.sampled_from(DTYPES))
 def test_gated(sizes: list[int], hidden: int, dtype: torch.dtype) -> None:
     x = torch.randn(*sizes, 2 * hidden, device=DEVICE).to(dtype) * 3

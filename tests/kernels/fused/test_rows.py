@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from shardwise.kernels.tables.row_rules import (
     Sgd,
 )
 
-from .cases import DEVICE
+from .cases import DEVICE, DRAWN
 
 KINDS: list[tuple[Pooling, bool]] = [("sum", False), ("mean", False), ("max", False), ("sum", True)]
 OPTIMIZERS: list[RowOptimizer] = [
@@ -37,7 +37,7 @@ def on_host(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if each is None else each.cpu() for each in tensors]
 
 
-@settings(max_examples=16, deadline=None, derandomize=True)
+@DRAWN
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=6),
     st.integers(1, 20),
