@@ -20,6 +20,7 @@ from torch import nn
 from shardwise.checkpoint.files import Files
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
+from shardwise.comm.world import World
 from shardwise.observe import metrics
 from shardwise.observe.metrics import StepRecord
 from shardwise.plan.errors import CheckpointError, ConfigError, MismatchError, UsageError
@@ -214,6 +215,30 @@ def test_text_for_a_model_that_does_not_say_its_context(runs: Runs, monkeypatch:
         runs.train(model={"target": "their_module:Line"})
 
 
+def stopped(world: World, folder: str, other: int) -> int:
+    """The signal reaches rank 1 alone, which is the process ``other``, after step 3."""
+    write = metrics.MetricsFile.write
+    runs = Runs(Path(folder))
+
+    def write_and_signal(self: metrics.MetricsFile, record: StepRecord) -> None:
+        write(self, record)
+        if record.step == 3:
+            os.kill(other, signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics.MetricsFile, "write", write_and_signal)
+        return runs.train("zero.stage=3", "train.steps=100", "train.eval_every=0")
+
+
+def test_two_ranks_stop_together_and_one_goes_on(runs: Runs, ranks: Any) -> None:
+    pool = ranks(2)
+    assert pool.run(stopped, str(runs.folder), pool.pids[1]) == [0, 0]
+    last = runs.rows()[-1].step
+    assert 3 < last < 100
+    assert runs.train(f"train.steps={last + 2}", "train.eval_every=0") == 0
+    assert [row.step for row in runs.rows()] == list(range(1, last + 3))
+
+
 # As a user starts it -----------------------------------------------------------------------------------------------
 
 
@@ -229,6 +254,7 @@ def wait_for_rows(runs: Runs, count: int, job: "subprocess.Popen[str]") -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.soak
 def test_two_ranks_stop_on_ctrl_c_and_one_goes_on(runs: Runs) -> None:
     endless = ["--set", "train.steps=1000000", "--set", "zero.stage=3", "--set", "train.eval_every=0"]
     pipe = subprocess.PIPE

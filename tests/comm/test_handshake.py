@@ -113,6 +113,19 @@ def test_ranks_that_took_one_device_are_named_by_all() -> None:
     )
 
 
+def test_a_store_over_the_one_of_a_group_that_we_made_forgets() -> None:
+    """The second engine of a job has such a store; torch's part of it refused, and with it every second save."""
+    base = dist.HashStore()
+    first = SealedStore(base, b"a")
+    second = SealedStore(dist.PrefixStore("torch", first), b"b")
+    second.set("k", "v" * 1000)
+    assert second.get("k") == b"v" * 1000
+    assert second.delete_key("k")
+    with pytest.raises(CommError):
+        second.get("k")
+    assert len(base.get("torch/k")) < 100
+
+
 # What a stranger can do -----------------------------------------------------------------------------------------------
 
 
