@@ -4,14 +4,17 @@ A watched thread *moves* while its stack changes, or while its process and what 
 anything; a debugger that holds it counts as moving.
 """
 
+import faulthandler
+import linecache
 import os
-import sys
+import re
+import tempfile
 import time
-import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _FRAMES = 12
 _STACK_BYTES = 4000
 _WORK_S = 0.2
@@ -25,25 +28,20 @@ class Pulse:
     def __init__(self, thread_id: int | None, native_id: int | None):
         self.thread_id = thread_id
         self._native_id = native_id
-        self._place: tuple[Any, ...] = ()
+        self._place: list[ThreadCall] = []
         self._seconds = 0.0
         self._bytes = 0
         self.moved_s = time.monotonic()
 
-    def frame(self) -> FrameType | None:
+    def calls(self) -> "list[ThreadCall]":
         """Where the watched thread is."""
-        return None if self.thread_id is None else sys._current_frames().get(self.thread_id)
+        return [] if self.thread_id is None else calls_of(self.thread_id)
 
     def look(self) -> None:
         """Once a tick."""
-        place = []
-        frame = self.frame()
-        is_debugged = False
-        while frame is not None:
-            place.append((id(frame.f_code), frame.f_lasti))
-            is_debugged = is_debugged or frame.f_code.co_filename.endswith(("bdb.py", "pdb.py"))
-            frame = frame.f_back
-        now = (tuple(place), time.process_time() + seconds_of_children(os.getpid()), bytes_of(os.getpid()))
+        place = self.calls()
+        is_debugged = any(call.file.endswith(("bdb.py", "pdb.py")) for call in place)
+        now = (place, time.process_time() + seconds_of_children(os.getpid()), bytes_of(os.getpid()))
         worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
         if (
             now[0] != self._place
@@ -55,11 +53,43 @@ class Pulse:
             self.moved_s = time.monotonic()
 
 
-def stack_of(frame: FrameType) -> str:
+class ThreadCall(NamedTuple):
+    """One call of a thread."""
+
+    file: str
+    line: int
+    function: str
+
+
+def calls_of(thread_id: int) -> list[ThreadCall]:
+    """The calls of a thread of this process, the last one first, a hundred at most.
+
+    ``faulthandler`` writes them down without letting another thread run. To walk ``sys._current_frames()`` in Python is
+    to hold frames whose callers return meanwhile: ``frame.f_back`` may then read freed memory (CPython 3.11).
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for part in re.split(r"^(?=(?:Current t|T)hread )", text, flags=re.MULTILINE):
+        head, _, rest = part.partition("\n")
+        named = re.match(r"(?:Current t|T)hread 0x([0-9a-f]+)", head)
+        if named and int(named[1], 16) == thread_id:
+            return [ThreadCall(file, int(line), name) for file, line, name in _CALL.findall(rest)]
+    return []
+
+
+def stack_of(calls: Sequence[ThreadCall]) -> str:
     """The last calls of a thread, as a traceback shows them."""
-    calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith("<frozen")]
-    lines = traceback.format_list(calls[-_FRAMES:])
-    return "".join(lines).rstrip()[-_STACK_BYTES:]
+    shown = [call for call in calls if not call.file.startswith("<frozen")][:_FRAMES]
+    lines = []
+    for call in reversed(shown):
+        source = linecache.getline(call.file, call.line).strip()
+        lines += [
+            f'  File "{call.file}", line {call.line}, in {call.function}',
+            *[f"    {source}"] * bool(source),
+        ]
+    return "\n".join(lines)[-_STACK_BYTES:]
 
 
 def _fields(pid: int, thread: int | None = None) -> list[str]:

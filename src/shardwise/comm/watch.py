@@ -331,7 +331,7 @@ class Watch:
                 self._judge(wait, answers)
 
     def _answer(self) -> dict[str, Any]:
-        thread, frame = self._pulse.thread_id, self._pulse.frame()
+        thread = self._pulse.thread_id
         wait = None if thread is None else self._waits.get(thread)
         flying = [] if wait is not None else self._flying()
         wait = wait or next(iter(flying), None)
@@ -339,7 +339,7 @@ class Watch:
             "waits": None if wait is None else [str(wait), time.monotonic() - wait.since_s],
             "flies": bool(flying),
             "unmoved_s": time.monotonic() - self._pulse.moved_s,
-            "stack": "" if frame is None else stack_of(frame),
+            "stack": stack_of(self._pulse.calls()),
         }
 
     def _is_judged(self) -> bool:
