@@ -250,7 +250,7 @@ LAYOUTS = [
 ]
 """Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
 square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""
-EVERY = [
+PRODUCTS = [
     *(
         Layout(tp=4, sequence=sequence, family=family, kv_heads=kv_heads)
         for sequence in (True, False)
@@ -281,6 +281,7 @@ EVERY = [
     Layout(tp=4, kv_heads=1, transport="torch"),
     *(Layout(pp=2, dp=2, tp=2, microbatches=3, stage=stage, kv_heads=2) for stage in range(4)),
 ]
+EVERY = [each for each in PRODUCTS if each not in LAYOUTS]
 """The rest of the products, in the soak."""
 
 
