@@ -29,9 +29,10 @@ def batches(step: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
-def trained(world: Any, pp: int, tp: int, tied: bool) -> Any:
+def trained(world: Any, pp: int, tp: int, tied: bool, tile: int | None = None) -> Any:
     """Losses and norms of three steps, validation loss, logits."""
     config = {
+        "tiles": {"logits": tile},
         "mesh": {"pp": pp, "tp": tp},
         "batch": {"accumulation": MICROBATCHES},
         "optimizer": {"type": "adamw", "lr": 0.01},
@@ -83,6 +84,52 @@ def test_on_one_rank(tied: bool) -> None:
 @pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)], ids=["tp2", "pp2"])
 def test_on_two_ranks(ranks: Any, pp: int, tp: int, tied: bool) -> None:
     check(ranks(2).run(trained, pp, tp, tied), tied)
+
+
+# Head and loss by tiles ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)], ids=["tp2", "pp2"])
+def test_by_tiles_on_two_ranks(ranks: Any, pp: int, tp: int) -> None:
+    check(ranks(2).run(trained, pp, tp, True, 3), True)
+
+
+def test_by_tiles_gradients_are_those_of_the_whole() -> None:
+    """transformers' own loss rounds to fp32, so the formula stands for it here."""
+    config = transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True)
+
+    def make() -> nn.Module:
+        made: nn.Module = seeded(transformers.LlamaForCausalLM, config, dtype=torch.float64)
+        return made
+
+    tokens = batches(1)[0]["input_ids"]
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    model = make()
+    logits = model(tokens).logits[:, :-1]
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    expected.backward()
+    engine = shardwise.initialize(make(), {"tiles": {"logits": 3}, "precision": "fp64"})
+    output = engine(input_ids=tokens, labels=labels)
+    engine.backward(output.loss)
+    assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-14)
+    for name, grad in engine.gradients().items():
+        wanted = model.get_parameter(name).grad
+        assert (grad - wanted).norm() <= 1e-12 * wanted.norm(), name
+    with pytest.raises(UsageError, match=r"tiles\.logits: off"):
+        output.logits.argmax(-1)
+    with torch.no_grad():
+        assert engine(input_ids=tokens, labels=labels).logits.shape == (*tokens.shape, VOCABULARY)
+    engine.step()
+    engine.close()
+
+
+def test_logits_that_a_model_changes_have_no_tiles() -> None:
+    model = seeded(transformers.GraniteForCausalLM, transformers.GraniteConfig(**SHAPE, logits_scaling=2.0))
+    engine = shardwise.initialize(model, {"tiles": {"logits": 3}})
+    with pytest.raises(UsageError, match=r"tiles\.logits: a GraniteForCausalLM changes its logits"):
+        engine(**batches(1)[0])
+    engine.close()
 
 
 # What of tp shows to the user ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ smaller one on meta; a real one becomes this rank's piece of the values that eve
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ from shardwise.parallel.tensor.layout import (
     styles,
 )
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
-from shardwise.parallel.tensor.region import Region
-from shardwise.parallel.tensor.tables import known_table, whole_table
+from shardwise.parallel.tensor.region import Region, UnmadeLogits
+from shardwise.parallel.tensor.tables import has_causal_loss, is_linear, known_table, whole_table
 from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Cut, Shard, local_shape, pieces
 
@@ -97,12 +98,38 @@ def make_parallel(
         if replaced[id(module)] is not module:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, replaced[id(module)])
-    takes_cut_logits = table.causal_loss and any(style.kind == "head" for style in by_module.values())
-    if takes_cut_logits:
+    _watch(model, region, table.causal_loss and any(style.kind == "head" for style in by_module.values()))
+    return placed
+
+
+def _watch(model: nn.Module, region: Region, knows_loss: bool) -> None:
+    if knows_loss:
         causal: Any = model
         causal.loss_function = _causal_loss(region, causal.loss_function)
-    region.watch(model, takes_cut_logits)
-    return placed
+    region.watch(model, knows_loss)
+
+
+def with_known_loss(model: nn.Module) -> nn.Module | None:
+    """The one module in ``model``, itself perhaps, whose head's output goes to a loss that is known here."""
+    found = [each for each in model.modules() if _has_head(each) and has_causal_loss(each)]
+    return found[0] if len(found) == 1 else None
+
+
+def _has_head(module: nn.Module) -> bool:
+    return is_linear(module, "lm_head") or isinstance(getattr(module, "lm_head", None), VocabularyHead)
+
+
+def hold_head(model: nn.Module) -> None:
+    """Let head and loss of an uncut ``model`` (``with_known_loss``) know of each other, as those of a cut one do."""
+    owner: Any = model
+    if isinstance(owner.lm_head, VocabularyHead):
+        return  # from an engine before
+    head, region = owner.lm_head, Region(Group.alone("tp"), False)
+    rows = slice(0, head.out_features)
+    owner.lm_head = _with_hooks_of(
+        head, VocabularyHead(head, "lm_head", region, rows, rows.stop, sees_whole=True)
+    )
+    _watch(model, region, True)
 
 
 @torch.no_grad()
@@ -130,14 +157,7 @@ def _parallel(name: str, module: nn.Module, style: Style, region: Region, inside
     ranks = region.group.size
     for attribute in style.attributes:
         _divide(name, module, attribute, ranks)
-    new = _layer(name, module, style, region, inside)
-    if new is not module:
-        new._forward_hooks, new._forward_pre_hooks = module._forward_hooks, module._forward_pre_hooks
-        new._forward_hooks_with_kwargs = module._forward_hooks_with_kwargs
-        new._forward_pre_hooks_with_kwargs = module._forward_pre_hooks_with_kwargs
-        new._forward_hooks_always_called = module._forward_hooks_always_called
-        new._backward_hooks, new._backward_pre_hooks = module._backward_hooks, module._backward_pre_hooks
-        new._is_full_backward_hook = module._is_full_backward_hook
+    new = _with_hooks_of(module, _layer(name, module, style, region, inside))
     for argument, heads in style.arguments:
         _cut_argument(name, new, argument, heads, region.group)
     if "again" in style.flags:
@@ -148,6 +168,17 @@ def _parallel(name: str, module: nn.Module, style: Style, region: Region, inside
         _on_input(new, _beginning(name, region))
     if region.sequence and "leave" in style.flags:
         new.register_forward_hook(_leaving(name, region))
+    return new
+
+
+def _with_hooks_of(module: nn.Module, new: nn.Module) -> nn.Module:
+    if new is not module:
+        new._forward_hooks, new._forward_pre_hooks = module._forward_hooks, module._forward_pre_hooks
+        new._forward_hooks_with_kwargs = module._forward_hooks_with_kwargs
+        new._forward_pre_hooks_with_kwargs = module._forward_pre_hooks_with_kwargs
+        new._forward_hooks_always_called = module._forward_hooks_always_called
+        new._backward_hooks, new._backward_pre_hooks = module._backward_hooks, module._backward_pre_hooks
+        new._is_full_backward_hook = module._is_full_backward_hook
     return new
 
 
@@ -271,10 +302,11 @@ def _leaving(name: str, region: Region) -> Callable[..., Any]:
 
 
 def _causal_loss(region: Region, uncut: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``transformers``' loss of a causal language model, on cut logits where the pass has them."""
+    """``transformers``' loss of a causal language model, on cut logits where the pass has them, or by tiles."""
 
+    @wraps(uncut)
     def loss(
-        logits: Tensor,
+        logits: Tensor | UnmadeLogits,
         labels: Tensor | None,
         vocab_size: int,
         num_items_in_batch: Any = None,
@@ -282,7 +314,7 @@ def _causal_loss(region: Region, uncut: Callable[..., Tensor]) -> Callable[..., 
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if not region.logits_cut:
+        if not (isinstance(logits, UnmadeLogits) or region.logits_cut):
             return uncut(
                 logits,
                 labels,
@@ -296,6 +328,8 @@ def _causal_loss(region: Region, uncut: Callable[..., Tensor]) -> Callable[..., 
             assert labels is not None, "the model was called with labels"
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORE)
+        if isinstance(logits, UnmadeLogits):
+            return logits.loss(targets, num_items_in_batch)
         first = _rows(vocab_size, region.group).start
         return vocabulary_cross_entropy(logits, targets, first, vocab_size, region.group, num_items_in_batch)
 

@@ -15,6 +15,7 @@ Cost:   ``cost.py``.
 Shapes: B batch, T sequence, D inputs, F outputs, V vocabulary, tp ranks; weights [F/tp, D], [F, D/tp], [V/tp, D].
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from shardwise.comm.collectives import Group
 from shardwise.kernels.head_loss import Tile
 from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
-from shardwise.parallel.tensor.region import Region
+from shardwise.parallel.tensor.region import Region, UnmadeLogits
 from shardwise.plan.errors import PlanError
 
 
@@ -220,7 +221,8 @@ class SequenceEmbedding(_Cut):
 class VocabularyHead(_Cut):
     """Rows of the output matrix: [B, T, D] -> whole logits [B, T, V], or the mean loss over ``targets`` [B, T].
 
-    While a loss outside waits for cut logits (``region.logits_cut``) it gives this rank's: [B, T, V/tp].
+    While a loss outside waits for cut logits (``region.logits_cut``) it gives this rank's: [B, T, V/tp]. By tiles it
+    gives what that loss calls it with once more, with the targets, and ``count``, what the sum is divided by.
     """
 
     weight: nn.Parameter
@@ -238,27 +240,36 @@ class VocabularyHead(_Cut):
         super().__init__(replaced, name, region, sees_whole)
         self.rows = rows
         self.vocabulary = vocabulary
+        self.gives_loss = "targets" in inspect.signature(replaced.forward).parameters
+        """Whether the layer that it stands for can be called with targets."""
         self.tile: Tile | None = None
         """Set from outside where the loss is to be computed by tiles."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, count: Tensor | None = None
+    ) -> Tensor | UnmadeLogits:
         group, held = self.region.group, self.rows.stop - self.rows.start
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         padding = len(weight) - held
         if padding:  # The last ranks' shards are filled up with rows that are no token's.
             weight, bias = weight[:held], None if bias is None else bias[:held]
-        x = self.region.inward(x, self.sees_whole)
-        if targets is not None and self.tile is not None:
+        if self.tile is not None and (targets is not None or self.region.loss_follows):
             # By the padded length, so that all ranks decide alike.
-            tokens = self.tile.of(targets.numel(), len(self.weight), x)
-            if tokens:
+            tokens = self.tile.of(x.shape[:-1].numel() * (group.size if self.cut else 1), len(self.weight), x)
+            if tokens and targets is None:
+                return UnmadeLogits(x, self, self.region.model)
+            if tokens and targets is not None:
+                x = self.region.inward(x, self.sees_whole)
                 x = (duals.gather if self.cut else duals.copy)(x, group, self.name)
                 place = (self.rows.start, self.vocabulary, group)
-                return vocabulary_head_loss(x, weight, bias, targets, *place, tokens, self.tile.at_once)
+                return vocabulary_head_loss(
+                    x, weight, bias, targets, *place, tokens, self.tile.at_once, count
+                )
+        x = self.region.inward(x, self.sees_whole)
         logits = column(x, weight, bias, group, self.cut, self.name)  # [B, T, V/tp]
         if targets is not None:
-            return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, group)
+            return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, group, count)
         if self.region.logits_cut:
             return logits
         if padding:

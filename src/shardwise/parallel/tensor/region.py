@@ -46,12 +46,16 @@ class Region:
         self.group = group
         self.sequence = sequence
         self.replay = replay or Replay()
+        self.model = ""
+        """The root's class."""
         self.logits_cut = False
         """True while the head's output goes to a loss that takes this rank's part of the vocabulary."""
         self.keeps_cut_logits = False
         """True while a caller asks for a pass whose logits stay cut, without labels."""
         self.takes_cut_logits = False
         """Whether what follows the head works on part of the vocabulary as on all of it."""
+        self.loss_follows = False
+        """True in a training pass with labels of a model whose head's output goes to a loss that is known."""
         self._without_gradients = False
         self._running = 0
         """Forward passes of the root that run now, one in another perhaps."""
@@ -101,10 +105,12 @@ class Region:
         finally:
             self.keeps_cut_logits = False
 
-    def watch(self, model: nn.Module, takes_cut_logits: bool) -> None:
-        """Decide at the start of each pass of ``model``, the root; ``takes_cut_logits`` where labels are given."""
+    def watch(self, model: nn.Module, knows_loss: bool) -> None:
+        """Decide at the start of each pass of ``model``, the root; ``knows_loss``: of what is done with its logits
+        where labels are given."""
         signature = inspect.signature(model.forward)
-        self.takes_cut_logits = takes_cut_logits
+        self.model = type(model).__name__
+        self.takes_cut_logits = knows_loss and self.group.size > 1
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = signature.bind_partial(*args, **kwargs).arguments
@@ -114,32 +120,46 @@ class Region:
             self._without_gradients = not training
             if training:
                 self.replay.whole_sequence = self.replay.stays_whole or not _can_cut(given, self.group.size)
-            by_loss = takes_cut_logits and training and given.get("labels") is not None
-            self.logits_cut = by_loss or self.keeps_cut_logits
+            self.loss_follows = knows_loss and training and given.get("labels") is not None
+            self.logits_cut = (self.loss_follows and self.takes_cut_logits) or self.keeps_cut_logits
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            if self.logits_cut and not self.keeps_cut_logits and getattr(output, "logits", None) is not None:
+            logits = getattr(output, "logits", None)
+            if type(logits) is UnmadeLogits:
+                output.logits = WithheldLogits(_BY_TILES)
+            elif self.logits_cut and not self.keeps_cut_logits and logits is not None:
                 output.logits = WithheldLogits()  # A part of the vocabulary must not pass for the whole.
-            self._without_gradients = self.logits_cut = False
+            self._without_gradients = self.logits_cut = self.loss_follows = False
             self._running = max(self._running - 1, 0)
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
 
 
+_CUT = (
+    "logits: in a training pass with labels under tensor parallelism each rank holds a part of the vocabulary, "
+    "and the whole is never made. For log-probabilities of given tokens call engine.log_probs(batch, targets); "
+    "for whole logits call the model without labels, engine.predict(batches) where no gradients are needed, or "
+    "set tensor.gather_logits: true"
+)
+_BY_TILES = (
+    "logits: in a training pass with labels head and loss work by tiles of tokens, and whole logits are never made. "
+    "For log-probabilities of given tokens call engine.log_probs(batch, targets); for whole logits call the model "
+    "without labels, engine.predict(batches) where no gradients are needed, or set tiles.logits: off"
+)
+
+
 class WithheldLogits:
-    """Stands where a training pass with labels would give logits: each rank has some columns, nobody has them all.
+    """Stands where a training pass with labels would give logits that nobody has.
 
     Any use is an error that names the ways to what was wanted.
     """
 
+    def __init__(self, reason: str = _CUT) -> None:
+        self._reason = reason
+
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UsageError(
-            "logits: in a training pass with labels under tensor parallelism each rank holds a part of the vocabulary, "
-            "and the whole is never made. For log-probabilities of given tokens call engine.log_probs(batch, targets); "
-            "for whole logits call the model without labels, engine.predict(batches) where no gradients are needed, or "
-            "set tensor.gather_logits: true"
-        )
+        raise UsageError(self._reason)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") and name.endswith("__"):
@@ -149,6 +169,9 @@ class WithheldLogits:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """In a function of torch."""
+        for each in (*args, *(kwargs or {}).values()):
+            if isinstance(each, WithheldLogits):
+                each._refuse()
         cls()._refuse()
 
     __getitem__ = __len__ = __iter__ = __array__ = __float__ = __bool__ = _refuse
@@ -158,7 +181,40 @@ class WithheldLogits:
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def __repr__(self) -> str:
-        return "<logits: cut over the vocabulary>"
+        return "<logits: withheld>"
+
+
+class UnmadeLogits(WithheldLogits):
+    """What a head by tiles returns to a model that hands it on to its loss, which calls the head with it again.
+
+    Whatever else the model does with its logits in between is refused by name.
+    """
+
+    def __init__(self, x: Tensor, head: Any, model: str) -> None:
+        super().__init__(
+            f"tiles.logits: a {model} changes its logits between its head and its loss, which works by tiles on "
+            "unchanged ones alone; leave tiles.logits out"
+        )
+        self.x = x
+        self.head = head
+
+    def loss(self, targets: Tensor, count: Tensor | None) -> Tensor:
+        """Mean over the targets [B, T] that count, or their sum over ``count``."""
+        if targets.numel() != self.x.shape[:-1].numel() * (
+            self.head.region.group.size if self.head.cut else 1
+        ):
+            raise UsageError(
+                f"tiles.logits: the head was given {list(self.x.shape)} and its loss targets {list(targets.shape)}; "
+                "expected one target for each token: leave logits_to_keep out, or tiles.logits"
+            )
+        found: Tensor = self.head(self.x, targets, count)
+        return found
+
+    def contiguous(self) -> "UnmadeLogits":
+        """Itself, as ``float`` does: the loss computes in fp32 anyway."""
+        return self
+
+    float = contiguous
 
 
 def _in_backward() -> bool:

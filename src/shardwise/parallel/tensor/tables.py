@@ -54,12 +54,12 @@ def _llama(model: nn.Module) -> Table | None:
             return None
         rows |= found
     _enter(rows, f"{prefix}layers.0")
-    head = _is_linear(model, "lm_head")
+    head = is_linear(model, "lm_head")
     if head:
         rows["lm_head"] = "head"
     else:
         rows[f"{prefix}norm"] += " leave"
-    return Table(_with_rest(model, rows), causal_loss=head and _has_causal_loss(model))
+    return Table(_with_rest(model, rows), causal_loss=head and has_causal_loss(model))
 
 
 def _llama_layer(name: str, layer: nn.Module) -> dict[str, str] | None:
@@ -132,10 +132,10 @@ def _gpt2(model: nn.Module) -> Table | None:
             f"{name}.mlp.dropout": "sequence",
         }
     _enter(rows, f"{prefix}h.0")
-    head = _is_linear(model, "lm_head")
+    head = is_linear(model, "lm_head")
     if head:
         rows["lm_head"] = "head whole"
-    return Table(_with_rest(model, rows), causal_loss=head and _has_causal_loss(model))
+    return Table(_with_rest(model, rows), causal_loss=head and has_causal_loss(model))
 
 
 # BERT --------------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def _planned(model: nn.Module) -> Table | None:
         note += f"; whole on every rank, because their part of it asks for more than columns and rows: {left[0]} ..."
     head = rows.get("lm_head", "") != ""
     return Table(
-        _with_rest(model, rows), sequence=False, note=note, causal_loss=head and _has_causal_loss(model)
+        _with_rest(model, rows), sequence=False, note=note, causal_loss=head and has_causal_loss(model)
     )
 
 
@@ -453,11 +453,11 @@ def _has_linears(module: nn.Module | None, names: tuple[str, ...]) -> bool:
     return module is not None and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
 
 
-def _is_linear(model: nn.Module, name: str) -> bool:
+def is_linear(model: nn.Module, name: str) -> bool:
     return isinstance(getattr(model, name, None), nn.Linear)
 
 
-def _has_causal_loss(model: nn.Module) -> bool:
+def has_causal_loss(model: nn.Module) -> bool:
     """Whether transformers' causal loss is what its logits go to: a forward that computes a loss of its own from them
     (Granite Speech) needs whole ones."""
     calls = getattr(inspect.unwrap(type(model).forward), "__code__", None)
