@@ -210,6 +210,7 @@ REST: list[Row] = [
     *((zero, Case(stage, replicate, 1, "adamw", "fp64"), 4) for stage in range(4) for replicate in (1, 2)),
     *((zero, Case(stage, 1, 1, "sgd", "fp64", ahead=2), 3) for stage in range(4)),
     (experts, Experts(tp=2, etp=2, microbatches=2), 2),
+    (experts, Experts(dp=2, ep=2, stage=3, recompute="full", exchange="blocks"), 2),
     (experts, Experts(pp=2, dp=2, ep=2, stage=3, microbatches=3), 4),
     (experts, Experts(replicate=2, dp=2, ep=2, stage=2, microbatches=2), 4),
     *((tables, Tables(4, {"dp": 4}, place), 4) for place in ("row", "table", "column", "data_parallel")),
