@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.checkpoint.crc import crc32_combine
 from shardwise.checkpoint.layout import FileLayout, FileSlot
 from shardwise.checkpoint.manifest import ManifestTensor, StoredFile, StoredPiece
 from shardwise.formats.safetensors import CODES
+from shardwise.kernels.crc import crc32_combine
 from shardwise.plan.errors import CheckpointError
 
 

@@ -13,13 +13,13 @@ Those of different blocks run beside one another.
 Scratch is scratch: it is removed at the end, and whatever the disk does, the checkpoint survives and not it.
 
 Paper: ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857.
-Cost:  a read or write of each byte; its CRC, about as fast as a disk of 2 to 3 GB/s, on the threads here; memory of a
-       block a thread, touched where a tensor does not begin on a page (``aligned_empty`` makes those that do).
+Cost:  a read or write of each byte; its CRC on the threads here (``kernels/crc.py``: several times as fast as a disk,
+       with numba; without it about as fast); memory of a block a thread, touched where a tensor does not begin on a
+       page (``aligned_empty`` makes those that do).
 """
 
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwise.kernels.crc import crc32
 from shardwise.memory.direct_io import Bytes, DirectFile, aligned_empty, bytes_of, rounded_up
 from shardwise.memory.scratch_folder import ScratchFolder
 from shardwise.plan.errors import DamagedError, ShardwiseError, TierError
@@ -75,6 +76,9 @@ class DiskScratch:
         self.bytes_written = 0
         self._block_bytes = block_bytes
         self._blocks: dict[tuple[str, str], list[_DiskBlock]] = {}
+        crc32(
+            bytes_of(torch.zeros(block_bytes, dtype=torch.uint8))
+        )  # compiled here, and not in the first step
         self._folder = ScratchFolder(folder, rank, local_ranks)
         self._threads = _DiskThreads(threads, block_bytes)
         self._end = weakref.finalize(self, _end, self._threads, self._folder)
@@ -175,7 +179,7 @@ class DiskScratch:
         return run
 
     def _write(self, block: _DiskBlock, data: Bytes, spare: Bytes) -> None:
-        block.checksum = zlib.crc32(data.data)
+        block.checksum = crc32(data)
         file = self._folder.files[block.kind]
         try:
             file.write(data, block.offset, spare)
@@ -193,7 +197,7 @@ class DiskScratch:
             file.read(whole, block.offset, spare)
         except OSError as error:
             raise _disk_failed("read", file, block, error) from error
-        if zlib.crc32(whole.data) != block.checksum:
+        if crc32(whole) != block.checksum:
             raise _damaged(file, block, "its bytes are not those that were written (CRC-32)")
         if whole is not part:
             part[:] = whole[skip : skip + part.nbytes]
