@@ -522,11 +522,10 @@ def test_infinity_is_a_number_of_steps_and_a_password_is_not_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_offloading_on_an_accelerator_is_refused_and_on_cpu_ranks_it_is_so() -> None:
+def test_host_memory_is_a_tier_of_accelerators_and_where_cpu_ranks_keep_all_state() -> None:
     config = load({"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": True}})
-    assert resolve(config, 2, "cpu").config.offload.optimizer == "host"
-    with pytest.raises(ConfigError, match="offload: optimizer in host memory, and the ranks compute on cuda"):
-        resolve(config, 2, "cuda")
+    assert resolve(config, 2, "cpu").config.offload.optimizer == "device"
+    assert resolve(config, 2, "cuda").config.offload.optimizer == "host"
 
 
 def test_mics_is_a_mesh_of_copies() -> None:

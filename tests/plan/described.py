@@ -7,6 +7,7 @@ import torch
 
 from shardwise.compose.plan import Policies, make_plan
 from shardwise.compose.spec import Blocks, BufferSpec, ModelSpec, OnAxis, ParameterSpec, positions_by_order
+from shardwise.memory.offload import OffloadPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.mesh import Mesh
@@ -95,9 +96,11 @@ def plan(
     spec: ModelSpec | None = None,
     updates: Sequence[UpdateRule] = (UpdateRule(("exp_avg",)),),
     group_of: Callable[[str], int] = lambda name: 0,
+    on_disk: float = 0.0,
     **zero: object,
 ) -> Plan:
-    """Of the model above; ``zero``: further keys of ZeroPolicy."""
+    """Of the model above; ``on_disk``: share of Units whose state is there; ``zero``: further keys of ZeroPolicy."""
+    disk = {"optimizer": "disk", "disk_path": "/", "fraction": on_disk} if on_disk else {}
     policies = Policies(
         ZeroPolicy.model_validate({"stage": stage, "prefetch_bytes": 0, **zero}),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
@@ -105,5 +108,6 @@ def plan(
         group_of,
         updates,
         microbatches,
+        offload=OffloadPolicy.model_validate(disk),
     )
     return make_plan(spec or model(), mesh, policies)

@@ -43,6 +43,7 @@ def good(name: str) -> Plan:
         ),
         "norms": lambda: plan(Mesh(pp=2, dp_shard=2), 1, updates=[UpdateRule(("exp_avg",), "norm")]),
         "matrices": lambda: plan(Mesh(dp_shard=2, tp=2), 1, updates=MIXED, group_of=matrix_or_rest),
+        "disk": lambda: plan(Mesh(dp_shard=2), 1, on_disk=0.5),
         "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
         "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),
         "tables pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3, spec=with_tables()),
@@ -206,6 +207,12 @@ PLANTED = [
         add("all", unit(Kind.DIRECT, 0)),
         r"DIRECT\(u0\) of a Unit whose updates look at each element",
     ),
+    ("disk", before("all", unit(Kind.STEP, 4), unit(Kind.LOAD, 4)), r"STEP\(u4\) before LOAD\(u4\)"),
+    ("disk", before("all", unit(Kind.STORE, 3), unit(Kind.STEP, 3)), r"STORE\(u3\) before STEP\(u3\)"),
+    ("disk", before("all", unit(Kind.LOAD, 3), NORM), r"LOAD\(u3\) before NORM"),
+    ("disk", drop("all", unit(Kind.STORE, 4)), r"no STORE\(u4\) though its updated state belongs on a disk"),
+    ("disk", double("all", unit(Kind.LOAD, 4)), r"LOAD\(u4\) twice"),
+    ("zero1", add("all", unit(Kind.STORE, 1)), r"STORE\(u1\) of a Unit whose state stays in memory"),
     ("pp", drop("pp 0", SEND(0, 1, 1)), r"rank 0 has F\(0,1\) without SEND\(0,1,1\) after it"),
     ("pp", double("pp 0", SEND(0, 1, 1)), r"rank 0 has SEND\(0,1,1\) twice"),
     ("pp", drop("pp 1", RECV(1, 0, 0)), r"rank 1 has F\(1,0\) without RECV\(1,0,0\) before it"),
@@ -295,7 +302,9 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
         validate_plan(with_rows(good(name), rows), MICROBATCHES)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "frozen", "step", "tables", "norms", "matrices"])
+@pytest.mark.parametrize(
+    "name", ["zero1", "zero3", "tp", "frozen", "step", "tables", "norms", "matrices", "disk"]
+)
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
     """Of every list, all of its Actions."""
     whole = good(name)

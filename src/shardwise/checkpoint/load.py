@@ -29,7 +29,7 @@ import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest, ManifestTensor
 from shardwise.checkpoint.peers import Coordinator
-from shardwise.checkpoint.piece import Item, bytes_of, check_pieces
+from shardwise.checkpoint.piece import Flat, Item, bytes_of, check_pieces
 from shardwise.checkpoint.steps import Folder, StepDirectory, open_step, step_of
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.plan.strict_json import read_object
@@ -187,7 +187,7 @@ class _ReadRequest(NamedTuple):
     start: int
     stop: int
     dtype: torch.dtype
-    tensor: Tensor
+    tensor: Flat
 
 
 def _copier(requests: Sequence[_ReadRequest], block_bytes: int) -> Callable[[int, Tensor], None]:

@@ -8,7 +8,7 @@ Saving takes the pieces that a rank writes; loading takes pieces to fill. Replic
 each element comes from exactly one rank, on loading any rank may ask for any element.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -22,12 +22,61 @@ MODEL_KINDS = ("weight", "buffer")
 """Kinds that are stored whole under the model's own names; every other kind is cut on the grid of ``layout``."""
 
 
+class Elsewhere:
+    """A stretch of a flat tensor that is not in memory: ``whole`` brings the tensor, until it brings another one."""
+
+    def __init__(self, whole: Callable[[], Tensor], elements: int, dtype: torch.dtype, start: int = 0):
+        self._whole, self._elements, self._start = whole, elements, start
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self._elements,))
+
+    def numel(self) -> int:
+        return self._elements
+
+    def dim(self) -> int:
+        return 1
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def detach(self) -> "Elsewhere":
+        return self
+
+    def __getitem__(self, wanted: slice) -> "Elsewhere":
+        start, stop, _ = wanted.indices(self._elements)
+        return Elsewhere(self._whole, max(stop - start, 0), self.dtype, self._start + start)
+
+    def cpu(self) -> Tensor:
+        """The elements, to be read at once."""
+        return self._whole()[self._start : self._start + self._elements]
+
+    def copy_(self, source: Tensor) -> None:
+        """New elements."""
+        self.cpu().copy_(source)
+
+
+Flat = Tensor | Elsewhere
+"""Where elements are read from or written into."""
+
+
 class FlatSlice(NamedTuple):
     """Elements ``[start, stop)`` of the flattened global tensor, held in a contiguous 1-D ``tensor``."""
 
     start: int
     stop: int
-    tensor: Tensor
+    tensor: Flat
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the elements are not in memory."""
+        return isinstance(self.tensor, Elsewhere)
 
 
 class Item(NamedTuple):

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 import shardwise.checkpoint.manifest as manifests
 from shardwise.checkpoint.coverage import Extent, FileSums, cut_at_blocks, stored_tensors, sum_up
 from shardwise.checkpoint.files import Files
@@ -35,6 +33,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.peers import Coordinator
 from shardwise.checkpoint.piece import (
     MODEL_KINDS,
+    Flat,
     Item,
     Spec,
     bytes_of,
@@ -237,7 +236,7 @@ class Saving:
                 extents += self._write_file(temporary / layout.path, number, jobs[number])
         return extents
 
-    def _write_file(self, path: Path, number: int, jobs: list[tuple[int, Tensor]]) -> list[Extent]:
+    def _write_file(self, path: Path, number: int, jobs: list[tuple[int, Flat]]) -> list[Extent]:
         extents = []
         try:
             descriptor = self._files.open_for_writing(path)
@@ -389,13 +388,13 @@ def _merge(answers: Sequence[str]) -> tuple[list[Spec], dict[str, list[str]]]:
     return [specs[key] for key in sorted(specs)], dict(sorted(aliases.items()))
 
 
-def _jobs(layouts: Sequence[FileLayout], items: Sequence[Item]) -> list[list[tuple[int, Tensor]]]:
+def _jobs(layouts: Sequence[FileLayout], items: Sequence[Item]) -> list[list[tuple[int, Flat]]]:
     """Per file: which bytes of this rank go to which offset."""
     slots: dict[tuple[str, str], list[tuple[int, FileSlot]]] = {}
     for number, layout in enumerate(layouts):
         for slot in layout.slots:
             slots.setdefault((slot.spec.kind, slot.spec.name), []).append((number, slot))
-    jobs: list[list[tuple[int, Tensor]]] = [[] for _ in layouts]
+    jobs: list[list[tuple[int, Flat]]] = [[] for _ in layouts]
     for item in items:
         for piece in item.pieces:
             for number, slot in slots[item.kind, item.name]:

@@ -28,6 +28,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shardwise.compose.spec import ModelSpec
+from shardwise.memory.offload import OffloadPolicy
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -40,6 +41,7 @@ from shardwise.plan.errors import PlanError
 from shardwise.plan.lists import (
     Boundary,
     Prefetch,
+    Strategy,
     backward_actions,
     forward_actions,
     is_inside,
@@ -86,6 +88,7 @@ class Policies(NamedTuple):
     """Of one optimizer step, over all ranks; None where nobody knows."""
     in_blocks: bool = False
     """Whether rows go to experts with a capacity in blocks."""
+    offload: OffloadPolicy = OffloadPolicy()
 
 
 class Planned(NamedTuple):
@@ -106,7 +109,7 @@ class Planned(NamedTuple):
         """What this rank does for ``batches`` forward passes without a backward pass."""
         plan, (zero, pipeline, *_) = self.plan, self.policies
         row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
-        strategies, ahead = layout.strategies_of(zero, plan.mesh, plan.units), _prefetch(zero, plan.units)
+        strategies, ahead = strategies_of(plan.own, plan.mesh, self.policies), _prefetch(zero, plan.units)
         known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
 
         @cache
@@ -178,7 +181,7 @@ def _actions(
     orders: Orders,
 ) -> tuple[Action, ...]:
     prefetch = _prefetch(policies.zero, ranks.units)
-    strategies = layout.strategies_of(policies.zero, plan.mesh, ranks.units)
+    strategies = strategies_of(ranks, plan.mesh, policies)
     trained = ranks.trained
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
 
@@ -202,7 +205,17 @@ def _actions(
     # Norms are summed over all ranks of the job, matrices are dealt among those of a stage.
     between = [TRUST] * bool(plan.registry.needs("norm"))
     between += [DEAL] * any("matrix" in found for found in needs.values())
-    return (*actions, NORM, *update_actions(trained, strategies, directed, between), *rows)
+    return (
+        *actions,
+        NORM,
+        *update_actions(trained, strategies, directed, between, policies.offload.buffers),
+        *rows,
+    )
+
+
+def strategies_of(ranks: RankClass, mesh: Mesh, policies: Policies) -> list[Strategy]:
+    """Of each Unit how its state lies."""
+    return layout.strategies_of(policies.zero, mesh, ranks.units, policies.offload)
 
 
 def _prefetch(zero: ZeroPolicy, units: Sequence[Unit]) -> Prefetch:
@@ -302,20 +315,17 @@ def _class(
     slices = Slices(registry, mesh, 0)
     units: list[Unit] = []
     unit_stages: list[int] = []
-    buffers = {}
+    held: dict[tuple[int, int], Dtypes] = {}
     for stage in stages:
         for name, members in _units_on(spec, stage_of, stage, policies.zero.external_parameters):
             buckets: list[Bucket] = []
             axes = _state_axes(name, members, spec)
-            strategy = layout.strategy_of(policies.zero, mesh, axes)
             for key, dtypes, names in _grouped(members, spec, registry, policies):
                 slots = []
                 for each in names:
                     info = registry.get("parameter", each)
                     slots.append((each, slices.local_shape(info), info.aliases))
-                buffers[len(units), len(buckets)] = layout.buffers(
-                    strategy, dtypes, key.trained, policies.updates[key.optimizer_group].moments
-                )
+                held[len(units), len(buckets)] = dtypes
                 buckets.append(lay_out(key, slots, mesh.size(axes[1])))
             units.append(Unit(len(units), name, tuple(buckets)))
             unit_stages.append(stage)
@@ -324,7 +334,14 @@ def _class(
             units.append(Unit(len(units), name, (), has_rows=True))
             unit_stages.append(stage_of[name])
     windows = layout.strategy_of(policies.zero, mesh).windows
-    return RankClass(stages, tuple(units), tuple(unit_stages), buffers, windows)
+    ranks = RankClass(stages, tuple(units), tuple(unit_stages), {}, windows)
+    strategies = strategies_of(ranks, mesh, policies)
+    buffers = {}
+    for (unit, place), dtypes in held.items():
+        key = units[unit].buckets[place].key
+        moments = policies.updates[key.optimizer_group].moments
+        buffers[unit, place] = layout.buffers(strategies[unit], dtypes, key.trained, moments)
+    return replace(ranks, buffers=buffers)
 
 
 def _state_axes(unit: str, members: Sequence[str], spec: ModelSpec) -> StateAxes:

@@ -28,16 +28,18 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     Errors: MeshError, ConfigError.
     """
     check(config)
-    away = [name for name, tier in config.offload.model_dump().items() if tier == "host"]
-    if away and device_type != "cpu":
-        raise ConfigError(
-            f"offload: {' and '.join(away)} in host memory, and the ranks compute on {device_type}: this version keeps "
-            "state where it is computed on; set zero.stage: 3 or comm.device: cpu, or leave offload out (in a "
-            "DeepSpeed file zero_optimization.offload_optimizer and offload_param)"
-        )
+    offload = config.offload
     mesh = config.mesh.mesh(world_size)
     batch = config.batch.derived(mesh.size("dp"))
+    if offload.parameters != "device" and config.zero.stage in (1, 2) and mesh.dp_shard > 1:
+        raise ConfigError(
+            f"offload.parameters: {offload.parameters} at zero.stage {config.zero.stage}, where weights are whole for "
+            "the next step; zero.stage: 3 keeps a shard of them, and that may lie elsewhere"
+        )
     choices = [f"mesh {mesh}", _batch_text(batch, mesh.size("dp"))]
+    if offload.optimizer == "host" and device_type == "cpu":
+        offload = offload.model_copy(update={"optimizer": "device", "parameters": "device"})
+        choices.append("offload.optimizer: host memory is where CPU ranks keep all state")
     # Two CPU ranks share their cores with the copy: a collective beside the computation gains nothing there.
     prefetch, under_way = (
         (default if device_type != "cpu" else 0) if wanted == "auto" else wanted
@@ -60,6 +62,7 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     resolved = config.model_copy(
         update={
             "batch": batch,
+            "offload": offload,
             "schedule": schedule,
             "zero": config.zero.model_copy(
                 update={"prefetch_bytes": prefetch, "reductions_under_way": under_way, "reduce": reduce}

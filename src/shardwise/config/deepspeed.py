@@ -197,6 +197,8 @@ def _offload(v: KeyValues) -> dict[str, Any]:
             v.refuse(f"{block}.device", device, "cpu")
         if before or device == "cpu":
             found[ours] = "host"
+    if "parameters" in found:  # weights lie where their masters lie
+        found["optimizer"] = "host"
     return found
 
 

@@ -34,7 +34,7 @@ from shardwise.compose.apply import (
     recompute_blocks,
 )
 from shardwise.compose.describe import Described, describe_cut
-from shardwise.compose.plan import Planned, Policies, dtypes_of, exchanges_of, make_plan
+from shardwise.compose.plan import Planned, Policies, dtypes_of, exchanges_of, make_plan, strategies_of
 from shardwise.config.auto import resolve
 from shardwise.config.run import CompilePolicy, RunConfig, load
 from shardwise.engine.accumulation import Accumulation
@@ -64,8 +64,10 @@ from shardwise.memory.absent import withhold
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
+from shardwise.memory.scratch import DiskScratch
 from shardwise.memory.slots import SlotPool
 from shardwise.memory.streams import clock_of
+from shardwise.memory.tier import Tiers
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.pipeline.layers import Layers
@@ -73,7 +75,6 @@ from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.hooks import UnitHooks
-from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.modules import Holding, check_renormalized, held, repeated_blocks
 from shardwise.parallel.zero.order import Order
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -81,7 +82,8 @@ from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.parallel.zero.views import absent
 from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, PlanError, UsageError
-from shardwise.plan.mesh import DENSE, Mesh, StateAxes
+from shardwise.plan.lists import Strategy
+from shardwise.plan.mesh import DENSE, Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
 from shardwise.plan.slices import Slices
@@ -161,7 +163,7 @@ def initialize(
             "so each would run a Plan of its own; build the same model on every rank, and give all the same kind of "
             "example"
         )
-    site = _with_groups_of_experts(site, share.plan)
+    site = _with_tiers(_with_groups_of_experts(site, share.plan), share.plan)
     uncut = _uncut(model, site)
     start = start_weights(model, settings, initial, share.described.spec)
     pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
@@ -230,6 +232,27 @@ def _site(world: World, config: RunConfig) -> Site:
     return Site(world, settings, mesh, groups, clock, traffic, ledger)
 
 
+def _with_tiers(site: Site, plan: Plan) -> Site:
+    """With files and a thread, where the Plan has state off the device. Errors: ConfigError, TierError."""
+    wanted: dict[str, dict[str, int]] = {}
+    own, policy = plan.own, site.settings.offload
+    for (unit, place), rows in own.buffers.items():
+        for row in rows:
+            if row.tier == "disk":
+                bucket, what = own.units[unit].buckets[place], own.units[unit].title_of(place)
+                wanted.setdefault(row.kind, {})[what] = row.elements(bucket, plan.mesh) * row.itemsize
+    if all(row.tier == "device" for rows in own.buffers.values() for row in rows):
+        return site
+    scratch = None
+    if wanted:
+        assert policy.disk_path is not None, "the configuration was checked"
+        scratch = DiskScratch(policy.disk_path, site.world.rank, site.world.local_size)
+        scratch.reserve(wanted)
+    tiers = Tiers(scratch, policy.buffers)
+    site.ledger.take("loaded", "blocks of state", lambda: tiers.staging.nbytes)
+    return site._replace(tiers=tiers)
+
+
 def _with_groups_of_experts(site: Site, plan: Plan) -> Site:
     """With those that state of experts lies on, where a rank has any."""
     units = (unit for each in plan.classes.values() for unit in each.units)
@@ -296,6 +319,7 @@ def policies_of(
         microbatches,
         settings.tokens_per_step,
         settings.experts.exchange == "blocks",
+        settings.offload,
     )
 
 
@@ -454,8 +478,8 @@ def _gather_around_methods(hooks: UnitHooks, zero: ZeroPolicy, mesh: Mesh) -> No
             hooks.gather_around(units[name], method)
 
 
-def _bucket_contexts(site: Site) -> Callable[[StateAxes], BucketContext]:
-    """Those of the Units of a stage, by the axes of their state."""
+def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
+    """Those of the Units of a stage, by how their state lies."""
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     shares = zero.reuse_buffers and not _gathers_once(site)
     ahead_bytes = int(zero.prefetch_bytes) if shares else _NEVER_SHARES
@@ -464,14 +488,15 @@ def _bucket_contexts(site: Site) -> Callable[[StateAxes], BucketContext]:
     site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
 
     @cache
-    def around(axes: StateAxes) -> BucketContext:
+    def around(strategy: Strategy) -> BucketContext:
         return BucketContext.of(
-            strategy=strategy_of(zero, site.mesh, axes),
+            strategy=strategy,
             group_over=lambda axes: groups[site.mesh.name_of(axes)],
             weights=weights,
             gradients=gradients,
             ledger=site.ledger,
             device=device,
+            tiers=site.tiers,
         )
 
     return around
@@ -481,29 +506,33 @@ def _unit_states(
     module: nn.Module,
     index: int,
     share: _Share,
-    around_of: Callable[[StateAxes], BucketContext],
+    around_of: Callable[[Strategy], BucketContext],
     start: StartWeights,
 ) -> list[UnitState]:
     """Errors: PlanError where ``module`` is not what the Plan says."""
     spec, precision = share.planned.spec, share.planned.policies.precision
-    units = share.plan.own.units_of(index)
+    own = share.plan.own
+    units, strategies = own.units_of(index), strategies_of(own, share.plan.mesh, share.planned.policies)
     parameters_here = held(module, units, spec.canonical, f"stage {index}")
     fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
     states: list[UnitState] = []
     for unit in units:
-        around, made = around_of(unit.axes), []
+        around, made = around_of(strategies[unit.index]), []
         for place, layout in enumerate(unit.buckets):
             holdings = [parameters_here[slot.name] for slot in layout.slots]
             parameters = [_real(module, holding, layout.key.dtype, around.device) for holding in holdings]
-            what = f"Unit {unit.title}" + (f" bucket {place}" if len(unit.buckets) > 1 else "")
-            bucket = BucketState(layout, dtypes_of(layout, spec, precision), parameters, what, around)
+            what = unit.title_of(place)
+            moments = [row.kind for row in own.buffers[unit.index, place] if row.is_moment]
+            bucket = BucketState(
+                layout, dtypes_of(layout, spec, precision), parameters, what, around, moments
+            )
             bucket.fill(fill)
             bucket.weight.attach()
             made.append(bucket)
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)
-        own = replace(unit, index=len(states))  # hooks number the Units of its stage
-        states.append(UnitState(own, modules[unit.name], made, trained, frozen, around.strategy))
+        numbered = replace(unit, index=len(states))  # hooks number the Units of its stage
+        states.append(UnitState(numbered, modules[unit.name], made, trained, frozen, around.strategy))
     return states
 
 
@@ -616,7 +645,8 @@ def _parts(
     )
     trained = [Trained(bucket, recipe.optimizer_of(bucket)) for _, bucket in owned]
     for bucket, made in trained:
-        site.ledger.take("moments", bucket.what, made.count_bytes)
+        if bucket.state is None:
+            site.ledger.take("moments", bucket.what, made.count_bytes)
     if tables:
         site.ledger.take("tables", "rows and their moments", lambda: tables.nbytes)
         if tables.step_bytes:

@@ -81,6 +81,7 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
         settings.batch.accumulation or 1,
         settings.tokens_per_step,
         settings.experts.exchange == "blocks",
+        settings.offload,
     )
     plan = make_plan(described.spec, mesh, policies)
     starts = described.spec.stage_starts(settings.pipeline, mesh.pp)

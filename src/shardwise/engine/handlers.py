@@ -5,7 +5,8 @@
     SEND, RECV     parallel/pipeline/executor.py
     UNSHARD, RESHARD, REDUCE                     parallel/zero/windows.py
     ASK, FETCH, DELIVER (and STEP of tables)     engine/table_units.py
-    SUM, NORM, DIRECT, TRUST, DEAL, STEP         engine/step.py
+    SUM, NORM, DIRECT, TRUST, DEAL               engine/step.py
+    LOAD, STEP, STORE                            engine/step.py
 
 A new Kind needs a line here and whoever does it.
 """
@@ -53,7 +54,9 @@ def handlers_of(
         Kind.DIRECT: end.direct,
         Kind.TRUST: end.trust,
         Kind.DEAL: end.deal,
+        Kind.LOAD: end.load,
         Kind.STEP: end.step,
+        Kind.STORE: end.store,
     }
     if schedule is not None:
         handlers |= {Kind.SEND: schedule.send, Kind.RECV: schedule.receive}

@@ -20,6 +20,7 @@ from shardwise.engine.program import ActionLists
 from shardwise.engine.shared import SharedGradients
 from shardwise.engine.tables import Tables
 from shardwise.memory.ledger import Ledger
+from shardwise.memory.tier import Tiers
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.parallel.zero.bucket import BucketState
@@ -48,6 +49,8 @@ class Site(NamedTuple):
     """Of "ep" where it spans hosts: its ranks in this one's place on each, and those of this host."""
     notes: tuple[str, ...] = ()
     """For the Plan."""
+    tiers: Tiers | None = None
+    """Where state lies off the device."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.modules import repeated_blocks
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.lists import is_inside
+from shardwise.plan.placement import Tier
 from shardwise.plan.registry import UpdateRule
 
 GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None
@@ -38,8 +39,14 @@ class Recipe(NamedTuple):
 
     def optimizer_of(self, bucket: BucketState) -> FlatOptimizer:
         """That of one bucket."""
-        assert bucket.weight.master is not None, "a trained bucket has a master"
-        return FlatOptimizer(bucket.weight.master, self.make, bucket.layout.key.optimizer_group)
+        with bucket.opened(changes=True):
+            assert bucket.weight.master is not None, "a trained bucket has a master"
+            made = FlatOptimizer(bucket.weight.master, self.make, bucket.layout.key.optimizer_group)
+            if (state := bucket.state) is not None:
+                _check_moves(made, state.tier, bucket.what)
+                made.adopt(state.tensors)
+                state.followers.append(lambda tensors: made.point(tensors[state.master], tensors))
+        return made
 
     def group_of(self, model: nn.Module, spec: ModelSpec) -> Callable[[str], int]:
         """Optimizer group of a parameter by its first name. Errors: ConfigError where Muon would update nothing."""
@@ -47,6 +54,20 @@ class Recipe(NamedTuple):
             return self.given.__getitem__
         by_name = groups_by_name(self.policy, model, spec)
         return by_name.__getitem__
+
+
+def _check_moves(optimizer: FlatOptimizer, tier: Tier, what: str) -> None:
+    """Errors: ConfigError where its state cannot move."""
+    why = ""
+    if optimizer.needs != "elements":
+        why = "looks at whole tensors, which are not in memory together"
+    elif optimizer.makes_state_late:
+        why = "makes state in its first step, which no tier has room for"
+    if why:
+        raise ConfigError(
+            f"offload.optimizer: {tier}: the optimizer of {what} {why}; use one that treats each element alone (adamw, "
+            "say), or keep its state on the device"
+        )
 
 
 def groups_by_name(policy: OptimizerPolicy, model: nn.Module, spec: ModelSpec) -> dict[str, int]:

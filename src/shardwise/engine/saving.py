@@ -18,6 +18,8 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +29,16 @@ from torch import Tensor
 from shardwise.checkpoint import FlatSlice, Item, Manifest
 from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
+from shardwise.checkpoint.piece import Elsewhere, Flat
 from shardwise.compose.spec import ModelSpec
 from shardwise.engine import saved_tables
 from shardwise.engine.differences import Differences
 from shardwise.engine.loaders import Loaders
 from shardwise.engine.parts import Parts
 from shardwise.engine.saved_state import SavedState
-from shardwise.engine.state import buckets, own_buffers
+from shardwise.engine.state import buckets, finish_updates, own_buffers
 from shardwise.engine.tables import Tables
+from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import CheckpointError, MismatchError
 from shardwise.plan.registry import TensorInfo
 from shardwise.plan.strict_json import read_object
@@ -57,6 +61,7 @@ class LoadedStep(NamedTuple):
 def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], **options: Any) -> None:
     """See ``Engine.save``."""
     progress = parts.progress
+    finish_updates(parts)
     common, stateless, labels = _agree_on_scalars(parts)
     state = {
         "step": progress.step_count,
@@ -76,15 +81,60 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         # Rank 0 writes them, and may have none itself.
         state["tables"] = notes if parts.stage_group.size == 1 else _of_all_stages(parts, notes)
     aliases = {e.name: list(e.aliases) for e in parts.spec.parameters.values() if e.aliases}
-    parts.folders.at(folder).save(
-        progress.step_count,
-        _items_to_save(parts, labels, stateless),
-        {"engine": state, "user": trainer},
-        aliases=aliases,
-        copies=of_tables,
-        best=None if progress.best is None else progress.best[0],
-        **options,
+    with closing(OpenState(changes=False)) as opened:
+        items = _items_to_save(parts, labels, stateless, opened)
+        elsewhere = [item for item in items if any(piece.is_elsewhere for piece in item.pieces)]
+        if _is_on_disk(parts):  # a copy of it would fill the memory that it is to leave free
+            options["asynchronous"] = False
+        parts.folders.at(folder).save(
+            progress.step_count,
+            [item for item in items if item not in elsewhere],
+            {"engine": state, "user": trainer},
+            aliases=aliases,
+            copies=[*of_tables, *elsewhere],
+            best=None if progress.best is None else progress.best[0],
+            **options,
+        )
+
+
+def _is_on_disk(parts: Parts) -> bool:
+    """Whether state of any rank is on a disk."""
+    return any(
+        row.tier == "disk"
+        for ranks in parts.program.plan.classes.values()
+        for rows in ranks.buffers.values()
+        for row in rows
     )
+
+
+class OpenState:
+    """Masters and moments for a checkpoint. Of those on a disk one bucket is in memory at a time."""
+
+    def __init__(self, changes: bool):
+        self._changes = changes
+        self._bucket: BucketState | None = None
+        self._stack = ExitStack()
+
+    def of(self, bucket: BucketState, kind: str) -> Flat:
+        """The master, or one of the moments, flat."""
+        state = bucket.state
+        assert state is not None, "on the device they are at hand"
+        if state.tier != "disk":
+            return state.tensors[kind]
+        return Elsewhere(partial(self._whole, bucket, kind), *state.kinds[kind])
+
+    def _whole(self, bucket: BucketState, kind: str) -> Tensor:
+        if bucket is not self._bucket:
+            self.close()
+            self._stack.enter_context(bucket.opened(self._changes))
+            self._bucket = bucket
+        assert bucket.state is not None, "asked above"
+        return bucket.state.tensors[kind]
+
+    def close(self) -> None:
+        """What was changed is on its way to the disk."""
+        self._bucket = None
+        self._stack.close()
 
 
 def _of_all_stages(parts: Parts, notes: dict[str, Any]) -> dict[str, Any]:
@@ -106,15 +156,17 @@ def load(
 ) -> LoadedStep | None:
     """See ``Engine.load``. None where the folder holds no step."""
     is_step = (folder / "manifest.json").is_file()
-    moments: dict[int, dict[str, Tensor]] = {}
+    finish_updates(parts)
+    moments: dict[int, dict[str, Flat]] = {}
     found = Differences(missing, unexpected)
+    opened = OpenState(changes=True)
 
     def choose(manifest: Manifest) -> list[Item]:
         nonlocal found
         found = compare(parts.spec, parts.tables, manifest, weights_only, Differences(missing, unexpected))
         moments.clear()
-        moments.update({} if weights_only else _empty_moments(parts, manifest))
-        return _items_to_load(parts, manifest, moments, found)
+        moments.update({} if weights_only else _empty_moments(parts, manifest, opened))
+        return _items_to_load(parts, manifest, moments, found, opened)
 
     checkpoints = parts.folders.at(folder.parent if is_step else folder)
 
@@ -130,12 +182,12 @@ def load(
         if parts.tables:
             saved_tables.examine(reader, (parts.world.rank, parts.world.size))
 
-    loaded = checkpoints.load(choose, path=folder if is_step else None, examine=examine)
+    with closing(opened):
+        loaded = checkpoints.load(choose, path=folder if is_step else None, examine=examine)
     if loaded is None:
         return None
     for bucket in buckets(parts):
-        bucket.weight.copy_from_master()
-        bucket.weight.gather_updated().wait()
+        bucket.settle()
     if parts.tables:
         notes = saved_tables.notes_of(loaded.trainer, str(loaded.path))
         saved_tables.load(
@@ -186,7 +238,7 @@ Pieces = dict[tuple[str, str], list[FlatSlice]]
 
 
 def _items_to_save(
-    parts: Parts, labels: Mapping[str, Sequence[str]], stateless: frozenset[str]
+    parts: Parts, labels: Mapping[str, Sequence[str]], stateless: frozenset[str], opened: OpenState
 ) -> list[Item]:
     """Every tensor of the whole model's state, with the pieces that this rank writes."""
     held: Pieces = {}
@@ -199,13 +251,22 @@ def _items_to_save(
                 for slot in bucket.layout.slots
                 if parts.registry.get("parameter", slot.name).stages[0] == stage.index
             ]
-            _pieces(parts, held, "weight", slots, bucket.weight.first, bucket.weight.shard, window)
+            weight = opened.of(bucket, "weight") if bucket.holds("weight") else bucket.weight.shard
+            _pieces(parts, held, "weight", slots, bucket.weight.first, weight, window)
             if bucket.weight.master is None:
                 continue
-            first = bucket.owned_range[0] * bucket.weight.master.numel()
+            first = bucket.owned_range[0] * bucket.owned_elements
+            with_state = [slot for slot in slots if slot.name not in stateless]
+            if bucket.state is not None:
+                for kind in bucket.state.kinds:
+                    if kind == "weight":
+                        continue
+                    if kind != "master" or bucket.dtypes.master != bucket.dtypes.compute:
+                        wanted = slots if kind == "master" else with_state
+                        _pieces(parts, held, kind, wanted, first, opened.of(bucket, kind), window)
+                continue
             if bucket.dtypes.master != bucket.dtypes.compute:
                 _pieces(parts, held, "master", slots, first, bucket.weight.master, window)
-            with_state = [slot for slot in slots if slot.name not in stateless]
             for label, start, _, tensor in optimizers[id(bucket)].moments():
                 _pieces(parts, held, label, with_state, first + start, tensor, window)
     items = []
@@ -245,7 +306,7 @@ def _pieces(
     kind: str,
     slots: Iterable[Slot],
     first: int,
-    flat: Tensor,
+    flat: Flat,
     window: tuple[int, int] | None,
 ) -> None:
     """Add what of ``slots`` lies in ``flat``, whose first element is element ``first`` of the bucket.
@@ -302,7 +363,11 @@ def _agree_on_scalars(
 
 
 def _items_to_load(
-    parts: Parts, manifest: Manifest, moments: Mapping[int, Mapping[str, Tensor]], found: Differences
+    parts: Parts,
+    manifest: Manifest,
+    moments: Mapping[int, Mapping[str, Flat]],
+    found: Differences,
+    opened: OpenState,
 ) -> list[Item]:
     """Every tensor of the whole model, with the pieces to fill: masters where there are any, else weights.
 
@@ -311,9 +376,11 @@ def _items_to_load(
     held: Pieces = {}
     for bucket in buckets(parts):
         layout = bucket.layout
-        target, first = bucket.weight.shard, bucket.weight.first
+        target: Flat = opened.of(bucket, "weight") if bucket.holds("weight") else bucket.weight.shard
+        first = bucket.weight.first
         if bucket.weight.master is not None:
-            target, first = bucket.weight.master, bucket.owned_range[0] * bucket.weight.master.numel()
+            target = bucket.weight.master if bucket.state is None else opened.of(bucket, bucket.state.master)
+            first = bucket.owned_range[0] * bucket.owned_elements
         _pieces(parts, held, "state", layout.slots, first, target, None)
         for label, flat in moments.get(id(bucket), {}).items():
             _pieces(parts, held, label, layout.slots, first, flat, None)
@@ -345,7 +412,7 @@ def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
     return parts.registry.get("master", info.name).dtype if trained else info.dtype
 
 
-def _empty_moments(parts: Parts, manifest: Manifest) -> dict[int, dict[str, Tensor]]:
+def _empty_moments(parts: Parts, manifest: Manifest, opened: OpenState) -> dict[int, dict[str, Flat]]:
     """Flat buffers for the moments in the step, by bucket. Errors: MismatchError where another optimizer made them."""
     kinds = {tensor.kind for tensor in manifest.tensors if not saved_tables.is_of_tables(tensor.kind)}
     labels = sorted(kinds - set(_OURS))
@@ -358,6 +425,8 @@ def _empty_moments(parts: Parts, manifest: Manifest) -> dict[int, dict[str, Tens
     return {
         id(bucket): {
             label: torch.zeros_like(bucket.weight.master)
+            if bucket.state is None
+            else opened.of(bucket, label)
             for label in labels
             if any(manifest.find(label, slot.name) is not None for slot in bucket.layout.slots)
         }
@@ -371,7 +440,7 @@ def _restore(
     loaders: Loaders,
     state: Mapping[str, Any],
     manifest: Manifest,
-    moments: Mapping[int, Mapping[str, Tensor]],
+    moments: Mapping[int, Mapping[str, Flat]],
     found: Differences,
 ) -> None:
     progress = parts.progress
@@ -395,4 +464,12 @@ def _restore(
             pieces.append(
                 (local + stop - start, told["exceptions"].get(slot.name, told["common"]) if known else None)
             )
-        optimizer.restore(flats, pieces)
+        if bucket.state is None:
+            optimizer.restore(
+                {label: flat for label, flat in flats.items() if isinstance(flat, Tensor)}, pieces
+            )
+            continue
+        with bucket.opened(changes=True):
+            tensors = bucket.state.tensors
+            optimizer.restore({label: tensors[label] for label in flats}, pieces)
+            optimizer.adopt(tensors)

@@ -37,7 +37,8 @@ def full_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
     for bucket, place in _held(parts, info):
         if of == "gradient" and not _is_used(parts, bucket, place):
             continue
-        own[info.name] = bucket.weight.gathered_slot(place, _source(parts, bucket, of)).clone()
+        with bucket.opened():
+            own[info.name] = bucket.weight.gathered_slot(place, _source(parts, bucket, of)).clone()
     whole = assembled(parts, own, [info]).get(info.name)
     return whole if whole is None or of != "gradient" else whole / divisor
 
@@ -77,11 +78,12 @@ def local_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
         if of == "gradient" and not _is_used(parts, bucket, place):
             return None
         held = _overlap(bucket, place)
-        source = _owned(bucket, _source(parts, bucket, "master" if of == "parameter" else of))
-        mine = source[held.local : held.local + held.stop - held.start] if held else source[:0]
-        if of == "parameter":
-            return mine.to(bucket.dtypes.compute, copy=True)
-        return mine / divisor if of == "gradient" else mine.clone()
+        with bucket.opened():
+            source = _owned(bucket, _source(parts, bucket, "master" if of == "parameter" else of))
+            mine = source[held.local : held.local + held.stop - held.start] if held else source[:0]
+            if of == "parameter":
+                return mine.to(bucket.dtypes.compute, copy=True)
+            return mine / divisor if of == "gradient" else mine.clone()
     return None
 
 
@@ -153,8 +155,8 @@ def _source(parts: Parts, bucket: BucketState, of: str) -> Tensor:
     if of == "parameter" or bucket.weight.master is None:
         return bucket.weight.shard
     if of == "master":
-        return bucket.weight.master
-    whole = torch.zeros_like(bucket.weight.master)
+        return bucket.weight.master.to(parts.device)
+    whole = torch.zeros_like(bucket.weight.master, device=parts.device)
     for label, start, stop, moment in _trained(parts, bucket).optimizer.moments():
         if label == of:
             whole[start:stop] = moment
@@ -190,9 +192,9 @@ def _write(parts: Parts, bucket: BucketState, place: int, of: str, mine: Tensor,
                 f"{slot.name}: not inside engine.full_parameters(); edit it there, or write it outside"
             )
         bucket.fill(lambda _, start, stop, dtype: mine.to(dtype), lambda each: each is slot)
-    else:
-        for label, start, stop, moment in _trained(parts, bucket).optimizer.moments() if held else ():
-            assert held is not None, "asked above"
-            first, last = max(start, held.local), min(stop, held.local + len(mine))
-            if label == of and first < last:
-                moment[first - start : last - start] = mine[first - held.local : last - held.local]
+    elif held is not None:
+        with bucket.opened(changes=True):
+            for label, start, stop, moment in _trained(parts, bucket).optimizer.moments():
+                first, last = max(start, held.local), min(stop, held.local + len(mine))
+                if label == of and first < last:
+                    moment[first - start : last - start] = mine[first - held.local : last - held.local]

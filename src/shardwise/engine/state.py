@@ -32,6 +32,12 @@ def buckets(parts: Parts) -> list[BucketState]:
     return [bucket for hooks in parts.hooks for state in hooks.states for bucket in state.buckets]
 
 
+def finish_updates(parts: Parts) -> None:
+    """What STEP left on its way, between ranks or on another tier, is there. Errors: TierError, DamagedError."""
+    for bucket in buckets(parts):
+        bucket.weight.finish_update()
+
+
 def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
     """What was summed over ranks and microbatches, by ``divisor``, by name."""
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.gradient.used]
@@ -57,7 +63,8 @@ def summoned_parameters(parts: Parts) -> Iterator[None]:
         yield
     finally:
         for bucket, places in summoned:
-            bucket.weight.restore(places, keep=False)
+            with bucket.opened():
+                bucket.weight.restore(places, keep=False)
 
 
 Which = str | nn.Parameter | nn.Module | Iterable[str | nn.Parameter | nn.Module] | None
@@ -108,7 +115,8 @@ def full_parameters(
             for place in places if is_cut and keep else ():
                 name = bucket.layout.slots[place].name
                 take(parts, name, whole[name].data, bucket.parameters[place].data)
-            edited += bucket.weight.restore(places, keep and is_alike)
+            with bucket.opened(changes=keep):
+                edited += bucket.weight.restore(places, keep and is_alike)
         edited += [name for name, version in versions.items() if whole[name]._version != version]
     if edited and not keep:
         raise UsageError(
@@ -166,7 +174,12 @@ def _summon(parts: Parts, names: Collection[str] | None = None) -> list[tuple[Bu
     """The buckets of ``names`` (default: all), and the places of their parameters that show whole weights until
     ``restore``."""
     wanted = [(bucket, _places(bucket, names)) for bucket in buckets(parts)]
-    return [(bucket, bucket.weight.summon(places)) for bucket, places in wanted if places]
+    found = []
+    for bucket, places in wanted:
+        if places:
+            with bucket.opened():
+                found.append((bucket, bucket.weight.summon(places)))
+    return found
 
 
 def _send(group: Group, tensor: Tensor, root: int, what: str) -> None:
@@ -198,7 +211,8 @@ def give_back(parts: Parts) -> None:
     for name, buffer in own_buffers(parts).items():
         buffer.data = buffer.data.to(parts.spec.buffers[name].dtype)
     for bucket in buckets(parts):
-        bucket.weight.give_back([parts.spec.parameters[slot.name].dtype for slot in bucket.layout.slots])
+        with bucket.opened():
+            bucket.weight.give_back([parts.spec.parameters[slot.name].dtype for slot in bucket.layout.slots])
 
 
 def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
@@ -215,9 +229,10 @@ def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tens
     for bucket in buckets(parts):
         if trained_only and not bucket.layout.key.trained:
             continue
-        full = bucket.weight.gathered_copy()
-        for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
-            whole[slot.name] = view.detach().to("cpu", copy=True)
+        with bucket.opened():
+            full = bucket.weight.gathered_copy()
+            for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
+                whole[slot.name] = view.detach().to("cpu", copy=True)
     whole = assembled(parts, whole, parts.registry.of_kind("parameter"), to_cpu=True)
     return {alias: whole[name] for alias, name in parts.spec.canonical.items() if name in whole}
 

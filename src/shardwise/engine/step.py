@@ -10,7 +10,8 @@
     DIRECT   of each Unit whose updates look beyond their own element: moments and directions; then
     TRUST    the norms of whole tensors                                      (engine/whole_norms.py)
     DEAL     whole matrices to their owners, and back                        (engine/whole_matrices.py)
-    STEP     of each Unit: update masters and moments, round into the weights
+    STEP     of each Unit: update masters and moments, round into the weights; on another tier than the device, with
+             LOAD and STORE, on a thread of its own                          (memory/tier.py)
     UNSHARD  what is kept whole but updated in pieces                         (stages 1 and 2)
 
 Gradients are sums over ranks and microbatches; they are scaled once, by the global weight of the batch:
@@ -20,6 +21,7 @@ Gradients are sums over ranks and microbatches; they are scaled once, by the glo
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ from shardwise.engine.parts import Parts, Trained
 from shardwise.engine.sums import Number, read, summed
 from shardwise.engine.whole_matrices import WholeMatrices
 from shardwise.engine.whole_norms import WholeNorms
+from shardwise.memory.streams import to_be_written, to_host
+from shardwise.memory.tier import TierState
 from shardwise.optim.clip import share, square_sum
 from shardwise.optim.flat import Factor, FlatOptimizer
 from shardwise.optim.two_pass import Whole
@@ -266,6 +270,9 @@ class StepEnd:
             self._parts.program.tables.step(action, self.update.tables_factor, self.update.divisor)
             return
         for (bucket, optimizer), place in self._units[action.unit]:
+            if bucket.state is not None:
+                self._step_beside(bucket, optimizer, place)
+                continue
             bucket.weight.finish_update()  # of the last step, where this rank's data went round the Unit
             is_rounded = False
             if optimizer.needs == "elements":
@@ -274,6 +281,43 @@ class StepEnd:
             else:
                 optimizer.apply(self._factors(bucket, optimizer))
             bucket.weight.copy_from_master(is_rounded)
+
+    def _step_beside(self, bucket: BucketState, optimizer: FlatOptimizer, place: int) -> None:
+        """The thread of the tiers does it, with what is known now."""
+        state = bucket.state
+        assert state is not None, "what lies on the device is updated there and then"
+        told, grad = self._told(bucket, place), to_host(bucket.gradient.owned)
+
+        def begin(rounded: Tensor | None) -> "Future[None]":
+            write = None if rounded is None else to_be_written(rounded)
+
+            def update() -> None:
+                state.arrive()
+                optimizer.step(grad(), *told)
+                master = state.tensors[state.master]
+                if write is not None:
+                    write(master)
+                    return
+                if state.master != "weight":
+                    state.tensors["weight"].copy_(master)
+                state.begin_write("weight")
+
+            return state.tiers.begin(update)
+
+        bucket.weight.begin_update(begin)
+
+    def load(self, action: Action) -> None:
+        """LOAD: begin to bring a Unit's masters and moments from a disk."""
+        for state in self._states(action):
+            state.tiers.begin(state.load)
+
+    def store(self, action: Action) -> None:
+        """STORE: begin to write them, as soon as they are updated."""
+        for state in self._states(action):
+            state.tiers.begin(state.store)
+
+    def _states(self, action: Action) -> list[TierState]:
+        return [bucket.state for (bucket, _), _ in self._units[action.unit] if bucket.state is not None]
 
     def _told(
         self, bucket: BucketState, place: int

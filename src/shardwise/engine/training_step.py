@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.engine import metrics, views
+from shardwise.engine import metrics, state, views
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.alike import check_alike, loss_tolerance
 from shardwise.engine.forward import Forward
@@ -234,6 +234,8 @@ class TrainingStep:
             parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
             for hooks in parts.hooks:
                 hooks.windows.finish_updates()
+            if parts.config.offload.step == "at_end":
+                state.finish_updates(parts)
         else:
             parts.walker.skip_rest()
             parts.tables.drop()

@@ -12,6 +12,9 @@
     gradients       the buffers of their sums                        from the first gradient of a step to its end
     gathered        slots of unsharded weights                       as long as the engine; made in the first pass
     staging         slots that a pass's gradients come into          as long as the engine; made in the first pass
+    host            masters and moments in host memory (offload)     as long as the engine
+    disk            masters and moments in files (offload)           as long as the engine
+    loaded          host memory that they pass through               as long as the engine; made in the first step
     rings           memory between ranks of one host                 as long as the ranks; shared by their engines
     save            the copy that is written behind training         from the first save on
 
@@ -34,11 +37,23 @@ Row = Literal[
     "table steps",
     "gathered",
     "staging",
+    "host",
+    "disk",
+    "loaded",
     "rings",
     "save",
 ]
 ROWS: tuple[Row, ...] = get_args(Row)
-PREDICTED: tuple[Row, ...] = ("weights", "gradients", "master", "moments", "tables", "dynamic tables")
+PREDICTED: tuple[Row, ...] = (
+    "weights",
+    "gradients",
+    "master",
+    "moments",
+    "host",
+    "disk",
+    "tables",
+    "dynamic tables",
+)
 """The rows that the Plan knows before anything is made."""
 
 Lifetime = Literal["engine", "step"]

@@ -1,18 +1,40 @@
-"""OffloadPolicy: which state lies in host memory instead of on the device.
+"""OffloadPolicy: which state lies elsewhere than on the device. The mechanism is in tier.py.
 
-On CPU ranks all state lies there already, so ``host`` asks for nothing that is not so; on an accelerator this version
-keeps state on the device and refuses it (``config/auto.py``, which knows the device).
+CPU ranks have all state in host memory: there ``host`` asks for nothing that is not so.
 """
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import Field, model_validator
+
+from shardwise.plan.placement import Tier
 from shardwise.plan.policy import Policy
 
 
 class OffloadPolicy(Policy):
     """Keys under ``offload:``."""
 
-    optimizer: Literal["none", "host"] = "none"
-    """Where masters and moments lie and the optimizer steps: ``host`` for CPU ranks alone, which have them there."""
-    parameters: Literal["none", "host"] = "none"
-    """Where weights lie between their uses: ``host`` for CPU ranks alone, which have them there."""
+    optimizer: Tier = "device"
+    """Where masters and moments lie and the optimizer steps: ``device``, ``host`` memory, or files on a ``disk``."""
+    parameters: Tier = "device"
+    """Where weights lie between their uses: on the device, or where masters and moments lie."""
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the Units whose state moves; the first ones stay, so that the others' updates hide behind them."""
+    disk_path: Path | None = None
+    """Folder of the files of ``disk``: scratch, removed at the end. A fast disk of this host."""
+    buffers: Annotated[int, Field(ge=1)] = 2
+    """Units whose state is read from a disk ahead of their update, and as many that are being written."""
+    step: Literal["before_use", "at_end"] = "before_use"
+    """When an update off the device is waited for: where its Unit is used next, or at the step's end."""
+
+    @model_validator(mode="after")
+    def _has_folder(self) -> "OffloadPolicy":
+        if self.optimizer == "disk" and self.disk_path is None:
+            raise ValueError("optimizer: disk needs offload.disk_path, a folder on that disk")
+        if self.parameters not in ("device", self.optimizer):
+            raise ValueError(
+                f"parameters: {self.parameters} with optimizer: {self.optimizer}; weights lie on the device or where "
+                f"masters and moments lie: set optimizer: {self.parameters} too"
+            )
+        return self

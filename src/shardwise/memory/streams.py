@@ -4,6 +4,8 @@
     copies     batch of a microbatch, from pinned memory ----+                                 ``to_device``
     compute                              F B  F B  F B ...  <+  waits for the copy that it reads; NORM STEP
     comm       UNSHARD REDUCE ...  torch's own, one of each communicator; torch's waits order it and compute
+    down       gradients of Units whose masters lie in host memory, at STEP                    ``to_host``
+    copies     their updated weights; the tiers' thread waits for both (memory/tier.py)        ``to_be_written``
     keys       keys of the steps ahead (engine/keys_ahead.py), whose thread waits for them     ``beside``
 
 The host runs ahead of the device, so a copy is on its way while the device computes what was launched before it.
@@ -103,6 +105,12 @@ def _copies(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
+@cache
+def _copies_down(device: torch.device) -> torch.Stream:
+    """One for gradients on their way to the host: what goes up does not wait for them."""
+    return torch.Stream(device)
+
+
 def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Tensor:
     """``tensor`` there. From host memory it goes beside the computation, and no host waits for it.
 
@@ -119,6 +127,67 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
         here.wait_stream(stream)
         keep_for(here, (there,))
     return there
+
+
+def to_computation(source: Tensor, into: Tensor) -> Callable[[], object]:
+    """Begin to copy pinned host memory into memory of the device, beside the computation. The call that is returned
+    makes what the current stream does next wait for it."""
+    if into.device.type == "cpu":
+        into.copy_(source)
+        return lambda: None
+    stream, here = _copies(into.device), torch.accelerator.current_stream(into.device)
+    stream.wait_stream(here)  # what stood in the memory before is done with
+    with stream:
+        into.copy_(source, non_blocking=True)
+    keep_for(stream, (into,))
+    return lambda: torch.accelerator.current_stream(into.device).wait_stream(stream)
+
+
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy ``tensor``, as it is at this point of the current stream, into pinned memory. The call that is
+    returned waits for it, in any thread, and has the copy; a tensor on a CPU comes as it is."""
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    stream = _copies_down(tensor.device)
+    stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+    with stream:
+        there.copy_(tensor, non_blocking=True)
+        arrived = torch.Event(tensor.device)
+        arrived.record(stream)
+    keep_for(stream, (tensor,))
+
+    def arrive() -> Tensor:
+        arrived.synchronize()
+        return there
+
+    return arrive
+
+
+def to_be_written(target: Tensor) -> Callable[[Tensor], None]:
+    """What writes numbers of the host into ``target``, in any thread, once all that stands in the current stream now is
+    done with it; it is written when the call returns."""
+    if target.device.type == "cpu":
+
+        def copy(source: Tensor) -> None:
+            target.copy_(source)
+
+        return copy
+    free = torch.Event(target.device)
+    free.record(torch.accelerator.current_stream(target.device))
+
+    def write(source: Tensor) -> None:
+        pinned = torch.empty(source.shape, dtype=target.dtype, pin_memory=True).copy_(source)
+        stream = _copies(target.device)
+        stream.wait_event(free)
+        with stream:
+            target.copy_(pinned, non_blocking=True)
+            arrived = torch.Event(target.device)
+            arrived.record(stream)
+        keep_for(stream, (target,))
+        arrived.synchronize()
+
+    return write
 
 
 def keep_for(stream: torch.Stream, tensors: Iterable[Tensor]) -> None:

@@ -16,6 +16,10 @@ torch makes a parameter's state in its first step, when memory is tightest and n
 code of torch's makes it when the optimizer is built, so that the moments stand in the ledger before anything runs; the
 numbers are those of a first step. A parameter that was never stepped has no state in a checkpoint all the same.
 
+[Note: state that moves]
+Leaves and moments are views of flat memory. Where that lies on another tier, ``point`` shows them where it is now: the
+optimizer keeps its objects, and step counts stay.
+
 Scaling: gradients arrive as sums; ``divisor`` (weights summed, loss scale, clipping) is applied inside the fused kernel
 where that is exact enough (its scalar is fp32), else in a pass of its own.
 """
@@ -215,6 +219,29 @@ class FlatOptimizer:
     def needs(self) -> Needs:
         """What the update of an element looks at; all but "elements" is done in two halves."""
         return needs_of(self._optimizer)
+
+    @property
+    def makes_state_late(self) -> bool:
+        """Whether some state appears in the first step alone. [Note: state at build]"""
+        optimizer, group = self._optimizer, self.options
+        if isinstance(optimizer, optim.SGD):
+            return bool(group["momentum"] and group["dampening"])
+        return not hasattr(optimizer, "_init_group")
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """The moments lie in ``tensors`` from now on, flat, by label, with the numbers that they have."""
+        for label, start, stop, moment in self.moments():
+            tensors[label][start:stop] = moment
+            moment.data = tensors[label][start:stop]
+
+    def point(self, master: Tensor, moments: Mapping[str, Tensor]) -> None:
+        """Master and moments, by label, are here now; empty ones are nowhere. [Note: state that moves]"""
+        self._master = master
+        for start, stop, leaf, _ in self._segments:
+            leaf.data = master[start:stop]
+            for label, value in self._optimizer.state.get(leaf, {}).items():
+                if label in moments:
+                    value.data = moments[label][start:stop]
 
     def step(
         self,

@@ -11,6 +11,7 @@
     DIRECT                the first half of an update that looks beyond its own element: a Unit's moments and directions
     TRUST                 the norms of whole tensors, of weights and of directions
     DEAL                  whole matrices of directions to one rank each, and what it makes of them back
+    LOAD, STORE           bring a Unit's masters and moments from a disk into host memory, and back
     STEP                  update a Unit's masters and moments where they live
 
 A step is a list of Actions. Under a schedule a loop walks the list; in a user's own loop the order of Units belongs to
@@ -26,6 +27,11 @@ A rank has one SUM and one NORM, between its last REDUCE or DELIVER and its firs
 
     ... REDUCE(u1,5) DELIVER(u3) SUM NORM STEP(u0) UNSHARD(u0) STEP(u1) UNSHARD(u1) ... STEP(u3)
     ... NORM DIRECT(u0) DIRECT(u1) ... TRUST DEAL STEP(u0) UNSHARD(u0) ...      where updates look at whole tensors
+
+What lies on another tier than the device is updated while the next step begins: its LOAD, STEP and STORE only begin
+here, on a thread that does them in this order, and whoever uses the Unit's weights waits for its STEP:
+
+    ... NORM STEP(u0) LOAD(u1) LOAD(u2) STEP(u1) STORE(u1) STEP(u2) STORE(u2) ...
 
 ASK is the half of FETCH that reads no weight. It stands in a list of its own, which a thread walks while the steps
 before are computed (``plan.lists.keys_ahead``); a FETCH whose keys nobody asked for does both halves.
@@ -55,7 +61,9 @@ class Kind(Enum):
     DIRECT = "DIRECT"
     TRUST = "TRUST"
     DEAL = "DEAL"
+    LOAD = "LOAD"
     STEP = "STEP"
+    STORE = "STORE"
 
     @property
     def ends_step(self) -> bool:
@@ -79,7 +87,7 @@ class Kind(Enum):
 
 
 _COMPUTES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-_UPDATES = frozenset({Kind.DIRECT, Kind.TRUST, Kind.DEAL, Kind.STEP})
+_UPDATES = frozenset({Kind.DIRECT, Kind.TRUST, Kind.DEAL, Kind.LOAD, Kind.STEP, Kind.STORE})
 _ENDS_STEP = frozenset({Kind.DELIVER, Kind.SUM, Kind.NORM, *_UPDATES})
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.mesh import DENSE, StateAxes
-from shardwise.plan.placement import Placement, Shard
+from shardwise.plan.placement import Placement, Shard, Tier
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,27 @@ class Strategy:
     master: tuple[Placement, Placement]
     windows: bool = False
     """Whether weights that are not cut have windows too."""
+    tier: Tier = "device"
+    """Where master and moments lie, and are updated."""
+    weight_tier: Tier = "device"
+    """Where the weight lies between its windows."""
     axes: StateAxes = DENSE
     """The axes, whose ranks together sum the gradient: other ones for other Units (experts, say)."""
 
     def __post_init__(self) -> None:
         # The UNSHARD behind STEP, which gathers what was updated in pieces, would be taken for that of a window.
-        assert not self.windows or self.cuts_weight or not self.cuts_master, "windows on updates in pieces"
+        assert not self.has_windows or self.cuts_weight or not self.cuts_master, (
+            "windows on updates in pieces"
+        )
+        assert self.weight_tier in ("device", self.tier), (
+            "weights lie where their masters lie, or on the device"
+        )
 
     @property
     def has_windows(self) -> bool:
-        """True where a weight is whole inside its Unit's windows alone: a cut one, and any where the caller wants so
-        (its memory is to be used for something else in between)."""
-        return self.windows or self.cuts_weight
+        """True where a weight is whole on the device inside its Unit's windows alone: one that is cut, or lies on
+        another tier, and any where the caller wants so."""
+        return self.windows or self.cuts_weight or self.weight_tier != "device"
 
     @property
     def cuts_weight(self) -> bool:
@@ -206,19 +215,34 @@ def update_actions(
     strategies: Sequence[Strategy],
     directed: Sequence[int] = (),
     between: Sequence[Action] = (),
+    loads_ahead: int = 1,
 ) -> list[Action]:
     """The end of the step: update what is owned, gather what is kept whole.
 
     ``directed``: Units with updates that look beyond their own element; what they look at is found ``between`` the two
-    halves of the update.
+    halves of the update. ``loads_ahead``: of how many Units the state is under way from a disk at once.
     """
     actions = [*(Action(Kind.DIRECT, unit) for unit in directed), *between]
-    for unit, (is_trained, strategy) in enumerate(zip(trained, strategies, strict=True)):
-        if is_trained:
-            actions.append(Action(Kind.STEP, unit))
-            if strategy.cuts_master and not strategy.cuts_weight:
-                actions.append(Action(Kind.UNSHARD, unit))
-    return actions
+    units = [unit for unit, is_trained in enumerate(trained) if is_trained]
+    away = [unit for unit in units if strategies[unit].tier != "device"]
+
+    def gathered(unit: int) -> list[Action]:
+        is_in_pieces = strategies[unit].cuts_master and not strategies[unit].cuts_weight
+        return [Action(Kind.UNSHARD, unit)] * is_in_pieces
+
+    for unit in units:
+        if unit not in away:
+            actions += [Action(Kind.STEP, unit), *gathered(unit)]
+    on_disk = [unit for unit in away if strategies[unit].tier == "disk"]
+    loads = [Action(Kind.LOAD, unit) for unit in on_disk]
+    actions += loads[:loads_ahead]
+    left = loads[loads_ahead:]
+    for unit in away:
+        actions.append(Action(Kind.STEP, unit))
+        if unit in on_disk:
+            actions += [Action(Kind.STORE, unit), *left[:1]]
+            left = left[1:]
+    return actions + [action for unit in away for action in gathered(unit)]
 
 
 def registration_boundaries(names: Sequence[str]) -> list[Boundary]:

@@ -15,15 +15,20 @@ Legal moves, and the elements that a rank sends for each (ring algorithms, P ele
     Partial -> Replicate   all-reduce      2P (N-1)/N
     Replicate -> Shard     slice            0
 
+Beside where it lies among the ranks, a tensor lies on a ``Tier`` of its rank: the device, host memory, or a disk.
+
 Source: the collectives' lower bounds as used in ZeRO (arXiv:1910.02054, section 7).
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from shardwise.plan.errors import PlanError
+
+Tier = Literal["device", "host", "disk"]
+"""Where a rank keeps a buffer between its uses. On a CPU host memory is the device's."""
 
 FLAT = -1
 """The ``dim`` of a Shard that cuts the flattened tensor by elements."""

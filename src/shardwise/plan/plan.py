@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shardwise.plan.action import Action
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh, StateAxes
-from shardwise.plan.placement import Placement, Shard
+from shardwise.plan.placement import Placement, Shard, Tier
 from shardwise.plan.registry import Registry
 from shardwise.plan.unit import Bucket, Unit
 from shardwise.plan.words import counted
@@ -30,11 +30,19 @@ class Buffers:
     """``weight``, ``grad``, ``master`` or the name of a moment."""
     itemsize: int
     placement: Mapping[str, Placement]
+    tier: Tier = "device"
 
     @property
     def row(self) -> str:
         """Row of the ledger (memory/ledger.py) that it stands under."""
+        if self.tier != "device":
+            return self.tier
         return {"weight": "weights", "grad": "gradients", "master": "master"}.get(self.kind, "moments")
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is one of the optimizer's."""
+        return self.kind not in ("weight", "grad", "master")
 
     def elements(self, bucket: Bucket, mesh: Mesh) -> int:
         """Elements on one rank."""

@@ -136,6 +136,10 @@ class Unit:
         """Elements without padding."""
         return sum(bucket.used_elements for bucket in self.buckets)
 
+    def title_of(self, place: int) -> str:
+        """Of one of its buckets."""
+        return f"Unit {self.title}" + (f" bucket {place}" if len(self.buckets) > 1 else "")
+
     @property
     def title(self) -> str:
         """Name for people."""

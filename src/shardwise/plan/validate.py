@@ -7,7 +7,8 @@
     tables       one FETCH of each collection per microbatch, inside its forward pass; one DELIVER after all passes
     end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
                  tables among them, and the gather of weights that are whole but were updated in pieces; where updates
-                 look at whole tensors, DIRECT of their Units before the first STEP, then TRUST and DEAL as these need
+                 look at whole tensors, DIRECT of their Units before the first STEP, then TRUST and DEAL as these need;
+                 where state lies on a disk, LOAD of the Unit before its STEP and STORE after it
 
 Cost: one look at each Action and at each tensor.
 """
@@ -51,6 +52,8 @@ class _Rules(NamedTuple):
     """Its weights are whole, but updated in pieces: gathered after STEP."""
     directs: bool = False
     """Its updates look at whole tensors: a DIRECT before STEP."""
+    loads: bool = False
+    """Its masters and moments lie on a disk: a LOAD before STEP, a STORE after it."""
 
 
 def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
@@ -68,11 +71,13 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
             continue
         trained = [name for name, trains in held if trains]
         moves = any(_is_cut(registry, "parameter", name) for name, _ in held) if held else any_moves
-        moves |= ranks.windows
+        rows = [row for place in range(len(unit.buckets)) for row in ranks.buffers[unit.index, place]]
+        moves |= ranks.windows or any(row.kind == "weight" and row.tier != "device" for row in rows)
         cuts_gradient = any(_is_cut(registry, "gradient", name) for name in trained)
         returns = not moves and any(_is_cut(registry, "master", name) for name in trained)
         directs = bool(registry.needs_of(unit) - {"elements"})
-        found.append(_Rules(bool(trained), moves, cuts_gradient, returns, directs))
+        loads = bool(trained) and any(row.tier == "disk" for row in rows)
+        found.append(_Rules(bool(trained), moves, cuts_gradient, returns, directs, loads))
     return found
 
 
@@ -107,9 +112,11 @@ class _Updates:
         self._directed: set[int] = set()
         self.stepped: set[int] = set()
         self.returned: set[int] = set()
+        self._moved: set[Action] = set()
+        """LOAD and STORE so far."""
 
     def of_unit(self, action: Action, rules: _Rules) -> None:
-        """DIRECT, STEP, or the UNSHARD behind it."""
+        """DIRECT, LOAD, STEP, STORE, or the UNSHARD behind it."""
         if action.kind is Kind.UNSHARD:
             self._return(action, rules)
             return
@@ -117,6 +124,8 @@ class _Updates:
             self._refuse(action, "before NORM, which decides by what the gradient is scaled")
         if action.kind is Kind.DIRECT:
             self._direct(action, rules)
+        elif action.kind in (Kind.LOAD, Kind.STORE):
+            self._move(action, rules)
         else:
             self._step(action, rules)
 
@@ -133,6 +142,19 @@ class _Updates:
         for action in self.between:
             if action not in self._ended:
                 self._refuse(f"no {action}", "though updates need it (registry: needs)")
+        for unit, rules in enumerate(self._rules):
+            if rules.loads and Action(Kind.STORE, unit) not in self._moved:
+                self._refuse(f"no STORE(u{unit})", "though its updated state belongs on a disk")
+
+    def _move(self, action: Action, rules: _Rules) -> None:
+        if not rules.loads:
+            self._refuse(action, "of a Unit whose state stays in memory")
+        if action in self._moved:
+            self._refuse(action, "twice; expected once per step")
+        if (action.unit in self.stepped) != (action.kind is Kind.STORE):
+            where = "before" if action.kind is Kind.STORE else "after"
+            self._refuse(action, f"{where} STEP(u{action.unit}), which updates what it moves")
+        self._moved.add(action)
 
     def _direct(self, action: Action, rules: _Rules) -> None:
         if not rules.directs:
@@ -144,6 +166,8 @@ class _Updates:
     def _step(self, action: Action, rules: _Rules) -> None:
         if not rules.trains:
             self._refuse(action, "of a Unit in which nothing trains")
+        if rules.loads and Action(Kind.LOAD, action.unit) not in self._moved:
+            self._refuse(action, f"before LOAD(u{action.unit}), which brings what it updates")
         missing = [each for each in self.between if each not in self._ended] if rules.directs else []
         if missing:
             self._refuse(action, f"before {missing[0]}, which tells what its update needs of whole tensors")
@@ -235,7 +259,7 @@ class _RankList:
         rules = self._rules[unit]
         if kind is Kind.ASK:
             self._refuse(action, "in the list of a step; it goes ahead of the step, in a list of its own")
-        if kind in (Kind.STEP, Kind.DIRECT) or (kind is Kind.UNSHARD and self._ended):
+        if kind.updates or (kind is Kind.UNSHARD and self._ended):
             self._updates.of_unit(action, rules)
             return
         has_rows = self._ranks.units[unit].has_rows

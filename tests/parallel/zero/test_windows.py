@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.engine import build
 from shardwise.parallel.zero import layout
 from shardwise.plan.errors import CommError, ConfigError, NonFiniteError, UsageError
 from tests.engine.nets import seeded
@@ -675,8 +674,7 @@ def test_one_rank_may_have_windows(precision: str) -> None:
     for windows in (False, True):
         wants = partial(layout.strategy_of, windows=windows)
         with ExitStack() as stack:
-            for user in (layout, build):
-                stack.enter_context(patch.object(user, "strategy_of", wants))
+            stack.enter_context(patch.object(layout, "strategy_of", wants))
             engine = start(None, 3, seeded(Net, dtype=torch.float32), precision=precision)
             losses = []
             for step in range(3):

@@ -1,10 +1,12 @@
 """One bucket of a Unit on this rank: its weight (weight.py) and its gradient (gradient.py), over one layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.memory.tier import TierState, TierTensor
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.gradient import Gradient
 from shardwise.parallel.zero.views import ParameterViews
@@ -20,18 +22,33 @@ class BucketState:
     """See the module's docstring. ``what`` names the bucket in errors."""
 
     def __init__(
-        self, layout: Bucket, dtypes: Dtypes, parameters: list[nn.Parameter], what: str, around: BucketContext
+        self,
+        layout: Bucket,
+        dtypes: Dtypes,
+        parameters: list[nn.Parameter],
+        what: str,
+        around: BucketContext,
+        moments: Sequence[str] = (),
     ):
         self.layout = layout
         self.dtypes = dtypes
         self.parameters = parameters
         self.what = what
+        self._strategy = around.strategy
         views = ParameterViews(layout, parameters, what, dtypes.compute, around.device)
         self.views = views
-        self.weight = Weight(layout, dtypes, views, what, around)
-        self.gradient = Gradient(layout, dtypes, views, what, around)
         self.owned_range = around.owned_range
         """(index, count): this rank's master is range ``index`` of ``count`` equal ones."""
+        self.state: TierState | None = None
+        """What lies on another tier than the device: master and ``moments``, and the weight perhaps."""
+        kinds = self._kinds_on_tier(moments)
+        if kinds:
+            tier, tiers, pins = around.strategy.tier, around.tiers, around.device.type != "cpu"
+            assert tiers is not None and tier != "device", "a tier off the device has files or host memory"
+            self.state = TierState(what, tier, kinds, tiers, pins)
+            around.ledger.take(tier, what, self.state.nbytes)
+        self.weight = Weight(layout, dtypes, views, what, around, self.state)
+        self.gradient = Gradient(layout, dtypes, views, what, around)
         self.copy = (around.dp.index // self.owned_range[1], around.dp.size // self.owned_range[1])
         """(index, count): this rank is number ``index`` of ``count`` that hold the same range of the reduced
         gradient."""
@@ -40,10 +57,37 @@ class BucketState:
         """Elements [start, stop) of the bucket that this rank writes into a checkpoint: of those that several ranks
         hold, the first one does."""
 
+    def _kinds_on_tier(self, moments: Sequence[str]) -> dict[str, TierTensor]:
+        strategy, layout, dtypes = self._strategy, self.layout, self.dtypes
+        weight, state = strategy.weight_tier != "device", layout.key.trained and strategy.tier != "device"
+        kinds = {}
+        if weight:
+            elements = layout.shard_elements if strategy.cuts_weight else layout.elements
+            kinds["weight"] = TierTensor(elements, dtypes.compute)
+        if state and not (weight and dtypes.master == dtypes.compute):
+            kinds["master"] = TierTensor(self.owned_elements, dtypes.master)
+        if state:
+            kinds |= dict.fromkeys(moments, TierTensor(self.owned_elements, dtypes.master))
+        return kinds
+
     @property
     def owned_elements(self) -> int:
         """Elements that this rank updates, padding included."""
         return self.layout.elements // self.owned_range[1]
+
+    def holds(self, kind: str) -> bool:
+        """Whether that kind lies on another tier than the device."""
+        return self.state is not None and kind in self.state.kinds
+
+    @contextmanager
+    def opened(self, changes: bool = False) -> Iterator[None]:
+        """Master and moments are in memory inside, the last update done; ``changes``: and what is written stays."""
+        self.weight.finish_update()
+        if self.state is None:
+            yield
+            return
+        with self.state.opened(changes):
+            yield
 
     def fill(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
         """Weights from outside, those of ``wanted`` slots: each rank asks for the elements that it owns alone."""
@@ -52,8 +96,11 @@ class BucketState:
 
     def write(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
         """The first half of ``fill``: into what this rank updates."""
+        with self.opened(changes=True):
+            self._write(fill, wanted)
+
+    def _write(self, fill: Fill, wanted: Callable[[Slot], bool]) -> None:
         weight = self.weight
-        weight.finish_update()
         target, (index, count) = weight.master, self.owned_range
         if target is None:  # frozen
             target = weight.shard
@@ -69,5 +116,6 @@ class BucketState:
         if weight.master is None:
             weight.renew()
         else:
-            weight.copy_from_master()
+            with self.opened(changes=self.holds("weight")):
+                weight.copy_from_master()
             weight.gather_updated().wait()

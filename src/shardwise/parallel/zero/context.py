@@ -11,6 +11,7 @@ import torch
 from shardwise.comm.collectives import Group
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
+from shardwise.memory.tier import Tiers
 from shardwise.plan.lists import Strategy
 from shardwise.plan.unit import Bucket
 
@@ -32,6 +33,8 @@ class BucketContext:
     """Staging memory of gradients."""
     ledger: Ledger
     device: torch.device
+    tiers: Tiers | None = None
+    """Where state lies off the device."""
 
     @classmethod
     def of(
@@ -42,11 +45,12 @@ class BucketContext:
         gradients: SlotPool,
         ledger: Ledger,
         device: torch.device,
+        tiers: Tiers | None = None,
     ) -> "BucketContext":
         """That of buckets which lie as ``strategy`` says. ``group_over``: the group of some axes together."""
         outer, inner = strategy.axes
         shard, replicate, both = (group_over(axes) for axes in ((inner,), (outer,), (outer, inner)))
-        return cls(strategy, shard, replicate, both, weights, gradients, ledger, device)
+        return cls(strategy, shard, replicate, both, weights, gradients, ledger, device, tiers)
 
     @property
     def owned_range(self) -> tuple[int, int]:

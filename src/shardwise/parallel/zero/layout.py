@@ -14,12 +14,14 @@ With ranks on both axes stage 3 is HSDP (MiCS, hpZ). The Actions that follow fro
 Papers: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Zhao et al. 2023, arXiv:2304.11277 (FSDP).
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 
+from shardwise.memory.offload import OffloadPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
-from shardwise.plan.placement import Partial, Placement, Replicate, Shard
+from shardwise.plan.placement import Partial, Placement, Replicate, Shard, Tier
 from shardwise.plan.plan import Buffers
 from shardwise.plan.unit import Unit
 from shardwise.precision.policy import Dtypes
@@ -27,40 +29,80 @@ from shardwise.precision.policy import Dtypes
 _WHOLE, _CUT, _ADDEND = Replicate(), Shard(), Partial()
 
 
-def strategy_of(policy: ZeroPolicy, mesh: Mesh, axes: StateAxes = DENSE, windows: bool = False) -> Strategy:
+def strategy_of(
+    policy: ZeroPolicy,
+    mesh: Mesh,
+    axes: StateAxes = DENSE,
+    windows: bool = False,
+    tier: Tier = "device",
+    weight_tier: Tier = "device",
+) -> Strategy:
     """The row of the table for state on ``axes``. On one shard rank every stage is stage 0: there is nothing to cut.
 
     ``windows``: whether weights are to have windows there too, as cut ones have: memory of their own in between.
+    ``tier``: of master and moments; ``weight_tier``: of the weight, between its windows.
     """
     if mesh.size(axes[1]) == 1 or policy.stage == 0:
-        return Strategy((_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE), windows, axes)
+        return Strategy(
+            (_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE), windows, tier, weight_tier, axes
+        )
     reduces_each = policy.reduce == "microbatch" or (policy.reduce == "auto" and policy.stage >= 2)
     return Strategy(
         weight=(_WHOLE, _CUT if policy.stage == 3 else _WHOLE),
         grad=(_ADDEND, _CUT if reduces_each else _ADDEND),
         master=(_WHOLE, _CUT),
+        tier=tier,
+        weight_tier=weight_tier,
         axes=axes,
     )
 
 
-def strategies_of(policy: ZeroPolicy, mesh: Mesh, units: Iterable[Unit]) -> list[Strategy]:
-    """Of each Unit the row of its state."""
-    return [strategy_of(policy, mesh, unit.axes) for unit in units]
+def moved(policy: OffloadPolicy, units: Sequence[Unit]) -> list[bool]:
+    """Whether state of a Unit lies elsewhere than on the device: of ``fraction`` of those that have any to move.
+
+    The first ones stay: in a step's beginning they compute, and the others are still updated.
+    """
+    if policy.optimizer == "device":
+        return [False] * len(units)
+    weights_too = policy.parameters != "device"
+    could = [any(bucket.key.trained or weights_too for bucket in unit.buckets) for unit in units]
+    stay = sum(could) - math.ceil(policy.fraction * sum(could))
+    found = []
+    for each in could:
+        found.append(each and stay <= 0)
+        stay -= each
+    return found
+
+
+def strategies_of(
+    policy: ZeroPolicy, mesh: Mesh, units: Sequence[Unit], offload: OffloadPolicy | None = None
+) -> list[Strategy]:
+    """Of each Unit the row of its state, all on the device where ``offload`` is left out."""
+    offload = offload or OffloadPolicy()
+    return [
+        strategy_of(policy, mesh, unit.axes, tier=offload.optimizer, weight_tier=offload.parameters)
+        if is_moved
+        else strategy_of(policy, mesh, unit.axes)
+        for unit, is_moved in zip(units, moved(offload, units), strict=True)
+    ]
 
 
 def buffers(strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence[str]) -> tuple[Buffers, ...]:
     """The persistent flat buffers of one bucket.
 
-    A master of the compute dtype is the weight itself (or a view of it) and takes no bytes of its own.
+    A master of the compute dtype on the weight's tier is the weight itself (or a view of it) and takes no bytes of its
+    own.
     """
 
-    def placed(kind: str, itemsize: int, placement: tuple[Placement, Placement]) -> Buffers:
-        return Buffers(kind, itemsize, dict(zip(strategy.axes, placement, strict=True)))
+    def placed(
+        kind: str, itemsize: int, placement: tuple[Placement, Placement], tier: Tier = "device"
+    ) -> Buffers:
+        return Buffers(kind, itemsize, dict(zip(strategy.axes, placement, strict=True)), tier)
 
-    rows = [placed("weight", dtypes.compute.itemsize, strategy.weight)]
+    rows = [placed("weight", dtypes.compute.itemsize, strategy.weight, strategy.weight_tier)]
     if trained:
         rows.append(placed("grad", dtypes.grad.itemsize, strategy.grad))
-        if dtypes.master != dtypes.compute:
-            rows.append(placed("master", dtypes.master.itemsize, strategy.master))
-        rows += [placed(moment, dtypes.master.itemsize, strategy.master) for moment in moments]
+        if dtypes.master != dtypes.compute or strategy.tier != strategy.weight_tier:
+            rows.append(placed("master", dtypes.master.itemsize, strategy.master, strategy.tier))
+        rows += [placed(moment, dtypes.master.itemsize, strategy.master, strategy.tier) for moment in moments]
     return tuple(rows)

@@ -4,7 +4,8 @@
     shard           [P]      [P]           [P]            [P/N] + a slot [P] while unsharded
     master          [P]      [P/N]         [P/N]          [P/N]
 
-A master of the compute dtype is the kept weight itself or this rank's range of it.
+A master of the compute dtype on the same tier is the kept weight itself or this rank's range of it. One on a disk is
+empty between updates (memory/tier.py).
 
     SUMMONED   the parameters show memory outside: the user's before ``attach`` and after ``give_back``, a whole copy
                between ``summon`` and ``restore``
@@ -23,7 +24,8 @@ A master of the compute dtype is the kept weight itself or this rank's range of 
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from enum import Enum
 from typing import NamedTuple
 
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import DONE, Pending
+from shardwise.memory.tier import TierState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.views import ParameterViews
 from shardwise.plan.errors import UsageError
@@ -71,7 +74,13 @@ class Weight:
     """See the module's docstring. ``what`` names the bucket in errors."""
 
     def __init__(
-        self, layout: Bucket, dtypes: Dtypes, views: ParameterViews, what: str, around: BucketContext
+        self,
+        layout: Bucket,
+        dtypes: Dtypes,
+        views: ParameterViews,
+        what: str,
+        around: BucketContext,
+        state: TierState | None,
     ):
         self.layout = layout
         self.dtypes = dtypes
@@ -82,28 +91,54 @@ class Weight:
         """Whether the parameters show the weight inside its Unit's windows alone."""
         self._around = around
         strategy = around.strategy
-        self._updates_range = strategy.cuts_master and not strategy.cuts_weight
-        """Whether the whole weight is kept and this rank updates its range of it alone."""
         self._own = around.own_range(layout)
         piece = layout.shard_elements
-        self._shard = torch.zeros(
-            piece if strategy.cuts_weight else layout.elements, dtype=dtypes.compute, device=around.device
-        )
+        self._held = state if state is not None and "weight" in state.kinds else None
+        """Where the weight lies between windows, if not on the device."""
+        if self._held is not None:
+            self._shard = self._held.tensors["weight"]
+        else:
+            elements = piece if strategy.cuts_weight else layout.elements
+            self._shard = torch.zeros(elements, dtype=dtypes.compute, device=around.device)
         self.master: Tensor | None = None
         """What the optimizer updates; None where the bucket is frozen."""
-        if layout.key.trained:
+        if state is not None:
+            self._follow(state.tensors)
+            state.followers.append(self._follow)
+        elif layout.key.trained:
             if dtypes.master == dtypes.compute:
-                self.master = self.shard[self._own] if self._updates_range else self.shard
+                self.master = self._shard[self._own] if self._updates_range else self._shard
             else:
                 elements = piece if strategy.cuts_master else layout.elements
                 self.master = torch.zeros(elements, dtype=dtypes.master, device=around.device)
-        around.ledger.take("weights", what, self.shard.nbytes)
-        if self.master is not None and not self.shares_master:
+        if self._held is None:
+            around.ledger.take("weights", what, self._shard.nbytes)
+        if self.master is not None and state is None and not self.shares_master:
             around.ledger.take("master", what, self.master.nbytes)
-        self._full: Tensor | None = None if self.has_window else self.shard
+        self._full: Tensor | None = None if self.has_window else self._shard
         self._gathering: Pending = DONE
+        self._updating: Future[None] | None = None
+        """An update on another tier, under way since the step."""
         self._shown: dict[int, Shown] = {}
         """Parameters that show memory outside, by place."""
+
+    @property
+    def shares_master(self) -> bool:
+        """True where the weight is its own master: what is written into it stays."""
+        strategy = self._around.strategy
+        together = strategy.tier == strategy.weight_tier
+        return not self.layout.key.trained or (together and self.dtypes.master == self.dtypes.compute)
+
+    @property
+    def _updates_range(self) -> bool:
+        """Whether the whole weight is kept and this rank updates its range of it alone."""
+        return self._around.strategy.cuts_master and not self._around.strategy.cuts_weight
+
+    def _follow(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._held is not None:
+            self._shard = tensors["weight"]
+        if self.layout.key.trained:
+            self.master = tensors["weight" if self.shares_master else "master"]
 
     @property
     def shard(self) -> Tensor:
@@ -140,10 +175,27 @@ class Weight:
         """Begin to gather the weight into its slot, where it is sharded."""
         if self.state is not _SHARDED:
             return
+        self.finish_update()
         self._full = self._around.weights.acquire(self.what, self.layout.elements, self.dtypes.compute)
         # Before the collective, which may fail: ``reshard`` then finds a slot to give back.
         self._enter(_GATHERING)
-        self._gathering = self._around.shard.all_gather(self._full, self.shard, self.what)
+        if self._held is None:
+            self._gathering = self._around.shard.all_gather(self._full, self._shard, self.what)
+        else:
+            self._gathering = self._brought(self._held, self._full)
+
+    def _brought(self, held: TierState, full: Tensor) -> Pending:
+        """From its tier; ranks that hold pieces send each other what each has brought."""
+        if not self._around.strategy.cuts_weight:
+            arrive = held.bring("weight", full)
+
+            def finish() -> None:
+                arrive()
+
+            return Pending(finish)
+        own = full[self._own]
+        held.bring("weight", own)()
+        return self._around.shard.all_gather(full, own, self.what)
 
     def finish_unshard(self) -> None:
         """Wait for the weight, where it is under way, and let the parameters show it."""
@@ -159,8 +211,11 @@ class Weight:
         self.views.restore_versions()
 
     def finish_update(self) -> None:
-        """Wait for the gather that an update left on its way: before anything reads the whole weight, or writes into
-        the range that this rank sends of it."""
+        """Wait for what an update left on its way, elsewhere or between ranks: before anything reads the whole weight,
+        or writes into the range that this rank sends of it. Errors: TierError, DamagedError."""
+        if self._updating is not None:
+            self._updating.result()
+            self._updating = None
         if not self.has_window:
             self.finish_unshard()
 
@@ -188,16 +243,22 @@ class Weight:
 
     def gathered_copy(self, source: Tensor | None = None) -> Tensor:
         """The whole weight (or another tensor that is cut like the master) in new memory; collective."""
-        source = self.shard if source is None else source
+        source = self._near(source)
         if source.numel() == self.layout.elements:
             return source
         full = torch.empty(self.layout.elements, dtype=source.dtype, device=source.device)
         self._around.shard.all_gather(full, source, self.what, purpose="control").wait()
         return full
 
+    def _near(self, source: Tensor | None) -> Tensor:
+        """``source``, or the kept weight, where the model computes; a copy of what leaves with its tier."""
+        if source is not None:
+            return source
+        return self.shard if self._held is None else self.shard.to(self._around.device, copy=True)
+
     def gathered_slot(self, place: int, source: Tensor | None = None) -> Tensor:
         """One parameter of it, whole, in its shape: each rank sends the range that it has. Collective."""
-        source, slot = self.shard if source is None else source, self.layout.slots[place]
+        source, slot = self._near(source), self.layout.slots[place]
         if source.numel() == self.layout.elements:
             return source[slot.offset : slot.offset + slot.elements].view(slot.shape)
         group, piece = self._around.shard, self.layout.shard_elements
@@ -274,7 +335,7 @@ class Weight:
         for held in (self.shard, *kept_apart):
             first = 0 if held.numel() == self.layout.elements else self._own.start
             start, stop, local = _overlap(slot, first, first + held.numel())
-            mine, new = held[local : local + stop - start], whole[start:stop]
+            mine, new = held[local : local + stop - start], whole[start:stop].to(held.device)
             if start < stop and mine.data_ptr() != new.data_ptr():
                 kept = mine.to(new.dtype) == new
                 mine.copy_(torch.where(kept, mine, new.to(mine.dtype)))
@@ -286,18 +347,15 @@ class Weight:
             return
         self.finish_update()
         same = all(dtype == self.dtypes.compute for dtype in dtypes)
-        source = self.shard if same or self.master is None else self.master
+        source = self.shard if same or self.master is None else self.master.to(self._around.device)
         if source is not self._full:
+            if source is self._shard or self.shares_master:
+                source = self._near(None)
             self._show(dict(enumerate(self.views.fresh(self.gathered_copy(source)))))
         for parameter, dtype in zip(self.views.parameters, dtypes, strict=True):
             parameter.data = parameter.data.to(dtype)
 
     # Updates ---------------------------------------------------------------------------------------------------
-
-    @property
-    def shares_master(self) -> bool:
-        """True where the weight is its own master: what is written into it stays."""
-        return self.master is None or self.dtypes.master == self.dtypes.compute
 
     @property
     def rounded(self) -> Tensor | None:
@@ -311,24 +369,40 @@ class Weight:
         if self.master is None:
             return
         self.finish_update()
-        if self.state is _UNSHARDED and self._full is not None:
-            self.views.check(self._full, None if self.shares_master else self.dtypes.master)
+        self._check()
         rounded = self.rounded
         if rounded is not None and not is_rounded:
             rounded.copy_(self.master)
         self.renew()
+
+    def _check(self) -> None:
+        if self.state is _UNSHARDED and self._full is not None:
+            self.views.check(self._full, None if self.shares_master else self.dtypes.master)
+
+    def begin_update(self, begin: Callable[[Tensor | None], "Future[None]"]) -> None:
+        """Another thread updates the master and rounds it into the tensor that ``begin`` is given, or, for None, into
+        the weight on its tier; ``finish_update``, or any use of the parameters, waits."""
+        self.finish_update()
+        self._check()
+        rounded = None if self._held is not None else self.rounded
+        self.renew()
+        self._updating = begin(rounded)
+        if self.state is _UNSHARDED and not self.has_window:
+            self._enter(_GATHERING)
+            self.views.expect(self.finish_update)
 
     def gather_updated(self, beside: bool = False) -> Pending:
         """After ``copy_from_master``: gather the other ranks' ranges where the weight is kept whole and the master is
         not. ``beside``: what comes next goes on meanwhile; ``finish_unshard``, or any use of the parameters, waits."""
         if not self._updates_range:
             return DONE
+        self.finish_update()
         gathering = self._around.shard.all_gather(self._shard, self._shard[self._own], self.what)
         if not beside or self.state is not _UNSHARDED:
             return gathering
         self._gathering = gathering
         self._enter(_GATHERING)
-        self.views.expect(self.finish_unshard)
+        self.views.expect(self.finish_update)
         return DONE
 
     def renew(self) -> None:

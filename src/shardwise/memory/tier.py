@@ -1,0 +1,275 @@
+"""Tiers: weights, masters and moments that lie elsewhere than on the device, and the thread that updates them there.
+
+    tier      between steps                    for an update
+    device    on the device                    there, by the caller's thread
+    host      in host memory, pinned           there, beside the device: gradients come down, weights go up
+    disk      in files of this rank            in host memory, in one of a few blocks (staging)
+
+An update needs the norm of all gradients, and nobody needs an updated weight before its Unit computes again. So STEP of
+a Unit on a tier only begins when the norm is known. One thread does what the list has, in its order, while the next
+step's forward pass computes the Units before; whoever uses the Unit's weights waits (``Weight.finish_update``):
+
+    caller    NORM STEP(u0) | UNSHARD(u0) F(u0)  UNSHARD(u1) F(u1)  UNSHARD(u2) F(u2) ...
+    thread                  | LOAD(u1) LOAD(u2) STEP(u1) STORE(u1)  STEP(u2) STORE(u2) ...
+    disk                    |  read u1  read u2         write u1           write u2
+
+Numbers are those of an update at the step's end, to the bit: same kernels, same gradients, same divisor, no step late.
+
+Papers: ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840; ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857;
+SuperOffload, Lian et al. 2025, arXiv:2509.21271 (which speculates that no gradient is clipped).
+
+Cost: host memory for 2 x ``buffers`` Units of the largest size, where state lies on a disk; its bytes read and written
+once a step, a weight's also read for every window.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.memory.direct_io import aligned_empty, rounded_up
+from shardwise.memory.scratch import DiskScratch
+from shardwise.memory.streams import to_computation
+from shardwise.plan.placement import Tier
+
+
+class Staging:
+    """Blocks of host memory, at most ``limit``, that state passes through on its way from and to a disk."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._free: list[Tensor] = []
+        self._used = self._used_bytes = 0
+        self._leaving: deque[tuple[Tensor, Sequence[Future[None]]]] = deque()
+        """Blocks that are being written, the first of them first."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks, in use or not."""
+        return self._used_bytes + sum(block.nbytes for block in self._free)
+
+    def take(self, nbytes: int, beyond: bool = False) -> Tensor:
+        """A block of so many bytes, on a page. ``beyond``: one more where all are in use, instead of waiting for the
+        first that is being written."""
+        while self._used >= self._limit and self._leaving and not beyond:
+            self._wait_for_one()
+        self._free.sort(key=lambda block: block.nbytes)
+        place = next((i for i, block in enumerate(self._free) if block.nbytes >= nbytes), None)
+        if place is not None:
+            block = self._free.pop(place)
+        else:
+            while self._free and self._used + len(self._free) >= self._limit:
+                self._free.pop(0)
+            block = aligned_empty(nbytes, torch.uint8)
+        self._used += 1
+        self._used_bytes += block.nbytes
+        return block
+
+    def give(self, block: Tensor, writes: Sequence[Future[None]] = ()) -> None:
+        """The block is free as soon as ``writes`` are done."""
+        self._leaving.append((block, writes))
+        while self._leaving and all(write.done() for write in self._leaving[0][1]):
+            self._wait_for_one()
+
+    def settle(self) -> None:
+        """All writes are done. Errors: TierError."""
+        while self._leaving:
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        block, writes = self._leaving.popleft()
+        self._used -= 1
+        self._used_bytes -= block.nbytes
+        self._free.append(block)
+        for write in writes:
+            write.result()
+
+
+class Tiers:
+    """What all state of an engine that lies on tiers shares: files, staging memory, the thread."""
+
+    def __init__(self, scratch: DiskScratch | None, buffers: int):
+        self.scratch = scratch
+        self.staging = Staging(2 * buffers)
+        self._thread = ThreadPoolExecutor(1, "shardwise tiers")
+        self._failure: BaseException | None = None
+
+    def begin(self, job: Callable[[], None]) -> "Future[None]":
+        """``job`` after all that began before. Its result, and that of every later one, is the first error."""
+        return self._thread.submit(self._do, job)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            with torch.no_grad():
+                job()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def settle(self) -> None:
+        """Everything that began is done, and on the disk. Errors: TierError, DamagedError."""
+        self.begin(self.staging.settle).result()
+
+    def close(self) -> None:
+        """The end: files are removed. What is under way ends first; its errors are nobody's any more."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self.scratch is not None:
+            self.scratch.close()
+
+
+class TierTensor(NamedTuple):
+    """One of a bucket's flat tensors that lie on a tier."""
+
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements."""
+        return self.elements * self.dtype.itemsize
+
+
+class TierState:
+    """What of one bucket lies on a tier, flat, by kind: "weight", "master", "exp_avg" ...
+
+    Followers are told where the tensors are whenever that changes; while they are on the disk these are empty.
+    """
+
+    def __init__(self, what: str, tier: Tier, kinds: Mapping[str, TierTensor], tiers: Tiers, pins: bool):
+        self.what = what
+        self.tier = tier
+        self.kinds = dict(kinds)
+        self.tiers = tiers
+        self.followers: list[Callable[[Mapping[str, Tensor]], None]] = []
+        self._opened = 0
+        self._changes = False
+        self._block: Tensor | None = None
+        self._reads: list[Future[None]] = []
+        self._writes: dict[str, Future[None]] = {}
+        """Of the update under way, by kind."""
+        self._nowhere = {kind: torch.empty(0, dtype=each.dtype) for kind, each in self.kinds.items()}
+        self.tensors: Mapping[str, Tensor]
+        """By kind; empty ones while they lie on the disk."""
+        if tier == "disk":
+            self._take_block()
+            self.tensors = self._views()
+            for tensor in self.tensors.values():
+                tensor.zero_()
+        else:
+            self.tensors = {
+                kind: torch.zeros(each.elements, dtype=each.dtype, pin_memory=pins)
+                for kind, each in self.kinds.items()
+            }
+
+    @property
+    def master(self) -> str:
+        """TierTensor of the tensor that the optimizer updates: a weight of its dtype is its own master."""
+        return "master" if "master" in self.kinds else "weight"
+
+    @property
+    def nbytes(self) -> int:
+        """On its tier."""
+        return sum(kind.nbytes for kind in self.kinds.values())
+
+    def _take_block(self, beyond: bool = False) -> None:
+        size = sum(rounded_up(kind.nbytes) for kind in self.kinds.values())
+        self._block = self.tiers.staging.take(size, beyond)
+
+    def _views(self) -> dict[str, Tensor]:
+        assert self._block is not None, f"{self.what}: its state is in no block"
+        found, start = {}, 0
+        for name, kind in self.kinds.items():
+            found[name] = self._block[start : start + kind.nbytes].view(kind.dtype)
+            start += rounded_up(kind.nbytes)
+        return found
+
+    def _point(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        for follower in self.followers:
+            follower(tensors)
+
+    # In the thread ---------------------------------------------------------------------------------------------
+
+    def load(self, kinds: Collection[str] | None = None, beyond: bool = False) -> None:
+        """LOAD: begin to read, into a block; by itself all but a weight that is rounded from its master."""
+        scratch = self.tiers.scratch
+        assert scratch is not None and self._block is None, f"{self.what}: its state is here already"
+        self._take_block(beyond)
+        if kinds is None:
+            kinds = [kind for kind in self.kinds if kind != "weight" or self.master == "weight"]
+        views = self._views()
+        self._reads = [scratch.read(kind, self.what, views[kind]) for kind in kinds]
+
+    def arrive(self) -> None:
+        """The state is here. Errors: TierError, DamagedError."""
+        if self.tier != "disk":
+            return
+        for read in self._reads:
+            read.result()
+        self._reads = []
+        self._point(self._views())
+
+    def begin_write(self, kind: str) -> None:
+        """Begin to write one kind; who asks to read it from now on gets the new numbers."""
+        if self.tier == "disk":
+            scratch = self.tiers.scratch
+            assert scratch is not None and self._block is not None, f"{self.what}: its state is not here"
+            self._writes[kind] = scratch.write(kind, self.what, self.tensors[kind])
+
+    def store(self) -> None:
+        """STORE: begin to write what is not under way, and give the block back."""
+        for kind in self.kinds:
+            if kind not in self._writes:
+                self.begin_write(kind)
+        self._leave(list(self._writes.values()))
+        self._writes = {}
+
+    def _leave(self, writes: Sequence[Future[None]] = ()) -> None:
+        assert self._block is not None, f"{self.what}: its state is not here"
+        self._point(self._nowhere)
+        self.tiers.staging.give(self._block, writes)
+        self._block = None
+
+    # From outside ----------------------------------------------------------------------------------------------
+
+    def bring(self, kind: str, into: Tensor) -> Callable[[], object]:
+        """Begin to bring all of one kind into ``into``, where the model computes. The call that is returned waits."""
+        if self.tier == "disk":
+            scratch = self.tiers.scratch
+            assert scratch is not None, "a disk has files"
+            return scratch.read(kind, self.what, into).result
+        return to_computation(self.tensors[kind], into)
+
+    @contextmanager
+    def opened(self, changes: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        """The tensors are in memory inside; ``changes``: and are written back at the end.
+
+        Between steps alone, when the last update is over. Errors: TierError, DamagedError.
+        """
+        if self.tier != "disk":
+            yield self.tensors
+            return
+        self._changes |= changes
+        if not self._opened:
+            self.tiers.begin(self._come).result()
+        self._opened += 1
+        try:
+            yield self.tensors
+        finally:
+            self._opened -= 1
+            if not self._opened:
+                leave = self.store if self._changes else self._leave
+                self._changes = False
+                self.tiers.begin(leave).result()
+
+    def _come(self) -> None:
+        """In the thread, behind a STORE that is still to come. New state is here already."""
+        if self._block is None:
+            self.load(list(self.kinds), beyond=True)
+            self.arrive()
