@@ -126,7 +126,7 @@ def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
             "partition": layout.partition,
         },
         "recompute": layout.recompute,
-        "tiles": {"logits": layout.tile or "off"},
+        "tiles": {"logits": layout.tile or "off", "mlp": layout.tile or "off"},
         "check_first_step": check,
         "batch": {"accumulation": layout.microbatches},
         "optimizer": OPTIMIZER,

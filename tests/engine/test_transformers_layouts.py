@@ -32,7 +32,7 @@ def batches(step: int) -> list[dict[str, Tensor]]:
 def trained(world: Any, pp: int, tp: int, tied: bool, tile: int | None = None) -> Any:
     """Losses and norms of three steps, validation loss, logits."""
     config = {
-        "tiles": {"logits": tile},
+        "tiles": {"logits": tile, "mlp": tile or "off"},
         "mesh": {"pp": pp, "tp": tp},
         "batch": {"accumulation": MICROBATCHES},
         "optimizer": {"type": "adamw", "lr": 0.01},
@@ -109,7 +109,7 @@ def test_by_tiles_gradients_are_those_of_the_whole() -> None:
     logits = model(tokens).logits[:, :-1]
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
     expected.backward()
-    engine = shardwise.initialize(make(), {"tiles": {"logits": 3}, "precision": "fp64"})
+    engine = shardwise.initialize(make(), {"tiles": {"logits": 3, "mlp": 3}, "precision": "fp64"})
     output = engine(input_ids=tokens, labels=labels)
     engine.backward(output.loss)
     assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-14)

@@ -10,7 +10,7 @@ The Plan comes first and touches no module; here the module is cut to it. On the
                        told of the run, by names of the whole model and of how tokens lie on "tp" by then, and stacks of
                        them are cut
     5  stages          along "pp"; what is built only here (LayerSpec) gets lines 3 and 4 of dropout and experts now
-    6  tiles           after slices, which put modules of their own in the places of heads
+    6  tiles           after slices, which put modules of their own in the places of heads and projections
 
 and on each stage:
 
@@ -120,7 +120,7 @@ def apply_to_model(
     )
     cut_experts(model, stacks, ranks, replay)
     if groups["pp"].size == 1:
-        tile_model(model, tiles, at_once=True)
+        tile_model(model, tiles, replay, at_once=True)
         return {0: (model, None)}
     here = range(groups["pp"].index, len(starts) + 1, groups["pp"].size)
     stages = cut(model, starts, here, described.uses)
@@ -128,7 +128,7 @@ def apply_to_model(
         replace_dropout(stage.module, seed, replay)
         surround(stage.module, seed, replay, loads, tp, layout)
         cut_experts(stage.module, stacks, ranks, replay)
-        tile_model(stage.module, tiles, keeps_one_pass)
+        tile_model(stage.module, tiles, replay, keeps_one_pass)
     return {index: (stage.module, stage.run) for index, stage in stages.items()}
 
 

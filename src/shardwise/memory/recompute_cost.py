@@ -9,6 +9,9 @@ Elements that one block keeps per token without recomputation, each storage once
 The block's input (one of the 2·D under the norms) is kept by any scope. S are the attention weights: H times the score
 elements of ``kernels.attention`` over T where it keeps them, else none.
 
+With ``tiles.mlp`` a block keeps of its feed-forward part what enters it alone, and its backward pass runs all of the
+part again.
+
     full         keeps D                 repeats all products but the last, whose output nobody needs
     selective    keeps all but S         repeats the two products of the attention: 4·K·S operations a token
 
@@ -39,15 +42,18 @@ class BlockShape(NamedTuple):
     """SwiGLU and RMSNorm (llama), or GELU and LayerNorm (gpt2)."""
 
 
-def kept_elements(shape: BlockShape, scope: Scope, pieces: int = 1) -> int:
+def kept_elements(shape: BlockShape, scope: Scope, pieces: int = 1, tiled_mlp: bool = False) -> int:
     """Elements kept between forward and backward by one block, its input included.
 
     ``pieces``: into how many ranks' parts the sequence is cut in front of the projections (tensor parallelism).
+    ``tiled_mlp``: the feed-forward part works by tiles of tokens, and its input is kept as all ranks' part has it.
     """
     tokens, d, f = shape.batch * shape.sequence, shape.width, shape.hidden
     if scope == "full":
         return tokens // pieces * d
     per_row, activations = (1, 3 * f) if shape.is_gated else (2, f)
+    if tiled_mlp:
+        f, activations = (0 if pieces == 1 else d - d // pieces), 0
     queries, values = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     before = tokens // pieces * (2 * (d + per_row) + 2 * d)
     kept = before + tokens * (queries + f + queries + 2 * values + activations)

@@ -1,6 +1,7 @@
 """TilesPolicy: what is computed a tile of tokens at a time, so that it never exists whole.
 
 logits   head and loss as one (kernels/head_loss.py): no whole logits, and no gradient of them
+mlp      feed-forward parts (memory/tiled.py): what lies between their matrices
 """
 
 from typing import Annotated, Any, Literal
@@ -28,3 +29,7 @@ class TilesPolicy(Policy):
     logits on a CPU, 512 MiB elsewhere, at least 128; what fits into one tile is computed without. Left out: ``auto``
     for models whose training pass gives the loss alone (ours), ``off`` for others. A model that it does not serve is
     refused."""
+    mlp: Tokens = "off"
+    """Feed-forward parts by tiles of so many tokens, computed again in the backward pass: their intermediate results
+    exist for one tile. ``auto``: as many tokens as give 64 MiB of them on a CPU, 512 MiB elsewhere. A model that it
+    does not serve is refused."""

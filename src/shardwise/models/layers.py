@@ -96,7 +96,12 @@ class SwiGlu(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(gated(self.gate_up(x))))
+        return self.dropout(self.net(x))
+
+    def net(self, x: Tensor) -> Tensor:
+        """What is computed of each token alone."""
+        y: Tensor = self.down(gated(self.gate_up(x)))
+        return y
 
 
 class GeluMlp(nn.Module):
@@ -109,7 +114,12 @@ class GeluMlp(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+        return self.dropout(self.net(x))
+
+    def net(self, x: Tensor) -> Tensor:
+        """What is computed of each token alone."""
+        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return y
 
 
 class ExpertMlp(MixtureOfExperts):

@@ -44,6 +44,8 @@ class _Cut(nn.Module):
         self.name = name
         self.region = region
         self.sees_whole = sees_whole
+        self.used_by: tuple[nn.Module, ...] = ()
+        """The module around it whose forward uses its parameters too; in a tuple, for it is no part of this one."""
 
     @property
     def cut(self) -> bool:
@@ -74,14 +76,23 @@ class ColumnLinear(_Cut):
         super().__init__(replaced, name, region, sees_whole)
         self.transposed = transposed
         self.enters = enters
+        self.is_local = False
+        """While a module around it does the exchange: the product alone."""
         self.out_features = self.weight.shape[1 if transposed else 0]
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.mT if self.transposed else self.weight
-        if not self.enters:
+        if self.is_local or not self.enters:
             return F.linear(x, weight, self.bias)
         x = self.region.inward(x, self.sees_whole)
         return column(x, weight, self.bias, self.region.group, self.cut, self.name)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What a local product begins with: [B, T, D]."""
+        if not self.enters:
+            return x
+        x = self.region.inward(x, self.sees_whole)
+        return (duals.gather if self.cut else duals.copy)(x, self.region.group, self.name)
 
 
 class RowLinear(_Cut):
@@ -100,11 +111,22 @@ class RowLinear(_Cut):
     ) -> None:
         super().__init__(replaced, name, region, sees_whole)
         self.transposed = transposed
+        self.is_local = False
+        """While a module around it does the exchange: this rank's addend alone."""
         self.out_features = self.weight.shape[1 if transposed else 0]
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.mT if self.transposed else self.weight
+        if self.is_local:
+            return F.linear(x, weight)
         y = _product(_Row, x, weight, None, self.region.group, self.cut, self.name)
+        return self._end(y)
+
+    def leave(self, addend: Tensor) -> Tensor:
+        """What becomes of the ranks' local products."""
+        return self._end((duals.scatter if self.cut else duals.reduce)(addend, self.region.group, self.name))
+
+    def _end(self, y: Tensor) -> Tensor:
         y = self.region.outward(y, self.sees_whole)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -29,10 +29,11 @@ class OwnUse:
         self._names: dict[int, str] = {}
         self._by_owner: dict[nn.Module, list[nn.Parameter]] = {}
         self._owners: dict[int, list[str]] = {}
-        for name, parameter, owner in owned:
+        for name, parameter, layer in owned:
+            owner = next(iter(getattr(layer, "used_by", ())), layer)
             self._names.setdefault(id(parameter), name)
             self._by_owner.setdefault(owner, []).append(parameter)
-            self._owners.setdefault(id(parameter), []).append(names[owner])
+            self._owners.setdefault(id(parameter), []).append(names[layer])
         self._parameters = list(
             {id(each): each for held in self._by_owner.values() for each in held}.values()
         )

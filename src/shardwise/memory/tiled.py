@@ -1,0 +1,131 @@
+"""A part of a model that treats every token alone, a tile of tokens at a time, computed again in the backward pass.
+
+    y[tile] = f(x[tile], W)                       forward: nothing is kept but x
+    dx[tile], dW += Jᵀ dy[tile]                   backward: f runs again for a tile, and is differentiated there
+
+What f makes on its way exists for one tile of tokens. The sums dW are kept in fp32 (fp64 for fp64) and leave once, for
+all tiles are one function of autograd: tiles with backward passes of their own would hand each parameter as many
+gradients, and a Unit that has got its first ones reduces.
+
+Paper: Kitaev et al. 2020, arXiv:2001.04451, section 4 (chunks of a feed-forward part).
+Cost:  one more forward pass of f; weights' gradients of one tile beside their sums.
+Shapes: N tokens, D width; x [..., D].
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from shardwise.memory.replay import Replay
+
+
+@_disable_dynamo
+def tiled(
+    module: nn.Module,
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    tokens: int,
+    replay: Replay,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
+    """``function(x)``, which uses the parameters of ``module``, ``tokens`` rows of ``x`` [..., D] at a time.
+
+    ``inside`` is entered around each run of it.
+    """
+    places = [
+        (each, key)
+        for each in module.modules()
+        for key, parameter in each._parameters.items()
+        if parameter is not None
+    ]
+    run = _TiledRun(function, places, tokens, replay.again(), inside)
+    weights = [owner._parameters[key] for owner, key in places]
+    y: Tensor = _Tiled.apply(run, x.reshape(-1, x.shape[-1]), *weights)
+    return y.view(*x.shape[:-1], -1)
+
+
+class _TiledRun:
+    """A function, its parameters' places, and what goes around it."""
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        places: Sequence[tuple[nn.Module, str]],
+        tokens: int,
+        again: AbstractContextManager[Any],
+        inside: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.function = function
+        self.places = places
+        self.tokens = tokens
+        self.again = again
+        self.inside = inside
+
+    def tiles(self, x: Tensor) -> Iterator[slice]:
+        """Rows of ``x`` [N, D]."""
+        return (slice(start, start + self.tokens) for start in range(0, len(x), self.tokens))
+
+    @contextmanager
+    def holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """The modules hold ``weights`` in the places of their parameters."""
+        before = [owner._parameters[key] for owner, key in self.places]
+        self._put(weights)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    def _put(self, weights: Sequence[Any]) -> None:
+        for (owner, key), weight in zip(self.places, weights, strict=True):
+            owner._parameters[key] = weight
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _TiledRun, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x, *weights)
+        y = None
+        with run.inside():
+            for tile in run.tiles(x):
+                part = run.function(x[tile])
+                if y is None:
+                    y = part.new_empty(len(x), part.shape[-1])
+                y[tile] = part
+        assert y is not None, "there is more than one tile"
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        run = ctx.run
+        x, *weights = ctx.saved_tensors
+        needs_x, *needs = ctx.needs_input_grad[1:]
+        leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, needs, strict=True)]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        sums: dict[int, Tensor] = {}
+        d_x = x.new_empty(x.shape) if needs_x else None
+        with torch.enable_grad(), run.again, run.inside(), run.holding(leaves):
+            for tile in run.tiles(x):
+                here = x[tile].detach().requires_grad_(needs_x)
+                wanted = [here, *trained] if needs_x else trained
+                found = list(torch.autograd.grad(run.function(here), wanted, grad[tile], allow_unused=True))
+                if d_x is not None:
+                    d_x[tile] = found.pop(0)
+                for leaf, each in zip(trained, found, strict=True):
+                    _add(sums, leaf, each)
+        return None, d_x, *(sums[id(leaf)].to(leaf.dtype) if id(leaf) in sums else None for leaf in leaves)
+
+
+def _add(sums: dict[int, Tensor], leaf: Tensor, grad: Tensor | None) -> None:
+    if grad is None:
+        return
+    if id(leaf) in sums:
+        sums[id(leaf)] += grad
+    else:
+        sums[id(leaf)] = grad.to(torch.promote_types(grad.dtype, torch.float32))
