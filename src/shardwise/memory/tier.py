@@ -169,7 +169,7 @@ class TierState:
 
     @property
     def master(self) -> str:
-        """TierTensor of the tensor that the optimizer updates: a weight of its dtype is its own master."""
+        """Which of them the optimizer updates: a weight of its dtype is its own master."""
         return "master" if "master" in self.kinds else "weight"
 
     @property
