@@ -96,7 +96,9 @@ error at every depth, with the nearest known one. All that is wrong in a file is
   unless `adam_w_mode` is false.
 - `"auto"` takes what the other keys say, else the default; without `fp16` and `bf16` the model's own dtypes stay.
 - `activation_checkpointing` wraps the model's blocks (`recompute`), with no call in the model.
-- Offloading to the CPU: on CPU ranks the state lies there already. On an accelerator it is refused."""
+- Offloading: `cpu` is `offload: host`, `nvme` is `disk`. Each Unit is updated where its state lies, beside the next
+  forward pass. Weights lie where their masters lie: where one block says `cpu` and the other `nvme`, both are on the
+  disk, and `offload_param` alone moves masters and moments too. On CPU ranks `cpu` asks for nothing."""
 """What stands before the tables."""
 
 

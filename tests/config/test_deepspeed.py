@@ -102,6 +102,8 @@ EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 COMET = {"comet": {"enabled": True, "project": "a"}}
 PROFILER = {"flops_profiler": {"enabled": True}}
 STAGE_3 = {"zero_optimization": {"stage": 3}}
+NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}}
+NVME_WEIGHTS = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}}
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "train_batch_size": ({}, 64),
     "train_micro_batch_size_per_gpu": ({}, 4),
@@ -135,6 +137,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "zero_optimization.stage": ({}, 3),
     "zero_optimization.offload_param.device": (STAGE_3, "cpu"),
     "zero_optimization.offload_optimizer.device": (STAGE_3, "cpu"),
+    "zero_optimization.offload_param.nvme_path": (NVME_WEIGHTS, "/b"),
+    "zero_optimization.offload_optimizer.nvme_path": (NVME, "/b"),
+    "zero_optimization.offload_optimizer.buffer_count": (NVME, 12),
+    "zero_optimization.offload_optimizer.ratio": (NVME, 0.25),
     "zero_optimization.cpu_offload": (STAGE_3, True),
     "zero_optimization.cpu_offload_param": (STAGE_3, True),
     "zero_optimization.cpu_offload_params": (STAGE_3, True),
@@ -366,7 +372,24 @@ def other_value(row: DeepSpeedKey) -> Any:
         ({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, "mics_shard_size: .*stage: 3 beside it"),
         (
             {"zero_optimization": {"offload_param": {"device": "nvme"}}},
-            "offload_param.device: .*instead: cpu",
+            "offload_param.nvme_path: null .*instead: a folder on that disk",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.nvme_path: null .*instead: a folder on that disk",
+        ),
+        (
+            set_in(NVME, "zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/b"}),
+            "offload_param.nvme_path: \"/b\" .*one folder in both blocks; .*offload_optimizer.nvme_path is '/a'",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+                    "cpu_offload_param": True,
+                }
+            },
+            "offload_optimizer.ratio: 0.5 .*1.0 beside offload_param",
         ),
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}}, "offload_optimizer alone"),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.params.cycle_min_lr is missing"),
@@ -531,3 +554,52 @@ def test_host_memory_is_a_tier_of_accelerators_and_where_cpu_ranks_keep_all_stat
 def test_mics_is_a_mesh_of_copies() -> None:
     found = resolve(load(set_in(STAGE_3, "zero_optimization.mics_shard_size", 2)), 8, "cpu").mesh
     assert (found.dp_replicate, found.dp_shard) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parameters", "found"),
+    [
+        (("none", {}), ("none", {}), {}),
+        (("cpu", {"nvme_path": "/a"}), None, {"optimizer": "host"}),
+        (("cpu", {"ratio": 0.4}), None, {"optimizer": "host", "fraction": 0.4}),
+        (("nvme", {"nvme_path": "/a", "ratio": 0.0}), None, {}),
+        (("nvme", {"nvme_path": "/a"}), None, {"optimizer": "disk", "disk_path": "/a"}),
+        (
+            ("nvme", {"nvme_path": "/a", "buffer_count": 5}),
+            None,
+            {"optimizer": "disk", "disk_path": "/a", "buffers": 2},
+        ),
+        (
+            ("nvme", {"nvme_path": "/a", "buffer_count": 0}),
+            None,
+            {"optimizer": "disk", "disk_path": "/a", "buffers": 1},
+        ),
+        (None, ("cpu", {}), {"optimizer": "host", "parameters": "host"}),
+        (None, ("nvme", {"nvme_path": "/a"}), {"optimizer": "disk", "parameters": "disk", "disk_path": "/a"}),
+        (
+            ("nvme", {"nvme_path": "/a"}),
+            ("cpu", {"nvme_path": "/b"}),
+            {"optimizer": "disk", "parameters": "disk", "disk_path": "/a"},
+        ),
+        (
+            ("cpu", {"nvme_path": "/b"}),
+            ("nvme", {"nvme_path": "/a"}),
+            {"optimizer": "disk", "parameters": "disk", "disk_path": "/a"},
+        ),
+        (
+            ("nvme", {"nvme_path": "/a/"}),
+            ("nvme", {"nvme_path": "/a"}),
+            {"optimizer": "disk", "parameters": "disk", "disk_path": "/a/"},
+        ),
+    ],
+)
+def test_offloaded_state_lies_where_the_lower_block_says(
+    optimizer: tuple[str, dict[str, Any]] | None,
+    parameters: tuple[str, dict[str, Any]] | None,
+    found: dict[str, Any],
+) -> None:
+    blocks = {"offload_optimizer": optimizer, "offload_param": parameters}
+    given = {name: {"device": each[0], **each[1]} for name, each in blocks.items() if each}
+    made = translate({"zero_optimization": {"stage": 3, **given}})
+    assert made.config.get("offload", {}) == found
+    RunConfig.parse(made.config)

@@ -407,3 +407,55 @@ def test_numbers_and_clocks_of_a_script(tmp_path: Path) -> None:
     rates, own = (tmp_path / "job" / f"Train_{name}.csv" for name in ("Samples_lr", "own"))
     assert [row.split(",")[0] for row in rates.read_text().split()] == ["step", "4", "8"]
     assert own.read_text() == "step,own\n4,0.5\n"
+
+
+def trained_with_nvme(world: World, stage: int, block: dict[str, Any], folder: str) -> list[Any]:
+    """Losses, norms and weights of some steps, with an edit and a look at moments between them."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    blocks = {name: {**keys, "nvme_path": folder} for name, keys in block.items()}
+    keys = configuration(stage, zero_optimization={"stage": stage, **blocks}, bf16={"enabled": True})
+    keys["aio"] = {"block_size": 262144, "queue_depth": 8, "thread_count": 1}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=keys)
+    assert engine.zero_has_nvme_offload() == bool(block)
+    assert engine.ours.config.offload.optimizer == ("disk" if block else "device")
+    seen: list[Any] = []
+    for step in range(STEPS * PARTS):
+        torch.manual_seed(10 * step + world.rank)
+        loss = engine(torch.randn(MICRO, 4)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        seen.append(loss.item())
+        if engine.was_step_applied():
+            seen.append(engine.get_global_grad_norm())
+            moment = deepspeed.utils.safe_get_full_optimizer_state(model[0].weight, "exp_avg")
+            assert moment is not None
+            deepspeed.utils.safe_set_full_fp32_param(model[0].weight, moment + 0.125)
+            seen += [moment, deepspeed.utils.safe_get_full_fp32_param(model[2].weight)]
+    seen += [*engine.module_state_dict().values()]
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "block"),
+    [
+        (1, 2, {"offload_optimizer": {"device": "nvme", "pin_memory": True, "pipeline_read": True}}),
+        (2, 2, {"offload_optimizer": {"device": "nvme", "buffer_count": 8, "fast_init": True, "ratio": 0.5}}),
+        (
+            2,
+            3,
+            {
+                "offload_optimizer": {"device": "nvme"},
+                "offload_param": {"device": "nvme", "buffer_size": 1e8},
+            },
+        ),
+        (2, 3, {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}),
+    ],
+)
+def test_state_on_an_nvme_trains_to_the_same_bits(
+    ranks: Callable[[int], RankPool], tmp_path: Path, size: int, stage: int, block: dict[str, Any]
+) -> None:
+    pool = ranks(size)
+    found, wanted = (pool.run(trained_with_nvme, stage, each, str(tmp_path)) for each in (block, {}))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -183,23 +183,61 @@ def _element_bytes(v: KeyValues) -> int:
     return 2 if is_narrow else 4
 
 
+_TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
+_LOW_FIRST = ("disk", "host", "device")
+
+
 def _offload(v: KeyValues) -> dict[str, Any]:
-    found = {}
-    for ours, block, old in (
-        ("optimizer", "zero_optimization.offload_optimizer", ("cpu_offload",)),
-        ("parameters", "zero_optimization.offload_param", ("cpu_offload_param", "cpu_offload_params")),
-    ):
-        before = next((key for key in old if v(f"zero_optimization.{key}")), None)
-        device = v(f"{block}.device") if v(block) is not None else "none"
-        if before and v.given(block):
-            v.refuse(f"zero_optimization.{before}", True, f"{block} alone, which says the same")
-        if device == "nvme":
-            v.refuse(f"{block}.device", device, "cpu")
-        if before or device == "cpu":
-            found[ours] = "host"
-    if "parameters" in found:  # weights lie where their masters lie
-        found["optimizer"] = "host"
-    return found
+    optimizer, parameters = (
+        _tier(v, "zero_optimization.offload_optimizer", ("cpu_offload",)),
+        _tier(v, "zero_optimization.offload_param", ("cpu_offload_param", "cpu_offload_params")),
+    )
+    ratio = v("zero_optimization.offload_optimizer.ratio") if optimizer != "device" else 1.0
+    if ratio != 1.0 and parameters != "device":
+        v.refuse(
+            "zero_optimization.offload_optimizer.ratio",
+            ratio,
+            "1.0 beside offload_param: a Unit's weights move with its masters",
+        )
+    if parameters != "device":  # weights lie where their masters lie
+        optimizer = parameters = min(optimizer, parameters, key=_LOW_FIRST.index)
+    if optimizer == "device" or ratio == 0.0:
+        return {}
+    found: dict[str, Any] = {"optimizer": optimizer}
+    if parameters != "device":
+        found["parameters"] = parameters
+    if ratio != 1.0:
+        found["fraction"] = ratio
+    return found | (_disk(v) if optimizer == "disk" else {})
+
+
+def _tier(v: KeyValues, block: str, old: Sequence[str]) -> str:
+    """What a block asks for, or one of its older forms."""
+    before = next((key for key in old if v(f"zero_optimization.{key}")), None)
+    if before and v.given(block):
+        v.refuse(f"zero_optimization.{before}", True, f"{block} alone, which says the same")
+    if before:
+        return "host"
+    return _TIERS[v(f"{block}.device")] if v(block) is not None else "device"
+
+
+def _disk(v: KeyValues) -> dict[str, Any]:
+    """Folder and blocks, where either block says nvme."""
+    paths = {}
+    for block in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        if v(block) is not None and v(f"{block}.device") == "nvme":
+            paths[f"{block}.nvme_path"] = v(f"{block}.nvme_path")
+    for path, folder in paths.items():
+        if folder is None:
+            v.refuse(path, folder, "a folder on that disk")
+    (first, folder), *more = paths.items()
+    if more and None not in paths.values():
+        (second, other) = more[0]
+        if posixpath.normpath(folder) != posixpath.normpath(other):
+            v.refuse(second, other, f"one folder in both blocks; {first} is {folder!r}")
+    count = "zero_optimization.offload_optimizer.buffer_count"
+    buffers = max(1, math.ceil(v(count) / 4)) if v.differs(count) else None
+    return _some(disk_path=folder, buffers=buffers)
 
 
 _HALVES = ("fp16", "bf16", "amp", "torch_autocast")

@@ -20,7 +20,13 @@ LIVE = (
 )
 COPY_ONLY = "how DeepSpeed copies between host and device; the numbers do not depend on it"
 PLAIN = "DeepSpeed's own means to one end; the Plan reaches it without a switch"
-NO_DISK = "nothing is kept on disk here, so there is nothing to read ahead"
+PINNED = (
+    "host memory that copies pass through is pinned beside an accelerator; the numbers do not depend on it"
+)
+OVERLAPPED = "state is read ahead of updates and written behind them in any case (offload.buffers)"
+IN_WINDOWS = (
+    "a Unit's weights are read into the slot that it computes in; zero.prefetch_bytes says how far ahead"
+)
 SAVES = "every rank writes its share behind training, and a step is committed when all of it is on disk (checkpoint)"
 WITH_BLOCK = "belongs to its block"
 NOT_TUNED = "no jobs are started to try settings; shardwise train --check says the bytes of a layout"
@@ -49,24 +55,56 @@ _ZERO = block(
     idle("elastic_checkpoint", "bool", False, "every checkpoint loads on any number of ranks"),
     block(
         does("offload_param", "block?", None, "offload.parameters"),
-        does("device", "one of none|cpu|nvme", "none", "offload.parameters; nvme is refused"),
-        idle("nvme_path", "text?", None, NO_DISK),
-        idle("buffer_count", "int >= 0", 5, NO_DISK),
-        idle("buffer_size", "int >= 0", 100_000_000, NO_DISK),
-        idle("max_in_cpu", "int >= 0", 1_000_000_000, NO_DISK),
-        idle("pin_memory", "bool", True, COPY_ONLY),
+        does(
+            "device",
+            "one of none|cpu|nvme",
+            "none",
+            "offload.parameters: host for cpu, disk for nvme; masters and moments lie there too, and weights on the "
+            "disk where offload_optimizer says nvme",
+        ),
+        does("nvme_path", "text?", None, "offload.disk_path; of nvme, and the same in both blocks"),
+        idle("buffer_count", "int >= 0", 5, IN_WINDOWS),
+        idle("buffer_size", "int >= 0", 100_000_000, IN_WINDOWS),
+        idle("max_in_cpu", "int >= 0", 1_000_000_000, IN_WINDOWS),
+        idle("pin_memory", "bool", True, PINNED),
     ),
     block(
         does("offload_optimizer", "block?", None, "offload.optimizer"),
-        does("device", "one of none|cpu|nvme", "none", "offload.optimizer; nvme is refused"),
-        idle("nvme_path", "text?", None, NO_DISK),
-        idle("buffer_count", "int >= 0", 4, NO_DISK),
-        idle("pin_memory", "bool", True, COPY_ONLY),
-        idle("pipeline_read", "bool", False, NO_DISK),
-        idle("pipeline_write", "bool", False, NO_DISK),
-        idle("fast_init", "bool", False, NO_DISK),
-        refused("ratio", "num >= 0 <= 1", 1.0, "the optimizer's state has one place; leave it out"),
-        refused("super_offload", "bool", False, "leave it out; device: cpu alone"),
+        does(
+            "device",
+            "one of none|cpu|nvme",
+            "none",
+            "offload.optimizer: host for cpu, disk for nvme; at every stage",
+        ),
+        does("nvme_path", "text?", None, "offload.disk_path; of nvme, and the same in both blocks"),
+        does(
+            "buffer_count",
+            "int >= 0",
+            4,
+            "offload.buffers; of nvme: a quarter of it, rounded up, at least 1, since 4 of theirs (weight, gradient, "
+            "two moments) hold one piece and each of ours a whole Unit; the default: 2",
+        ),
+        idle("pin_memory", "bool", True, PINNED),
+        idle("pipeline_read", "bool", False, OVERLAPPED),
+        idle("pipeline_write", "bool", False, OVERLAPPED),
+        idle(
+            "fast_init",
+            "bool",
+            False,
+            "the files are reserved whole, and written once when the engine is built",
+        ),
+        does(
+            "ratio",
+            "num >= 0 <= 1",
+            1.0,
+            "offload.fraction; the first Units stay, as there; 0: none moves; refused beside offload_param",
+        ),
+        idle(
+            "super_offload",
+            "bool",
+            False,
+            "updates run beside the next forward pass in any case, after the norm is known, so nothing is rolled back",
+        ),
         idle("cpuadam_cores_perc", "num >= 0 <= 1", 0.8, "threads of a rank are torch's (OMP_NUM_THREADS)"),
     ),
     block(
@@ -187,7 +225,12 @@ _ZERO = block(
         False,
         "a stale weight is an error in any case; zero.debug fills freed memory",
     ),
-    idle("save_muon_momentum_buffer_in_memory", "bool", False, NO_DISK),
+    idle(
+        "save_muon_momentum_buffer_in_memory",
+        "bool",
+        False,
+        "Muon looks at whole matrices, so its state stays where the model computes",
+    ),
     idle("grad_hooks", "bool", True, PLAIN),
     block(
         idle(
@@ -495,7 +538,7 @@ _MEMORY = [
     ),
 ]
 
-_AIO = "a switch of reading and writing a disk; nothing of the model lies there"
+_AIO = "a few threads read and write whole blocks past the page cache; the numbers do not depend on it"
 _PARALLEL = [
     *block(
         does("tensor_parallel", "block", {}, "mesh.tp"),

@@ -105,7 +105,7 @@ _MORE: dict[str, Callable[[Callable[[str], Any]], Any]] = {
     "zero_use_cpu_optimizer": lambda key: _device(key) in ("cpu", "nvme"),
     "zero_cpu_offload": lambda key: _device(key) == "cpu",
     "zero_nvme_offload_optimizer": lambda key: _device(key) == "nvme",
-    "zero_has_nvme_offload": lambda key: _device(key) == "nvme",
+    "zero_has_nvme_offload": lambda key: "nvme" in (_device(key), _device(key, "offload_param")),
     "zero_partial_offload": lambda key: (key(f"{_ZERO}.offload_optimizer") or {}).get("ratio", 1.0),
     "super_offload": lambda key: (key(f"{_ZERO}.offload_optimizer") or {}).get("super_offload", False),
     "postscale_gradients": lambda key: not key("prescale_gradients"),
@@ -142,5 +142,5 @@ def answer(name: str, key: Callable[[str], Any]) -> Any:
     return key(_KEYS[name]) if name in _KEYS else _MORE[name](key)
 
 
-def _device(key: Callable[[str], Any]) -> str:
-    return str((key(f"{_ZERO}.offload_optimizer") or {}).get("device", "none"))
+def _device(key: Callable[[str], Any], block: str = "offload_optimizer") -> str:
+    return str((key(f"{_ZERO}.{block}") or {}).get("device", "none"))
