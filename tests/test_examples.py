@@ -25,6 +25,7 @@ PROMISES = {
     "11_pipeline_as_deepspeed": "of what was loaded",
     "12_cifar_as_deepspeed": "of pictures held out",
     "13_experts": "step 2  loss",
+    "14_state_on_disk": "on disk",
 }
 
 
