@@ -124,11 +124,12 @@ def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
 
 
 def test_what_fits_into_one_tile_has_none() -> None:
-    def over(tokens: Any, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> int:
-        return Tile(tokens).of(rows, columns, torch.empty(0, dtype=dtype))
+    def over(tokens: Any, rows: int, columns: int, dtype: torch.dtype = torch.float32, width: int = 2) -> int:
+        return Tile(tokens).of(rows, columns, torch.empty(0, width, dtype=dtype))
 
     assert over(8, 8, 100) == over(None, 2048, 8192) == 0
     assert over(8, 9, 100) == 8
     assert over(None, 2049, 8192) == 2048
     assert over(None, 8192, 8192, torch.bfloat16) == 4096
+    assert [over(None, 4096, 1 << 16, width=width) for width in (8191, 8192)] == [256, 0]
     assert over(None, 8192, 1 << 20) == 128, "a product of few tokens reads the weight for nothing"

@@ -31,6 +31,7 @@ FOREIGN_KEYS = {
     "gradient_clipping": "max_grad_norm",
     "clip_grad": "max_grad_norm",
     "max_norm": "max_grad_norm",
+    "tiled_mlp": "tiles.mlp",
     "batch_size": "batch.micro_size, or batch.global_size for all ranks and microbatches together",
     "train_batch_size": "batch.global_size",
     "global_batch_size": "batch.global_size",

@@ -45,6 +45,9 @@ _SEQUENCE = (
 _INJECTION = "modules are not replaced by class; tensor_parallel cuts the model's own"
 _COMPRESSION = "models are not compressed here"
 _TILES = "a layer is not cut into tiles; zero.units gathers layer by layer"
+_BY_TOKENS = (
+    "tiles of tokens are a matter of the configuration: tiles.mlp and tiles.logits, with no call in the model"
+)
 
 _ENGINE: Rows = {
     "DeepSpeedEngine": "deepspeed.engine:DeepSpeedEngine",
@@ -253,10 +256,10 @@ NAMES: dict[str, Rows] = {
     "runtime.zero.tiling": _none(_TILES, "TiledLinear TiledLinearReturnBias"),
     "runtime.zero.utils": _all("fragments", "is_zero_param"),
     "sequence.layer": _none(_SEQUENCE, "DistributedAttention"),
-    "runtime.sequence_parallel.ulysses_sp": _none(
-        _SEQUENCE,
-        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute TiledMLP TiledFusedLogitsLoss",
-    ),
+    "runtime.sequence_parallel.ulysses_sp": {
+        **_none(_SEQUENCE, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
+        **_none(_BY_TOKENS, "SequenceTiledCompute TiledMLP TiledFusedLogitsLoss"),
+    },
     "utils": {
         **_LOGS,
         **_FRAGMENTS,

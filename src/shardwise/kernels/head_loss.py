@@ -61,9 +61,12 @@ class Tile(NamedTuple):
     """Whether gradients are made in the forward pass, where they can be."""
 
     def of(self, tokens: int, columns: int, x: Tensor) -> int:
-        """Tokens of a tile where ``tokens`` of the kind of ``x`` meet so many columns; 0 where one would hold all."""
+        """Tokens of a tile where ``tokens`` of the kind of ``x`` [..., D] meet so many columns; 0 where one would hold
+        all, and under ``auto`` where logits and their gradient are smaller than the sum of dW that tiles keep."""
         size = self.tokens
         if size is None:
+            if tokens * x.element_size() <= 2 * x.shape[-1]:
+                return 0
             limit = _TILE_BYTES.get(x.device.type, _TILE_BYTES_ELSEWHERE)
             size = max(_LEAST_TOKENS, limit // max(1, columns * x.element_size()))
         return size if size < tokens else 0

@@ -18,7 +18,10 @@ def _said(given: Any) -> Any:
     return "off" if given is False else given
 
 
-Tokens = Annotated[Literal["auto", "off"] | PositiveInt, BeforeValidator(_said)]
+Tokens = Annotated[
+    Literal["auto", "off"] | PositiveInt,
+    BeforeValidator(_said, json_schema_input_type=Literal["auto", "off", False] | PositiveInt),
+]
 
 
 class TilesPolicy(Policy):
@@ -26,9 +29,9 @@ class TilesPolicy(Policy):
 
     logits: Tokens | None = None
     """Head and loss by tiles of so many tokens: whole logits never exist. ``auto``: as many as give 64 MiB of a rank's
-    logits on a CPU, 512 MiB elsewhere, at least 128; what fits into one tile is computed without. Left out: ``auto``
-    for models whose training pass gives the loss alone (ours), ``off`` for others. A model that it does not serve is
-    refused."""
+    logits on a CPU, 512 MiB elsewhere, at least 128; what fits into one tile is computed without, and so are few tokens
+    of a wide model, where tiles would save nothing. Left out: ``auto`` for models whose training pass gives the loss
+    alone (ours), ``off`` for others. A model that it does not serve is refused."""
     mlp: Tokens = "off"
     """Feed-forward parts by tiles of so many tokens, computed again in the backward pass: their intermediate results
     exist for one tile. ``auto``: as many tokens as give 64 MiB of them on a CPU, 512 MiB elsewhere. A model that it
