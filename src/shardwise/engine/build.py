@@ -67,7 +67,7 @@ from shardwise.memory.replay import Replay
 from shardwise.memory.scratch import DiskScratch
 from shardwise.memory.slots import SlotPool
 from shardwise.memory.streams import clock_of
-from shardwise.memory.tier import Tiers
+from shardwise.memory.tier import Tiers, threads_beside
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.pipeline.layers import Layers
@@ -248,7 +248,7 @@ def _with_tiers(site: Site, plan: Plan) -> Site:
         assert policy.disk_path is not None, "the configuration was checked"
         scratch = DiskScratch(policy.disk_path, site.world.rank, site.world.local_size)
         scratch.reserve(wanted)
-    tiers = Tiers(scratch, policy.buffers)
+    tiers = Tiers(scratch, policy.buffers, threads_beside(site.world.device, site.world.local_size))
     site.ledger.take("loaded", "blocks of state", lambda: tiers.staging.nbytes)
     return site._replace(tiers=tiers)
 

@@ -291,15 +291,19 @@ class StepEnd:
         def begin(rounded: Tensor | None) -> "Future[None]":
             write = None if rounded is None else to_be_written(rounded)
 
+            def step_into(weight: Tensor) -> None:
+                if not optimizer.step(grad(), *told, weight):
+                    weight.copy_(state.tensors[state.master])
+
             def update() -> None:
                 state.arrive()
-                optimizer.step(grad(), *told)
-                master = state.tensors[state.master]
                 if write is not None:
-                    write(master)
+                    write(step_into)
                     return
                 if state.master != "weight":
-                    state.tensors["weight"].copy_(master)
+                    step_into(state.tensors["weight"])
+                else:
+                    optimizer.step(grad(), *told)
                 state.begin_write("weight")
 
             return state.tiers.begin(update)

@@ -164,20 +164,17 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
     return arrive
 
 
-def to_be_written(target: Tensor) -> Callable[[Tensor], None]:
+def to_be_written(target: Tensor) -> Callable[[Callable[[Tensor], None]], None]:
     """What writes numbers of the host into ``target``, in any thread, once all that stands in the current stream now is
-    done with it; it is written when the call returns."""
+    done with it; it is written when the call returns. The call is told what fills host memory with them."""
     if target.device.type == "cpu":
-
-        def copy(source: Tensor) -> None:
-            target.copy_(source)
-
-        return copy
+        return lambda fill: fill(target)
     free = torch.Event(target.device)
     free.record(torch.accelerator.current_stream(target.device))
 
-    def write(source: Tensor) -> None:
-        pinned = torch.empty(source.shape, dtype=target.dtype, pin_memory=True).copy_(source)
+    def write(fill: Callable[[Tensor], None]) -> None:
+        pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        fill(pinned)
         stream = _copies(target.device)
         stream.wait_event(free)
         with stream:

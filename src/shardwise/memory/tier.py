@@ -22,6 +22,7 @@ Cost: host memory for 2 x ``buffers`` Units of the largest size, where state lie
 once a step, a weight's also read for every window.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,14 +90,37 @@ class Staging:
             write.result()
 
 
+def threads_beside(device: torch.device, local_ranks: int) -> int:
+    """How many threads update state on tiers, at least one: what this rank has of the host's cores, without those that
+    compute (beside an accelerator the one thread that launches), and no more than torch may use here
+    (OMP_NUM_THREADS)."""
+    cores = os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    computing = torch.get_num_threads() if device.type == "cpu" else 1
+    return max(1, min(torch.get_num_threads(), min(bound, cores // local_ranks) - computing))
+
+
 class Tiers:
     """What all state of an engine that lies on tiers shares: files, staging memory, the thread."""
 
-    def __init__(self, scratch: DiskScratch | None, buffers: int):
+    def __init__(self, scratch: DiskScratch | None, buffers: int, threads: int = 1):
         self.scratch = scratch
         self.staging = Staging(2 * buffers)
         self._thread = ThreadPoolExecutor(1, "shardwise tiers")
         self._failure: BaseException | None = None
+        self._limit(threads)
+
+    def _limit(self, threads: int) -> None:
+        """[Note: threads of the tiers] torch keeps the number that a thread's operations may use with that thread, and
+        hands the number that was set last to threads to come: they are to have the caller's."""
+        others = torch.get_num_threads()
+
+        def limit() -> None:
+            torch.get_num_threads()  # the first call of a thread takes over what was set last
+            torch.set_num_threads(threads)
+
+        self.begin(limit).result()
+        torch.set_num_threads(others)
 
     def begin(self, job: Callable[[], None]) -> "Future[None]":
         """``job`` after all that began before. Its result, and that of every later one, is the first error."""

@@ -33,6 +33,7 @@ from torch import Tensor, optim
 
 from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.choice import fused
+from shardwise.optim.by_chunk import ChunkKernel, chunk_kernel, step_by_chunk
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
@@ -263,6 +264,12 @@ class FlatOptimizer:
             if rule is not None:
                 self._step_adam(rule, grad, divisor, unused, weight)
                 return weight is not None
+        if self._master.device.type == grad.device.type == "cpu":
+            self._cut(rates, unused)
+            kernel = self._chunk_kernel()
+            if kernel is not None:
+                self._step_by_chunk(kernel, grad, divisor, unused, weight)
+                return weight is not None
         if self._divides and divisor != 1.0:
             # Filled on the device: a number that is copied there is waited for.
             self._optimizer.grad_scale = torch.full((), divisor, device=grad.device)  # type: ignore[attr-defined]
@@ -305,6 +312,33 @@ class FlatOptimizer:
             state, cast = self._optimizer.state[leaf], None if weight is None else weight[start:stop]
             moments = (state["exp_avg"], state["exp_avg_sq"], state["step"])
             adam_step(rule, leaf, grad[start:stop], *moments, divisor, cast)
+            self._segments[place] = Segment(start, stop, leaf, True)
+
+    def _chunk_kernel(self) -> ChunkKernel | None:
+        """What updates a chunk at a time; None where that is torch's to do, or the state is still to be made."""
+        kernel = chunk_kernel(self._optimizer)
+        # A product of 16-bit numbers has other bits where torch computes without vectors, which is at a tensor's end.
+        if kernel is None or self._master.dtype not in (torch.float32, torch.float64):
+            return None
+        held = [self._optimizer.state.get(segment.leaf, {}) for segment in self._segments]
+        return kernel if all(label in state for state in held for label in kernel.moments) else None
+
+    def _step_by_chunk(
+        self,
+        kernel: ChunkKernel,
+        grad: Tensor,
+        divisor: float,
+        unused: Sequence[tuple[int, int]],
+        weight: Tensor | None,
+    ) -> None:
+        for place, (start, stop, leaf, _) in enumerate(self._segments):
+            cast = None if weight is None else weight[start:stop]
+            if any(first <= start and stop <= last for first, last in unused):
+                if cast is not None:  # what comes from a disk is the master alone
+                    cast.copy_(leaf)
+                continue
+            state = self._optimizer.state.get(leaf, {})
+            step_by_chunk(kernel, leaf, grad[start:stop], state, divisor, self._divides, cast)
             self._segments[place] = Segment(start, stop, leaf, True)
 
     def _cut(self, rates: Sequence[Mapping[str, Any]], unused: Sequence[tuple[int, int]]) -> None:

@@ -1,0 +1,122 @@
+"""Adam, AdamW and SGD on the host: torch's own fused kernels, a chunk of the flat master at a time.
+
+    for each chunk    g = grad, in the master's dtype                      into a block that stays in the cache
+                      master, moments: torch's kernel, with g / divisor    g is written back, there
+                      weight = master, rounded                             out of the cache
+
+On a whole tensor the first and the last line are passes over memory of their own, and so are the gradients that the
+kernel writes back divided. A parameter with moments in fp32 and a weight in 16 bits is 30 bytes of traffic with a
+gradient in fp32, 28 with one in 16 bits; whole tensors make it 40 and 46. Where nothing is touched twice (a gradient of
+the master's dtype, no weight beside the master) the whole is one call, as splitting gains nothing.
+
+Numbers have the bits of a call on the whole: the update of an element looks at nothing else, and a chunk begins where a
+vector of the kernel's does. Step counts advance once a step.
+
+Threads are torch's own, as many as the calling thread may use.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, optim
+
+CHUNK = 2**17
+"""Elements of a chunk and thread, a multiple of a vector's: what is touched twice, master and block of gradients, takes
+1 MiB; half as many pay for the calls, twice as many leave the cache."""
+
+
+class ChunkKernel(NamedTuple):
+    """One of torch's kernels with the numbers of this step."""
+
+    moments: tuple[str, ...]
+    """Labels of the state that it takes, in its order."""
+    call: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, Tensor | None], object]
+    """(master, gradient, moments, count of steps, divisor): updates these elements."""
+
+
+def chunk_kernel(optimizer: optim.Optimizer) -> ChunkKernel | None:
+    """What ``optimizer`` would call; None where that is no fused kernel, or works with numbers in tensors."""
+    group = optimizer.param_groups[0]
+    if type(optimizer) not in (optim.Adam, optim.AdamW, optim.SGD) or not group.get("fused"):
+        return None
+    if any(isinstance(each, Tensor) for value in group.values() for each in _members(value)):
+        return None
+    if isinstance(optimizer, optim.SGD):
+        return _sgd(group)
+    decoupled = isinstance(optimizer, optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+    return _adam(group, torch._fused_adamw_ if decoupled else torch._fused_adam_)
+
+
+def _members(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _adam(group: Mapping[str, Any], kernel: Callable[..., object]) -> ChunkKernel:
+    beta1, beta2 = group["betas"]
+    numbers = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+    numbers |= {"beta1": beta1, "beta2": beta2}
+
+    def call(
+        w: Tensor, g: Tensor, moments: Sequence[Tensor], count: Tensor | None, divisor: Tensor | None
+    ) -> None:
+        m, v, *largest = moments
+        kernel([w], [g], [m], [v], largest, [count], grad_scale=divisor, found_inf=None, **numbers)
+
+    return ChunkKernel(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])), call)
+
+
+def _sgd(group: Mapping[str, Any]) -> ChunkKernel:
+    keys = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+    numbers: dict[str, Any] = {key: group[key] for key in keys}
+
+    def call(
+        w: Tensor, g: Tensor, moments: Sequence[Tensor], count: Tensor | None, divisor: Tensor | None
+    ) -> None:
+        torch._fused_sgd_(
+            [w], [g], list(moments), **numbers, is_first_step=False, grad_scale=divisor, found_inf=None
+        )
+
+    return ChunkKernel(("momentum_buffer",) if group["momentum"] else (), call)
+
+
+def step_by_chunk(
+    kernel: ChunkKernel,
+    master: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Any],
+    divisor: float,
+    in_kernel: bool,
+    weight: Tensor | None,
+) -> None:
+    """Update ``master`` [N] from ``grad / divisor`` [N] and round it into ``weight`` [N], if there is one; ``state``
+    is torch's of these elements. ``in_kernel``: the kernel divides."""
+    count = state.get("step")
+    if count is not None:
+        count += 1
+    scale = torch.full((), divisor, dtype=torch.float32) if in_kernel and divisor != 1.0 else None
+    factor = 1.0 if in_kernel else 1.0 / divisor
+    is_cast = grad.dtype != master.dtype or factor != 1.0
+    if not is_cast and weight is None:  # nothing is touched twice
+        kernel.call(master, grad, [state[label] for label in kernel.moments], count, scale)
+        return
+    size = CHUNK * torch.get_num_threads()
+    block = None
+    if is_cast or scale is not None:
+        block = torch.empty(min(size, master.numel()), dtype=master.dtype)
+    moments = zip(*(state[label].split(size) for label in kernel.moments), strict=True)
+    for w, g, held, rounded in zip(
+        master.split(size),
+        grad.split(size),
+        moments if kernel.moments else repeat(()),
+        repeat(None) if weight is None else weight.split(size),
+        strict=False,
+    ):
+        if block is not None:
+            g = block[: g.numel()].copy_(g)
+            if factor != 1.0:
+                g.mul_(factor)
+        kernel.call(w, g, held, count, scale)
+        if rounded is not None:
+            rounded.copy_(w)
