@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.engine.state import buckets
+from shardwise.plan.errors import UsageError
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
 from tests.engine import test_offload
@@ -66,3 +68,55 @@ def test_masters_in_host_memory(device_process: RankPool, size: int, cases: list
 def test_a_part_of_the_units(device_process: RankPool) -> None:
     [found] = device_process.run(compare_on, 1, [Case(fraction=0.5)])
     assert found == [[True, [], ["cpu", "pretend"], True, []]]
+
+
+def away(world: Any, case: Case, moves: bool) -> tuple[Any, ...]:
+    """(steps, state, bytes of the engine's flat tensors on the device while they are away, what was misplaced)."""
+    with Bench() as bench:
+        engine = shardwise.initialize(test_offload.gpt(), case.config(None), world=world)
+        steps, left = [], 0
+        for step in range(3):
+            result = engine.train_step(test_offload.batches(engine._parts.dp.index, step, case.accumulation))
+            steps.append((result.loss.hex(), result.grad_norm.hex()))
+            if moves:
+                engine.offload_states("host")
+                rows = engine.held_bytes()
+                left += sum(
+                    rows[row]
+                    for row in ("weights", "master", "moments", "gathered", "staging")
+                    if row in rows
+                )
+                left += sum(each.untyped_storage().nbytes() for each in held_on_the_device(engine))
+                with pytest.raises(UsageError, match="reload_states"):
+                    next(engine.module.parameters()).sum()
+                engine.reload_states()
+        state = {name: tensor.cpu() for name, tensor in test_offload.state_of(engine).items()}
+        engine.close()
+    return steps, state, left, list(bench.misplaced)
+
+
+def held_on_the_device(engine: Any) -> list[torch.Tensor]:
+    """Tensors that buckets and optimizers have there."""
+    found = [moment for _, optimizer in engine._parts.trained for _, _, _, moment in optimizer.moments()]
+    for bucket in buckets(engine._parts):
+        found += [each for each in (bucket.weight._shard, bucket.weight.master) if each is not None]
+    return found
+
+
+def compare_away(world: Any, case: Case) -> list[Any]:
+    kept, moved = away(world, case, False), away(world, case, True)
+    unlike = [name for name, tensor in kept[1].items() if not torch.equal(tensor, moved[1][name])]
+    return [kept[0] == moved[0], unlike, *moved[2:]]
+
+
+def compare_all_away(_: Any, size: int, cases: list[Case]) -> list[Any]:
+    device = register()
+    return [found for case in cases for found in Crew(size, device).run(compare_away, case)]
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"), [(1, [Case(), Case(precision="bf16")]), (2, [Case(2), Case(3, precision="bf16")])]
+)
+def test_state_that_leaves_between_steps(device_process: RankPool, size: int, cases: list[Case]) -> None:
+    [found] = device_process.run(compare_all_away, size, cases)
+    assert found == [[True, [], 0, []]] * size * len(cases)

@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 import shardwise.deepspeed as deepspeed
 from shardwise.comm.world import World
 from shardwise.deepspeed import getters
+from shardwise.deepspeed.enums import OffloadStateTypeEnum
 from shardwise.deepspeed.pipeline_engine import PipelineEngine
 from shardwise.deepspeed.refusals import INSTEAD
 from shardwise.plan.errors import ConfigError, UsageError
@@ -399,8 +400,13 @@ def test_numbers_and_clocks_of_a_script(tmp_path: Path) -> None:
     )
     spent = engine.get_wall_clock_timers()
     assert set(spent) == {"fwd", "bwd", "step"} and min(spent.values()) > 0
-    engine.offload_states()
-    engine.reload_states()
+    for words in ({}, {"include": ["optim_states", "lp_grads"]}, {"include": []}, {"device": "none"}):
+        engine.offload_states(**words)
+        engine.reload_states()
+    with pytest.raises(UsageError, match="say the folder"):
+        engine.offload_states(device="nvme")
+    with pytest.raises(UsageError, match="include: 'optim' is none of optim_states"):
+        engine.offload_states(include=["optim"])
     engine.destroy()
     events = b"".join(file.read_bytes() for file in tmp_path.rglob("events*"))
     assert b"Train/own" in events and b"Train/Samples/lr" in events
@@ -432,6 +438,11 @@ def trained_with_nvme(world: World, stage: int, block: dict[str, Any], folder: s
             assert moment is not None
             deepspeed.utils.safe_set_full_fp32_param(model[0].weight, moment + 0.125)
             seen += [moment, deepspeed.utils.safe_get_full_fp32_param(model[2].weight)]
+            if block:
+                engine.offload_states(device="nvme", include=[OffloadStateTypeEnum.lp_params])
+                with pytest.raises(UsageError, match="reload_states"):
+                    engine(torch.randn(MICRO, 4))
+                engine.reload_states()
     seen += [*engine.module_state_dict().values()]
     engine.destroy()
     return seen

@@ -11,7 +11,7 @@ Whatever is not here is the module's. ``engine.ours`` is our engine, with all th
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
 from shardwise.deepspeed.refusals import INSTEAD
 from shardwise.deepspeed.settings import DeepSpeedConfig
 from shardwise.deepspeed.timers import milliseconds
+from shardwise.engine.away import AwayTier, StateKind
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
 from shardwise.plan.errors import UsageError
@@ -48,6 +49,17 @@ class Counters:
     """Calls of ``step``."""
     skipped_steps: int = 0
     """Those at a boundary that changed no weight."""
+
+
+_PLACES: dict[str, AwayTier | None] = {"cpu": "host", "nvme": "disk", "none": None}
+_KINDS_OF_STATE: dict[str, StateKind | None] = {
+    "optim_states": "moments",
+    "hp_params": "masters",
+    "lp_params": "weights",
+    "lp_grads": None,
+    "contiguous_grad_buffer": None,
+}
+"""Theirs; None of what has no memory between steps."""
 
 
 class DeepSpeedEngine(nn.Module):
@@ -427,16 +439,37 @@ class DeepSpeedEngine(nn.Module):
             "consecutive_hysteresis": self._config.value("fp16.consecutive_hysteresis"),
         }
 
-    def offload_states(self, include: Any = None, device: Any = "cpu", **ignored: Any) -> None:
-        """Nothing on a CPU, where the state lies there already. Errors: UsageError on an accelerator."""
-        if self.device.type != "cpu":
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """State leaves the device between two steps (``Engine.offload_states``) until ``reload_states``. Collective.
+
+        ``include``: some of ``optim_states``, ``hp_params`` (masters), ``lp_params`` (weights); gradients have no
+        memory between steps. ``device``: ``cpu``; ``nvme``: the folder of ``nvme_path``; ``none``: nothing moves.
+        ``pin_memory``, ``non_blocking``: no effect; what is copied to is pinned, and is there when this returns.
+        Errors: UsageError for other words, and as there.
+        """
+        if device not in _PLACES:
+            raise UsageError(f"offload_states: device: {device!r} is none of {', '.join(_PLACES)}")
+        kinds = [*_KINDS_OF_STATE] if include is None else [str(kind) for kind in include]
+        if unknown := [kind for kind in kinds if kind not in _KINDS_OF_STATE]:
             raise UsageError(
-                "offload_states: state does not move between steps here; save a checkpoint, or run the other model on "
-                "ranks of its own"
+                f"offload_states: include: {unknown[0]!r} is none of {', '.join(_KINDS_OF_STATE)}"
             )
+        place, wanted = (
+            _PLACES[device],
+            [ours for kind in kinds if (ours := _KINDS_OF_STATE[kind]) is not None],
+        )
+        if place is not None and wanted:
+            self.ours.offload_states(place, include=wanted)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing: what ``offload_states`` left where it was."""
+        """End of ``offload_states``."""
+        self.ours.reload_states()
 
     # The whole model -------------------------------------------------------------------------------------------
 

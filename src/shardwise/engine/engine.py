@@ -11,7 +11,7 @@
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from shardwise.data.evaluation import Weighted
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
 from shardwise.engine import metrics
+from shardwise.engine.away import AwayTier, StateKind
 from shardwise.engine.check import Check
 from shardwise.engine.forward import Forward
 from shardwise.engine.held import Held
@@ -84,6 +85,7 @@ class Engine(StateAccess):
 
         Any other arguments go to the model as they are. Floating inputs are cast to the compute dtype.
         """
+        self._held.away.check("engine(batch)", reads_weights_alone=True)
         return self._forward.loss(args, kwargs)
 
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
@@ -112,6 +114,7 @@ class Engine(StateAccess):
         fixed number.
         Errors: UsageError where there was none, and inside ``no_sync``.
         """
+        self._held.away.check("step")
         return self._training.step(weight)
 
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
@@ -217,6 +220,7 @@ class Engine(StateAccess):
         A weight of None stands for the labels of the batch that are counted, as in training, or 1 where it has none.
         Every rank brings the same number of pairs; a rank that ran out of data repeats any batch with weight 0.
         """
+        self._held.away.check("evaluate", reads_weights_alone=True)
         was_training = self.module.training
         self.eval()
         try:
@@ -237,6 +241,7 @@ class Engine(StateAccess):
         ``call``: function of (model, batch) that is asked in place of the model. ``everywhere=False``: with a pipeline
         the last stage alone gets the list, and the others an empty one.
         """
+        self._held.away.check("predict", reads_weights_alone=True)
         return self._forward.predict(batches, call, everywhere)
 
     def run(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -247,6 +252,7 @@ class Engine(StateAccess):
         without a pipeline. Under sequence parallelism its result may not ask for gradients: where the cut of the
         sequence begins and ends is known of the model's own forward alone.
         """
+        self._held.away.check("run", reads_weights_alone=True)
         return self._forward.run(method, args, kwargs)
 
     def log_probs(self, batch: Any, targets: Tensor) -> Tensor:
@@ -263,6 +269,7 @@ class Engine(StateAccess):
 
         Errors: UsageError with mesh.pp above 1, and where the model gives no logits of that shape.
         """
+        self._held.away.check("log_probs", reads_weights_alone=True)
         return self._forward.log_probs(batch, targets)
 
     def train(self, mode: bool = True) -> "Engine":
@@ -275,6 +282,32 @@ class Engine(StateAccess):
     def eval(self) -> "Engine":
         """The model's evaluation mode."""
         return self.train(False)
+
+    # Another model's turn ---------------------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        to: AwayTier = "host",
+        folder: str | Path | None = None,
+        include: Collection[StateKind] | None = None,
+    ) -> None:
+        """Between two steps: weights, masters and moments leave the device, for another model to have its memory, until
+        ``reload_states()`` brings them back to the bit. Collective.
+
+        ``to``: ``host`` memory, or files on a ``disk`` in ``folder`` (default: ``offload.disk_path``). On CPU ranks
+        ``host`` is where state lies, so a disk alone gives memory back. ``include``: some of ``weights``, ``masters``
+        and ``moments``; while weights stay, forward passes go on. Masters of the weights' dtype are the weights. State
+        that ``offload`` keeps off the device stays where it is, and so do tables and buffers. Until
+        ``reload_states()`` everything else that needs what has left is a UsageError which names it.
+        Errors: UsageError in the middle of a step and where it is away already; ConfigError, TierError of the folder
+        and the disk, after which all state is as it was.
+        """
+        self._held.check("offload_states")
+        self._held.away.leave(to, None if folder is None else Path(folder), include)
+
+    def reload_states(self) -> None:
+        """End of ``offload_states``; without one it does nothing. Errors: TierError, DamagedError."""
+        self._held.away.come()
 
     # Stopping together -----------------------------------------------------------------------------------------
 
@@ -376,6 +409,7 @@ class Engine(StateAccess):
         whatever ``checkpoint.keep_last`` says, also after a resume.
         Errors: CheckpointError where `checkpoint.tolerate_failures` saves and one more failed in a row.
         """
+        self._held.away.check("save")
         self._saves.save(directory, trainer, score, higher_is_better, asynchronous=asynchronous, texts=texts)
 
     def is_best(self, score: float, higher_is_better: bool = False) -> bool:
@@ -401,6 +435,7 @@ class Engine(StateAccess):
         Errors: MismatchError names the first tensors that differ, or a pattern that matches nothing; DamagedError the
         damaged file and tensor.
         """
+        self._held.away.check("load")
         return self._saves.load(directory, weights_only, missing, unexpected)
 
     def wait_for_save(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine import state
+from shardwise.engine.away import Away
 from shardwise.engine.model_calls import ModelCalls
 from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts, Progress
@@ -35,23 +36,35 @@ class Held:
         self._parts = parts
         self._original = original
         self._calls = ModelCalls(parts)
-        owner = _Owner(parts.mesh, parts.progress, close, before_pass)
+        self.away = Away(parts)
+        """What left the device between two steps."""
+
+        def before_any_pass() -> None:
+            self.away.check("forward", reads_weights_alone=True)
+            before_pass()
+
+        owner = _Owner(parts.mesh, parts.progress, close, before_any_pass)
         self._owner = parts.model.register_forward_pre_hook(owner, prepend=True)
         self.is_over = False
         """After ``give_back``."""
         parts.optimizer_groups.hold()
 
-    def check(self, call: str) -> None:
-        """Errors: UsageError where the model was given back."""
+    def check(self, call: str, reads_weights_alone: bool = False) -> None:
+        """Errors: UsageError where the model was given back, or what ``call`` needs has left the device."""
         if self.is_over:
             raise UsageError(
                 f"{call}: this engine is closed (by close(), or because initialize() was called again on its model); "
                 "use the engine that has the model now, or the model itself"
             )
+        self.away.check(call, reads_weights_alone)
 
     def give_back(self, whole: bool) -> None:
         """See ``Engine.close``. Collective where ``whole``."""
         parts, self.is_over = self._parts, True
+        if whole:
+            self.away.come()
+        else:
+            self.away.drop()
         self._calls.remove()
         parts.passes.own_use.end()
         parts.optimizer_groups.release()

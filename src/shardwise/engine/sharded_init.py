@@ -21,8 +21,6 @@ Cost:  rank 0 sends each parameter once; a rank holds 1/N and up to three whole 
 """
 
 import contextlib
-import ctypes
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -37,6 +35,7 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
+from shardwise.observe.memory import give_back_free
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import UsageError
 from shardwise.plan.unit import Slot
@@ -81,10 +80,9 @@ class Construction:
     def note_freed(self, size: int) -> None:
         """A whole parameter of ``size`` bytes is not needed any more."""
         self._freed_bytes += size
-        if self._freed_bytes >= _CHUNK_BYTES and sys.platform.startswith("linux"):
+        if self._freed_bytes >= _CHUNK_BYTES:
             self._freed_bytes = 0
-            with contextlib.suppress(AttributeError):  # another library than glibc
-                ctypes.CDLL(None).malloc_trim(0)
+            give_back_free(torch.device("cpu"))
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros for one piece."""

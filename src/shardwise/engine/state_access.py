@@ -193,6 +193,7 @@ class StateAccess:
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients by name after the last backward of a step and before ``step()``: means, as the optimizer
         sees them before clipping. Collective; parameters that no rank used are left out."""
+        self._held.away.check("gradients")
         return views.gradients(self._parts)
 
     def full_parameters(
@@ -210,7 +211,7 @@ class StateAccess:
         Errors: UsageError for names that the model has not, for edits without ``write``, and for edits that differ
         between ranks without ``from_rank``.
         """
-        self._held.check("full_parameters")
+        self._held.check("full_parameters", reads_weights_alone=not write and from_rank is None)
         return state.full_parameters(self._parts, which, write, from_rank)
 
     def full_tensor(self, name: str, of: str = "master") -> Tensor | None:
@@ -222,6 +223,7 @@ class StateAccess:
         parameter, or a gradient of one that no rank used.
         Errors: UsageError for an unknown name or moment; as ``gradients`` for gradients.
         """
+        self._held.away.check("full_tensor")
         return single_tensors.full_tensor(self._parts, name, of)
 
     def set_full_tensor(self, name: str, value: Tensor, of: str = "master") -> None:
@@ -232,17 +234,20 @@ class StateAccess:
         Errors: UsageError for another shape, for values that differ between ranks, and for a frozen parameter's
         gradient or moments.
         """
+        self._held.away.check("set_full_tensor")
         single_tensors.set_full_tensor(self._parts, name, value, of)
         self._forget_check(of)
 
     def local_tensor(self, name: str, of: str = "master") -> Tensor | None:
         """This rank's own elements of what ``full_tensor`` gives, flat, a copy; they may be none. None where this rank
         holds no part of the parameter, on another stage of a pipeline, and as there."""
+        self._held.away.check("local_tensor")
         return single_tensors.local_tensor(self._parts, name, of)
 
     def set_local_tensor(self, name: str, value: Tensor, of: str = "master") -> None:
         """Write what ``local_tensor`` reads: each rank its own elements. Collective. Ranks that own the same elements
         (stage 0, replicas) bring the same values."""
+        self._held.away.check("set_local_tensor")
         single_tensors.set_local_tensor(self._parts, name, value, of)
         self._forget_check(of)
 
@@ -254,7 +259,7 @@ class StateAccess:
     def gathered(self) -> AbstractContextManager[None]:
         """A context for many passes without gradients: the weights that this rank computes with are gathered once.
         Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes."""
-        self._held.check("gathered")
+        self._held.check("gathered", reads_weights_alone=True)
         return state.summoned_parameters(self._parts)
 
     def state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
@@ -262,6 +267,7 @@ class StateAccess:
 
         ``trained_only``: of the parameters that train and nothing else, such as the adapters of a frozen base.
         """
+        self._held.away.check("state_dict", reads_weights_alone=True)
         return state.state_dict(self._parts, trained_only)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -271,6 +277,7 @@ class StateAccess:
         stay too where ``strict`` is false.
         Errors: MismatchError where names or shapes are those of another model.
         """
+        self._held.away.check("load_state_dict")
         state.load_state_dict(self._parts, tensors, strict)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
@@ -279,6 +286,7 @@ class StateAccess:
         For models with a ``save_pretrained`` of their own, which the first rank calls with the whole state;
         ``options`` go to it.
         """
+        self._held.away.check("save_pretrained", reads_weights_alone=True)
         views.save_pretrained(self._parts, folder, options)
 
     def __repr__(self) -> str:

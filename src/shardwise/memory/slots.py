@@ -76,6 +76,14 @@ class SlotPool:
         """Who used the owner's slot before; None where the memory is new or poisoned."""
         return self._home[owner].tenant
 
+    def empty(self) -> None:
+        """All memory is given back; whoever comes next gets new one. Nobody holds a slot, and no view of one is used
+        any more."""
+        held = [slot.holder for row in self._slots.values() for slot in row if slot.holder is not None]
+        assert not held, f"slots are held by {held}"
+        self._slots.clear()
+        self._home.clear()
+
     @property
     def bytes(self) -> int:
         """Bytes held, in use or not."""

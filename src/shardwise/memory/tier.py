@@ -81,6 +81,11 @@ class Staging:
         while self._leaving:
             self._wait_for_one()
 
+    def empty(self) -> None:
+        """All is written, and free blocks are given back. Errors: TierError."""
+        self.settle()
+        self._free.clear()
+
     def _wait_for_one(self) -> None:
         block, writes = self._leaving.popleft()
         self._used -= 1
@@ -139,6 +144,10 @@ class Tiers:
     def settle(self) -> None:
         """Everything that began is done, and on the disk. Errors: TierError, DamagedError."""
         self.begin(self.staging.settle).result()
+
+    def rest(self) -> None:
+        """As ``settle``, and the blocks that state passes through are given back until they are needed again."""
+        self.begin(self.staging.empty).result()
 
     def close(self) -> None:
         """The end: files are removed. What is under way ends first; its errors are nobody's any more."""

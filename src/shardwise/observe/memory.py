@@ -7,6 +7,8 @@ The first costs one small read. The second walks the page tables (milliseconds f
 in benchmarks and not in every step.
 """
 
+import contextlib
+import ctypes
 import resource
 import sys
 from pathlib import Path
@@ -73,3 +75,13 @@ def available_bytes(device: torch.device) -> int | None:
         return _field_of("/proc/meminfo", "MemAvailable")
     free, _ = torch.accelerator.get_memory_info(device)
     return int(free)
+
+
+def give_back_free(device: torch.device) -> None:
+    """What allocators keep for later goes back to where they have it from: to the system, or to other users of the
+    device."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+    elif sys.platform.startswith("linux"):
+        with contextlib.suppress(AttributeError):  # another library than glibc
+            ctypes.CDLL(None).malloc_trim(0)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shardwise.memory.slots import SlotPool
 from shardwise.memory.tier import TierState, TierTensor
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.gradient import Gradient
@@ -35,6 +36,7 @@ class BucketState:
         self.parameters = parameters
         self.what = what
         self._strategy = around.strategy
+        self._slots = (around.weights, around.gradients)
         views = ParameterViews(layout, parameters, what, dtypes.compute, around.device)
         self.views = views
         self.owned_range = around.owned_range
@@ -78,6 +80,25 @@ class BucketState:
     def holds(self, kind: str) -> bool:
         """Whether that kind lies on another tier than the device."""
         return self.state is not None and kind in self.state.kinds
+
+    def on_device(self) -> dict[str, Tensor]:
+        """What of weight and master lies where the model computes, flat, by kind; one that shares the other's memory is
+        not there a second time."""
+        weight = self.weight
+        found = {} if self.holds("weight") else {"weight": weight.shard}
+        if weight.master is not None and not weight.shares_master and not self.holds("master"):
+            found["master"] = weight.master
+        return found
+
+    @property
+    def state_is_here(self) -> bool:
+        """Whether master and moments lie where the model computes."""
+        return self._strategy.tier == "device"
+
+    @property
+    def slots(self) -> tuple[SlotPool, SlotPool]:
+        """That its whole weight and its gradients pass through."""
+        return self._slots
 
     @contextmanager
     def opened(self, changes: bool = False) -> Iterator[None]:

@@ -43,6 +43,8 @@ class ParameterViews:
         self._cached: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._withheld: dict[type, type] = {}
         self._expected: dict[type, type] = {}
+        self.is_away = False
+        """Whether the whole engine's weights are elsewhere (engine/away.py)."""
         self._fresh = [parameter._version for parameter in parameters]
         self._stale = [version + 1 for version in self._fresh]
 
@@ -60,6 +62,10 @@ class ParameterViews:
         return [
             full[slot.offset : slot.offset + slot.elements].view(slot.shape) for slot in self.layout.slots
         ]
+
+    def forget(self) -> None:
+        """Buffers that were seen may be given back: their views are not kept any more."""
+        self._cached.clear()
 
     def point_into(self, full: Tensor) -> None:
         """The parameters show ``full``, a buffer that stays."""
@@ -119,6 +125,11 @@ class ParameterViews:
 
     def _said_of_withheld(self, parameter: nn.Parameter) -> str:
         names = [s.name for s, p in zip(self.layout.slots, self.parameters, strict=True) if p is parameter]
+        if self.is_away:
+            return (
+                f"parameter {names[0] if names else ''!r} of {self._what}, which engine.offload_states() has moved,\n"
+                "Call engine.reload_states() first"
+            )
         return (
             f"parameter {names[0] if names else ''!r} of {self._what}, which is released now,\n"
             "At ZeRO stage 3 weights are there while the forward pass of their Unit runs. Call the module's "

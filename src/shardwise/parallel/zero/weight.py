@@ -112,9 +112,9 @@ class Weight:
                 elements = piece if strategy.cuts_master else layout.elements
                 self.master = torch.zeros(elements, dtype=dtypes.master, device=around.device)
         if self._held is None:
-            around.ledger.take("weights", what, self._shard.nbytes)
+            around.ledger.take("weights", what, lambda: self._shard.nbytes)
         if self.master is not None and state is None and not self.shares_master:
-            around.ledger.take("master", what, self.master.nbytes)
+            around.ledger.take("master", what, lambda: 0 if self.master is None else self.master.nbytes)
         self._full: Tensor | None = None if self.has_window else self._shard
         self._gathering: Pending = DONE
         self._updating: Future[None] | None = None
@@ -228,6 +228,38 @@ class Weight:
         self.views.withhold()
         self._full = None
         self._around.weights.release(self.what)
+
+    # Between steps ---------------------------------------------------------------------------------------------
+
+    def leave(self, kinds: Collection[str]) -> None:
+        """What it holds of ``kinds`` ("weight", "master") on the device is given back, until ``come``; without the
+        weight the parameters show nothing."""
+        self.finish_update()
+        self.reshard()
+        self.views.forget()
+        if "master" in kinds and self.master is not None:
+            self.master = self.master.new_empty(0)
+        if "weight" in kinds:
+            self._enter(_SUMMONED)
+            self.views.is_away = True
+            self.views.withhold()
+            self._shard, self._full = self._shard.new_empty(0), None
+            if self.layout.key.trained and self.shares_master:
+                self.master = self._shard
+
+    def come(self, tensors: Mapping[str, Tensor]) -> None:
+        """End of ``leave``: what it gave back is in ``tensors``, in memory that it keeps."""
+        if "master" in tensors:
+            self.master = tensors["master"]
+        if "weight" not in tensors:
+            return
+        self._shard = tensors["weight"]
+        self._full = None if self.has_window else self._shard
+        if self.layout.key.trained and self.shares_master:
+            self.master = self._shard[self._own] if self._updates_range else self._shard
+        self.views.is_away = False
+        self.attach()
+        self.renew()
 
     # Outside memory --------------------------------------------------------------------------------------------
 
