@@ -60,6 +60,22 @@ def test_no_whole_logits() -> None:
         assert (largest.elements >= 64 * VOCABULARY) is is_whole
 
 
+def peak_of_first_step(world: Any, tokens: Any) -> int:
+    """Elements of the largest tensor on the rank that compares the step with the uncut model."""
+    model = Gpt(GptPolicy(layers=1, width=8, heads=2, context=32, vocab=16000, hidden=16))
+    engine = shardwise.initialize(model, {"mesh": {"tp": 2}, "tiles": {"logits": tokens}}, world=world)
+    with LargestTensor() as largest:
+        engine.train_step([batch()])
+    engine.close()
+    return largest.elements
+
+
+def test_the_uncut_model_of_the_first_step_has_tiles_too(ranks: Any) -> None:
+    """Else the check would need the memory that tiles save, on one rank and for the whole vocabulary."""
+    assert max(ranks(2).run(peak_of_first_step, 8)) < 64 * 16000
+    assert max(ranks(2).run(peak_of_first_step, "off")) >= 64 * 16000
+
+
 def test_auto_leaves_what_fits_into_one_tile_as_it_was() -> None:
     expected = shardwise.initialize(gpt(), {"tiles": {"logits": "off"}}).train_step([batch()])
     assert shardwise.initialize(gpt(), {}).train_step([batch()]).loss == expected.loss
@@ -85,6 +101,8 @@ def test_bert_has_tiles_too() -> None:
 def test_refusals() -> None:
     with pytest.raises(PlanError, match=r"tiles\.logits: 8 asks .* a Linear does"):
         shardwise.initialize(nn.Linear(2, 2), {"tiles": {"logits": 8}})
+    with pytest.raises(ConfigError, match=r"tensor\.gather_logits asks for"):
+        shardwise.initialize(gpt(), {"tiles": {"logits": 8}, "tensor": {"gather_logits": True}})
     for wrong in (0, -3, "all", True):
         with pytest.raises(ConfigError, match=r"tiles\.logits"):
             load({"tiles": {"logits": wrong}})

@@ -38,7 +38,7 @@ from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
 from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
-from shardwise.models.tiles import check_tiles, tile_foreign, tile_model
+from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
 from shardwise.parallel.embedding.collection import as_before
 from shardwise.parallel.expert.apply import ExpertRanks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -105,6 +105,7 @@ def apply_to_model(
         make_parallel(model, table, tp, is_cut, region)
     else:
         tile_foreign(model, tiles)
+    check_heads(model, tiles)
 
     def layout() -> Layout:
         return "cut" if region.cut else "addends" if region.adds else "alike"

@@ -99,6 +99,14 @@ RULES = (
         ),
     ),
     Rule(
+        "whole logits by tiles",
+        lambda c: not c.tensor.gather_logits or c.tiles.logits in (None, "off"),
+        lambda c: (
+            f"tiles.logits: {c.tiles.logits} never makes whole logits, which tensor.gather_logits asks for; leave one "
+            "of them out"
+        ),
+    ),
+    Rule(
         "batch norm",
         lambda c: c.batch_norm == "per_rank" or c.mesh.pp == 1,
         lambda c: (

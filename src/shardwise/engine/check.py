@@ -47,6 +47,7 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.step import Totals
 from shardwise.memory.replay import Replay
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
+from shardwise.models.tiles import tile_foreign, tile_model
 from shardwise.observe.memory import available_bytes
 from shardwise.parallel.expert.apply import surround
 from shardwise.parallel.pipeline.layers import Layers
@@ -283,6 +284,8 @@ class Check:
         dtype = torch.float32 if self._is_low else self._settings.precision.compute_dtype
         replace_dropout(model, self._settings.train.seed, replay)
         surround(model, self._settings.train.seed, replay)
+        tile_foreign(model, self._settings.tiles)  # or whole logits would need memory that the run has not
+        tile_model(model, self._settings.tiles, replay, at_once=True)
         recompute_blocks(model, self._recomputed, self._settings.recompute, replay)
         model.register_forward_pre_hook(
             lambda _, args, kwargs: (cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)),

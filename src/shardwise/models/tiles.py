@@ -31,13 +31,26 @@ def check_tiles(model: nn.Module, policy: TilesPolicy) -> None:
             f"{kind} is known to be; leave tiles.mlp out, or build them of shardwise.models.layers.SwiGlu or GeluMlp"
         )
     serves = any(isinstance(module, Head) for module in modules) or with_known_loss(model) is not None
-    if policy.logits not in (None, "off") and (isinstance(model, Layers) or not serves):
-        raise PlanError(
-            f"tiles.logits: {policy.logits} asks for a head and a loss that are computed as one, but what a {kind} "
-            "does between its head and its loss is not known; leave tiles.logits out, let the model end in "
-            "shardwise.models.layers.Head, called with the targets, or take a causal language model of transformers "
-            "with an lm_head and its own loss"
-        )
+    if isinstance(model, Layers) or not serves:
+        _refuse_logits(policy, kind)
+
+
+def check_heads(model: nn.Module, policy: TilesPolicy) -> None:
+    """Once more when the whole ``model`` is cut along "tp". Errors: PlanError as ``check_tiles``'."""
+    heads = [module for module in model.modules() if isinstance(module, Head | VocabularyHead)]
+    if not any(isinstance(head, Head) or head.gives_loss or head.region.knows_loss for head in heads):
+        _refuse_logits(policy, type(model).__name__)
+
+
+def _refuse_logits(policy: TilesPolicy, kind: str) -> None:
+    if policy.logits in (None, "off"):
+        return
+    raise PlanError(
+        f"tiles.logits: {policy.logits} asks for a head and a loss that are computed as one, but what a {kind} "
+        "does between its head and its loss is not known; leave tiles.logits out, let the model end in "
+        "shardwise.models.layers.Head, called with the targets, or take a causal language model of transformers "
+        "with an lm_head and its own loss"
+    )
 
 
 def tile_foreign(model: nn.Module, policy: TilesPolicy) -> None:

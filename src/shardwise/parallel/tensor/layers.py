@@ -291,7 +291,7 @@ class VocabularyHead(_Cut):
         x = self.region.inward(x, self.sees_whole)
         logits = column(x, weight, bias, group, self.cut, self.name)  # [B, T, V/tp]
         if targets is not None:
-            return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, group, count)
+            return vocabulary_cross_entropy(logits, targets, self.rows.start, self.vocabulary, group)
         if self.region.logits_cut:
             return logits
         if padding:

@@ -54,6 +54,8 @@ class Region:
         """True while a caller asks for a pass whose logits stay cut, without labels."""
         self.takes_cut_logits = False
         """Whether what follows the head works on part of the vocabulary as on all of it."""
+        self.knows_loss = False
+        """Whether the head's output goes to a loss that is known, where labels are given."""
         self.loss_follows = False
         """True in a training pass with labels of a model whose head's output goes to a loss that is known."""
         self._without_gradients = False
@@ -110,6 +112,7 @@ class Region:
         where labels are given."""
         signature = inspect.signature(model.forward)
         self.model = type(model).__name__
+        self.knows_loss = knows_loss
         self.takes_cut_logits = knows_loss and self.group.size > 1
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
