@@ -161,6 +161,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "expert_parallel.expert_tensor_parallel_size": (EXPERTS, 2),
     "data_parallel_size": ({"tensor_parallel": {"autotp_size": 4}}, 2),
     "compile.deepcompile": ({}, True),
+    "compile.offload_activation": ({"compile": {"deepcompile": True}}, True),
     "checkpoint.writer.decoupled": ({}, True),
     "steps_per_print": ({}, 10),
     "wall_clock_breakdown": ({}, True),

@@ -19,8 +19,9 @@ and on each stage:
     9  compile         blocks, inside of recomputation: a compiler cannot trace a checkpoint's contexts
     10 recompute       wraps forwards of blocks, inside of hooks: a Unit's weights are gathered around both its passes;
                        before it, for they run again too, those of modules that need it under dtypes by operation
-    11 hooks           of Units, around forward as it is now; a Unit's methods beside forward
-    12 casts           last, at the root: hooks run in the order in which they were registered, and those of the Units
+    11 activations     of blocks, to the host; outside of recomputation, which leaves a block's input to be moved
+    12 hooks           of Units, around forward as it is now; a Unit's methods beside forward
+    13 casts           last, at the root: hooks run in the order in which they were registered, and those of the Units
                        find inputs as the user gave them, the module's own code finds them cast
 
 The engine's build follows these two functions (engine/build.py) and does nothing else to a module.
@@ -34,6 +35,7 @@ from torch import nn
 
 from shardwise.comm.collectives import Group
 from shardwise.compose.describe import Described, blocks_of
+from shardwise.memory.activations import Activations
 from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
 from shardwise.memory.tiles import TilesPolicy
@@ -139,10 +141,11 @@ def apply_to_stage(
     weights: Callable[[nn.Module], list[UnitState]],
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
     recompute: Callable[[nn.Module], None],
+    offload: Callable[[nn.Module], None],
     hooks: Callable[[list[UnitState]], UnitHooks],
     casts: Callable[[nn.Module], list[Any]],
 ) -> tuple[UnitHooks, list[Any]]:
-    """Lines 7 to 12; returns what runs the Units, and the handles of the casts.
+    """Lines 7 to 13; returns what runs the Units, and the handles of the casts.
 
     ``compiled``: of a function the compiled one; None where nothing is compiled.
     """
@@ -153,6 +156,7 @@ def apply_to_stage(
             own: Any = state.module
             own.forward = compiled(own.forward)
     recompute(module)
+    offload(module)
     made = hooks(states)
     return made, casts(module)
 
@@ -170,13 +174,22 @@ def recompute_blocks(
     module: nn.Module, names: Collection[str], policy: RecomputePolicy, replay: Replay
 ) -> None:
     """Wrap those of the blocks ``names`` that are in ``module``; stand-ins have nothing to compute again."""
-    here = [
+    here = _blocks_here(module, names)
+    if here:
+        apply_recompute(here, policy.model_copy(update={"blocks": "all"}), replay)
+
+
+def offload_blocks(module: nn.Module, names: Collection[str], activations: Activations) -> None:
+    """What those of the blocks ``names`` that are in ``module`` save waits in host memory."""
+    activations.wrap([block for _, block in _blocks_here(module, names)])
+
+
+def _blocks_here(module: nn.Module, names: Collection[str]) -> list[tuple[str, nn.Module]]:
+    return [
         (name, block)
         for name, block in module.named_modules()
         if name in names and next(block.parameters(), None) is not None
     ]
-    if here:
-        apply_recompute(here, policy.model_copy(update={"blocks": "all"}), replay)
 
 
 def check_stages(

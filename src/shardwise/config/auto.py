@@ -40,6 +40,9 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     if offload.optimizer == "host" and device_type == "cpu":
         offload = offload.model_copy(update={"optimizer": "device", "parameters": "device"})
         choices.append("offload.optimizer: host memory is where CPU ranks keep all state")
+    if offload.activations == "host" and device_type == "cpu":
+        offload = offload.model_copy(update={"activations": "device"})
+        choices.append("offload.activations: host memory is where CPU ranks keep what a block saves")
     # Two CPU ranks share their cores with the copy: a collective beside the computation gains nothing there.
     prefetch, under_way = (
         (default if device_type != "cpu" else 0) if wanted == "auto" else wanted

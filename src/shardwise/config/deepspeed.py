@@ -201,9 +201,13 @@ def _offload(v: KeyValues) -> dict[str, Any]:
         )
     if parameters != "device":  # weights lie where their masters lie
         optimizer = parameters = min(optimizer, parameters, key=_LOW_FIRST.index)
+    moves = v("compile.deepcompile") and v("compile.offload_activation")
+    found: dict[str, Any] = {}
+    if v("activation_checkpointing.cpu_checkpointing") or moves:
+        found["activations"] = "host"
     if optimizer == "device" or ratio == 0.0:
-        return {}
-    found: dict[str, Any] = {"optimizer": optimizer}
+        return found
+    found["optimizer"] = optimizer
     if parameters != "device":
         found["parameters"] = parameters
     if ratio != 1.0:

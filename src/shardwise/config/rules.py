@@ -69,6 +69,14 @@ RULES = (
         ),
     ),
     Rule(
+        "CUDA graphs of activations that stay in their place",
+        lambda c: not c.compile.cuda_graphs or c.offload.activations == "device",
+        lambda c: (
+            "compile.cuda_graphs: a graph reads what it saved where it lay, and offload.activations: host brings it "
+            "back elsewhere; leave one of them out"
+        ),
+    ),
+    Rule(
         "dtypes of operations",
         lambda c: c.precision.operations is None or c.compile.scope == "none",
         lambda c: (

@@ -125,7 +125,7 @@ class RunConfig(Policy):
     tiles: TilesPolicy = Field(default_factory=TilesPolicy)
     """What is computed a tile of tokens at a time."""
     offload: OffloadPolicy = Field(default_factory=OffloadPolicy)
-    """Which state lies in host memory."""
+    """Which state and activations lie elsewhere than on the device."""
     batch: BatchPolicy = Field(default_factory=BatchPolicy)
     """Batch sizes."""
     precision: PrecisionPolicy = Field(default_factory=PrecisionPolicy)

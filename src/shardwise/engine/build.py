@@ -31,6 +31,7 @@ from shardwise.compose.apply import (
     apply_to_model,
     apply_to_stage,
     check_stages,
+    offload_blocks,
     recompute_blocks,
 )
 from shardwise.compose.describe import Described, describe_cut
@@ -61,6 +62,7 @@ from shardwise.engine.tables import Tables, check_mesh, register_tables, take_ov
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.kernels.initializers import Initializer
 from shardwise.memory.absent import withhold
+from shardwise.memory.activations import Activations, check_blocks
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
@@ -274,6 +276,8 @@ class _Share(NamedTuple):
     planned: Planned
     to_recompute: list[str]
     """Names of blocks, of the whole model."""
+    to_offload: list[str]
+    """Of blocks whose activations wait in host memory."""
     replay: Replay
     loads: ExpertLoads
     operations: Operations
@@ -300,9 +304,10 @@ def _share(
     blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
     operations = Operations(settings.precision)
     to_recompute = chosen(blocks, settings.recompute)
+    to_offload = check_blocks(blocks, settings.offload)
     replay = Replay(operations)
     loads = ExpertLoads(described.spec.experts_of, replay)
-    return _Share(described, planned, to_recompute, replay, loads, operations)
+    return _Share(described, planned, to_recompute, to_offload, replay, loads, operations)
 
 
 def policies_of(
@@ -437,12 +442,19 @@ def _stage(
         share.operations.apply_to(module)  # inside of what runs again
         recompute_blocks(module, share.to_recompute, settings.recompute, share.replay)
 
+    def offload(module: nn.Module) -> None:
+        if share.to_offload:
+            activations = Activations(module, device, keeps_last=mesh.pp == 1)
+            site.ledger.take("activations", f"stage {index}", lambda: activations.bytes.most)
+            offload_blocks(module, share.to_offload, activations)
+
     made, handles = apply_to_stage(
         module,
         buffers=lambda module: _move_buffers(module, device, settings.precision),
         weights=lambda module: _unit_states(module, index, share, _bucket_contexts(site), start),
         compiled=_compiler(settings.compile, device),
         recompute=recompute,
+        offload=offload,
         hooks=hooks,
         casts=lambda module: _cast_at_the_root(module, settings, device, casts_output and is_last),
     )

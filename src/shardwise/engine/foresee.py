@@ -30,6 +30,7 @@ from shardwise.engine.recipe import recipe_of
 from shardwise.engine.saving import compare
 from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import check_mesh, chosen_for, register_tables, tables_of
+from shardwise.memory.activations import check_blocks
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -68,7 +69,9 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
     units = ("", *described.spec.units)
     methods_of({name: model.get_submodule(name) for name in units}, settings.zero, mesh)
-    chosen(repeated_blocks(model) or described.spec.units, settings.recompute)
+    blocks = repeated_blocks(model) or described.spec.units
+    chosen(blocks, settings.recompute)
+    check_blocks(blocks, settings.offload)
     if settings.init_from is not None:
         _check_start(model, settings, settings.init_from)
     recipe = recipe_of(model, settings)

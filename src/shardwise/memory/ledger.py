@@ -14,6 +14,8 @@
     staging         slots that a pass's gradients come into          as long as the engine; made in the first pass
     host            masters and moments in host memory (offload)     as long as the engine
     disk            masters and moments in files (offload)           as long as the engine
+    activations     what autograd saves in blocks, in host memory    as long as the engine; grows: the most at once
+                    (offload)
     loaded          host memory that they pass through               as long as the engine; made in the first step
     rings           memory between ranks of one host                 as long as the ranks; shared by their engines
     save            the copy that is written behind training         from the first save on
@@ -39,6 +41,7 @@ Row = Literal[
     "staging",
     "host",
     "disk",
+    "activations",
     "loaded",
     "rings",
     "save",

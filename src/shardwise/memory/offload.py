@@ -1,4 +1,4 @@
-"""OffloadPolicy: which state lies elsewhere than on the device. The mechanism is in tier.py.
+"""OffloadPolicy: what lies elsewhere than on the device. The mechanisms are in tier.py and activations.py.
 
 CPU ranks have all state in host memory: there ``host`` asks for nothing that is not so.
 """
@@ -19,6 +19,8 @@ class OffloadPolicy(Policy):
     """Where masters and moments lie and the optimizer steps: ``device``, ``host`` memory, or files on a ``disk``."""
     parameters: Tier = "device"
     """Where weights lie between their uses: on the device, or where masters and moments lie."""
+    activations: Literal["device", "host"] = "device"
+    """Where what a block saves for its backward pass waits for it: on the device, or in ``host`` memory."""
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the Units whose state moves; the first ones stay, so that the others' updates hide behind them."""
     disk_path: Path | None = None

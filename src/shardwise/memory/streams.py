@@ -5,7 +5,9 @@
     compute                              F B  F B  F B ...  <+  waits for the copy that it reads; NORM STEP
     comm       UNSHARD REDUCE ...  torch's own, one of each communicator; torch's waits order it and compute
     down       gradients of Units whose masters lie in host memory, at STEP                    ``to_host``
+               what autograd saves in a block (memory/activations.py)                          ``begin_down``
     copies     their updated weights; the tiers' thread waits for both (memory/tier.py)        ``to_be_written``
+               weights, and what blocks have saved, ahead of their use                         ``to_computation``
     keys       keys of the steps ahead (engine/keys_ahead.py), whose thread waits for them     ``beside``
 
 The host runs ahead of the device, so a copy is on its way while the device computes what was launched before it.
@@ -139,8 +141,29 @@ def to_computation(source: Tensor, into: Tensor) -> Callable[[], object]:
     stream.wait_stream(here)  # what stood in the memory before is done with
     with stream:
         into.copy_(source, non_blocking=True)
+        arrived = torch.Event(into.device)
+        arrived.record(stream)
     keep_for(stream, (into,))
-    return lambda: torch.accelerator.current_stream(into.device).wait_stream(stream)
+    return lambda: torch.accelerator.current_stream(into.device).wait_event(arrived)
+
+
+def begin_down(tensor: Tensor) -> Tensor:
+    """Pinned memory, into which ``tensor`` of a device, as it is at this point of the current stream, is copied beside
+    the computation. The caller keeps ``tensor`` until the computation has waited (``down_by_now``): memory that an
+    allocator may give away only when a host has seen an event would come back late to a host that runs ahead."""
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    stream = _copies_down(tensor.device)
+    stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+    with stream:
+        there.copy_(tensor, non_blocking=True)
+    return there
+
+
+def down_by_now(device: torch.device) -> Callable[[], object]:
+    """The call that is returned makes what the current stream does next wait for what has begun to go down so far."""
+    arrived = torch.Event(device)
+    arrived.record(_copies_down(device))
+    return lambda: torch.accelerator.current_stream(device).wait_event(arrived)
 
 
 def to_host(tensor: Tensor) -> Callable[[], Tensor]:
@@ -148,13 +171,9 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
     returned waits for it, in any thread, and has the copy; a tensor on a CPU comes as it is."""
     if tensor.device.type == "cpu":
         return lambda: tensor
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    stream = _copies_down(tensor.device)
-    stream.wait_stream(torch.accelerator.current_stream(tensor.device))
-    with stream:
-        there.copy_(tensor, non_blocking=True)
-        arrived = torch.Event(tensor.device)
-        arrived.record(stream)
+    there, stream = begin_down(tensor), _copies_down(tensor.device)
+    arrived = torch.Event(tensor.device)
+    arrived.record(stream)
     keep_for(stream, (tensor,))
 
     def arrive() -> Tensor:

@@ -1,0 +1,240 @@
+"""What blocks save waits in host memory beside a pretended device: the bits of a run that keeps it; no weight moves."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.memory import activations as module
+from shardwise.memory.activations import Activations
+from tests.accelerator.crew import Crew
+from tests.accelerator.pretend import Bench, register
+from tests.engine import test_offload
+from tests.engine.test_offload import Case
+from tests.ranks import RankPool
+
+Moves = list[Activations]
+
+
+class LateCopies:
+    """Copies run when the computation waits for them, and there are NaNs until then: as late as a stream may be. Ranks
+    are threads."""
+
+    def __init__(self) -> None:
+        self.made: Moves = []
+        self._down: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def begin_down(self, tensor: Tensor) -> Tensor:
+        there = torch.full(tensor.shape, 0xFF, dtype=tensor.dtype)
+        self._down[get_ident()].append((there, tensor))
+        return there
+
+    def down_by_now(self, device: torch.device) -> Callable[[], None]:
+        copies = self._down.pop(get_ident(), [])
+
+        def wait() -> None:
+            for there, tensor in copies:
+                there.copy_(tensor, non_blocking=True)
+            copies.clear()
+
+        return wait
+
+    def to_computation(self, source: Tensor, into: Tensor) -> Callable[[], None]:
+        into.fill_(0xFF)
+        copies = [source]
+
+        def wait() -> None:
+            if copies:
+                into.copy_(copies.pop(), non_blocking=True)
+
+        return wait
+
+
+@contextmanager
+def late_copies(small: int = 64) -> Iterator[Moves]:
+    """``small``: bytes of a storage that stays. What is made meanwhile is handed out."""
+    late, init = LateCopies(), Activations.__init__
+
+    def noted(self: Activations, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        late.made.append(self)
+
+    with ExitStack() as stack:
+        for name in ("begin_down", "down_by_now", "to_computation"):
+            stack.enter_context(patch.object(module, name, getattr(late, name)))
+        stack.enter_context(patch.object(module, "SMALL_BYTES", small))
+        stack.enter_context(patch.object(Activations, "__init__", noted))
+        yield late.made
+
+
+def config_of(case: Case, moves: bool) -> dict[str, Any]:
+    offload = {"activations": "host"} if moves else {}
+    return case.config(None) | {"offload": offload, "max_grad_norm": None}
+
+
+def trained(world: Any, case: Case, moves: bool) -> tuple[list[Any], bool]:
+    """(losses, norms and weights of two steps, with an evaluation between, to the bit), (whether bytes moved)."""
+    engine = shardwise.initialize(test_offload.gpt().double(), config_of(case, moves), world=world)
+    data, found = engine._parts.dp.index, []
+    for step in range(2):
+        batches = test_offload.batches(data, step, case.accumulation)
+        result = engine.train_step(batches)
+        found += [
+            result.loss.hex(),
+            result.grad_norm.hex(),
+            engine.evaluate([(each, 1.0) for each in batches]).hex(),
+        ]
+    found += [(name, tensor.cpu().numpy().tobytes()) for name, tensor in engine.state_dict().items()]
+    row = engine._parts.site.ledger.bytes_by_row().get("activations", 0)
+    engine.close()
+    return found, row > 0
+
+
+def compare(world: Any, case: Case) -> list[Any]:
+    """[whether all is equal, whether host memory was taken without, and with]"""
+    plain, moved = trained(world, case, False), trained(world, case, True)
+    return [plain[0] == moved[0], plain[1], moved[1]]
+
+
+def compare_on(_: Any, size: int, cases: list[Case]) -> list[Any]:
+    device, found = register(), []
+    for case in cases:
+        with late_copies() as made, Bench() as bench:
+            found += Crew(size, device).run(compare, case)
+            found.append([any(each.bytes.up > 0 for each in made), bench.misplaced])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (1, [Case(accumulation=2), Case(recompute="full"), Case(recompute="selective")]),
+        (2, [Case(1), Case(3, accumulation=2, recompute="full"), Case(tp=2), Case(pp=2, accumulation=3)]),
+        (2, [Case(3), Case(2, recompute="selective")]),
+    ],
+)
+def test_the_bits_of_a_run_that_keeps_them(device_process: RankPool, size: int, cases: list[Case]) -> None:
+    [found] = device_process.run(compare_on, size, cases)
+    assert found == [*[[True, False, True]] * size, [True, []]] * len(cases)
+
+
+# Blocks on the host -------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH, INNER = 3, 4, 8
+SAVED = ROWS * (WIDTH + INNER) * 8
+"""Bytes of a block's input, and of what its relu returns, which the next layer saves too."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.inner = torch.empty(0)
+        self.came: Callable[[Tensor], None] = lambda grad: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner = torch.relu(self.up(x))
+        out: Tensor = x + self.down(self.inner)
+        if out.requires_grad:
+            out.register_hook(self.came)
+        return out
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3))).double()
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss on gradients: its backward pass goes through a backward pass."""
+    x = x.clone().requires_grad_()
+    [grad] = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+    return grad.square().mean()
+
+
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    """Two passes before one backward pass."""
+    return (model(x) * model(2 * x)).mean()
+
+
+def batch() -> Tensor:
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def wrapped(keeps_last: bool = True) -> Iterator[tuple[nn.Sequential, Activations]]:
+    """Blocks on the host, whose copies are as late as a stream's."""
+    with late_copies():
+        model = blocks()
+        activations = Activations(model, torch.device("cpu"), keeps_last)
+        activations.wrap(list(model))
+        yield model, activations
+
+
+def gradients(model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
+    """Of two steps, added."""
+    for _ in range(2):
+        loss(model, batch()).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("keeps_last", [True, False])
+@pytest.mark.parametrize("loss", [mean_square, penalty, twice])
+def test_gradients_of_passes(loss: Callable[[nn.Module, Tensor], Tensor], keeps_last: bool) -> None:
+    wanted = gradients(blocks(), loss)
+    with wrapped(keeps_last) as (model, activations):
+        assert all(map(torch.equal, wanted, gradients(model, loss)))
+        assert len(wanted) == 12 and activations.bytes.up > 0
+
+
+def test_bytes_come_one_block_ahead_and_no_weight_moves() -> None:
+    with wrapped() as (model, activations):
+        came: list[int] = []
+        for block in model:
+            block.came = lambda grad: came.append(activations.bytes.up)
+        mean_square(model, batch()).backward()
+        moved = activations.bytes
+        moved.count()
+        assert came == [0, SAVED, 2 * SAVED], "at the gradients of the outputs of blocks 2, 1 and 0"
+        assert [moved.down, moved.up, moved.most, moved.held] == [2 * SAVED, 2 * SAVED, 2 * SAVED, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[0].inner.detach().add_(1),
+        lambda model: model[2].inner.detach().add_(1),
+        lambda model: model[1].down.weight.detach().add_(1),
+    ],
+)
+def test_what_changed_since_is_refused(change: Callable[[nn.Module], Any]) -> None:
+    """An activation that moved, one of the last block, and a weight."""
+    with wrapped() as (model, _):
+        loss = mean_square(model, batch())
+        change(model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_small_storages_and_others_checkpoints_stay() -> None:
+    with wrapped() as (model, activations):
+        with torch.autograd.graph.save_on_cpu():
+            model(batch())
+        with torch.no_grad():
+            model(batch())
+        with patch.object(module, "SMALL_BYTES", SAVED):
+            model(batch())
+        assert activations.bytes.down == 0
+        model(batch())
+        assert activations.bytes.down == 2 * SAVED
