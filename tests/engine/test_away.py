@@ -49,28 +49,32 @@ def compare_all(world: World, folder: str, rows: list[tuple[Any, ...]]) -> list[
     return [compare(world, case, folder, *more) for case, *more in rows]
 
 
-def test_it_comes_back_to_the_bit(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    away, disk = (str(tmp_path / name) for name in ("away", "disk"))
-    for folder in (away, disk):
-        Path(folder).mkdir()
-    one = [
-        (Case(),),
-        (Case(precision="bf16", accumulation=2), disk),
-        (Case(precision="bf16"), None, ["moments"]),
-    ]
-    two: list[Any] = [
-        (Case(1),),
-        (Case(2, precision="bf16"), None, ["masters", "moments"]),
-        (Case(3, precision="bf16", recompute="full", prefetch=1 << 20),),
-        (Case(3, parameters="disk", fraction=0.5), disk),
-        (Case(tp=2),),
-        (Case(pp=2, precision="fp16", accumulation=2),),
-        (Case(2, optimizer="muon"),),
-    ]
-    for size, rows in ((1, one), (2, two)):
-        for found in ranks(size).run(compare_all, away, rows):
-            assert [each[:2] for each in found] == [(True, [])] * len(rows)
-    assert not [*Path(away).iterdir()], "files are left"
+ONE: list[tuple[Any, ...]] = [(Case(),), (Case(precision="bf16"), None, ["moments"])]
+TWO: list[tuple[Any, ...]] = [
+    (Case(2, precision="bf16"), None, ["masters", "moments"]),
+    (Case(3, precision="bf16", recompute="full", prefetch=1 << 20),),
+]
+MORE: list[tuple[Any, ...]] = [
+    (Case(1),),
+    (Case(3, parameters="disk", fraction=0.5), "disk"),
+    (Case(tp=2),),
+    (Case(pp=2, precision="fp16", accumulation=2),),
+    (Case(2, optimizer="muon"),),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"), [(1, ONE), (2, TWO), pytest.param(2, MORE, marks=pytest.mark.soak)]
+)
+def test_it_comes_back_to_the_bit(
+    ranks: Callable[[int], RankPool], tmp_path: Path, size: int, rows: list[tuple[Any, ...]]
+) -> None:
+    for name in ("away", "disk"):
+        (tmp_path / name).mkdir()
+    placed = [tuple(str(tmp_path / each) if each == "disk" else each for each in row) for row in rows]
+    for found in ranks(size).run(compare_all, str(tmp_path / "away"), placed):
+        assert [each[:2] for each in found] == [(True, [])] * len(rows)
+    assert not [*(tmp_path / "away").iterdir()], "files are left"
 
 
 def big(folder: str, include: Any = None) -> tuple[Any, int, int]:
