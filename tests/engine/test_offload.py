@@ -235,6 +235,40 @@ def test_edits_between_steps_reach_the_disk(ranks: Any, tmp_path: Path, paramete
     assert ranks(2).run(edited_both, str(tmp_path), parameters) == [[], []]
 
 
+def looked_at(world: World, disk: str | None, stage: int) -> tuple[dict[str, Tensor], list[bool]]:
+    """Gradients that are read, changed and thrown away between backward and step; and which of them had left."""
+    engine = shardwise.initialize(gpt(), Case(stage).config(disk), world=world)
+    left, found = [], {}
+    name = "blocks.1.attention.qkv.weight"
+    for step in range(4):
+        engine.backward(engine(batches(world.rank, step, 1)[0]))
+        left += [bucket.gradient.has_left for bucket, _ in engine._parts.trained]
+        if step == 1:
+            found |= {f"gradient {each}": tensor for each, tensor in engine.gradients().items()}
+        if step == 2:
+            engine.set_full_tensor(name, engine.full_tensor(name, "gradient") * 3, "gradient")
+        if step == 3:
+            engine.discard()
+            engine.backward(engine(batches(world.rank, 9, 1)[0]))
+        engine.step()
+    found |= state_of(engine)
+    engine.close()
+    return found, left
+
+
+def looked_at_both(world: World, folder: str) -> list[tuple[list[str], bool]]:
+    answers = []
+    for stage in (0, 2, 3):
+        (plain, stayed), (moved, left) = looked_at(world, None, stage), looked_at(world, folder, stage)
+        unlike = [name for name, tensor in plain.items() if not torch.equal(tensor, moved[name])]
+        answers.append((unlike, all(left) and not any(stayed)))
+    return answers
+
+
+def test_gradients_leave_and_come_back_when_they_are_asked_for(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(looked_at_both, str(tmp_path)) == [[([], True)] * 3] * 2
+
+
 def test_a_step_that_is_skipped_moves_nothing(tmp_path: Path) -> None:
     """fp16 overflows: no LOAD is begun, and the next steps have the bits of a run in memory."""
 

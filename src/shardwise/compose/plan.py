@@ -109,7 +109,7 @@ class Planned(NamedTuple):
         """What this rank does for ``batches`` forward passes without a backward pass."""
         plan, (zero, pipeline, *_) = self.plan, self.policies
         row = forward_lists(plan.mesh.pp, batches, pipeline)[plan.mesh.index("pp", plan.rank)]
-        strategies, ahead = strategies_of(plan.own, plan.mesh, self.policies), _prefetch(zero, plan.units)
+        strategies, ahead = strategies_of(plan.own, plan.registry, self.policies), _prefetch(zero, plan.units)
         known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
 
         @cache
@@ -181,7 +181,7 @@ def _actions(
     orders: Orders,
 ) -> tuple[Action, ...]:
     prefetch = _prefetch(policies.zero, ranks.units)
-    strategies = strategies_of(ranks, plan.mesh, policies)
+    strategies = strategies_of(ranks, plan.registry, policies)
     trained = ranks.trained
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
 
@@ -213,9 +213,11 @@ def _actions(
     )
 
 
-def strategies_of(ranks: RankClass, mesh: Mesh, policies: Policies) -> list[Strategy]:
+def strategies_of(ranks: RankClass, registry: Registry, policies: Policies) -> list[Strategy]:
     """Of each Unit how its state lies."""
-    return layout.strategies_of(policies.zero, mesh, ranks.units, policies.offload)
+    shares = Slices(registry, registry.mesh, 0).shares_gradients(ranks.stages)
+    leaves = policies.microbatches == 1 and not shares
+    return layout.strategies_of(policies.zero, registry.mesh, ranks.units, policies.offload, leaves)
 
 
 def _prefetch(zero: ZeroPolicy, units: Sequence[Unit]) -> Prefetch:
@@ -335,7 +337,7 @@ def _class(
             unit_stages.append(stage_of[name])
     windows = layout.strategy_of(policies.zero, mesh).windows
     ranks = RankClass(stages, tuple(units), tuple(unit_stages), {}, windows)
-    strategies = strategies_of(ranks, mesh, policies)
+    strategies = strategies_of(ranks, registry, policies)
     buffers = {}
     for (unit, place), dtypes in held.items():
         key = units[unit].buckets[place].key

@@ -524,7 +524,7 @@ def _unit_states(
     """Errors: PlanError where ``module`` is not what the Plan says."""
     spec, precision = share.planned.spec, share.planned.policies.precision
     own = share.plan.own
-    units, strategies = own.units_of(index), strategies_of(own, share.plan.mesh, share.planned.policies)
+    units, strategies = own.units_of(index), strategies_of(own, share.plan.registry, share.planned.policies)
     parameters_here = held(module, units, spec.canonical, f"stage {index}")
     fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
     states: list[UnitState] = []

@@ -22,6 +22,8 @@ Gradients are sums over ranks and microbatches; they are scaled once, by the glo
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -110,17 +112,26 @@ def finish_reductions(trained: Sequence[Trained]) -> None:
         bucket.gradient.finish_reduce()
 
 
-def exchange(parts: Parts, local: Local) -> Totals:
-    """Sum over the data-parallel ranks, then over those that share a model."""
-    trained, shared, dp = parts.trained, parts.shared, parts.dp
+def _squares_of(parts: Parts, bucket: BucketState) -> list[Tensor]:
+    """Σ g² of what this rank counts of a bucket."""
+    ranges = parts.shared.counted(bucket)
+    # Each of the ranks that hold the same sums a part.
+    return [square_sum(share(bucket.gradient.owned[start:stop], *bucket.copy)) for start, stop in ranges]
+
+
+def exchange(
+    parts: Parts, local: Local, known: Mapping[BucketState, Sequence[Tensor]] = MappingProxyType({})
+) -> Totals:
+    """Sum over the data-parallel ranks, then over those that share a model. ``known``: squares of gradients that have
+    left."""
+    trained, dp = parts.trained, parts.dp
     finish_reductions(trained)
     parts.tables.agree()
     squares = parts.tables.square_sum()
     used: list[Number] = []
     for bucket, _ in trained:
-        for start, stop in shared.counted(bucket):
-            mine = share(bucket.gradient.owned[start:stop], *bucket.copy)  # each of its ranks sums a part
-            squares = squares + square_sum(mine)
+        for part in known[bucket] if bucket.gradient.has_left else _squares_of(parts, bucket):
+            squares = squares + part
         used += (each if isinstance(each, Tensor) else float(each) for each in bucket.gradient.used)
     seats = [0.0] * (0 if local.batches is None else dp.size)
     if seats:
@@ -238,6 +249,10 @@ class StepEnd:
         """What NORM found."""
         self.update: Update | None = None
         """What STEP does with it."""
+        self._squares: dict[BucketState, list[Tensor]] = {}
+        """Of gradients that have left the device."""
+        for hooks in parts.hooks:
+            hooks.windows.on_reduced = self.let_go
 
     def sum(self, action: Action) -> None:
         """SUM: what model-parallel ranks hold in common."""
@@ -247,7 +262,13 @@ class StepEnd:
     def norm(self, action: Action) -> None:
         """[step 10] NORM: what all ranks must know of each other to decide alike."""
         assert self.local is not None, "the engine says what its rank brings"
-        self.totals = exchange(self._parts, self.local)
+        self.totals = exchange(self._parts, self.local, self._squares)
+
+    def let_go(self, bucket: BucketState) -> None:
+        """A gradient goes where its master lies."""
+        bucket.gradient.settle()
+        self._squares[bucket] = _squares_of(self._parts, bucket)
+        bucket.gradient.leave()
 
     def direct(self, action: Action) -> None:
         """DIRECT: the first half of the updates of one Unit that look at whole tensors."""
@@ -286,7 +307,8 @@ class StepEnd:
         """The thread of the tiers does it, with what is known now."""
         state = bucket.state
         assert state is not None, "what lies on the device is updated there and then"
-        told, grad = self._told(bucket, place), to_host(bucket.gradient.owned)
+        told = self._told(bucket, place)
+        grad = state.gradient if bucket.gradient.has_left else to_host(bucket.gradient.owned)
 
         def begin(rounded: Tensor | None) -> "Future[None]":
             write = None if rounded is None else to_be_written(rounded)
@@ -313,7 +335,7 @@ class StepEnd:
     def load(self, action: Action) -> None:
         """LOAD: begin to bring a Unit's masters and moments from a disk."""
         for state in self._states(action):
-            state.tiers.begin(state.load)
+            state.tiers.begin(partial(state.load, state.updated))
 
     def store(self, action: Action) -> None:
         """STORE: begin to write them, as soon as they are updated."""
@@ -343,6 +365,7 @@ class StepEnd:
     def forget(self) -> None:
         """Between two steps."""
         self._norms.forget()
+        self._squares.clear()
         self.local = self.totals = self.update = None
 
 

@@ -147,11 +147,12 @@ def to_computation(source: Tensor, into: Tensor) -> Callable[[], object]:
     return lambda: torch.accelerator.current_stream(into.device).wait_event(arrived)
 
 
-def begin_down(tensor: Tensor) -> Tensor:
-    """Pinned memory, into which ``tensor`` of a device, as it is at this point of the current stream, is copied beside
-    the computation. The caller keeps ``tensor`` until the computation has waited (``down_by_now``): memory that an
-    allocator may give away only when a host has seen an event would come back late to a host that runs ahead."""
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+def begin_down(tensor: Tensor, into: Tensor | None = None) -> Tensor:
+    """Pinned memory (``into``, or new), into which ``tensor`` of a device, as it is at this point of the current stream,
+    is copied beside the computation. The caller keeps ``tensor`` until the computation has waited (``down_by_now``):
+    memory that an allocator may give away only when a host has seen an event would come back late to a host that runs
+    ahead."""
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
     stream = _copies_down(tensor.device)
     stream.wait_stream(torch.accelerator.current_stream(tensor.device))
     with stream:
@@ -166,12 +167,12 @@ def down_by_now(device: torch.device) -> Callable[[], object]:
     return lambda: torch.accelerator.current_stream(device).wait_event(arrived)
 
 
-def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy ``tensor``, as it is at this point of the current stream, into pinned memory. The call that is
-    returned waits for it, in any thread, and has the copy; a tensor on a CPU comes as it is."""
+def to_host(tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+    """Begin to copy ``tensor``, as it is at this point of the current stream, into pinned memory (``into``, or new).
+    The call that is returned waits for it, in any thread, and has the copy; a tensor on a CPU comes as it is."""
     if tensor.device.type == "cpu":
         return lambda: tensor
-    there, stream = begin_down(tensor), _copies_down(tensor.device)
+    there, stream = begin_down(tensor, into), _copies_down(tensor.device)
     arrived = torch.Event(tensor.device)
     arrived.record(stream)
     keep_for(stream, (tensor,))

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from shardwise.memory.direct_io import aligned_empty, rounded_up
 from shardwise.memory.scratch import DiskScratch
-from shardwise.memory.streams import to_computation
+from shardwise.memory.streams import to_computation, to_host
 from shardwise.plan.placement import Tier
 
 
@@ -110,7 +110,11 @@ class Tiers:
 
     def __init__(self, scratch: DiskScratch | None, buffers: int, threads: int = 1):
         self.scratch = scratch
-        self.staging = Staging(2 * buffers)
+        self.limit = 2 * buffers
+        """Blocks of staging memory, and gradients on their way to the disk."""
+        self.staging = Staging(self.limit)
+        self.leaving: deque[Future[None]] = deque()
+        """Gradients on their way to the disk, the first of them first."""
         self._thread = ThreadPoolExecutor(1, "shardwise tiers")
         self._failure: BaseException | None = None
         self._limit(threads)
@@ -186,6 +190,9 @@ class TierState:
         self._reads: list[Future[None]] = []
         self._writes: dict[str, Future[None]] = {}
         """Of the update under way, by kind."""
+        self.has_gradient = False
+        """Whether the gradient of the running step is here."""
+        self._arrived: Callable[[], Tensor] = lambda: self.tensors["grad"]
         self._nowhere = {kind: torch.empty(0, dtype=each.dtype) for kind, each in self.kinds.items()}
         self.tensors: Mapping[str, Tensor]
         """By kind; empty ones while they lie on the disk."""
@@ -204,6 +211,13 @@ class TierState:
     def master(self) -> str:
         """Which of them the optimizer updates: a weight of its dtype is its own master."""
         return "master" if "master" in self.kinds else "weight"
+
+    @property
+    def updated(self) -> list[str]:
+        """Kinds that an update reads: all but a weight that is rounded from its master, and a gradient that has not
+        left the device."""
+        left_out = {"weight"} - {self.master} | {"grad"} - ({"grad"} if self.has_gradient else set())
+        return [kind for kind in self.kinds if kind not in left_out]
 
     @property
     def nbytes(self) -> int:
@@ -229,13 +243,11 @@ class TierState:
 
     # In the thread ---------------------------------------------------------------------------------------------
 
-    def load(self, kinds: Collection[str] | None = None, beyond: bool = False) -> None:
-        """LOAD: begin to read, into a block; by itself all but a weight that is rounded from its master."""
+    def load(self, kinds: Collection[str], beyond: bool = False) -> None:
+        """LOAD: begin to read, into a block."""
         scratch = self.tiers.scratch
         assert scratch is not None and self._block is None, f"{self.what}: its state is here already"
         self._take_block(beyond)
-        if kinds is None:
-            kinds = [kind for kind in self.kinds if kind != "weight" or self.master == "weight"]
         views = self._views()
         self._reads = [scratch.read(kind, self.what, views[kind]) for kind in kinds]
 
@@ -258,7 +270,7 @@ class TierState:
     def store(self) -> None:
         """STORE: begin to write what is not under way, and give the block back."""
         for kind in self.kinds:
-            if kind not in self._writes:
+            if kind not in self._writes and kind != "grad":
                 self.begin_write(kind)
         self._leave(list(self._writes.values()))
         self._writes = {}
@@ -271,12 +283,30 @@ class TierState:
 
     # From outside ----------------------------------------------------------------------------------------------
 
+    def leave(self, gradient: Tensor) -> None:
+        """The gradient of a step follows the master, and is let go of here."""
+        self.has_gradient = True
+        if self.tier != "disk":
+            self._arrived = to_host(gradient, self.tensors["grad"])
+            return
+        scratch, leaving = self.tiers.scratch, self.tiers.leaving
+        assert scratch is not None, "a disk has files"
+        leaving.append(scratch.write("grad", self.what, gradient))
+        while len(leaving) > self.tiers.limit:
+            leaving.popleft().result()
+
+    def gradient(self) -> Tensor:
+        """What left. In the thread, behind LOAD."""
+        return self.tensors["grad"] if self.tier == "disk" else self._arrived()
+
     def bring(self, kind: str, into: Tensor) -> Callable[[], object]:
         """Begin to bring all of one kind into ``into``, where the model computes. The call that is returned waits."""
         if self.tier == "disk":
             scratch = self.tiers.scratch
             assert scratch is not None, "a disk has files"
             return scratch.read(kind, self.what, into).result
+        if kind == "grad":
+            self._arrived()
         return to_computation(self.tensors[kind], into)
 
     @contextmanager
@@ -304,5 +334,5 @@ class TierState:
     def _come(self) -> None:
         """In the thread, behind a STORE that is still to come. New state is here already."""
         if self._block is None:
-            self.load(list(self.kinds), beyond=True)
+            self.load([kind for kind in self.kinds if kind != "grad"], beyond=True)
             self.arrive()

@@ -38,6 +38,8 @@ class Strategy:
     """Where master and moments lie, and are updated."""
     weight_tier: Tier = "device"
     """Where the weight lies between its windows."""
+    grad_tier: Tier = "device"
+    """Where the gradient lies from its last reduction in a step to the update."""
     axes: StateAxes = DENSE
     """The axes, whose ranks together sum the gradient: other ones for other Units (experts, say)."""
 

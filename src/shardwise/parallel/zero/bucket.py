@@ -50,7 +50,7 @@ class BucketState:
             self.state = TierState(what, tier, kinds, tiers, pins)
             around.ledger.take(tier, what, self.state.nbytes)
         self.weight = Weight(layout, dtypes, views, what, around, self.state)
-        self.gradient = Gradient(layout, dtypes, views, what, around)
+        self.gradient = Gradient(layout, dtypes, views, what, around, self.state)
         self.copy = (around.dp.index // self.owned_range[1], around.dp.size // self.owned_range[1])
         """(index, count): this rank is number ``index`` of ``count`` that hold the same range of the reduced
         gradient."""
@@ -70,6 +70,8 @@ class BucketState:
             kinds["master"] = TierTensor(self.owned_elements, dtypes.master)
         if state:
             kinds |= dict.fromkeys(moments, TierTensor(self.owned_elements, dtypes.master))
+        if state and strategy.grad_tier != "device":
+            kinds["grad"] = TierTensor(self.owned_elements, dtypes.grad)
         return kinds
 
     @property

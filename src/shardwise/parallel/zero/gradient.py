@@ -37,6 +37,10 @@ size serve all Units.
 The gradient buffer lives from the first gradient of a step to its end. When a step's backward pass begins, activations
 stand at their peak and gradients take nothing; as they come, activations go.
 
+[Note: gradients that leave]
+Where the master lies on another tier the gradient follows it, when it is reduced for the last time in a step and
+nothing else is to be added: its squares are summed first, for the norm. Memory then holds the gradients of a few Units.
+
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
@@ -46,6 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import DONE, Group, Pending
+from shardwise.memory.tier import TierState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.taken import TakenGradient
 from shardwise.parallel.zero.views import ParameterViews
@@ -79,9 +84,14 @@ class Gradient:
     """See the module's docstring. ``what`` names the bucket in errors."""
 
     def __init__(
-        self, layout: Bucket, dtypes: Dtypes, views: ParameterViews, what: str, around: BucketContext
+        self,
+        layout: Bucket,
+        dtypes: Dtypes,
+        views: ParameterViews,
+        what: str,
+        around: BucketContext,
+        state: TierState | None = None,
     ):
-        self.layout = layout
         self.dtypes = dtypes
         self.views = views
         self.what = what
@@ -92,7 +102,9 @@ class Gradient:
         """Whether the running microbatch is the only one of its sum. Every rank must say the same, also one on which
         nothing has come before: it is what decides how the gradient travels."""
         self._around = around
-        if layout.key.trained:
+        self._home = state if state is not None and "grad" in state.kinds else None
+        """Where it goes from its last reduction in a step to the update, if not on the device."""
+        if layout.key.trained and self._home is None:
             around.ledger.take("gradients", what, self.elements * dtypes.grad.itemsize, "step")
         self._buffer: Tensor | None = None
         self._holds_earlier = False
@@ -112,6 +124,11 @@ class Gradient:
         assert state in _NEXT[self.state], f"{self.what}: {self.state.value} does not become {state.value}"
         self.state = state
 
+    @property
+    def layout(self) -> Bucket:
+        """That of the bucket."""
+        return self.views.layout
+
     # Memory ----------------------------------------------------------------------------------------------------
 
     @property
@@ -130,7 +147,26 @@ class Gradient:
             self._buffer = torch.empty(self.elements, dtype=self.dtypes.grad, device=self._around.device)
             for start, stop in () if self._around.strategy.cuts_grad else self.layout.gaps:
                 self._buffer[start:stop] = 0
+            if self._home is not None and self._home.has_gradient:
+                self._home.has_gradient = False
+                self._home.bring("grad", self.owned)()
         return self._buffer
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it lies where the master does, and not here."""
+        return self._home is not None and self._home.has_gradient
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it goes there, once it is reduced for the last time in a step."""
+        return self._home is not None and self.state is _REDUCED and not self.has_left
+
+    def leave(self) -> None:
+        """It goes where the master lies; whoever asks for it brings it back. [Note: gradients that leave]"""
+        assert self._home is not None, f"{self.what}: its master lies on the device"
+        self._home.leave(self.owned)
+        self._buffer = None
 
     @property
     def owned(self) -> Tensor:
@@ -286,13 +322,17 @@ class Gradient:
             owned = self.buffer[around.own_range(self.layout)]
             self._reducing = around.shard.all_gather(self.buffer, owned, self.what, purpose="gradients")
 
+    def settle(self) -> None:
+        """The reduction that is under way is over; another backward pass may still come."""
+        self.arrive()
+        self._reducing.wait()
+        self._reducing = DONE
+
     def finish_reduce(self) -> None:
         """Before the step: the sum is there, over the replicas too. A second call does nothing."""
         if self.state is not _REDUCED:
             return
-        self.arrive()
-        self._reducing.wait()
-        self._reducing = DONE
+        self.settle()
         if self._around.strategy.cuts_master and self._around.replicate.size > 1:
             self._sum_over(self._around.replicate, self.owned).wait()
         self._enter(_FINISHED)
@@ -308,6 +348,8 @@ class Gradient:
         self._close()
         self._buffer = None
         self._holds_earlier = False
+        if self._home is not None:
+            self._home.has_gradient = False
         self.used = [False] * len(self.used)
         self._enter(_EMPTY)
 

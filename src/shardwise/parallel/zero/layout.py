@@ -16,6 +16,7 @@ Papers: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Zhao et al. 2023, arXi
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -34,25 +35,18 @@ def strategy_of(
     mesh: Mesh,
     axes: StateAxes = DENSE,
     windows: bool = False,
-    tier: Tier = "device",
-    weight_tier: Tier = "device",
 ) -> Strategy:
     """The row of the table for state on ``axes``. On one shard rank every stage is stage 0: there is nothing to cut.
 
     ``windows``: whether weights are to have windows there too, as cut ones have: memory of their own in between.
-    ``tier``: of master and moments; ``weight_tier``: of the weight, between its windows.
     """
     if mesh.size(axes[1]) == 1 or policy.stage == 0:
-        return Strategy(
-            (_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE), windows, tier, weight_tier, axes
-        )
+        return Strategy((_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE), windows, axes=axes)
     reduces_each = policy.reduce == "microbatch" or (policy.reduce == "auto" and policy.stage >= 2)
     return Strategy(
         weight=(_WHOLE, _CUT if policy.stage == 3 else _WHOLE),
         grad=(_ADDEND, _CUT if reduces_each else _ADDEND),
         master=(_WHOLE, _CUT),
-        tier=tier,
-        weight_tier=weight_tier,
         axes=axes,
     )
 
@@ -75,16 +69,31 @@ def moved(policy: OffloadPolicy, units: Sequence[Unit]) -> list[bool]:
 
 
 def strategies_of(
-    policy: ZeroPolicy, mesh: Mesh, units: Sequence[Unit], offload: OffloadPolicy | None = None
+    policy: ZeroPolicy,
+    mesh: Mesh,
+    units: Sequence[Unit],
+    offload: OffloadPolicy | None = None,
+    gradients_leave: bool = False,
 ) -> list[Strategy]:
-    """Of each Unit the row of its state, all on the device where ``offload`` is left out."""
+    """Of each Unit the row of its state, all on the device where ``offload`` is left out.
+
+    ``gradients_leave``: whether a gradient that is summed over the shard ranks is whole, but for replicas.
+    """
     offload = offload or OffloadPolicy()
-    return [
-        strategy_of(policy, mesh, unit.axes, tier=offload.optimizer, weight_tier=offload.parameters)
-        if is_moved
-        else strategy_of(policy, mesh, unit.axes)
-        for unit, is_moved in zip(units, moved(offload, units), strict=True)
-    ]
+    found = []
+    for unit, is_moved in zip(units, moved(offload, units), strict=True):
+        strategy = strategy_of(policy, mesh, unit.axes)
+        if is_moved:
+            is_what_is_updated = strategy.cuts_grad or not strategy.cuts_master
+            leaves = gradients_leave and mesh.size(unit.axes[0]) == 1 and is_what_is_updated
+            strategy = replace(
+                strategy,
+                tier=offload.optimizer,
+                weight_tier=offload.parameters,
+                grad_tier=offload.optimizer if leaves else "device",
+            )
+        found.append(strategy)
+    return found
 
 
 def buffers(strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence[str]) -> tuple[Buffers, ...]:
@@ -101,7 +110,7 @@ def buffers(strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence
 
     rows = [placed("weight", dtypes.compute.itemsize, strategy.weight, strategy.weight_tier)]
     if trained:
-        rows.append(placed("grad", dtypes.grad.itemsize, strategy.grad))
+        rows.append(placed("grad", dtypes.grad.itemsize, strategy.grad, strategy.grad_tier))
         if dtypes.master != dtypes.compute or strategy.tier != strategy.weight_tier:
             rows.append(placed("master", dtypes.master.itemsize, strategy.master, strategy.tier))
         rows += [placed(moment, dtypes.master.itemsize, strategy.master, strategy.tier) for moment in moments]

@@ -12,9 +12,10 @@ which needs memory of their own (zero.reuse_buffers: false).
 """
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from shardwise.comm.collectives import Pending
+from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.unit_state import UnitState, Window
 from shardwise.plan.action import Action
 from shardwise.plan.errors import UsageError
@@ -42,6 +43,8 @@ class UnitWindows:
         self.adds_up = False
         """Whether earlier backward passes of the step wait for the one that runs."""
         self._is_last = True
+        self.on_reduced: Callable[[BucketState], None] = lambda bucket: None
+        """Told of a gradient that may leave the device: nothing more comes to it in this step."""
         self._is_held = False
         """[Note: second derivatives]"""
         self._deferred: set[int] = set()
@@ -99,6 +102,8 @@ class UnitWindows:
         while len(self._travelling) > self._reductions:
             for bucket in self._travelling.popleft().buckets:
                 bucket.gradient.arrive()
+                if self._is_last and bucket.gradient.leaves:
+                    self.on_reduced(bucket)
 
     # UnitWindows ---------------------------------------------------------------------------------------------------
 
