@@ -148,10 +148,12 @@ def to_computation(source: Tensor, into: Tensor) -> Callable[[], object]:
 
 
 def begin_down(tensor: Tensor, into: Tensor | None = None) -> Tensor:
-    """Pinned memory (``into``, or new), into which ``tensor`` of a device, as it is at this point of the current stream,
-    is copied beside the computation. The caller keeps ``tensor`` until the computation has waited (``down_by_now``):
-    memory that an allocator may give away only when a host has seen an event would come back late to a host that runs
-    ahead."""
+    """Pinned memory (``into``, or new), into which ``tensor`` of a device, as it is at this point of the current
+    stream, is copied beside the computation.
+
+    The caller keeps ``tensor`` until the computation has waited (``down_by_now``): memory that an allocator may give
+    away only when a host has seen an event would come back late to a host that runs ahead.
+    """
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
     stream = _copies_down(tensor.device)
     stream.wait_stream(torch.accelerator.current_stream(tensor.device))
