@@ -12,6 +12,7 @@ from shardwise.comm.world import World
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.action import Kind
 from shardwise.plan.errors import ConfigError, DamagedError, TierError
+from shardwise.plan.plan import bytes_by_tier
 
 VOCABULARY, CONTEXT = 13, 6
 
@@ -326,3 +327,12 @@ def test_a_flipped_bit_is_seen_before_it_is_used(tmp_path: Path) -> None:
     with pytest.raises((DamagedError, TierError)):
         engine.save(tmp_path / "checkpoints")
     engine.close(whole=False)
+
+
+def test_the_plan_says_what_lies_where(tmp_path: Path) -> None:
+    engine = shardwise.initialize(gpt(), Case(fraction=0.5).config(str(tmp_path)))
+    rows = engine.state_bytes()
+    tiers = bytes_by_tier(rows)
+    assert tiers == {"device": sum(rows.values()) - rows["disk"], "disk": rows["disk"]}
+    assert f"and {rows['disk'] / 2**10:.1f} KiB on a disk" in str(engine.plan), str(engine.plan)
+    engine.close()

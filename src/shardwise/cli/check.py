@@ -36,7 +36,7 @@ from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import available_bytes
 from shardwise.observe.progress import bytes_text, count_text
-from shardwise.plan.plan import ON_HOST
+from shardwise.plan.plan import bytes_by_tier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Foreseen:
 
     def lines(self) -> list[str]:
         """For people."""
-        host = sum(self.bytes_per_rank.get(row, 0) for row in ON_HOST)
-        held = sum(self.bytes_per_rank.values()) - host
-        apart = f" and {bytes_text(host)} of dynamic tables in its host's memory" if host else ""
+        tiers = bytes_by_tier(self.bytes_per_rank)
+        apart = f" and {bytes_text(tiers['host'])} in its host's memory" if "host" in tiers else ""
+        apart += f" and {bytes_text(tiers['disk'])} on a disk" if "disk" in tiers else ""
         said = [*self.choices, f"start: {self.start}"]
         if self.samples is not None:
             held_out = "" if self.validation_samples is None else f", {self.validation_samples:,} held out"
@@ -75,7 +75,9 @@ class Foreseen:
         said.append(f"model: {count_text(self.parameters)} parameters")
         said += str(self.outlook.plan).splitlines()
         free = "" if self.free_bytes is None else f"; {bytes_text(self.free_bytes)} are free here"
-        said.append(f"model state: {bytes_text(held)} on a rank{apart}, activations not counted{free}")
+        said.append(
+            f"model state: {bytes_text(tiers['device'])} on a rank{apart}, activations not counted{free}"
+        )
         return said
 
     def to_json(self) -> str:

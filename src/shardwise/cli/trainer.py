@@ -37,10 +37,13 @@ from shardwise.engine.step import StepResult
 from shardwise.observe.metrics import Record, Sink
 from shardwise.observe.progress import bytes_text, count_text
 from shardwise.plan.errors import DataError, UsageError
+from shardwise.plan.placement import Tier
+from shardwise.plan.plan import bytes_by_tier
 from shardwise.plan.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 _READING_LINE_S = 5.0
+_WHERE: dict[Tier, str] = {"device": "on this rank", "host": "in host memory", "disk": "on a disk"}
 
 
 class Reading:
@@ -215,8 +218,11 @@ class Trainer(ABC):
             )
         if config.recompute.scope != "none":
             said.append(f"recompute {config.recompute.scope}")
-        state = self.engine.state_bytes()
-        return ", ".join(said) + f"; model state {bytes_text(sum(state.values()))} on this rank"
+        tiers = bytes_by_tier(self.engine.state_bytes())
+        there = ", ".join(
+            f"{bytes_text(tiers[tier])} {where}" for tier, where in _WHERE.items() if tier in tiers
+        )
+        return ", ".join(said) + f"; model state {there}"
 
     @property
     def stages(self) -> int:

@@ -254,15 +254,25 @@ def _exchange_rows(plan: Plan) -> list[str]:
     return rows
 
 
-ON_HOST = ("dynamic tables",)
-"""Rows of the ledger that lie in host memory beside an accelerator."""
+_TIER_OF: Mapping[str, Tier] = {"dynamic tables": "host", "host": "host", "disk": "disk"}
+"""Of rows of the ledger that do not lie on the device."""
+
+
+def bytes_by_tier(by_row: Mapping[str, int]) -> dict[Tier, int]:
+    """What rows of the ledger come to on the device, and where there is any, in host memory beside it and on a disk."""
+    found: dict[Tier, int] = {"device": 0}
+    for row, size in by_row.items():
+        tier = _TIER_OF.get(row, "device")
+        found[tier] = found.get(tier, 0) + size
+    return {tier: size for tier, size in found.items() if size or tier == "device"}
 
 
 def _held(by_row: Mapping[str, int]) -> str:
     rows = ", ".join(f"{row} {_human(size)}" for row, size in by_row.items())
-    host = sum(by_row.get(row, 0) for row in ON_HOST)
-    apart = f", and {_human(host)} in host memory" if host else ""
-    return f"{rows}; together {_human(sum(by_row.values()) - host)}{apart}"
+    tiers = bytes_by_tier(by_row)
+    said = f"{rows}; together {_human(tiers['device'])}"
+    said += f", and {_human(tiers['host'])} in host memory" if "host" in tiers else ""
+    return said + (f", and {_human(tiers['disk'])} on a disk" if "disk" in tiers else "")
 
 
 def _summary(actions: tuple[Action, ...]) -> str:
