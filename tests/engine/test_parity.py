@@ -239,14 +239,14 @@ def gathers_what_is_stale(weight: Weight, beside: bool = False) -> Any:
     return DONE if weight.what == "Unit blocks.1" else _gather_updated(weight, beside)
 
 
-def counts_this_rank_alone(parts: Parts, local: Sequence[float]) -> Totals:
+def counts_this_rank_alone(parts: Parts, local: Sequence[float], *squares: Any) -> Totals:
     """The sum over the ranks is divided by one rank's weight."""
-    return _exchange(parts, local)._replace(weight=local[0])
+    return _exchange(parts, local, *squares)._replace(weight=local[0])
 
 
-def scaled_again_by_odd_ranks(parts: Parts, local: Any) -> Totals:
+def scaled_again_by_odd_ranks(parts: Parts, local: Any, *squares: Any) -> Totals:
     """Gradients are scaled once more by the number of ranks where it is odd."""
-    totals = _exchange(parts, local)
+    totals = _exchange(parts, local, *squares)
     ranks = parts.dp.size
     return (
         totals._replace(squares=totals.squares * ranks**2, weight=totals.weight / ranks)
