@@ -45,7 +45,7 @@ def test_a_flat_optimizer_takes_it(kind: str, monkeypatch: pytest.MonkeyPatch) -
             rates = [{"lr": 0.1 / (1 + step)}]
             assert ours.step(grad.clone(), 4.0, rates, unused, weight)
             with plain():
-                assert not theirs.step(grad.clone(), 4.0, rates, unused, weight)
+                assert not theirs.step(grad.clone(), 4.0, rates, unused)
         patch.setattr(flats, "adam_step", None)
         with pytest.raises(TypeError):
             ours.step(grad, 4.0, rates)
