@@ -1,6 +1,7 @@
 """The training steps that commits are compared on, on two ranks.
 
     zero0 ... zero3   a GPT of 6 blocks, width 384, context 256, 2 sequences a rank, fp32, at that stage
+    tp2               the same with matrices cut in two, 4 sequences
     pp2               the same on two stages, 1f1b, four microbatches of one sequence
     tables            a DLRM with 26 tables of 100,000 rows and width 16, 2,048 samples a rank
 
@@ -44,6 +45,9 @@ def step_of(name: str, world: Any) -> Callable[[], Any]:
     if name == "pp2":
         config = {"mesh": {"pp": 2}, "batch": {"accumulation": 4}, "optimizer": OPTIMIZER}
         batches = [text(i, 1) for i in range(4)]
+    elif name == "tp2":
+        config = {"mesh": {"tp": 2}, "optimizer": OPTIMIZER}
+        batches = [text(0, 4)]
     else:
         config = {"zero": {"stage": int(name[-1])}, "optimizer": OPTIMIZER}
         batches = [text(world.rank, 2)]
