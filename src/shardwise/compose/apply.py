@@ -42,7 +42,7 @@ from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.dropout import replace_dropout, unkeyed_dropout
 from shardwise.models.tiles import check_heads, check_tiles, tile_foreign, tile_model
 from shardwise.parallel.embedding.collection import as_before
-from shardwise.parallel.expert.apply import ExpertRanks, cut_experts, surround
+from shardwise.parallel.expert.apply import ExpertRanks, check_blocks, cut_experts, surround
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.expert.policy import ExpertsPolicy
 from shardwise.parallel.expert.stacks import find_stacks
@@ -116,6 +116,8 @@ def apply_to_model(
     stacks, ep, etp = described.stacks, groups.get("ep"), groups.get("etp")
     experts = experts or ExpertsPolicy()
     in_blocks = experts.exchange == "blocks"
+    if in_blocks:
+        check_blocks(model)
     if not stacks and (in_blocks or experts.rows is not None):  # whole ones, too
         stacks = find_stacks(model).stacks
     ranks = ExpertRanks(

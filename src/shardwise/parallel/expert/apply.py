@@ -72,24 +72,27 @@ def surround(
             )
 
 
-def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRanks, replay: Replay) -> None:
-    """Cut those of ``stacks``, by module name, that ``model`` has and that are not cut yet, in place.
+def check_blocks(model: nn.Module) -> None:
+    """Of the whole model, where rows are to travel in blocks: a stage of it may have other routers alone.
 
-    A parameter on meta becomes a smaller one on meta; a real one this rank's piece of the values that all ranks have.
-    Errors: PlanError for blocks where no router has a capacity.
+    Errors: PlanError where no router has a capacity.
     """
-    mixture_of: dict[nn.Module, MixtureOfExperts] = {
-        layer.experts: layer for layer in mixtures(model).values()
-    }
-    if (
-        ranks.in_blocks
-        and mixture_of
-        and all(each.router.policy.capacity is None for each in mixture_of.values())
-    ):
+    routers = [layer.router for layer in mixtures(model).values()]
+    if routers and all(router.policy.capacity is None for router in routers):
         raise PlanError(
             "experts: exchange: blocks, but no router has a capacity, so nothing bounds what an expert may get; set "
             "RouterPolicy.capacity, or experts.exchange: counted"
         )
+
+
+def cut_experts(model: nn.Module, stacks: Mapping[str, Stack], ranks: ExpertRanks, replay: Replay) -> None:
+    """Cut those of ``stacks``, by module name, that ``model`` has and that are not cut yet, in place.
+
+    A parameter on meta becomes a smaller one on meta; a real one this rank's piece of the values that all ranks have.
+    """
+    mixture_of: dict[nn.Module, MixtureOfExperts] = {
+        layer.experts: layer for layer in mixtures(model).values()
+    }
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, stack in stacks.items():
         module = modules.get(name)
