@@ -266,6 +266,8 @@ class StepEnd:
 
     def let_go(self, bucket: BucketState) -> None:
         """A gradient goes where its master lies."""
+        # Where data went round the Unit nobody has waited: its last update still reads what is written here.
+        bucket.weight.finish_update()
         bucket.gradient.settle()
         self._squares[bucket] = _squares_of(self._parts, bucket)
         bucket.gradient.leave()
