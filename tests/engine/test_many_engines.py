@@ -8,6 +8,7 @@ offers, and hung, or one fell back to gloo and the other did not.
 import contextlib
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,7 +67,8 @@ def target_of(descriptor: str) -> str:
         target = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")[0]
     except OSError:
         return ""  # the one that lists them
-    looked_at = target.startswith("/proc/") or target.endswith("/store")
+    written_down = f"{tempfile.gettempdir()}/#"  # stacks, in a file without a name
+    looked_at = target.startswith(("/proc/", written_down)) or target.endswith("/store")
     return "" if looked_at else target  # by the watch of the pool's own world, at any time and not for long
 
 
