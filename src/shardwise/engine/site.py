@@ -1,0 +1,63 @@
+"""Site: which rank this is, with the groups, the files and the thread that the Plan's state needs here."""
+
+import logging
+
+from shardwise.comm.trace import Traffic
+from shardwise.comm.world import World
+from shardwise.config.auto import resolve
+from shardwise.config.run import RunConfig
+from shardwise.engine.parts import Site
+from shardwise.memory.ledger import Ledger
+from shardwise.memory.scratch import DiskScratch
+from shardwise.memory.tier import Tiers, threads_beside
+from shardwise.plan.mesh import DENSE
+from shardwise.plan.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+_AXES = ("world", "dp", "dp_shard", "dp_replicate", "tp", "pp", "model")
+_EXPERT_AXES = ("expert_dp", "edp", "ep", "etp")
+
+
+def site_of(world: World, config: RunConfig) -> Site:
+    """With open numbers of the configuration resolved. Errors: ConfigError, MeshError."""
+    settings, mesh, _ = resolve(config, world.size, world.device.type)
+    if config.translated and world.rank == 0:
+        _log.info("config: %s", config.translated)
+    clock, traffic = world.clock(settings.comm), Traffic()
+    groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _AXES}
+    ledger = Ledger()
+    ledger.take("rings", "transports", lambda: world.ring_bytes)
+    return Site(world, settings, mesh, groups, clock, traffic, ledger)
+
+
+def with_tiers(site: Site, plan: Plan) -> Site:
+    """With files and a thread, where the Plan has state off the device. Errors: ConfigError, TierError."""
+    wanted: dict[str, dict[str, int]] = {}
+    own, policy = plan.own, site.settings.offload
+    for (unit, place), rows in own.buffers.items():
+        for row in rows:
+            if row.tier == "disk":
+                bucket, what = own.units[unit].buckets[place], own.units[unit].title_of(place)
+                wanted.setdefault(row.kind, {})[what] = row.elements(bucket, plan.mesh) * row.itemsize
+    if all(row.tier == "device" for rows in own.buffers.values() for row in rows):
+        return site
+    scratch = None
+    if wanted:
+        assert policy.disk_path is not None, "the configuration was checked"
+        scratch = DiskScratch(policy.disk_path, site.world.rank, site.world.local_size)
+        scratch.reserve(wanted)
+    tiers = Tiers(scratch, policy.buffers, threads_beside(site.world.device, site.world.local_size))
+    site.ledger.take("loaded", "blocks of state", lambda: tiers.staging.nbytes)
+    return site._replace(tiers=tiers)
+
+
+def with_groups_of_experts(site: Site, plan: Plan) -> Site:
+    """With those that state of experts lies on, where a rank has any."""
+    units = (unit for each in plan.classes.values() for unit in each.units)
+    if all(unit.axes == DENSE for unit in units):
+        return site
+    world, settings, mesh, groups, clock, traffic, *_ = site
+    made = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in _EXPERT_AXES}
+    levels = world.levels(mesh.groups("ep"), "ep", settings.comm, clock, traffic)
+    return site._replace(groups={**groups, **made}, levels=levels)

@@ -1,0 +1,250 @@
+"""Stages of this rank: their parameters in flat buffers, as the Plan says, under hooks that walk the list."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.compose.apply import (
+    RunStage,
+    apply_to_stage,
+    offload_blocks,
+    recompute_blocks,
+)
+from shardwise.compose.plan import dtypes_of, strategies_of
+from shardwise.config.run import CompilePolicy, RunConfig
+from shardwise.engine.inputs import cast_inputs
+from shardwise.engine.named import methods_of
+from shardwise.engine.outline import Outline
+from shardwise.engine.parts import Site, Stage
+from shardwise.engine.start_weights import StartWeights
+from shardwise.memory.activations import Activations
+from shardwise.memory.slots import SlotPool
+from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.context import BucketContext
+from shardwise.parallel.zero.hooks import UnitHooks
+from shardwise.parallel.zero.modules import Holding, held
+from shardwise.parallel.zero.order import Order
+from shardwise.parallel.zero.policy import ZeroPolicy
+from shardwise.parallel.zero.unit_state import UnitState
+from shardwise.parallel.zero.windows import UnitWindows
+from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.lists import Strategy
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.walker import Walker
+from shardwise.precision.policy import PrecisionPolicy
+
+_NEVER_SHARES = 1 << 60
+"""More bytes than all Units have."""
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def make_stage(
+    index: int,
+    module: nn.Module,
+    run: RunStage | None,
+    site: Site,
+    outline: Outline,
+    start: StartWeights,
+    casts_output: bool,
+    walker: Walker,
+) -> Stage:
+    """The stage with its buckets filled and its hooks in place."""
+    settings, device, mesh = site.settings, site.world.device, site.mesh
+    is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
+
+    def hooks(states: list[UnitState]) -> UnitHooks:
+        first = outline.plan.own.units_of(index)[0].index
+        windows = UnitWindows(
+            states,
+            walker,
+            first,
+            _gathers_once(site),
+            int(settings.zero.reductions_under_way),
+            overlaps=int(settings.zero.prefetch_bytes) > 0,
+        )
+        order = Order(
+            [state.unit for state in states],
+            [state.strategy for state in states],
+            int(settings.zero.prefetch_bytes),
+            first,
+        )
+        made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1)
+        _gather_around_methods(made, settings.zero, mesh)
+        return made
+
+    def recompute(module: nn.Module) -> None:
+        outline.operations.apply_to(module)  # inside of what runs again
+        recompute_blocks(module, outline.to_recompute, settings.recompute, outline.replay)
+
+    def offload(module: nn.Module) -> None:
+        if outline.to_offload:
+            activations = Activations(module, device, keeps_last=mesh.pp == 1)
+            site.ledger.take("activations", f"stage {index}", lambda: activations.bytes.most)
+            offload_blocks(module, outline.to_offload, activations)
+
+    made, handles = apply_to_stage(
+        module,
+        buffers=lambda module: move_buffers(module, device, settings.precision),
+        weights=lambda module: _unit_states(module, index, outline, _bucket_contexts(site), start),
+        compiled=_compiler(settings.compile, device),
+        recompute=recompute,
+        offload=offload,
+        hooks=hooks,
+        casts=lambda module: _cast_at_the_root(module, settings, device, casts_output and is_last),
+    )
+    if settings.compile.cuda_graphs:  # a pass of all blocks is one round of their graphs
+        begins = module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        handles = [*handles, begins]
+    return Stage(index, module, made, run, handles)
+
+
+def _compiler(
+    policy: CompilePolicy, device: torch.device
+) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """What compiles a block's forward; None where nothing is. Errors: ConfigError for CUDA graphs elsewhere."""
+    if policy.cuda_graphs and device.type != "cuda":
+        raise ConfigError(f"compile.cuda_graphs: this rank computes on {device.type}; leave it out there")
+    if policy.scope == "none":
+        return None
+    options = {"triton.cudagraphs": True} if policy.cuda_graphs else None
+    return partial(torch.compile, backend=policy.backend, options=options)
+
+
+def _gathers_once(site: Site) -> bool:
+    """Whether weights stay gathered through a step."""
+    return not site.settings.zero.reshard_after_forward and site.mesh.pp > 1
+
+
+def _gather_around_methods(hooks: UnitHooks, zero: ZeroPolicy, mesh: Mesh) -> None:
+    """Errors: ConfigError where a pattern names no method of a Unit."""
+    units = {state.unit.name: index for index, state in enumerate(hooks.states)}
+    modules = {name: hooks.states[index].module for name, index in units.items()}
+    for name, method in methods_of(modules, zero, mesh):
+        if hooks.states[units[name]].has_windows:
+            hooks.gather_around(units[name], method)
+
+
+def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
+    """Those of the Units of a stage, by how their state lies."""
+    zero, groups, device = site.settings.zero, site.groups, site.world.device
+    shares = zero.reuse_buffers and not _gathers_once(site)
+    ahead_bytes = int(zero.prefetch_bytes) if shares else _NEVER_SHARES
+    weights, gradients = SlotPool(device, ahead_bytes, zero.debug), SlotPool(device, 0, zero.debug)
+    site.ledger.take("gathered", "slots of weights", lambda: weights.bytes)
+    site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
+
+    @cache
+    def around(strategy: Strategy) -> BucketContext:
+        return BucketContext.of(
+            strategy=strategy,
+            group_over=lambda axes: groups[site.mesh.name_of(axes)],
+            weights=weights,
+            gradients=gradients,
+            ledger=site.ledger,
+            device=device,
+            tiers=site.tiers,
+        )
+
+    return around
+
+
+def _unit_states(
+    module: nn.Module,
+    index: int,
+    outline: Outline,
+    around_of: Callable[[Strategy], BucketContext],
+    start: StartWeights,
+) -> list[UnitState]:
+    """Errors: PlanError where ``module`` is not what the Plan says."""
+    spec, precision = outline.planned.spec, outline.planned.policies.precision
+    own = outline.plan.own
+    units, strategies = (
+        own.units_of(index),
+        strategies_of(own, outline.plan.registry, outline.planned.policies),
+    )
+    parameters_here = held(module, units, spec.canonical, f"stage {index}")
+    fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
+    states: list[UnitState] = []
+    for unit in units:
+        around, made = around_of(strategies[unit.index]), []
+        for place, layout in enumerate(unit.buckets):
+            holdings = [parameters_here[slot.name] for slot in layout.slots]
+            parameters = [_real(module, holding, layout.key.dtype, around.device) for holding in holdings]
+            what = unit.title_of(place)
+            moments = [row.kind for row in own.buffers[unit.index, place] if row.is_moment]
+            bucket = BucketState(
+                layout, dtypes_of(layout, spec, precision), parameters, what, around, moments
+            )
+            bucket.fill(fill)
+            bucket.weight.attach()
+            made.append(bucket)
+        trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
+        frozen = any(not bucket.layout.key.trained for bucket in made)
+        numbered = replace(unit, index=len(states))  # hooks number the Units of its stage
+        states.append(UnitState(numbered, modules[unit.name], made, trained, frozen, around.strategy))
+    return states
+
+
+def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """The Parameter object that the engine will point at the buffers; one on meta is replaced in every module."""
+    if not holding.parameter.is_meta:
+        return holding.parameter
+    real = nn.Parameter(
+        torch.empty(0, dtype=dtype, device=device), requires_grad=holding.parameter.requires_grad
+    )
+    for name in (holding.name, *holding.aliases):
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, real)
+    return real
+
+
+def _cast_at_the_root(
+    model: nn.Module, settings: RunConfig, device: torch.device, casts_output: bool
+) -> list[Any]:
+    """The 16-bit contract: floating inputs in the compute dtype, but for the targets of a list of layers; and what a
+    loss function gets in fp32."""
+    dtype = settings.precision.compute_dtype
+    of_targets = None if isinstance(model, Layers) else dtype
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        by_name = {
+            name: cast_inputs(value, device, of_targets if name == "targets" else dtype)
+            for name, value in kwargs.items()
+        }
+        return (*cast_inputs(args[:1], device, dtype), *cast_inputs(args[1:], device, of_targets)), by_name
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_inputs(output, device, torch.float32)
+
+    handles = [model.register_forward_pre_hook(before, with_kwargs=True)]
+    if casts_output and (dtype in _SIXTEEN_BITS or settings.precision.operations is not None):
+        handles.append(model.register_forward_hook(after))
+    return handles
+
+
+def modules_of(stages: Sequence[Stage]) -> list[tuple[str, nn.Module]]:
+    """Modules of all stages here, each once."""
+    found = {id(m): (name, m) for stage in stages for name, m in stage.module.named_modules()}
+    return list(found.values())
+
+
+def move_buffers(model: nn.Module, device: torch.device, precision: PrecisionPolicy | None = None) -> None:
+    """Onto the device; with ``precision`` in its dtypes."""
+    moved: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise UsageError(
+                    f"model: buffer {name!r} of a {type(module).__name__} is on meta, so its values are lost; compute "
+                    "it in forward, or build the model off meta"
+                )
+            path = f"{prefix}.{name}" if prefix else name
+            dtype = buffer.dtype if precision is None else precision.buffer_dtype(path, buffer.dtype)
+            module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device, dtype))
