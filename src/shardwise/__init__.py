@@ -29,6 +29,7 @@ _HOME = {
     "TablePolicy": "shardwise.parallel.embedding.policy",
     "TiedSpec": "shardwise.parallel.pipeline.layers",
     "Vectors": "shardwise.models.vectors",
+    "foresee": "shardwise.engine.foresee",
     "initialize": "shardwise.engine.build",
     "sharded_init": "shardwise.engine.sharded_init",
 }
@@ -47,6 +48,7 @@ __all__ = [
     "TablePolicy",
     "TiedSpec",
     "Vectors",
+    "foresee",
     "initialize",
     "launch",
     "sharded_init",

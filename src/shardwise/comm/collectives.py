@@ -390,6 +390,26 @@ class Group:
         return CommError(f"{where} failed; {cause_of(error)}. ({error})")
 
 
+class NoTransport:
+    """Moves nothing: between ranks that are not there, for who looks at shapes alone."""
+
+    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> None: ...
+
+    def reduce_scatter(
+        self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
+    ) -> None: ...
+
+    def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> None: ...
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> None: ...
+
+    def all_to_all(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> None: ...
+
+    def barrier(self, timeout_s: float, what: str) -> None: ...
+
+
 def _gather_call() -> Callable[..., Any]:
     """``all_gather_single`` from torch 2.13 on, ``all_gather_into_tensor`` before."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

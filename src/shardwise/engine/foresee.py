@@ -4,41 +4,51 @@ The Plan is made of the model's description, as in ``build``. For what cutting a
 for one rank of each pipeline stage, with groups that have ranks and no transport. So it costs names and shapes,
 whatever the size of the job.
 
-Bytes are those of model state (weights, gradients, masters, moments, padding included). Activations are not among them.
+Bytes of model state (weights, gradients, masters, moments, padding included) are the Plan's. With an example batch the
+cut model runs one pass on shapes, with everything that is done to its modules (tiles, recomputation, casts), and the
+Plan's list is walked with what it held: the peak of a step, by row (simulate/).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.steps import Folder, open_step, steps_at
-from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.collectives import Clock, Group, NoTransport, Transport
 from shardwise.comm.trace import Traffic
-from shardwise.compose.apply import apply_to_model
+from shardwise.compose.apply import Stages, apply_to_model, recompute_blocks
 from shardwise.compose.describe import describe, describe_cut
-from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.plan import make_plan
 from shardwise.config.auto import resolve
-from shardwise.config.run import InitFromPolicy, RunConfig
+from shardwise.config.run import InitFromPolicy, RunConfig, load
 from shardwise.engine.differences import Differences
+from shardwise.engine.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.named import check_named, methods_of
+from shardwise.engine.outline import policies_of
 from shardwise.engine.recipe import recipe_of
 from shardwise.engine.saving import compare
 from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import check_mesh, chosen_for, register_tables, tables_of
 from shardwise.memory.activations import check_blocks
 from shardwise.memory.recompute import chosen
-from shardwise.memory.replay import Replay
+from shardwise.memory.replay import BatchPosition, Replay
+from shardwise.observe.memory import resident_bytes
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.zero.modules import repeated_blocks
-from shardwise.plan.errors import CheckpointError
+from shardwise.plan.errors import CheckpointError, UsageError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
+from shardwise.plan.unit import Unit
+from shardwise.precision.operations import Operations
+from shardwise.precision.policy import PrecisionPolicy
 from shardwise.precision.resolve import resolved
+from shardwise.simulate.passes import MeasuredPass, measure, strip, stripped, without_numbers
+from shardwise.simulate.timeline import StepMemory, step_memory
 
 
 class Outlook(NamedTuple):
@@ -46,6 +56,10 @@ class Outlook(NamedTuple):
 
     plan: Plan
     """Of all ranks."""
+    step: StepMemory | None = None
+    """What a step takes on the first rank, where an example was given."""
+    flops: int = 0
+    """Floating-point operations of a microbatch on that rank, executed; 0 without an example."""
 
     def bytes_per_rank(self) -> dict[str, int]:
         """On the rank that holds most; dynamic tables when they are full, those without a limit left out."""
@@ -57,12 +71,26 @@ class Outlook(NamedTuple):
         return max(found, key=lambda kinds: sum(kinds.values()))
 
 
-def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device: torch.device) -> Outlook:
-    """The outlook of a job of ``ranks``; ``make`` builds the model anew each time.
+def foresee(
+    make: Callable[[], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    ranks: int = 1,
+    device: torch.device | None = None,
+    *,
+    example: Any = None,
+    loss: Loss | None = None,
+) -> Outlook:
+    """The outlook of a job of ``ranks``; ``make`` builds the model anew each time, on meta or not.
 
-    Errors: as ``initialize``'s, for everything that does not depend on weights or messages.
+    config   as ``initialize``'s
+    example  a microbatch, or tensors of its shapes; with it the outlook has the memory of a step
+    loss     as ``initialize``'s
+
+    Errors: as ``initialize``'s, for everything that does not depend on weights or messages; UsageError where a pass
+    cannot be foreseen from shapes.
     """
-    settings, mesh, _ = resolve(config, ranks, device.type)
+    device = device or torch.device("cpu")
+    settings, mesh, _ = resolve(load(config), ranks, device.type)
     model = make()
     check_named(model, settings)
     check_mesh(model, mesh, settings)
@@ -70,29 +98,27 @@ def foresee(make: Callable[[], nn.Module], config: RunConfig, ranks: int, device
     units = ("", *described.spec.units)
     methods_of({name: model.get_submodule(name) for name in units}, settings.zero, mesh)
     blocks = repeated_blocks(model) or described.spec.units
-    chosen(blocks, settings.recompute)
-    check_blocks(blocks, settings.offload)
+    to_recompute = chosen(blocks, settings.recompute)
+    to_offload = check_blocks(blocks, settings.offload)
     if settings.init_from is not None:
         _check_start(model, settings, settings.init_from)
     recipe = recipe_of(model, settings)
-    policies = Policies(
-        settings.zero,
-        settings.pipeline,
-        resolved(settings.precision, model)[0],
-        recipe.group_of(model, described.spec),
-        recipe.updates,
-        settings.batch.accumulation or 1,
-        settings.tokens_per_step,
-        settings.experts.exchange == "blocks",
-        settings.offload,
-    )
+    precision = resolved(settings.precision, model)[0]
+    settings = settings.model_copy(update={"precision": precision})
+    policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates)
     plan = make_plan(described.spec, mesh, policies)
     starts = described.spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, described.spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
     register_tables(plan, tables, policies.microbatches)
     for rank in mesh.ranks("pp", 0):
         _cut(make(), starts, settings, mesh, rank)
-    return Outlook(replace(plan, notes=(*plan.notes, *tables.choices)))
+    plan = replace(plan, notes=(*plan.notes, *tables.choices))
+    if example is None:
+        return Outlook(plan)
+    passed = _pass(make(), settings, plan, precision, to_recompute, example, loss)
+    beside = (resident_bytes() or 0) if device.type == "cpu" else 0
+    step = step_memory(plan, policies, passed, device.type, 0, to_offload, beside)
+    return Outlook(plan, step, passed.flops)
 
 
 def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) -> None:
@@ -112,16 +138,84 @@ def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) 
     compare(whole, tables_of(model), manifest, True, Differences(wanted.missing, wanted.unexpected))
 
 
-def _cut(model: nn.Module, starts: tuple[str, ...], settings: RunConfig, mesh: Mesh, rank: int) -> None:
-    """For what cutting refuses alone."""
+def _cut(
+    model: nn.Module,
+    starts: tuple[str, ...],
+    settings: RunConfig,
+    mesh: Mesh,
+    rank: int,
+    replay: Replay | None = None,
+    transport: Transport | None = None,
+) -> Stages:
+    """As the rank would have it: all of it where ``starts`` are none. Without ``replay`` for what cutting refuses."""
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
-    groups = {axis: _silent(mesh, axis, rank) for axis in ("dp", "tp", "pp", "ep", "etp")}
-    replay = Replay()
+    groups = {axis: _silent(mesh, axis, rank, transport) for axis in ("dp", "tp", "pp", "ep", "etp")}
+    if not starts:
+        groups["pp"] = Group.alone("pp")
+    replay = replay or Replay()
     loads = ExpertLoads(described.spec.experts_of, replay)
-    apply_to_model(model, described, starts, groups, settings.train.seed, replay, loads)
+    return apply_to_model(
+        model,
+        described,
+        starts,
+        groups,
+        settings.train.seed,
+        replay,
+        loads,
+        experts=settings.experts,
+        tiles=settings.tiles,
+        keeps_one_pass=settings.pipeline.keeps_one_pass,
+    )
 
 
-def _silent(mesh: Mesh, axis: str, rank: int) -> Group:
-    """The ranks along an axis, with nothing between them."""
+def _pass(
+    model: nn.Module,
+    settings: RunConfig,
+    plan: Plan,
+    precision: PrecisionPolicy,
+    to_recompute: Sequence[str],
+    example: Any,
+    loss: Loss | None,
+) -> MeasuredPass:
+    """Of one microbatch on the first rank, on shapes."""
+    if plan.mesh.pp > 1:
+        raise UsageError(
+            f"foresee: the passes of {plan.mesh.pp} stages cannot be foreseen yet; leave the example out, and count "
+            "model state alone"
+        )
+    device = torch.device("cpu")
+    operations = Operations(precision)
+    replay = Replay(operations)
+    dtypes = {
+        name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
+    }
+
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+        return dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
+
+    def loss_of(module: nn.Module, batch: Any) -> Tensor:
+        with replay.at(BatchPosition(0, 0)):
+            return find_loss(call_model(module, loss, batch, device))
+
+    (module, _), *_ = _cut(model, (), settings, plan.mesh, 0, replay, NoTransport()).values()
+    with without_numbers():
+        strip(module, dtype_of, device)
+        operations.apply_to(module)
+        recompute_blocks(module, to_recompute, settings.recompute, replay)
+        cast_at_the_root(module, precision, device, loss is not None)
+        units = {unit.name: _kind_of(unit, module, to_recompute) for unit in plan.units if unit.name}
+        return measure(module.train(), units, stripped(example, device), loss_of)
+
+
+def _kind_of(unit: Unit, module: nn.Module, to_recompute: Collection[str]) -> Hashable:
+    """What Units have in common that hold and compute alike."""
+    own = module.get_submodule(unit.name)
+    parameters = tuple((name, tuple(each.shape), each.dtype) for name, each in own.named_parameters())
+    return type(own), parameters, unit.name in to_recompute
+
+
+def _silent(mesh: Mesh, axis: str, rank: int, transport: Transport | None = None) -> Group:
+    """The ranks along an axis, with nothing between them, or with ``transport`` where they are several."""
     ranks = mesh.ranks(axis, rank)
-    return Group(axis, ranks, ranks.index(rank), None, Clock(0.0), Traffic())
+    between = transport if len(ranks) > 1 else None
+    return Group(axis, ranks, ranks.index(rank), between, Clock(0.0), Traffic())

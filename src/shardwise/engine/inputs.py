@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from shardwise.memory.streams import to_device
 from shardwise.parallel.embedding.ahead import PreparedFeatures, are_features
+from shardwise.parallel.pipeline.layers import Layers
 from shardwise.plan.errors import UsageError
 from shardwise.plan.pytree import part_named, rebuilt
 from shardwise.plan.ragged import Ragged
+from shardwise.precision.policy import PrecisionPolicy
 
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 Loss = Callable[[nn.Module, Any], Tensor]
 """What a user may give as ``loss``: (model, batch) -> the loss."""
 
@@ -54,6 +57,30 @@ def cast_inputs(value: Any, device: torch.device, dtype: torch.dtype | None) -> 
     if are_features(value):
         return {name: _weights_in(each, dtype) for name, each in value.items()}
     return rebuilt(value, lambda inner: cast_inputs(inner, device, dtype))
+
+
+def cast_at_the_root(
+    model: nn.Module, precision: PrecisionPolicy, device: torch.device, casts_output: bool
+) -> list[Any]:
+    """The 16-bit contract: floating inputs in the compute dtype, but for the targets of a list of layers; and what a
+    loss function gets in fp32. Returns the hooks' handles."""
+    dtype = precision.compute_dtype
+    of_targets = None if isinstance(model, Layers) else dtype
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        by_name = {
+            name: cast_inputs(value, device, of_targets if name == "targets" else dtype)
+            for name, value in kwargs.items()
+        }
+        return (*cast_inputs(args[:1], device, dtype), *cast_inputs(args[1:], device, of_targets)), by_name
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_inputs(output, device, torch.float32)
+
+    handles = [model.register_forward_pre_hook(before, with_kwargs=True)]
+    if casts_output and (dtype in _SIXTEEN_BITS or precision.operations is not None):
+        handles.append(model.register_forward_hook(after))
+    return handles
 
 
 def _weights_in(feature: Ragged, dtype: torch.dtype | None) -> Ragged:

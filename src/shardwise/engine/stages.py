@@ -15,15 +15,14 @@ from shardwise.compose.apply import (
     recompute_blocks,
 )
 from shardwise.compose.plan import dtypes_of, strategies_of
-from shardwise.config.run import CompilePolicy, RunConfig
-from shardwise.engine.inputs import cast_inputs
+from shardwise.config.run import CompilePolicy
+from shardwise.engine.inputs import cast_at_the_root
 from shardwise.engine.named import methods_of
 from shardwise.engine.outline import Outline
 from shardwise.engine.parts import Site, Stage
 from shardwise.engine.start_weights import StartWeights
 from shardwise.memory.activations import Activations
 from shardwise.memory.slots import SlotPool
-from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.hooks import UnitHooks
@@ -40,7 +39,6 @@ from shardwise.precision.policy import PrecisionPolicy
 
 _NEVER_SHARES = 1 << 60
 """More bytes than all Units have."""
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def make_stage(
@@ -95,7 +93,7 @@ def make_stage(
         recompute=recompute,
         offload=offload,
         hooks=hooks,
-        casts=lambda module: _cast_at_the_root(module, settings, device, casts_output and is_last),
+        casts=lambda module: cast_at_the_root(module, settings.precision, device, casts_output and is_last),
     )
     if settings.compile.cuda_graphs:  # a pass of all blocks is one round of their graphs
         begins = module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
@@ -201,30 +199,6 @@ def _real(model: nn.Module, holding: Holding, dtype: torch.dtype, device: torch.
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner).register_parameter(attribute, real)
     return real
-
-
-def _cast_at_the_root(
-    model: nn.Module, settings: RunConfig, device: torch.device, casts_output: bool
-) -> list[Any]:
-    """The 16-bit contract: floating inputs in the compute dtype, but for the targets of a list of layers; and what a
-    loss function gets in fp32."""
-    dtype = settings.precision.compute_dtype
-    of_targets = None if isinstance(model, Layers) else dtype
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        by_name = {
-            name: cast_inputs(value, device, of_targets if name == "targets" else dtype)
-            for name, value in kwargs.items()
-        }
-        return (*cast_inputs(args[:1], device, dtype), *cast_inputs(args[1:], device, of_targets)), by_name
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_inputs(output, device, torch.float32)
-
-    handles = [model.register_forward_pre_hook(before, with_kwargs=True)]
-    if casts_output and (dtype in _SIXTEEN_BITS or settings.precision.operations is not None):
-        handles.append(model.register_forward_hook(after))
-    return handles
 
 
 def modules_of(stages: Sequence[Stage]) -> list[tuple[str, nn.Module]]:

@@ -82,7 +82,13 @@ def keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None)
         return _Dropped.apply(x, dropped, *_numbers(draw, cut))
     if torch.compiler.is_compiling():
         return x * _keep_in_graph(x.detach(), dropped, *_numbers(draw, cut)).to(x.dtype) * scale
-    return _Dropout.apply(x, keep(x.shape, dropped, draw, cut, x.device), scale)
+    return dropped_by(x, keep(x.shape, dropped, draw, cut, x.device), scale)
+
+
+def dropped_by(x: Tensor, kept: Tensor, scale: float) -> Tensor:
+    """``x`` where ``kept`` (uint8, of its shape) is 1, times ``scale``, and 0 elsewhere."""
+    out: Tensor = _Dropout.apply(x, kept, scale)
+    return out
 
 
 def plain_keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None) -> Tensor:

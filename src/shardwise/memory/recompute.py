@@ -407,12 +407,11 @@ def _compact(args: Sequence[Any]) -> tuple[Any, ...]:
     needed: dict[int, int] = {}
     for arg in args:
         if isinstance(arg, Tensor):
-            storage = arg.untyped_storage().data_ptr()
+            storage = arg.untyped_storage()._cdata
             needed[storage] = needed.get(storage, 0) + arg.numel() * arg.element_size()
     return tuple(
         arg.contiguous()
-        if isinstance(arg, Tensor)
-        and needed[arg.untyped_storage().data_ptr()] < arg.untyped_storage().nbytes()
+        if isinstance(arg, Tensor) and needed[arg.untyped_storage()._cdata] < arg.untyped_storage().nbytes()
         else arg
         for arg in args
     )

@@ -150,14 +150,20 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not is_repeated():
-            name = str(getattr(func, "_overloadpacket", func))
-            count = _COUNTS.get(name.removesuffix("_"))  # in place as otherwise
-            if count is not None:
-                self.flops += int(count(*args, **kwargs, out_val=out))
-            elif passes := _CPU_ATTENTION.get(name):
-                query, key = (args[0], args[1]) if passes == 1 else (args[1], args[2])
-                self.flops += passes * _attention(query, key)
+            self.flops += flops_of(func, args, kwargs, out)
         return out
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Of one call of an operation of torch's dispatcher that returned ``out``; 0 for what is no product."""
+    name = str(getattr(func, "_overloadpacket", func))
+    count = _COUNTS.get(name.removesuffix("_"))  # in place as otherwise
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    if passes := _CPU_ATTENTION.get(name):
+        query, key = (args[0], args[1]) if passes == 1 else (args[1], args[2])
+        return passes * _attention(query, key)
+    return 0
 
 
 _COUNTS = {str(packet): count for packet, count in flop_registry.items()}

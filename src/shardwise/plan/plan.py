@@ -254,15 +254,27 @@ def _exchange_rows(plan: Plan) -> list[str]:
     return rows
 
 
-_TIER_OF: Mapping[str, Tier] = {"dynamic tables": "host", "host": "host", "disk": "disk"}
-"""Of rows of the ledger that do not lie on the device."""
+_TIER_OF: Mapping[str, Tier] = {
+    "dynamic tables": "host",
+    "host": "host",
+    "activations": "host",
+    "loaded": "host",
+    "leaving": "host",
+    "disk": "disk",
+}
+"""Of rows that do not lie on the device."""
+
+
+def tier_of_row(row: str) -> Tier:
+    """Where a row of the ledger, or of a step's timeline (simulate/timeline.py), lies."""
+    return _TIER_OF.get(row, "device")
 
 
 def bytes_by_tier(by_row: Mapping[str, int]) -> dict[Tier, int]:
     """What rows of the ledger come to on the device, and where there is any, in host memory beside it and on a disk."""
     found: dict[Tier, int] = {"device": 0}
     for row, size in by_row.items():
-        tier = _TIER_OF.get(row, "device")
+        tier = tier_of_row(row)
         found[tier] = found.get(tier, 0) + size
     return {tier: size for tier, size in found.items() if size or tier == "device"}
 

@@ -1,0 +1,290 @@
+"""What one pass of a model holds and computes, measured without its numbers.
+
+The model runs forward and backward once on tensors that have shapes and no memory. Each storage that appears is counted
+from its birth to its end, and each product by its shapes: what autograd saves, what recomputation and tiles save of it,
+and what lies beside it for a moment are found as they are, for any model, and no formula repeats what code does.
+
+A pass is told by Unit. A Unit's share runs from where its forward (backward) begins to where the next Unit's does:
+
+    rise    the most that is held in it, over what was held when it began
+    net     what is held when it ends, over the same; what a forward pass leaves for the backward pass is positive
+
+so the passes of several microbatches, of any order, add up (``timeline.py``).
+
+Units that are alike (blocks, say) run twice and no more: the others hand their input on, and have the second one's
+share.
+
+Cost: a pass of operations on shapes, some 100 µs each, whatever their size and however many blocks there are. Memory
+that an operation takes and gives back inside itself is not seen, nor an allocator's rounding.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.kernels.dropout import dropped_by
+from shardwise.models.dropout import KeyedDropout
+from shardwise.observe.flops import flops_of
+from shardwise.plan.action import Kind
+from shardwise.plan.errors import UsageError
+from shardwise.plan.pytree import rebuilt, tensors_in
+
+_NEEDS_NUMBERS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+class UnitPass(NamedTuple):
+    """What one Unit has of a pass: see the module's docstring."""
+
+    rise_bytes: int
+    net_bytes: int
+    flops: int
+    """Executed, those that are computed again among them."""
+
+    def then(self, later: "UnitPass") -> "UnitPass":
+        """Both as one, ``later`` behind this."""
+        rise = max(self.rise_bytes, self.net_bytes + later.rise_bytes)
+        return UnitPass(rise, self.net_bytes + later.net_bytes, self.flops + later.flops)
+
+
+class MeasuredPass(NamedTuple):
+    """Forward and backward of one microbatch."""
+
+    shares: Mapping[tuple[Kind, str], UnitPass]
+    """By (F or B, name of the Unit)."""
+    batch_bytes: int
+
+    @property
+    def flops(self) -> int:
+        """Of all Units."""
+        return sum(share.flops for share in self.shares.values())
+
+    def of(self, kind: Kind, unit: str) -> UnitPass:
+        """Nothing for a Unit that did not run."""
+        return self.shares.get((kind, unit), UnitPass(0, 0, 0))
+
+
+@contextmanager
+def without_numbers() -> Iterator[None]:
+    """Tensors that are made inside have shapes and no memory; others that are met become such."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def strip(module: nn.Module, dtype_of: Callable[[str, Tensor], torch.dtype], device: torch.device) -> None:
+    """Parameters and buffers of ``module``, wherever they lie, become those without numbers on ``device``, of the
+    dtypes that ``dtype_of`` (name, tensor) says. Inside ``without_numbers``."""
+    made: dict[int, Any] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for held, is_parameter in ((owner._parameters, True), (owner._buffers, False)):
+            for key, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty(tensor.shape, dtype=dtype_of(dot + key, tensor), device=device)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    made[id(made[id(tensor)])] = made[id(tensor)]  # met again in a module that is held twice
+                held[key] = made[id(tensor)]
+    for owner in module.modules():
+        if isinstance(owner, KeyedDropout):  # draws by numbers that lie in host memory
+            owner.forward = _masked  # type: ignore[method-assign]
+
+
+def stripped(value: Any, device: torch.device) -> Any:
+    """Tensors of a pytree without their numbers. Inside ``without_numbers``."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device=device)
+    return rebuilt(value, lambda inner: stripped(inner, device))
+
+
+def _masked(x: Tensor) -> Tensor:
+    return dropped_by(x, torch.empty(x.shape, dtype=torch.uint8, device=x.device), 1.0)
+
+
+def measure(
+    module: nn.Module,
+    units: Mapping[str, Hashable],
+    batch: Any,
+    loss_of: Callable[[nn.Module, Any], Tensor],
+) -> MeasuredPass:
+    """One pass of ``module``. ``units``: by name of a module what those that are alike have in common. Inside
+    ``without_numbers``.
+
+    Errors: UsageError where what it does depends on numbers.
+    """
+    live = LiveBytes([*module.parameters(), *module.buffers(), *tensors_in(batch)])
+    cuts = _Cuts(live, _seconds(units))
+    handles = [
+        each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
+    ]
+    for name, each in module.named_modules():
+        if name in units:
+            each.forward = cuts.around(name, each.forward)
+    try:
+        with live:
+            cuts.begin(Kind.F, "")
+            loss = loss_of(module, batch)
+            cuts.begin(Kind.B, "")
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            cuts.end()
+    except _NEEDS_NUMBERS as error:
+        raise UsageError(_why(error)) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return MeasuredPass(cuts.by_unit(), sum(tensor.nbytes for tensor in tensors_in(batch)))
+
+
+def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:
+    """By name of a Unit that is the third of its kind, or later, the second one's."""
+    alike: dict[Hashable, list[str]] = {}
+    for name, kind in units.items():
+        alike.setdefault(kind, []).append(name)
+    return {name: names[1] for names in alike.values() for name in names[2:]}
+
+
+def _why(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"the pass of this model cannot be foreseen from shapes: {text}. What it does depends on its numbers; leave "
+        "the example out, and count model state alone"
+    )
+
+
+def _drop(parameter: Tensor) -> None:
+    """Gradients go into flat buffers as they come (parallel/zero/gradient.py), which are counted by the Plan."""
+    parameter.grad = None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages that are alive, but for those of ``known`` tensors; and floating-point operations."""
+
+    def __init__(self, known: Iterable[Tensor]):
+        super().__init__()
+        self.held = 0
+        self.most = 0
+        self.flops = 0
+        self._seen: dict[int, Any] = {}
+        for tensor in known:
+            storage = tensor.untyped_storage()
+            self._seen[storage._cdata] = storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
+            return True  # states of generators, from which nothing is drawn here (memory/recompute.py)
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        self.flops += flops_of(func, args, kwargs or {}, out)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def gone(_: Any) -> None:
+            del self._seen[key]
+            self.held -= size
+
+        self._seen[key] = ref(storage, gone)
+        self.held += size
+        self.most = max(self.most, self.held)
+
+
+class _Cuts:
+    """Cuts a pass where Units begin. ``seconds``: of Units that may be passed over, the one that they are like."""
+
+    def __init__(self, live: LiveBytes, seconds: Mapping[str, str]):
+        self._live = live
+        self._shares: dict[tuple[Kind, str, bool], UnitPass] = {}
+        """By (F or B, Unit, whether behind its forward): the code around a Unit runs on behind it."""
+        self._passed_over: dict[str, str] = {}
+        self._seconds = seconds
+        self._hands_on: set[str] = set()
+        """Units whose output is as their first input."""
+        self._now: tuple[Kind, str, bool] | None = None
+        self._then = 0, 0
+        """Bytes and operations when the running share began."""
+
+    def begin(self, kind: Kind, unit: str, is_behind: bool = False) -> None:
+        """A Unit's share begins, and the one before ends."""
+        self.end()
+        live = self._live
+        live.most = live.held
+        self._now, self._then = (kind, unit, is_behind), (live.held, live.flops)
+
+    def end(self) -> None:
+        """The running share ends."""
+        if self._now is None:
+            return
+        live, (held, flops) = self._live, self._then
+        share = UnitPass(live.most - held, live.held - held, live.flops - flops)
+        before = self._shares.get(self._now)
+        self._shares[self._now] = share if before is None else before.then(share)
+        self._now = None
+
+    def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
+        """All shares. What ran behind a Unit that others are like, in their places, ran behind the last of them."""
+        last = {second: name for name, second in self._passed_over.items()}
+        found = {
+            (kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if not is_behind
+        }
+        for unit, second in self._passed_over.items():
+            found |= {
+                (kind, unit): found[kind, second] for kind in (Kind.F, Kind.B) if (kind, second) in found
+            }
+        for (kind, unit, is_behind), share in self._shares.items():
+            if is_behind:
+                key = kind, last.get(unit, unit)
+                found[key] = found[key].then(share)
+        return found
+
+    def around(self, unit: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a Unit, seen. Its backward begins where the gradient of an output is there."""
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            second = self._seconds.get(unit)
+            if second in self._hands_on:
+                self._passed_over[unit] = second
+                return args[0]
+            self.begin(Kind.F, unit)
+            output = forward(*args, **kwargs)
+            if args and _form(output) == _form(args[0]) != ():
+                self._hands_on.add(unit)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self._begin_backward(unit))
+            self.begin(Kind.F, unit, is_behind=True)
+            return output
+
+        return seen
+
+    def _begin_backward(self, unit: str) -> None:
+        if self._now != (Kind.B, unit, False):
+            self.begin(Kind.B, unit)
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else ()

@@ -1,0 +1,284 @@
+"""What a rank holds at each moment of a step: its Plan's list, walked with the bytes of each Action.
+
+    weights, master, moments     from the Plan, always there
+    gathered, staging            slots: UNSHARD and B take one, RESHARD and REDUCE give it back; memory stays (slots.py)
+    gradients                    from a Unit's first B to the step's end; what leaves for a tier goes at REDUCE
+    loaded                       blocks that state passes through on its way from and to a disk, the most at once
+    leaving                      gradients that a disk has not taken yet, the most at once
+    kept                         what F leaves for B, of all microbatches under way     (passes.py)
+    at work                      what the running Unit makes and lets go of
+    process                      what was there before the engine
+
+The peak is the largest sum of a step that follows another, all slots made. With activations on the host the device
+holds those of the running block and of its neighbour, as ``memory/activations.py`` keeps them.
+
+Cost: one look at each Action of a list, twice.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardwise.compose.plan import Policies, strategies_of
+from shardwise.memory.direct_io import rounded_up
+from shardwise.memory.slots import SlotPool
+from shardwise.plan.action import Action, Kind
+from shardwise.plan.lists import Strategy
+from shardwise.plan.placement import Tier
+from shardwise.plan.plan import Buffers, Plan, RankClass, bytes_by_tier, class_of, tier_of_row
+from shardwise.plan.unit import Bucket
+from shardwise.simulate.passes import MeasuredPass
+
+_META = torch.device("meta")
+_NEVER_SHARES = 1 << 60
+
+
+class Moment(NamedTuple):
+    """What a rank holds at one moment of a step."""
+
+    action: Action | None
+    """The moment; None: before any."""
+    unit: str
+    """Whose it is."""
+    rows: Mapping[str, int]
+    """Bytes by row: those of the ledger, and those above."""
+
+    def bytes_on(self, tiers: Collection[Tier]) -> int:
+        """Of the rows that lie there."""
+        return sum(size for row, size in self.rows.items() if tier_of_row(row) in tiers)
+
+
+class StepMemory(NamedTuple):
+    """What a step takes on one rank."""
+
+    peak: Moment
+    """Of the device."""
+    bytes_by_tier: Mapping[Tier, int]
+    """The most of each tier; CPU ranks have one memory, which is their device."""
+
+
+def step_memory(
+    plan: Plan,
+    policies: Policies,
+    passed: MeasuredPass,
+    device_type: str,
+    rank: int = 0,
+    moved: Collection[str] = (),
+    process_bytes: int = 0,
+) -> StepMemory:
+    """Of ``rank``. ``passed``: a pass of one microbatch; ``moved``: blocks whose activations go to the host;
+    ``process_bytes``: what lies in the device's memory beside the engine."""
+    held = _WalkedStep(plan, policies, passed, rank, moved, _near(device_type))
+    held.rows["process"] = process_bytes
+    ranks = plan.classes[class_of(plan.mesh, rank)]
+    for _ in range(2):  # the first fills the slots
+        held.peak = None
+        held.walk(ranks.actions)
+    assert held.peak is not None, "a step computes"
+    rows = {**held.peak.rows, "activations": held.most_on_host}
+    by_tier = bytes_by_tier({row: size for row, size in rows.items() if size})
+    if device_type == "cpu":
+        by_tier["device"] += by_tier.pop("host", 0)
+    return StepMemory(held.peak, by_tier)
+
+
+def _near(device_type: str) -> list[Tier]:
+    """Tiers in the memory that a rank computes in."""
+    return ["device", "host"] if device_type == "cpu" else ["device"]
+
+
+class _WalkedStep:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        policies: Policies,
+        passed: MeasuredPass,
+        rank: int,
+        moved: Collection[str],
+        near: Collection[Tier],
+    ):
+        self.ranks: RankClass = plan.classes[class_of(plan.mesh, rank)]
+        self.rows: dict[str, int] = {
+            row: size for row, size in plan.bytes_per_rank(rank).items() if row != "gradients"
+        }
+        self.peak: Moment | None = None
+        self.most_on_host = 0
+        """Of activations."""
+        self._near = near
+        """Tiers in the memory whose peak is looked for."""
+        self._plan = plan
+        self._passed = passed
+        self._strategies = strategies_of(self.ranks, plan.registry, policies)
+        keeps = not policies.zero.reshard_after_forward and plan.mesh.pp > 1
+        ahead = int(policies.zero.prefetch_bytes) if policies.zero.prefetch_bytes != "auto" else 0
+        shares = policies.zero.reuse_buffers and not keeps
+        self._slots = {
+            "gathered": SlotPool(_META, ahead if shares else _NEVER_SHARES),
+            "staging": SlotPool(_META, 0),
+        }
+        self._gradients: dict[tuple[int, int], int] = {}
+        self._limit = 2 * policies.offload.buffers
+        self._leaving: deque[int] = deque()
+        self._blocks = _KeptBlocks(set(moved))
+        self.rows |= self._staging_rows()
+
+    # Reading the Plan ----------------------------------------------------------------------------------------------
+
+    def _buckets(self, unit: int) -> Sequence[tuple[int, Bucket, Mapping[str, Buffers]]]:
+        return [
+            (place, bucket, {row.kind: row for row in self.ranks.buffers[unit, place]})
+            for place, bucket in enumerate(self.ranks.units[unit].buckets)
+        ]
+
+    def _bytes(self, row: Buffers, bucket: Bucket) -> int:
+        return row.elements(bucket, self._plan.mesh) * row.itemsize
+
+    def _staging_rows(self) -> dict[str, int]:
+        """Blocks between memory and a disk, as many as there may be at once, the largest."""
+        blocks = [
+            sum(rounded_up(self._bytes(row, bucket)) for row in rows.values() if row.tier == "disk")
+            for unit in self.ranks.units
+            for _, bucket, rows in self._buckets(unit.index)
+        ]
+        blocks = sorted((size for size in blocks if size), reverse=True)
+        return {"loaded": sum(blocks[: self._limit])} if blocks else {}
+
+    # Walking -------------------------------------------------------------------------------------------------------
+
+    def walk(self, actions: Sequence[Action]) -> None:
+        """One step."""
+        for action in actions:
+            if action.unit < 0 or self.ranks.units[action.unit].has_rows:
+                continue
+            unit, strategy = action.unit, self._strategies[action.unit]
+            if action.kind is Kind.UNSHARD and strategy.has_windows:
+                self._gather(unit)
+            elif action.kind is Kind.RESHARD:
+                self._release("gathered", unit)
+            elif action.kind is Kind.F:
+                self._forward(action)
+            elif action.kind is Kind.B:
+                self._backward(action)
+            elif action.kind is Kind.REDUCE:
+                self._reduce(unit, strategy)
+        for unit, place in list(self._gradients):
+            if self._strategies[unit].tier == "device":
+                del self._gradients[unit, place]
+
+    def _forward(self, action: Action) -> None:
+        unit = action.unit
+        for place, _, _ in self._buckets(
+            unit
+        ):  # an update elsewhere that was waited for has read its gradient
+            if self._strategies[unit].tier != "device" and action.microbatch <= 0:
+                self._gradients.pop((unit, place), None)
+        self._compute(action)
+
+    def _backward(self, action: Action) -> None:
+        unit = action.unit
+        for place, bucket, rows in self._buckets(unit):
+            if "grad" not in rows:
+                continue
+            if self._strategies[unit].cuts_grad:
+                self._take("staging", (unit, place), bucket)
+            else:
+                self._gradients[unit, place] = self._bytes(rows["grad"], bucket)
+        self._compute(action)
+
+    def _compute(self, action: Action) -> None:
+        unit = self.ranks.units[action.unit]
+        if self._strategies[action.unit].has_windows:
+            self._gather(action.unit)
+        name, kind = unit.name, action.kind
+        share = self._passed.of(kind, name)
+        here = self._blocks.before(kind, name, action.microbatch)
+        held = self.rows | {
+            "gradients": sum(self._gradients.values()),
+            "leaving": sum(self._leaving),
+            **{row: pool.bytes for row, pool in self._slots.items()},
+            "kept": self._passed.batch_bytes + here,
+            "at work": share.rise_bytes,
+        }
+        moment = Moment(action, unit.title, {row: size for row, size in held.items() if size})
+        if self.peak is None or moment.bytes_on(self._near) > self.peak.bytes_on(self._near):
+            self.peak = moment
+        self._blocks.behind(kind, name, action.microbatch, share.net_bytes)
+        self.most_on_host = max(self.most_on_host, self._blocks.on_host)
+
+    def _reduce(self, unit: int, strategy: Strategy) -> None:
+        for place, bucket, rows in self._buckets(unit):
+            if "grad" not in rows:
+                continue
+            row = rows["grad"]
+            self._release("staging", unit)
+            if strategy.grad_tier == "device":
+                self._gradients[unit, place] = self._bytes(row, bucket)
+                continue
+            self._gradients.pop((unit, place), None)
+            if strategy.grad_tier == "disk":
+                self._leaving.append(self._bytes(row, bucket))
+                while len(self._leaving) > self._limit:
+                    self._leaving.popleft()
+
+    # Slots ---------------------------------------------------------------------------------------------------------
+
+    def _gather(self, unit: int) -> None:
+        for place, bucket, _ in self._buckets(unit):
+            self._take("gathered", (unit, place), bucket)
+
+    def _take(self, row: str, owner: tuple[int, int], bucket: Bucket) -> None:
+        pool = self._slots[row]
+        holder = pool.holder_in_the_way(owner)
+        if holder == owner:
+            return
+        if holder is not None:
+            pool.release(holder)  # makes way, as in UnitWindows.need
+        pool.acquire(owner, bucket.elements, bucket.key.dtype)
+
+    def _release(self, row: str, unit: int) -> None:
+        pool = self._slots[row]
+        for place, _, _ in self._buckets(unit):
+            if pool.holder_in_the_way((unit, place)) == (unit, place):
+                pool.release((unit, place))
+
+
+class _KeptBlocks:
+    """Activations of the passes under way: how many bytes are here, and how many on the host."""
+
+    def __init__(self, moved: set[str]):
+        self._moved = moved
+        self._here: dict[tuple[str, int], int] = {}
+        """Of blocks that move, (name, microbatch), in the order of their passes."""
+        self._there: dict[tuple[str, int], int] = {}
+        self._rest = 0
+
+    @property
+    def on_host(self) -> int:
+        """Bytes there."""
+        return sum(self._there.values())
+
+    def before(self, kind: Kind, unit: str, microbatch: int) -> int:
+        """Bytes here when a Unit's share begins."""
+        key = unit, microbatch
+        if kind is Kind.B and unit in self._moved:
+            passed = [each for each in self._there if each[1] == microbatch and each != key]
+            for each in (key, *passed[-1:]):  # its own, and those of the block before it
+                if each in self._there:
+                    self._here[each] = self._there.pop(each)
+        return self._rest + sum(self._here.values())
+
+    def behind(self, kind: Kind, unit: str, microbatch: int, net_bytes: int) -> None:
+        """A Unit's share is over."""
+        key = unit, microbatch
+        if unit not in self._moved:
+            self._rest += net_bytes
+        elif kind is Kind.F:
+            self._here[key] = net_bytes
+            for other in [each for each in self._here if each != key]:
+                self._there[other] = self._here.pop(other)
+        else:
+            self._rest += net_bytes + self._here.pop(key, 0)

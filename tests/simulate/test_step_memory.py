@@ -1,0 +1,64 @@
+"""What a step takes, foreseen from shapes, is what it takes when it runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.engine.foresee import foresee
+from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.errors import UsageError
+from shardwise.simulate.passes import LiveBytes
+
+SHAPE: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "context": 64, "vocab": 256}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"recompute": "full"},
+    {"recompute": {"scope": "selective", "blocks": 2}},
+    {"tiles": {"logits": 32, "mlp": 64}},
+    {"precision": "bf16", "batch": {"accumulation": 2}},
+]
+
+
+def gpt(**given: Any) -> nn.Module:
+    with torch.device("meta"):
+        return Gpt(GptPolicy.model_validate(SHAPE | given))
+
+
+def tokens(rows: int = 4) -> dict[str, Tensor]:
+    ids = torch.arange(rows * 64).view(rows, 64)
+    return {"tokens": ids, "targets": ids}
+
+
+def passing(step: Any) -> int:
+    """Bytes at the peak of what comes and goes within a step."""
+    return sum(step.peak.rows.get(row, 0) for row in ("gradients", "leaving", "kept", "at work"))
+
+
+@pytest.mark.parametrize("given", SETTINGS, ids=str)
+def test_the_peak_of_a_step_is_foreseen(given: dict[str, Any]) -> None:
+    step = foresee(gpt, given, example=tokens()).step
+    assert step is not None
+    batches = [tokens()] * given.get("batch", {}).get("accumulation", 1)
+    engine = shardwise.initialize(gpt(), given)
+    engine.train_step(batches)
+    with LiveBytes(engine.module.parameters()) as live:
+        engine.train_step(batches)
+    engine.close()
+    assert 0.97 * passing(step) <= live.most <= passing(step)
+
+
+def test_a_pass_that_depends_on_numbers_is_refused() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x).sum()
+            return y if y.item() > 0 else -y
+
+    with pytest.raises(UsageError, match="cannot be foreseen from shapes: .*depends on its numbers"):
+        foresee(Chooses, {}, example=torch.zeros(2, 4))
