@@ -28,8 +28,9 @@ install: $(READY)
 train: $(READY)
 	$(BIN)/shardwise train examples/gpt_stdlib.yaml --ranks 2 $(ARGS)
 
+# two halves side by side: most tests wait for processes that they start
 test: lint types walls
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
