@@ -168,6 +168,51 @@ def test_ranks_have_the_same_bits(ranks: Any, tmp_path: Path, size: int, cases: 
         hold(found, cases)
 
 
+def ahead(world: World, disk: str) -> list[str]:
+    """When in a step block 1's shard is asked for and sent, among the forward passes before it."""
+    case = Case(3, parameters="disk", prefetch=1)
+    engine = shardwise.initialize(gpt(), case.config(disk), world=world)
+    engine.train_step(batches(world.rank, 0, 1))
+    found: list[str] = []
+    (bucket,) = [
+        bucket for bucket, _ in engine._parts.trained if bucket.layout.slots[0].name.startswith("blocks.1")
+    ]
+    bring, gather = bucket.state.bring, bucket.weight._around.shard.all_gather
+
+    def note(what: str) -> None:
+        if not found or found[-1] != what:
+            found.append(what)
+
+    def brought(*given: Any) -> Any:
+        note("asked")
+        return bring(*given)
+
+    def gathered(output: Tensor, shard: Tensor, what: str, **more: Any) -> Any:
+        if what == bucket.what:
+            note("sent")
+        return gather(output, shard, what, **more)
+
+    bucket.state.bring, bucket.weight._around.shard.all_gather = brought, gathered
+    watched = {
+        "root": engine.module.embed,
+        "block 0": engine.module.blocks[0],
+        "block 1": engine.module.blocks[1],
+    }
+    for where, module in watched.items():
+        module.register_forward_pre_hook(lambda *_, where=where: note(where))
+    engine.backward(engine(batches(world.rank, 1, 1)[0]))
+    bucket.weight._around.shard.all_gather = gather
+    engine.step()
+    engine.close()
+    return found
+
+
+def test_a_gather_finds_the_shard_that_it_sends(ranks: Any, tmp_path: Path) -> None:
+    """The disk is asked a Unit before the gather, which goes a Unit ahead of the use."""
+    found = ranks(2).run(ahead, str(tmp_path))
+    assert found == [["asked", "root", "sent", "block 0", "block 1", "asked", "sent"]] * 2
+
+
 def resumed(
     world: World, folder: str, first: Case, second: Case, disks: tuple[str | None, str | None]
 ) -> list[str]:

@@ -1,5 +1,7 @@
 """Lists of Units, as pure data."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,6 +79,19 @@ def test_gathers_run_ahead_by_bytes() -> None:
         "UNSHARD(u0) UNSHARD(u1) F(u0) UNSHARD(u2) F(u1) RESHARD(u1) UNSHARD(u3) UNSHARD(u4) F(u2) RESHARD(u2) "
         "F(u3) RESHARD(u3) F(u4) RESHARD(u4) RESHARD(u0)"
     )
+
+
+def test_what_a_gather_sends_comes_as_far_ahead_of_it() -> None:
+    """Where nothing goes ahead the gather brings it itself."""
+    away = [replace(each, tier="disk", weight_tier="disk") for each in ZERO3]
+    strategies = [ZERO3[0], *away[1:]]
+    row = opens(1, 2, 3)
+    assert text(forward_actions(row, strategies, Prefetch(1, [10] * 4))) == (
+        "BRING(u1) BRING(u2) UNSHARD(u0) UNSHARD(u1) F(u0) BRING(u3) UNSHARD(u2) F(u1) RESHARD(u1) "
+        "UNSHARD(u3) F(u2) RESHARD(u2) F(u3) RESHARD(u3) RESHARD(u0)"
+    )
+    assert forward_actions(row, strategies) == forward_actions(row, ZERO3)
+    assert not strategies[0].brings_shard and not replace(ZERO1[0], tier="disk").brings_shard
 
 
 def test_a_unit_that_runs_twice() -> None:

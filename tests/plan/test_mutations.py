@@ -44,6 +44,7 @@ def good(name: str) -> Plan:
         "norms": lambda: plan(Mesh(pp=2, dp_shard=2), 1, updates=[UpdateRule(("exp_avg",), "norm")]),
         "matrices": lambda: plan(Mesh(dp_shard=2, tp=2), 1, updates=MIXED, group_of=matrix_or_rest),
         "disk": lambda: plan(Mesh(dp_shard=2), 1, on_disk=0.5),
+        "weights on disk": lambda: plan(Mesh(dp_shard=2), 3, on_disk=0.5, weights_too=True, prefetch_bytes=1),
         "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
         "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),
         "tables pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3, spec=with_tables()),
@@ -213,6 +214,27 @@ PLANTED = [
     ("disk", drop("all", unit(Kind.STORE, 4)), r"no STORE\(u4\) though its updated state belongs on a disk"),
     ("disk", double("all", unit(Kind.LOAD, 4)), r"LOAD\(u4\) twice"),
     ("zero1", add("all", unit(Kind.STORE, 1)), r"STORE\(u1\) of a Unit whose state stays in memory"),
+    ("weights on disk", double("all", unit(Kind.BRING, 3, 0)), r"BRING\(u3,0\) while .* or on their way"),
+    (
+        "weights on disk",
+        swap("all", unit(Kind.BRING, 4, 1), unit(Kind.UNSHARD, 4, 1)),
+        r"BRING\(u4,1\) while its weights are gathered",
+    ),
+    (
+        "weights on disk",
+        before("all", unit(Kind.BRING, 4, 1), unit(Kind.B, 4, 0)),
+        r"BRING\(u4,1\) outside a pass of stage 0 with microbatch 1",
+    ),
+    (
+        "weights on disk",
+        lambda rows: rows["all"].insert(rows["all"].index(B(0, 1)), unit(Kind.BRING, 4, 1)),
+        r"BRING\(u4\) without UNSHARD\(u4\) behind it in its pass",
+    ),
+    (
+        "weights on disk",
+        lambda rows: rows["all"].insert(1, unit(Kind.BRING, 1, 0)),
+        r"BRING\(u1,0\) of a Unit whose shard lies on the device",
+    ),
     ("pp", drop("pp 0", SEND(0, 1, 1)), r"rank 0 has F\(0,1\) without SEND\(0,1,1\) after it"),
     ("pp", double("pp 0", SEND(0, 1, 1)), r"rank 0 has SEND\(0,1,1\) twice"),
     ("pp", drop("pp 1", RECV(1, 0, 0)), r"rank 1 has F\(1,0\) without RECV\(1,0,0\) before it"),
@@ -303,14 +325,16 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["zero1", "zero3", "tp", "frozen", "step", "tables", "norms", "matrices", "disk"]
+    "name",
+    ["zero1", "zero3", "tp", "frozen", "step", "tables", "norms", "matrices", "disk", "weights on disk"],
 )
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
-    """Of every list, all of its Actions."""
+    """Of every list, all of its Actions; but what nobody has brought, the gather brings."""
     whole = good(name)
     for key, row in row_of(whole).items():
         for i in range(len(row)):
-            for kept in (row[:i] + row[i + 1 :], row[: i + 1] + row[i:]):
+            left_out = [row[:i] + row[i + 1 :]] * (row[i].kind is not Kind.BRING)
+            for kept in (*left_out, row[: i + 1] + row[i:]):
                 with pytest.raises(PlanError):
                     validate_plan(with_rows(whole, row_of(whole) | {key: kept}), MICROBATCHES)
 

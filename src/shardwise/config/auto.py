@@ -43,12 +43,14 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
     if offload.activations == "host" and device_type == "cpu":
         offload = offload.model_copy(update={"activations": "device"})
         choices.append("offload.activations: host memory is where CPU ranks keep what a block saves")
-    # Two CPU ranks share their cores with the copy: a collective beside the computation gains nothing there.
+    # Two CPU ranks share their cores with the copy: a collective beside the computation gains nothing there, and what
+    # comes from a disk does.
+    is_beside = device_type != "cpu"
     prefetch, under_way = (
-        (default if device_type != "cpu" else 0) if wanted == "auto" else wanted
-        for wanted, default in (
-            (config.zero.prefetch_bytes, _PREFETCH_BYTES),
-            (config.zero.reductions_under_way, 1),
+        (default if gains else 0) if wanted == "auto" else wanted
+        for wanted, default, gains in (
+            (config.zero.prefetch_bytes, _PREFETCH_BYTES, is_beside or offload.parameters == "disk"),
+            (config.zero.reductions_under_way, 1, is_beside),
         )
     )
     schedule = config.schedule

@@ -3,7 +3,7 @@
     F, B           of a stage: its module computes, by the schedule's executor or by the user's own Python
                    of a Unit: nobody announced it, so the cursor went by it
     SEND, RECV     parallel/pipeline/executor.py
-    UNSHARD, RESHARD, REDUCE                     parallel/zero/windows.py
+    BRING, UNSHARD, RESHARD, REDUCE              parallel/zero/windows.py
     ASK, FETCH, DELIVER (and STEP of tables)     engine/table_units.py
     SUM, NORM, DIRECT, TRUST, DEAL               engine/step.py
     LOAD, STEP, STORE                            engine/step.py
@@ -43,6 +43,7 @@ def handlers_of(
     handlers: dict[Kind, Handler] = {
         Kind.F: computes(None if schedule is None else schedule.forward),
         Kind.B: computes(None if schedule is None else schedule.backward),
+        Kind.BRING: of_unit(UnitWindows.bring),
         Kind.UNSHARD: of_unit(UnitWindows.unshard),
         Kind.RESHARD: of_unit(UnitWindows.reshard),
         Kind.REDUCE: of_unit(UnitWindows.reduce),

@@ -132,8 +132,9 @@ def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
     zero, groups, device = site.settings.zero, site.groups, site.world.device
     shares = zero.reuse_buffers and not _gathers_once(site)
     ahead_bytes = int(zero.prefetch_bytes) if shares else _NEVER_SHARES
-    weights, gradients = SlotPool(device, ahead_bytes, zero.debug), SlotPool(device, 0, zero.debug)
-    site.ledger.take("gathered", "slots of weights", lambda: weights.bytes)
+    weights = SlotPool(device, ahead_bytes, zero.debug)
+    shards, gradients = SlotPool(device, 0, zero.debug), SlotPool(device, 0, zero.debug)
+    site.ledger.take("gathered", "slots of weights", lambda: weights.bytes + shards.bytes)
     site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
 
     @cache
@@ -142,6 +143,7 @@ def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
             strategy=strategy,
             group_over=lambda axes: groups[site.mesh.name_of(axes)],
             weights=weights,
+            shards=shards,
             gradients=gradients,
             ledger=site.ledger,
             device=device,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.memory.direct_io import aligned_empty
 from shardwise.plan.errors import UsageError
 
 
@@ -98,6 +99,12 @@ class SlotPool:
         with torch.inference_mode(
             False
         ):  # an evaluation may be first, and autograd saves no tensor that it makes
-            slot = _Slot(torch.zeros(elements, dtype=dtype, device=self._device), None)
+            slot = _Slot(self._new(elements, dtype), None)
         row.append(slot)
         return slot
+
+    def _new(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Zeros; on a CPU memory that a disk reads into without a copy."""
+        if self._device.type != "cpu":
+            return torch.zeros(elements, dtype=dtype, device=self._device)
+        return aligned_empty(elements, dtype).zero_()

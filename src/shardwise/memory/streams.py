@@ -134,17 +134,33 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
 def to_computation(source: Tensor, into: Tensor) -> Callable[[], object]:
     """Begin to copy pinned host memory into memory of the device, beside the computation. The call that is returned
     makes what the current stream does next wait for it."""
+    return to_be_filled(into)(source)
+
+
+def to_be_filled(into: Tensor) -> Callable[[Tensor], Callable[[], object]]:
+    """What begins to copy pinned host memory into ``into``, in any thread, once all that stands in the current stream
+    now is done with it. The call that it returns makes what the current stream does next wait for the copy."""
     if into.device.type == "cpu":
-        into.copy_(source)
-        return lambda: None
-    stream, here = _copies(into.device), torch.accelerator.current_stream(into.device)
-    stream.wait_stream(here)  # what stood in the memory before is done with
-    with stream:
-        into.copy_(source, non_blocking=True)
-        arrived = torch.Event(into.device)
-        arrived.record(stream)
-    keep_for(stream, (into,))
-    return lambda: torch.accelerator.current_stream(into.device).wait_event(arrived)
+
+        def copy(source: Tensor) -> Callable[[], object]:
+            into.copy_(source)
+            return lambda: None
+
+        return copy
+    free = torch.Event(into.device)
+    free.record(torch.accelerator.current_stream(into.device))
+
+    def begin(source: Tensor) -> Callable[[], object]:
+        stream = _copies(into.device)
+        stream.wait_event(free)
+        with stream:
+            into.copy_(source, non_blocking=True)
+            arrived = torch.Event(into.device)
+            arrived.record(stream)
+        keep_for(stream, (into,))
+        return lambda: torch.accelerator.current_stream(into.device).wait_event(arrived)
+
+    return begin
 
 
 def begin_down(tensor: Tensor, into: Tensor | None = None) -> Tensor:

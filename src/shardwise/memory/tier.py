@@ -27,15 +27,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.memory.direct_io import aligned_empty, rounded_up
 from shardwise.memory.scratch import DiskScratch
-from shardwise.memory.streams import to_computation, to_host
+from shardwise.memory.streams import to_be_filled, to_host
 from shardwise.plan.placement import Tier
+
+Result = TypeVar("Result")
 
 
 class Staging:
@@ -158,6 +160,22 @@ class Tiers:
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self.scratch is not None:
             self.scratch.close()
+
+
+def after(first: "Future[None]", then: Callable[[], Result]) -> "Future[Result]":
+    """What ``then`` returns, called as soon as ``first`` is over, in the thread that ended it; its error, or that of
+    ``first``."""
+    done: Future[Result] = Future()
+
+    def go_on(_: "Future[None]") -> None:
+        try:
+            first.result()
+            done.set_result(then())
+        except BaseException as error:
+            done.set_exception(error)
+
+    first.add_done_callback(go_on)
+    return done
 
 
 class TierTensor(NamedTuple):
@@ -299,15 +317,28 @@ class TierState:
         """What left. In the thread, behind LOAD."""
         return self.tensors["grad"] if self.tier == "disk" else self._arrived()
 
-    def bring(self, kind: str, into: Tensor) -> Callable[[], object]:
-        """Begin to bring all of one kind into ``into``, where the model computes. The call that is returned waits."""
-        if self.tier == "disk":
+    def bring(self, kind: str, into: Tensor, behind: "Future[None] | None" = None) -> Callable[[], object]:
+        """Begin to bring all of one kind into ``into``, where the model computes, as soon as ``behind`` is over, whose
+        error is that of this. The call that is returned waits."""
+        filled = to_be_filled(into)
+
+        def begin() -> Callable[[], object]:
+            if self.tier != "disk":
+                if kind == "grad":
+                    self._arrived()
+                return filled(self.tensors[kind])
             scratch = self.tiers.scratch
             assert scratch is not None, "a disk has files"
-            return scratch.read(kind, self.what, into).result
-        if kind == "grad":
-            self._arrived()
-        return to_computation(self.tensors[kind], into)
+            if into.device.type == "cpu":
+                return scratch.read(kind, self.what, into).result
+            host = torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
+            begun = after(scratch.read(kind, self.what, host), lambda: filled(host))
+            return lambda: begun.result()()
+
+        if behind is None:
+            return begin()
+        begun = after(behind, begin)
+        return lambda: begun.result()()
 
     @contextmanager
     def opened(self, changes: bool = False) -> Iterator[Mapping[str, Tensor]]:

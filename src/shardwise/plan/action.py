@@ -2,6 +2,7 @@
 
     F  forward            B  backward (= I input gradient + W weight gradient)
     SEND, RECV            an activation or its gradient, between pipeline stages
+    BRING                 bring a rank's shard of a Unit's weights from the tier where it lies, ahead of its UNSHARD
     UNSHARD, RESHARD      gather a Unit's weights, give the memory back
     REDUCE                reduce a Unit's gradients over the data-parallel ranks
     ASK                   tell the owners of rows the keys of a batch, ahead of its step
@@ -50,6 +51,7 @@ class Kind(Enum):
     W = "W"
     SEND = "SEND"
     RECV = "RECV"
+    BRING = "BRING"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE = "REDUCE"

@@ -9,9 +9,10 @@ A microbatch runs a list. In the forward pass Units open and close like brackets
     backward   UNSHARD(u) B(u) ... RESHARD(u) REDUCE(u)
 
 so gathers come in the reverse order of closing and reductions in the reverse order of opening, on every rank alike,
-whatever order the gradients arrive in. Gathers go ahead of their use by bytes, in this order (``Prefetch``). Vectors of
-embedding tables come where the model asks for them: FETCH(t) behind some F(u). Their keys may go ahead of the step, in
-a list of their own: ASK(t) (``keys_ahead``).
+whatever order the gradients arrive in. Gathers go ahead of their use by bytes, in this order (``Prefetch``); where a
+shard lies on another tier, BRING(u) goes as far ahead of its gather. Vectors of embedding tables come where the model
+asks for them: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their own: ASK(t)
+(``keys_ahead``).
 
 Cost: one look at each Action; for a gather one at each that it goes ahead of.
 """
@@ -57,6 +58,11 @@ class Strategy:
         """True where a weight is whole on the device inside its Unit's windows alone: one that is cut, or lies on
         another tier, and any where the caller wants so."""
         return self.windows or self.cuts_weight or self.weight_tier != "device"
+
+    @property
+    def brings_shard(self) -> bool:
+        """True where a rank's shard of the weights comes from another tier before it is gathered."""
+        return self.cuts_weight and self.weight_tier != "device"
 
     @property
     def cuts_weight(self) -> bool:
@@ -109,7 +115,7 @@ def forward_actions(
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.F, unit)]
         elif moves:
             actions.append(Action(Kind.RESHARD, unit))
-    return _gather_ahead(_without_pauses(actions), prefetch)
+    return _moved_ahead(_without_pauses(actions), strategies, prefetch)
 
 
 def backward_actions(
@@ -136,7 +142,7 @@ def backward_actions(
         actions += [Action(Kind.RESHARD, unit)] * moves
         if trained[unit] and (last or strategies[unit].cuts_grad) and i == last_close[unit]:
             actions.append(Action(Kind.REDUCE, unit))
-    return _gather_ahead(_without_pauses(actions), prefetch)
+    return _moved_ahead(_without_pauses(actions), strategies, prefetch)
 
 
 def _outermost(boundaries: Sequence[Boundary]) -> list[bool]:
@@ -164,24 +170,35 @@ def _without_pauses(actions: list[Action]) -> list[Action]:
     return kept
 
 
-def _gather_ahead(actions: list[Action], prefetch: Prefetch) -> list[Action]:
-    """Move every UNSHARD before the compute Actions in front of it, as far as there is room: a gather runs while others
-    compute. None overtakes another, nor the RESHARD of its own Unit."""
+def _moved_ahead(actions: list[Action], strategies: Sequence[Strategy], prefetch: Prefetch) -> list[Action]:
+    """Gathers go ahead of their use, and what they send goes as far ahead of them."""
     if not prefetch.limit_bytes:
         return actions
+    brought: list[Action] = []
+    for action in _ahead(Kind.UNSHARD, actions, prefetch):
+        if action.kind is Kind.UNSHARD and strategies[action.unit].brings_shard:
+            brought.append(action._replace(kind=Kind.BRING))
+        brought.append(action)
+    return _ahead(Kind.BRING, brought, prefetch)
+
+
+def _ahead(kind: Kind, actions: Sequence[Action], prefetch: Prefetch) -> list[Action]:
+    """Move every Action of ``kind``, UNSHARD or BRING, before the compute Actions in front of it, as far as there is
+    room, and a BRING before the gathers there: it runs while others compute. None overtakes another of its kind, nor
+    the RESHARD of its own Unit."""
     moved: list[Action] = []
     waiting: list[int] = []
     """By Action of ``moved``: bytes that were gathered before it for what comes behind it."""
     for action in actions:
         place = len(moved)
-        if action.kind is Kind.UNSHARD:
+        if action.kind is kind:
             for i in reversed(range(len(moved))):
                 before = moved[i]
-                if before.kind is Kind.UNSHARD or before[:2] == (Kind.RESHARD, action.unit):
+                if before.kind is kind or before[:2] == (Kind.RESHARD, action.unit):
                     break
-                if before.kind.computes:
-                    if not prefetch.has_room(waiting[i], action.unit):
-                        break
+                if before.kind.computes and not prefetch.has_room(waiting[i], action.unit):
+                    break
+                if before.kind.computes or before.kind is Kind.UNSHARD:
                     place = i
             for i in range(place, len(moved)):
                 waiting[i] += prefetch.unit_bytes[action.unit]

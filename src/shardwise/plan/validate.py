@@ -3,7 +3,8 @@
     schedule     passes and messages of all stages                                     (validate_schedule.py)
     registry     buffers, buckets and Units hold what is registered, as it is          (validate_registry.py)
     Units        F and B of a Unit only while its weights are gathered, and inside a pass of its own stage; what was
-                 gathered is released; one REDUCE per step, or per microbatch where the gradient is kept cut
+                 brought is gathered in that pass, what was gathered is released; one REDUCE per step, or per
+                 microbatch where the gradient is kept cut
     tables       one FETCH of each collection per microbatch, inside its forward pass; one DELIVER after all passes
     end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
                  tables among them, and the gather of weights that are whole but were updated in pieces; where updates
@@ -52,6 +53,8 @@ class _Rules(NamedTuple):
     """Its weights are whole, but updated in pieces: gathered after STEP."""
     directs: bool = False
     """Its updates look at whole tensors: a DIRECT before STEP."""
+    brings: bool = False
+    """Its shard comes from another tier before it is gathered: a BRING may begin that."""
     loads: bool = False
     """Its masters and moments lie on a disk: a LOAD before STEP, a STORE after it."""
 
@@ -72,12 +75,14 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
         trained = [name for name, trains in held if trains]
         moves = any(_is_cut(registry, "parameter", name) for name, _ in held) if held else any_moves
         rows = [row for place in range(len(unit.buckets)) for row in ranks.buffers[unit.index, place]]
-        moves |= ranks.windows or any(row.kind == "weight" and row.tier != "device" for row in rows)
+        is_away = any(row.kind == "weight" and row.tier != "device" for row in rows)
+        brings = moves and is_away
+        moves |= ranks.windows or is_away
         cuts_gradient = any(_is_cut(registry, "gradient", name) for name in trained)
         returns = not moves and any(_is_cut(registry, "master", name) for name in trained)
         directs = bool(registry.needs_of(unit) - {"elements"})
         loads = bool(trained) and any(row.tier == "disk" for row in rows)
-        found.append(_Rules(bool(trained), moves, cuts_gradient, returns, directs, loads))
+        found.append(_Rules(bool(trained), moves, cuts_gradient, returns, directs, brings, loads))
     return found
 
 
@@ -203,6 +208,8 @@ class _RankList:
         self._is_opened = False
         """Whether the root of its stage has begun, which is around all other Units."""
         self._gathered: set[int] = set()
+        self._brought: set[int] = set()
+        """Units whose shard is on its way to a gather."""
         self._counts: Counter[Action] = Counter()
         """F, B, REDUCE and FETCH of Units so far."""
         self._ended: list[Action] = []
@@ -222,6 +229,7 @@ class _RankList:
             elif self._ended:
                 self._refuse(action, f"after {self._ended[-1]}")
             elif action.kind.computes:
+                self._end_pass()
                 self._pass, self._is_sent, self._is_opened = action, False, False
             elif self._pass is not None and action.kind is Kind.SEND:
                 self._is_sent |= action[2:4] == self._pass[2:4]
@@ -229,6 +237,10 @@ class _RankList:
 
     def _refuse(self, action: Action | str, why: str) -> None:
         raise PlanError(f"plan: {self._name} ranks have {action} {why}")
+
+    def _end_pass(self) -> None:
+        for unit in self._brought:
+            self._refuse(f"BRING(u{unit})", f"without UNSHARD(u{unit}) behind it in its pass, which sends it")
 
     def _end(self, action: Action) -> None:
         if any(done[:2] == action[:2] for done in self._ended):
@@ -288,9 +300,16 @@ class _RankList:
                     self._refuse(action, f"while {whose} not gathered")
             if kind is Kind.B and self._counts[Action(Kind.REDUCE, unit, microbatch)]:
                 self._refuse(action, "after the REDUCE that its gradient belongs to")
+        elif kind is Kind.BRING:
+            if not rules.brings:
+                self._refuse(action, "of a Unit whose shard lies on the device, or that is whole")
+            is_here = unit in self._brought or unit in self._gathered
+            self._changes(action, rules, is_here, "while its weights are gathered, or on their way")
+            self._brought.add(unit)
         elif kind is Kind.UNSHARD:
             self._changes(action, rules, unit in self._gathered, "while its weights are gathered already")
             self._gathered.add(unit)
+            self._brought.discard(unit)
         elif kind is Kind.RESHARD:
             self._changes(action, rules, unit not in self._gathered, "while its weights are not gathered")
             self._gathered.discard(unit)
@@ -320,6 +339,7 @@ class _RankList:
             self._refuse(action, f"inside {around}; expected inside {' or '.join(k.value for k in wanted)}")
 
     def _complete(self) -> None:
+        self._end_pass()
         if not self._is_normed:
             self._refuse("no NORM", "; expected one after the last REDUCE")
         self._updates.complete()

@@ -2,6 +2,7 @@
 
     weights, master, moments     from the Plan, always there
     gathered, staging            slots: UNSHARD and B take one, RESHARD and REDUCE give it back; memory stays (slots.py)
+    brought                      shards from another tier, from BRING to the end of their gather
     gradients                    from a Unit's first B to the step's end; what leaves for a tier goes at REDUCE
     loaded                       blocks that state passes through on its way from and to a disk, the most at once
     leaving                      gradients that a disk has not taken yet, the most at once
@@ -118,6 +119,7 @@ class _WalkedStep:
         shares = policies.zero.reuse_buffers and not keeps
         self._slots = {
             "gathered": SlotPool(_META, ahead if shares else _NEVER_SHARES),
+            "brought": SlotPool(_META, 0),
             "staging": SlotPool(_META, 0),
         }
         self._gradients: dict[tuple[int, int], int] = {}
@@ -155,6 +157,9 @@ class _WalkedStep:
             if action.unit < 0 or self.ranks.units[action.unit].has_rows:
                 continue
             unit, strategy = action.unit, self._strategies[action.unit]
+            if action.kind in (Kind.BRING, Kind.UNSHARD) and strategy.brings_shard:
+                for place, bucket, _ in self._buckets(unit):
+                    self._take("brought", (unit, place), bucket, bucket.shard_elements)
             if action.kind is Kind.UNSHARD and strategy.has_windows:
                 self._gather(unit)
             elif action.kind is Kind.RESHARD:
@@ -184,7 +189,7 @@ class _WalkedStep:
             if "grad" not in rows:
                 continue
             if self._strategies[unit].cuts_grad:
-                self._take("staging", (unit, place), bucket)
+                self._take("staging", (unit, place), bucket, bucket.elements)
             else:
                 self._gradients[unit, place] = self._bytes(rows["grad"], bucket)
         self._compute(action)
@@ -193,6 +198,7 @@ class _WalkedStep:
         unit = self.ranks.units[action.unit]
         if self._strategies[action.unit].has_windows:
             self._gather(action.unit)
+            self._release("brought", action.unit)
         name, kind = unit.name, action.kind
         share = self._passed.of(kind, name)
         here = self._blocks.before(kind, name, action.microbatch)
@@ -228,16 +234,16 @@ class _WalkedStep:
 
     def _gather(self, unit: int) -> None:
         for place, bucket, _ in self._buckets(unit):
-            self._take("gathered", (unit, place), bucket)
+            self._take("gathered", (unit, place), bucket, bucket.elements)
 
-    def _take(self, row: str, owner: tuple[int, int], bucket: Bucket) -> None:
+    def _take(self, row: str, owner: tuple[int, int], bucket: Bucket, elements: int) -> None:
         pool = self._slots[row]
         holder = pool.holder_in_the_way(owner)
         if holder == owner:
             return
         if holder is not None:
             pool.release(holder)  # makes way, as in UnitWindows.need
-        pool.acquire(owner, bucket.elements, bucket.key.dtype)
+        pool.acquire(owner, elements, bucket.key.dtype)
 
     def _release(self, row: str, unit: int) -> None:
         pool = self._slots[row]

@@ -36,7 +36,7 @@ def bucket(
     """One weight of three elements and one of five."""
     layout = lay_out(BucketKey(F32, True, 0), [("a", (3,), ()), ("b", (5,), ())], shards)
     device = torch.device("cpu")
-    pools = (SlotPool(device, poison=True) for _ in range(2))
+    pools = (SlotPool(device, poison=True) for _ in range(3))
     around = BucketContext.of(strategy, group_over, *pools, Ledger(), device)
     parameters = [nn.Parameter(torch.zeros(slot.shape)) for slot in layout.slots]
     made = BucketState(layout, Dtypes(F32, F32, F32, F32), parameters, "the bucket", around)

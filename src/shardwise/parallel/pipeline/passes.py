@@ -137,11 +137,11 @@ def _with_units(
 
 
 def _gathered_once(served: list[Action], frees: bool) -> list[Action]:
-    """Without gathers; of each Unit's releases the last alone, where ``frees``."""
+    """Without gathers and what is brought for them; of each Unit's releases the last alone, where ``frees``."""
     last_release = {action.unit: i for i, action in enumerate(served) if action.kind is Kind.RESHARD}
     return [
         action
         for i, action in enumerate(served)
-        if action.kind is not Kind.UNSHARD
+        if action.kind not in (Kind.BRING, Kind.UNSHARD)
         and (action.kind is not Kind.RESHARD or (frees and i == last_release[action.unit]))
     ]

@@ -36,7 +36,7 @@ class BucketState:
         self.parameters = parameters
         self.what = what
         self._strategy = around.strategy
-        self._slots = (around.weights, around.gradients)
+        self._slots = (around.weights, around.shards, around.gradients)
         views = ParameterViews(layout, parameters, what, dtypes.compute, around.device)
         self.views = views
         self.owned_range = around.owned_range
@@ -98,8 +98,8 @@ class BucketState:
         return self._strategy.tier == "device"
 
     @property
-    def slots(self) -> tuple[SlotPool, SlotPool]:
-        """That its whole weight and its gradients pass through."""
+    def slots(self) -> tuple[SlotPool, ...]:
+        """That its whole weight, the shard that it is gathered from and its gradients pass through."""
         return self._slots
 
     @contextmanager

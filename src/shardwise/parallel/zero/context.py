@@ -29,6 +29,8 @@ class BucketContext:
     """Both together: those that sum one gradient."""
     weights: SlotPool
     """Slots of unsharded weights."""
+    shards: SlotPool
+    """What comes from another tier, until it is gathered."""
     gradients: SlotPool
     """Staging memory of gradients."""
     ledger: Ledger
@@ -42,6 +44,7 @@ class BucketContext:
         strategy: Strategy,
         group_over: Callable[[Sequence[str]], Group],
         weights: SlotPool,
+        shards: SlotPool,
         gradients: SlotPool,
         ledger: Ledger,
         device: torch.device,
@@ -50,7 +53,7 @@ class BucketContext:
         """That of buckets which lie as ``strategy`` says. ``group_over``: the group of some axes together."""
         outer, inner = strategy.axes
         shard, replicate, both = (group_over(axes) for axes in ((inner,), (outer,), (outer, inner)))
-        return cls(strategy, shard, replicate, both, weights, gradients, ledger, device, tiers)
+        return cls(strategy, shard, replicate, both, weights, shards, gradients, ledger, device, tiers)
 
     @property
     def owned_range(self) -> tuple[int, int]:

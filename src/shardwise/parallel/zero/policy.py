@@ -28,9 +28,10 @@ class ZeroPolicy(Policy):
     the memory of stage 2's weights; without a pipeline use stage 2 instead."""
     prefetch_bytes: Literal["auto"] | NonNegativeInt = "auto"
     """Bytes of weights gathered ahead of their use at stage 3: many small Units, or one larger one alone; ``auto`` is
-    64 MiB where a collective runs beside the computation (GPUs), else 0, which gathers none ahead. Above 0 the gathers
-    of stages 1 and 2, after an update, run beside the next forward pass; whoever looks at a parameter before waits for
-    it."""
+    64 MiB where a collective runs beside the computation (GPUs) or weights lie on a disk (``offload.parameters``), else
+    0, which gathers none ahead. A shard that lies on another tier is brought as far ahead of its gather. Above 0 the
+    gathers of stages 1 and 2, after an update, run beside the next forward pass; whoever looks at a parameter before
+    waits for it."""
     reductions_under_way: Literal["auto"] | NonNegativeInt = "auto"
     """Units whose gradients may still travel while the backward pass goes on, at stages 2 and 3; each takes a further
     buffer of a Unit's size. ``auto`` is 1 where a collective runs beside the computation (GPUs), else 0."""

@@ -62,6 +62,13 @@ _NEXT: dict[WeightState, tuple[WeightState, ...]] = {
 }
 
 
+class BroughtShard(NamedTuple):
+    """A shard where the model computes, and the wait for it."""
+
+    shard: Tensor
+    arrive: Callable[[], object]
+
+
 class Shown(NamedTuple):
     """What a summoned parameter shows."""
 
@@ -91,7 +98,6 @@ class Weight:
         """Whether the parameters show the weight inside its Unit's windows alone."""
         self._around = around
         strategy = around.strategy
-        self._own = around.own_range(layout)
         piece = layout.shard_elements
         self._held = state if state is not None and "weight" in state.kinds else None
         """Where the weight lies between windows, if not on the device."""
@@ -117,6 +123,8 @@ class Weight:
             around.ledger.take("master", what, lambda: 0 if self.master is None else self.master.nbytes)
         self._full: Tensor | None = None if self.has_window else self._shard
         self._gathering: Pending = DONE
+        self._brought: BroughtShard | None = None
+        """Of a shard that lies on a tier: what the gather sends."""
         self._updating: Future[None] | None = None
         """An update on another tier, under way since the step."""
         self._shown: dict[int, Shown] = {}
@@ -128,6 +136,11 @@ class Weight:
         strategy = self._around.strategy
         together = strategy.tier == strategy.weight_tier
         return not self.layout.key.trained or (together and self.dtypes.master == self.dtypes.compute)
+
+    @property
+    def _own(self) -> slice:
+        """This rank's range of what is cut."""
+        return self._around.own_range(self.layout)
 
     @property
     def _updates_range(self) -> bool:
@@ -171,31 +184,50 @@ class Weight:
         """Name of the bucket that stands in this one's slot."""
         return self._around.weights.holder_in_the_way(self.what) if self._full is None else None
 
+    def bring(self) -> None:
+        """Begin to bring what ``start_unshard`` sends from its tier, behind the update that is under way there."""
+        if self._held is not None and self._brought is None and self.state is _SHARDED:
+            self._brought = self._begin_bring(self._held)
+
+    def _begin_bring(self, held: TierState) -> BroughtShard:
+        elements, dtype = self.layout.shard_elements, self.dtypes.compute
+        into = self._around.shards.acquire(self.what, elements, dtype, movable=True)
+        return BroughtShard(into, held.bring("weight", into, self._updating))
+
+    def _let_go(self) -> None:
+        """What was brought is sent, or not wanted."""
+        if self._brought is not None:
+            self._brought.arrive()
+            self._brought = None
+            self._around.shards.release(self.what)
+
     def start_unshard(self) -> None:
         """Begin to gather the weight into its slot, where it is sharded."""
         if self.state is not _SHARDED:
             return
-        self.finish_update()
+        if self._held is None:
+            self.finish_update()
         self._full = self._around.weights.acquire(self.what, self.layout.elements, self.dtypes.compute)
         # Before the collective, which may fail: ``reshard`` then finds a slot to give back.
         self._enter(_GATHERING)
         if self._held is None:
             self._gathering = self._around.shard.all_gather(self._full, self._shard, self.what)
         else:
-            self._gathering = self._brought(self._held, self._full)
+            self._gathering = self._come_from(self._held, self._full)
 
-    def _brought(self, held: TierState, full: Tensor) -> Pending:
+    def _come_from(self, held: TierState, full: Tensor) -> Pending:
         """From its tier; ranks that hold pieces send each other what each has brought."""
         if not self._around.strategy.cuts_weight:
-            arrive = held.bring("weight", full)
+            arrive = held.bring("weight", full, self._updating)
 
             def finish() -> None:
                 arrive()
 
             return Pending(finish)
-        own = full[self._own]
-        held.bring("weight", own)()
-        return self._around.shard.all_gather(full, own, self.what)
+        self._brought = self._brought or self._begin_bring(held)
+        shard, arrive = self._brought
+        arrive()
+        return self._around.shard.all_gather(full, shard, self.what)
 
     def finish_unshard(self) -> None:
         """Wait for the weight, where it is under way, and let the parameters show it."""
@@ -203,6 +235,9 @@ class Weight:
             return
         assert self._full is not None, "a weight that is gathered has a slot"
         self._gathering.wait()
+        self._let_go()
+        if self.has_window:
+            self.finish_update()
         self._enter(_UNSHARDED)
         if not self.has_window:
             self.views.show()
@@ -221,9 +256,13 @@ class Weight:
 
     def reshard(self) -> None:
         """Give the slot back, where the weight has one. [Note: stale memory]"""
-        if not self.has_window or self._full is None:
+        if not self.has_window:
+            return
+        if self._full is None:
+            self._let_go()
             return
         self._gathering.wait()
+        self._let_go()
         self._enter(_SHARDED)
         self.views.withhold()
         self._full = None

@@ -1,4 +1,4 @@
-"""The windows of a stage's Units: what UNSHARD, RESHARD and REDUCE do here.
+"""The windows of a stage's Units: what BRING, UNSHARD, RESHARD and REDUCE do here.
 
 [Note: deferred gathers]
 An UNSHARD ahead of its use finds its memory taken where the order changed since memory was given out. It then waits for
@@ -63,6 +63,11 @@ class UnitWindows:
         return self.states[action.unit - self.first]
 
     # Actions ---------------------------------------------------------------------------------------------------
+
+    def bring(self, action: Action) -> None:
+        """BRING: begin to bring what the next gather sends, from the tier where it lies."""
+        for bucket in self.of(action).buckets:
+            bucket.weight.bring()
 
     def unshard(self, action: Action) -> None:
         """UNSHARD: begin to gather what is cut; in the end of the step what was updated in pieces."""
