@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.memory.recompute_cost import kept_elements
 from shardwise.memory.replay import BatchPosition, Replay
-from shardwise.memory.tiled import tiled
 from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.dropout import replace_dropout
 from shardwise.models.layers import GeluMlp, SwiGlu
@@ -22,7 +21,7 @@ from shardwise.plan.errors import PlanError
 def passed(net: nn.Module, tokens: int | None, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """The output, and the gradients of input and weights."""
     replay = Replay()
-    tile_model(net, TilesPolicy(mlp=tokens or "off"), replay, at_once=True)
+    tile_model(nn.ModuleList([net]), TilesPolicy(mlp=tokens or "off"), replay, at_once=True)
     net.to(dtype).zero_grad()
     x = torch.linspace(-2, 2, 2 * 9 * 4, dtype=torch.float64).sin().view(2, 9, 4).to(dtype).requires_grad_()
     with replay.at(BatchPosition(3)):
@@ -61,7 +60,7 @@ def test_dropout_stays_keyed_by_the_place_of_a_token() -> None:
         net = SwiGlu(4, 8, 0.5)
         replay = Replay()
         replace_dropout(net, 7, replay)
-        tile_model(net, TilesPolicy(mlp=tokens or "off"), replay, at_once=True)
+        tile_model(nn.ModuleList([net]), TilesPolicy(mlp=tokens or "off"), replay, at_once=True)
         with replay.at(BatchPosition(1)):
             found.append(net(torch.ones(2, 9, 4)))
     assert torch.equal((found[0] == 0), (found[1] == 0)) and (found[0] == 0).any()
@@ -72,8 +71,9 @@ def test_a_weight_lands_once_and_intermediates_stay_small() -> None:
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: landed.append(p.numel()))
     x = torch.ones(100, 4, requires_grad=True)
+    tile_model(nn.ModuleList([net]), TilesPolicy(mlp=10), Replay(), at_once=True)
     with LargestTensor() as largest:
-        tiled(net, net.net, x, 10, Replay()).sum().backward()
+        net(x).sum().backward()
     assert sorted(landed) == [256, 512] and largest.elements == 10 * 128
 
 

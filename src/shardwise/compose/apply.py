@@ -89,7 +89,7 @@ def apply_to_model(
     Errors: PlanError where the model cannot be cut so.
     """
     tiles = tiles or TilesPolicy()
-    check_tiles(model, tiles)
+    check_tiles(model, tiles, described.spec.units)
     if synchronizes_batch_norm:
         synchronize_batch_norm(model, groups["dp"])
     if start is not None:

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwise.kernels import philox
 from shardwise.kernels.choice import fused
@@ -68,8 +69,24 @@ class Draw(NamedTuple):
     """How often the layer ran before in the same pass."""
 
 
-def keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None) -> Tensor:
-    """``x`` with a share ``p`` of its elements zeroed and the others scaled up: [...] -> [...]."""
+class TileRows(NamedTuple):
+    """Rows [C, F] of a larger tensor [..., F], all of whose dims but the last count rows."""
+
+    first: int
+    lead: tuple[int, ...]
+    """Those dims."""
+
+
+def keyed_dropout(
+    x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None, rows: TileRows | None = None
+) -> Tensor:
+    """``x`` with a share ``p`` of its elements zeroed and the others scaled up: [...] -> [...].
+
+    ``rows``: of which ``x`` [C, F] is a tile, with the mask that the whole gives it; ``cut`` of the last dim then.
+    """
+    if type(x) is not Tensor and has_torch_function_unary(x):
+        noted: Tensor = handle_torch_function(keyed_dropout, (x,), x, p, draw, cut)
+        return noted
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p is {p}; expected a share between 0 and 1")
     dropped = round(p * _LEVELS)
@@ -78,6 +95,8 @@ def keyed_dropout(x: Tensor, p: float, draw: Draw, cut: EqualPart | None = None)
     if dropped == _LEVELS:
         return x * 0.0
     scale = _LEVELS / (_LEVELS - dropped)
+    if rows is not None:
+        return _Dropout.apply(x, _keep_rows(x, dropped, draw, cut, rows), scale)
     if fused(x):
         return _Dropped.apply(x, dropped, *_numbers(draw, cut))
     if torch.compiler.is_compiling():
@@ -152,6 +171,25 @@ def keep(
     if parts > 1 and (is_row or before > 1):
         kept = kept.view(-1, before, parts, inside)[:, :, part]
     return kept.reshape(tuple(shape))
+
+
+def _keep_rows(x: Tensor, dropped: int, draw: Draw, cut: EqualPart | None, rows: TileRows) -> Tensor:
+    """Those of ``keep`` of the whole that are ``x``'s [C, F]: uint8 [C, F]."""
+    count, features = x.shape
+    _, local, (dim, parts, part), is_row = _Sample.of((*rows.lead, features), draw, cut)
+    assert parts == 1 or dim == len(rows.lead), "a tile of rows is cut along features alone"
+    whole, of_sample = features * parts, math.prod(local[:-1])
+    threshold, pieces = dropped - _LEVELS // 2, []
+    first, last = rows.first, rows.first + count
+    if is_row:
+        first, last, of_sample = first + draw.first_sample, last + draw.first_sample, 1 << 62
+    while first < last:
+        sample, row = divmod(first, of_sample)
+        stop = min(of_sample, row + last - first)
+        substream = (draw.call, _ROWS if is_row else draw.first_sample + sample, draw.step)
+        pieces.append(_kept(draw.key, row * whole, stop * whole, substream, 1, threshold, x.device)[0])
+        first += stop - row
+    return torch.cat(pieces).view(count, parts, features)[:, part]
 
 
 def _rows(shape: Sequence[int], draw: Draw, cut: EqualPart | None) -> tuple[int, int, int, int, int, int]:

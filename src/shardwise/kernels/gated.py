@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwise.kernels.choice import fused
 from shardwise.kernels.operation import device_operation
@@ -24,6 +25,9 @@ from shardwise.kernels.operation import device_operation
 
 def gated(gate_up: Tensor) -> Tensor:
     """silu(gate) · up of the halves of the last dim: [..., 2F] -> [..., F]."""
+    if type(gate_up) is not Tensor and has_torch_function_unary(gate_up):
+        noted: Tensor = handle_torch_function(gated, (gate_up,), gate_up)
+        return noted
     if fused(gate_up) and not torch.compiler.is_compiling():
         return _Gated.apply(gate_up)
     return plain_gated(gate_up)

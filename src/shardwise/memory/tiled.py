@@ -1,4 +1,4 @@
-"""A part of a model that treats every token alone, a tile of tokens at a time, computed again in the backward pass.
+"""A function of single tokens, a tile of tokens at a time, computed again in the backward pass.
 
     y[tile] = f(x[tile], W)                       forward: nothing is kept but x
     dx[tile], dW += Jᵀ dy[tile]                   backward: f runs again for a tile, and is differentiated there
@@ -23,26 +23,25 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.memory.replay import Replay
 
+Place = tuple[nn.Module, str]
+"""Of a parameter: its module, and its name there."""
+OfTile = Callable[[Tensor, int], Tensor]
+"""(rows of x, which begin at that row of it) -> what becomes of them: [C, D], [] -> [C, ...]."""
+
 
 @_disable_dynamo
 def tiled(
-    module: nn.Module,
-    function: Callable[[Tensor], Tensor],
+    places: Sequence[Place],
+    function: OfTile,
     x: Tensor,
     tokens: int,
     replay: Replay,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Tensor:
-    """``function(x)``, which uses the parameters of ``module``, ``tokens`` rows of ``x`` [..., D] at a time.
+    """``function`` of ``x`` [..., D], ``tokens`` rows at a time; of what is trained it uses what lies at ``places``.
 
     ``inside`` is entered around each run of it.
     """
-    places = [
-        (each, key)
-        for each in module.modules()
-        for key, parameter in each._parameters.items()
-        if parameter is not None
-    ]
     run = _TiledRun(function, places, tokens, replay.again(), inside)
     weights = [owner._parameters[key] for owner, key in places]
     y: Tensor = _Tiled.apply(run, x.reshape(-1, x.shape[-1]), *weights)
@@ -54,8 +53,8 @@ class _TiledRun:
 
     def __init__(
         self,
-        function: Callable[[Tensor], Tensor],
-        places: Sequence[tuple[nn.Module, str]],
+        function: OfTile,
+        places: Sequence[Place],
         tokens: int,
         again: AbstractContextManager[Any],
         inside: Callable[[], AbstractContextManager[Any]],
@@ -66,9 +65,9 @@ class _TiledRun:
         self.again = again
         self.inside = inside
 
-    def tiles(self, x: Tensor) -> Iterator[slice]:
-        """Rows of ``x`` [N, D]."""
-        return (slice(start, start + self.tokens) for start in range(0, len(x), self.tokens))
+    def starts(self, x: Tensor) -> Iterator[tuple[slice, int]]:
+        """The tiles of ``x`` [N, D], and their first rows."""
+        return ((slice(start, start + self.tokens), start) for start in range(0, len(x), self.tokens))
 
     @contextmanager
     def holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
@@ -92,8 +91,8 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         y = None
         with run.inside():
-            for tile in run.tiles(x):
-                part = run.function(x[tile])
+            for tile, start in run.starts(x):
+                part = run.function(x[tile], start)
                 if y is None:
                     y = part.new_empty(len(x), part.shape[-1])
                 y[tile] = part
@@ -111,10 +110,11 @@ class _Tiled(torch.autograd.Function):
         sums: dict[int, Tensor] = {}
         d_x = x.new_empty(x.shape) if needs_x else None
         with torch.enable_grad(), run.again, run.inside(), run.holding(leaves):
-            for tile in run.tiles(x):
+            for tile, start in run.starts(x):
                 here = x[tile].detach().requires_grad_(needs_x)
                 wanted = [here, *trained] if needs_x else trained
-                found = list(torch.autograd.grad(run.function(here), wanted, grad[tile], allow_unused=True))
+                part = run.function(here, start)
+                found = list(torch.autograd.grad(part, wanted, grad[tile], allow_unused=True))
                 if d_x is not None:
                     d_x[tile] = found.pop(0)
                 for leaf, each in zip(trained, found, strict=True):

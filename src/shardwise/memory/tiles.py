@@ -34,5 +34,5 @@ class TilesPolicy(Policy):
     alone (ours), ``off`` for others. A model that it does not serve is refused."""
     mlp: Tokens = "off"
     """Feed-forward parts by tiles of so many tokens, computed again in the backward pass: their intermediate results
-    exist for one tile. ``auto``: as many tokens as give 64 MiB of them on a CPU, 512 MiB elsewhere. A model that it
-    does not serve is refused."""
+    exist for one tile. ``auto``: as many tokens as give 64 MiB of them on a CPU, 512 MiB elsewhere. A model without
+    such parts is refused; a part that does more than treat every token alone is computed whole, which the log says."""

@@ -96,11 +96,7 @@ class SwiGlu(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.net(x))
-
-    def net(self, x: Tensor) -> Tensor:
-        """What is computed of each token alone."""
-        y: Tensor = self.down(gated(self.gate_up(x)))
+        y: Tensor = self.dropout(self.down(gated(self.gate_up(x))))
         return y
 
 
@@ -114,11 +110,7 @@ class GeluMlp(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.net(x))
-
-    def net(self, x: Tensor) -> Tensor:
-        """What is computed of each token alone."""
-        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        y: Tensor = self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
         return y
 
 

@@ -3,36 +3,73 @@
 Cost: an attribute of each such module; see ``kernels/head_loss.py``.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+import re
+from collections.abc import Collection
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.kernels.head_loss import Tile
 from shardwise.memory.replay import Replay
-from shardwise.memory.tiled import tiled
 from shardwise.memory.tiles import TilesPolicy
-from shardwise.models.layers import GeluMlp, Head, SwiGlu
+from shardwise.models.feed_forward import ByTiles, feed_forward_parts
+from shardwise.models.layers import Head
+from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.apply import hold_head, with_known_loss
-from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear, VocabularyHead
+from shardwise.parallel.tensor.layers import VocabularyHead
 from shardwise.plan.errors import PlanError
 
-_GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-"""Names in the code of a gated feed-forward part of transformers."""
+_log = logging.getLogger(__name__)
+
+_CALLED = re.compile("mlp|ffn|feed_?forward", re.IGNORECASE)
+"""Names of feed-forward parts, as a rule."""
 
 
-def check_tiles(model: nn.Module, policy: TilesPolicy) -> None:
-    """Before anything is changed. Errors: PlanError where tiles are asked for by name and nothing here has any."""
-    modules, kind = list(model.modules()), type(model).__name__
-    if policy.mlp != "off" and not any(map(_is_mlp, modules)):
-        raise PlanError(
-            f"tiles.mlp: {policy.mlp} asks for feed-forward parts that are computed of each token alone, but none of a "
-            f"{kind} is known to be; leave tiles.mlp out, or build them of shardwise.models.layers.SwiGlu or GeluMlp"
-        )
-    serves = any(isinstance(module, Head) for module in modules) or with_known_loss(model) is not None
+def check_tiles(model: nn.Module, policy: TilesPolicy, units: Collection[str] = ()) -> None:
+    """Before anything is changed. ``units``: names of modules whose weights are gathered by themselves.
+
+    Errors: PlanError where tiles are asked for by name and nothing here has any, or where they cannot be.
+    """
+    kind = type(model).__name__
+    if policy.mlp != "off":
+        _check_parts(model, policy, units)
+    serves = any(isinstance(module, Head) for module in model.modules()) or with_known_loss(model) is not None
     if isinstance(model, Layers) or not serves:
         _refuse_logits(policy, kind)
+
+
+def _check_parts(model: nn.Module, policy: TilesPolicy, units: Collection[str]) -> None:
+    parts, stacks = feed_forward_parts(model), find_stacks(model)
+    experts = [*stacks.stacks, *stacks.refused]
+    if not parts:
+        where = f"; experts ({experts[0]}) take turns by experts.rows instead" if experts else ""
+        raise PlanError(
+            f"tiles.mlp: {policy.mlp} asks for feed-forward parts that are computed of each token alone, but none of a "
+            f"{type(model).__name__} is known to be (two or three matrices, one after the other, in a module whose "
+            f"forward takes one tensor){where}; leave tiles.mlp out"
+        )
+    for unit in units:
+        name = next((each for each in parts if unit.startswith(f"{each}.")), None)
+        if name is not None:
+            raise PlanError(
+                f"tiles.mlp: {name} is computed a tile at a time, with all its weights at hand, but the Unit {unit} "
+                f"inside of it is gathered by itself; leave tiles.mlp out, or name {name} in zero.units"
+            )
+    others = [name for name, each in model.named_modules() if _has_matrices(name, each, parts, experts)]
+    if others:
+        _log.info("tiles.mlp: not by tiles: %s", ", ".join(others))
+    if experts:
+        _log.info("tiles.mlp: experts (%s ...) take turns by experts.rows, not by tiles", experts[0])
+
+
+def _has_matrices(name: str, module: nn.Module, parts: Collection[str], experts: Collection[str]) -> bool:
+    """Whether it is called a feed-forward part, and is none that is known."""
+    called = _CALLED.search(type(module).__name__) or _CALLED.search(name.rpartition(".")[2])
+    apart = not any(
+        f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}.") for each in (*parts, *experts)
+    )
+    return bool(called) and apart and sum(isinstance(each, nn.Linear) for each in module.modules()) > 1
 
 
 def check_heads(model: nn.Module, policy: TilesPolicy) -> None:
@@ -65,83 +102,15 @@ def tile_model(model: nn.Module, policy: TilesPolicy, replay: Replay, at_once: b
     that gradients which are made in the forward pass wait for one pass alone."""
     loss, mlp = _tile(policy.logits, at_once), _tile(policy.mlp, at_once)
     for module in model.modules():
+        ByTiles.undo(module)
         if isinstance(module, Head):
             module.tile = loss
         elif isinstance(module, VocabularyHead):
             module.tile = None if policy.logits is None and not module.gives_loss else loss
-        elif _is_mlp(module):
-            method = "net" if isinstance(module, SwiGlu | GeluMlp) else "forward"
-            _ByTiles.undo(module, method)
-            if mlp is not None:
-                setattr(module, method, _ByTiles(module, getattr(module, method), mlp, replay))
+    if mlp is not None:
+        for name, part in feed_forward_parts(model).items():
+            ByTiles.put(name, part, mlp, replay)
 
 
 def _tile(given: int | str | None, at_once: bool) -> Tile | None:
     return None if given == "off" else Tile(given if isinstance(given, int) else None, at_once)
-
-
-# Feed-forward parts ------------------------------------------------------------------------------------------------
-
-
-def _is_mlp(module: nn.Module) -> bool:
-    """Ours, and those of transformers whose forward is down(act(gate) · up) and nothing else."""
-    if isinstance(module, SwiGlu | GeluMlp):
-        return True
-    code = getattr(type(module).forward, "__code__", None)
-    known = type(module).__module__.startswith("transformers.models.")
-    return known and code is not None and set(code.co_names) == _GATED
-
-
-class _ByTiles:
-    """Stands for the method of a feed-forward part that is computed of each token alone.
-
-    Exchanges along "tp" go around all tiles together, as around the whole.
-    """
-
-    def __init__(
-        self, module: nn.Module, whole: Callable[[Tensor], Tensor], tile: Tile, replay: Replay
-    ) -> None:
-        self._module = module
-        self._whole = whole
-        self._tile = tile
-        self._replay = replay
-        self._cut = [each for each in module.modules() if isinstance(each, ColumnLinear | RowLinear)]
-        for layer in self._cut:
-            layer.used_by = (module,)
-
-    @classmethod
-    def undo(cls, module: nn.Module, method: str) -> None:
-        """Take away what an engine before has put there."""
-        held = vars(module).get(method)
-        if not isinstance(held, cls):
-            return
-        del vars(module)[method]
-        if getattr(held._whole, "__func__", None) is not getattr(type(module), method):
-            setattr(module, method, held._whole)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        first = next((each for each in self._cut if isinstance(each, ColumnLinear)), None)
-        last = next((each for each in self._cut if isinstance(each, RowLinear)), None)
-        joined = first is not None and first.enters and first.cut
-        rows = x.shape[:-1].numel() * (first.region.group.size if first is not None and joined else 1)
-        tokens = self._tile.of(rows, self._columns(), x)
-        if not tokens:
-            return self._whole(x)
-        x = x if first is None else first.enter(x)
-        y = tiled(self._module, self._whole, x, tokens, self._replay, self._local)
-        return y if last is None else last.leave(y)
-
-    def _columns(self) -> int:
-        """Features that are made of a token."""
-        held = (p for each in self._module.modules() for p in each._parameters.values())
-        return sum(p.shape[0] for p in held if p is not None and p.dim() == 2)
-
-    @contextmanager
-    def _local(self) -> Iterator[None]:
-        for layer in self._cut:
-            layer.is_local = True
-        try:
-            yield
-        finally:
-            for layer in self._cut:
-                layer.is_local = False

@@ -1,0 +1,523 @@
+"""Feed-forward parts of any model by tiles of tokens, their own code untouched.
+
+    h = up(x)               nothing is computed: h is features that are not made yet
+    h = act(h)              noted, as is all that treats every token alone: +, *, chunk(-1), dropout, a norm ...
+    y = down(h)             now, a tile of tokens at a time: y[tile] = down(act(up(x[tile])))
+
+A part's forward runs as it is written, once for all tokens; what stands before its first matrix and behind its last one
+(norms, dropout, residual sums) meets whole tensors. What is not known to treat every token alone makes the features
+whole, as without tiles, and the log says so once. Dropout between the matrices draws the bits of a tile's rows: the
+masks are those of the whole.
+
+Exchanges along "tp" go around all tiles together, as around the whole.
+
+Cost: some ten microseconds a part and pass for what is noted; ``memory/tiled.py``.
+Shapes: x [..., D]; C tokens of a tile.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils import _pytree as pytree
+
+from shardwise.kernels.dropout import TileRows, keyed_dropout
+from shardwise.kernels.gated import gated
+from shardwise.kernels.head_loss import Tile
+from shardwise.memory.replay import Replay
+from shardwise.memory.tiled import Place, tiled
+from shardwise.parallel.expert.stacks import find_stacks
+from shardwise.parallel.tensor.layers import ColumnLinear, RowLinear
+from shardwise.parallel.tensor.layout import is_transposed
+from shardwise.plan.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+_METHODS = ("feed_forward_chunk", "ff_chunk", "_ff_block")
+"""Methods of blocks that are their feed-forward part: of BERT and its kin and of ALBERT in transformers, of
+``nn.TransformerEncoderLayer``."""
+_MOST_MATRICES = 3
+"""Of a part whose forward is all of it: with four it is an attention, as a rule."""
+
+
+class FeedForward(NamedTuple):
+    """A part of a model: a method that computes a matrix, something of its features, and a matrix back."""
+
+    module: nn.Module
+    method: str
+    matrices: tuple[nn.Module, ...]
+
+
+def feed_forward_parts(model: nn.Module) -> dict[str, FeedForward]:
+    """By module name: those whose structure says so, innermost ones. Experts of a stack are none."""
+    found: dict[str, FeedForward] = {}
+    stacks = find_stacks(model)
+    for name, module in reversed(list(model.named_modules())):  # what is inside comes first
+        inside = f"{name}."
+        if not name or any(each.startswith(inside) for each in found):
+            continue
+        if any(inside.startswith(f"{each}.") for each in (*stacks.stacks, *stacks.refused)):
+            continue
+        part = _part(module)
+        if part is not None:
+            found[name] = part
+    return dict(reversed(found.items()))
+
+
+def _part(module: nn.Module) -> FeedForward | None:
+    kind = type(module)
+    method = next((each for each in _METHODS if hasattr(kind, each)), "forward")
+    matrices = tuple(each for each in module.modules() if _is_matrix(each))
+    if method == "forward" and (len(matrices) > _MOST_MATRICES or _arguments(kind.forward) != 1):
+        return None
+    sizes = [_sizes(each) for each in matrices]
+    pairs = ((up, down) for up in sizes for down in sizes if up[0] == down[1] != up[1])
+    if any(up[1] in (down[0], 2 * down[0]) for up, down in pairs):
+        return FeedForward(module, method, matrices)
+    return None
+
+
+def _arguments(forward: Any) -> int:
+    return len(inspect.signature(inspect.unwrap(forward)).parameters) - 1
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    if isinstance(module, ColumnLinear | RowLinear) or is_transposed(module):
+        return True
+    known = type(module).forward is nn.Linear.forward or type(module).__module__.startswith("transformers.")
+    return isinstance(module, nn.Linear) and known
+
+
+def _sizes(matrix: Any) -> tuple[int, int]:
+    """Inputs and outputs, of a rank's part."""
+    rows, columns = matrix.weight.shape
+    is_turned = matrix.transposed if isinstance(matrix, ColumnLinear | RowLinear) else is_transposed(matrix)
+    return (rows, columns) if is_turned else (columns, rows)
+
+
+# Features that are not made yet ------------------------------------------------------------------------------------
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ALONE = _words(
+    "relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign tanhshrink "
+    "log_sigmoid sigmoid tanh erf exp sqrt rsqrt square abs neg add radd sub rsub mul rmul div truediv true_divide "
+    "rdiv pow rpow clamp clamp_min clamp_max minimum maximum float half bfloat16 double to contiguous"
+)
+"""Names of torch's functions that treat every element alone, underscores around them left out."""
+_OF_LAST_DIM = {
+    "chunk": (2, 0),
+    "split": (2, 0),
+    "tensor_split": (2, 0),
+    "glu": (1, -1),
+    "softmax": (1, None),
+}
+"""Those that treat every token alone where ``dim`` is the last one: its place among the arguments, its default."""
+_NORMS = _words("layer_norm rms_norm")
+"""... and where they norm the last dim alone."""
+_OPERATORS = _words("add radd sub rsub mul rmul truediv rtruediv pow rpow neg matmul")
+
+
+class _Noted(NamedTuple):
+    """One operation that waits. Arguments are others of these, parameters' places, and what is alike in every tile."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    at: int | None = None
+    """Which of several results."""
+
+
+class _At(NamedTuple):
+    """A parameter among the arguments: the tensor itself is another in the backward pass."""
+
+    place: Place
+
+
+class UnmadeFeatures:
+    """What a part computes of each token between two of its matrices: noted, and not computed."""
+
+    def __init__(self, call: "_PartCall", x: Tensor, like: Tensor, noted: _Noted) -> None:
+        """``x``: what they are made of; ``like``: of their form, on meta."""
+        self._call, self._x, self._like, self._noted = call, x, like, noted
+        self._made: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Any function of torch that is given some."""
+        first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, UnmadeFeatures))
+        return first._call.note(function, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        if name in ("shape", "ndim", "device", "dtype") and self._call.is_plain(name):
+            return self._call.device if name == "device" else getattr(self._like, name)
+        value = getattr(Tensor, name)
+        if not callable(value):
+            return getattr(self._whole(name), name)
+        return lambda *args, **kwargs: self._call.note(value, (self, *args), kwargs)
+
+    def _whole(self, why: str | None) -> Tensor:
+        """Made of all tokens, as without tiles; ``why`` is told."""
+        if self._made is None:
+            self._made = self._call.made(self._noted, self._x, why)
+        return self._made
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._whole("a place of it")[key]
+
+    def __len__(self) -> int:
+        return len(self._like)
+
+    def __repr__(self) -> str:
+        return f"<features {list(self._like.shape)}, not made>"
+
+
+def _noting(name: str) -> Any:
+    function = getattr(Tensor, name)
+    return lambda self, *args: self._call.note(function, (self, *args), {})
+
+
+for _name in _OPERATORS:
+    setattr(UnmadeFeatures, f"__{_name}__", _noting(f"__{_name}__"))
+
+
+class _PartCall:
+    """One run of a part's method."""
+
+    def __init__(self, part: "ByTiles") -> None:
+        self._part = part
+        self._modes = torch.overrides._get_current_function_mode_stack()
+        self._places: dict[int, Place] = {
+            id(parameter): (owner, key)
+            for owner in part.module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        }
+        self._is_over = False
+        self._is_making = False
+        """While matrices are to be matrices."""
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Meanwhile the part's matrices begin and end what is noted."""
+        before = [(matrix, vars(matrix).get("forward")) for matrix in self._part.matrices]
+        for matrix, _ in before:
+            vars(matrix)["forward"] = self._standing_for(matrix, matrix.forward)
+        try:
+            yield
+        finally:
+            for matrix, forward in before:
+                if forward is None:
+                    del vars(matrix)["forward"]
+                else:
+                    vars(matrix)["forward"] = forward
+            self._is_over = True
+
+    def _standing_for(self, matrix: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+        def run(x: Any) -> Any:
+            if isinstance(x, UnmadeFeatures):
+                return self._taken(x, matrix)
+            if self._is_making or type(x) is not Tensor or x.dim() < 2:
+                return forward(x)
+            like = torch.empty(*x.shape[:-1], _sizes(matrix)[1], dtype=x.dtype, device="meta")
+            return UnmadeFeatures(self, x, like, _Noted(_product, (matrix,), {}))
+
+        return run
+
+    def is_plain(self, name: str) -> bool:
+        """Whether what is on meta has the same: no mode or autocast chooses dtypes."""
+        return name != "dtype" or not (self._modes or torch.is_autocast_enabled(self.device.type))
+
+    @property
+    def device(self) -> torch.device:
+        """Of the part's matrices."""
+        weight: Any = self._part.matrices[0].weight
+        return weight.device  # type: ignore[no-any-return]
+
+    # What is noted ---------------------------------------------------------------------------------------------
+
+    def note(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What ``function`` makes of unmade features, unmade where it treats every token alone."""
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        unmade = [each for each in leaves if isinstance(each, UnmadeFeatures)]
+        x, name = unmade[0]._x, getattr(function, "__name__", str(function)).strip("_")
+        likes = [self._like(each) for each in leaves]
+        together = all(each._x is x and each._call is self for each in unmade)
+        together = together and all(self._is_alike(each) for each in leaves if isinstance(each, Tensor))
+        if together and _treats_tokens_alone(function, name, *pytree.tree_unflatten(likes, form)):
+            return self._noted(function, [self._held(each) for each in leaves], likes, form, x)
+        whole = [each._whole(name) if isinstance(each, UnmadeFeatures) else each for each in leaves]
+        args, kwargs = pytree.tree_unflatten(whole, form)
+        with self._in_modes():
+            return function(*args, **kwargs)
+
+    def _noted(self, function: Any, held: list[Any], likes: list[Any], form: Any, x: Tensor) -> Any:
+        args, kwargs = pytree.tree_unflatten(likes, form)
+        like = _like_of(function, args, kwargs)
+        args, kwargs = pytree.tree_unflatten(held, form)
+        if isinstance(like, Tensor):
+            return UnmadeFeatures(self, x, like, _Noted(function, args, kwargs))
+        return tuple(
+            UnmadeFeatures(self, x, each, _Noted(function, args, kwargs, i)) for i, each in enumerate(like)
+        )
+
+    def _is_alike(self, value: Tensor) -> bool:
+        """Whether every token meets the same of it, and its gradient is not lost."""
+        return value.dim() < 2 and (not value.requires_grad or id(value) in self._places)
+
+    def _like(self, value: Any) -> Any:
+        if isinstance(value, UnmadeFeatures):
+            return value._like
+        return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+
+    def _held(self, value: Any) -> Any:
+        if isinstance(value, UnmadeFeatures):
+            return value._noted
+        place = self._places.get(id(value))
+        return value if place is None else _At(place)
+
+    # What is made ----------------------------------------------------------------------------------------------
+
+    def made(self, noted: _Noted, x: Tensor, why: str | None) -> Tensor:
+        """Of all rows of ``x``. Errors: UsageError behind the part's forward, where its weights may be gone."""
+        if self._is_over:
+            raise UsageError(
+                f"tiles.mlp: what {self._part.name} computes between its matrices is not kept, but "
+                f"{why or 'something'} is asked of it behind its forward; leave tiles.mlp out, or use it inside"
+            )
+        if why is not None:
+            self._part.tell(why)
+        with self._in_modes(), self._making():
+            return _made(noted, x, None)
+
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        before, self._is_making = self._is_making, True
+        try:
+            yield
+        finally:
+            self._is_making = before
+
+    @contextmanager
+    def _in_modes(self) -> Iterator[None]:
+        """Those that the part runs in, which stand aside where they hand a function on."""
+        running = torch.overrides._get_current_function_mode_stack()
+        with ExitStack() as stack:
+            for mode in self._modes:
+                if mode not in running:
+                    stack.enter_context(mode)
+            yield
+
+    def _taken(self, features: UnmadeFeatures, last: nn.Module) -> Tensor:
+        """``last`` of the features, by tiles."""
+        part, noted, x = self._part, features._noted, features._x
+        used = list(_used(noted))
+        matrices = [each for each in used if not isinstance(each, _At)]
+        around = _Exchanges.of(matrices, last)
+        if features._call is not self or around is None:
+            return self._run(last, features._whole("the next matrix"))
+        columns = sum(_sizes(each)[1] for each in (*matrices, last))
+        tokens = part.tile.of(around.rows(x), columns, x)
+        if not tokens:
+            return self._run(last, features._whole(None))
+        places = [each.place for each in used if isinstance(each, _At)]
+        places += [
+            (each, key) for each in (*matrices, last) for key, p in each._parameters.items() if p is not None
+        ]
+        x = around.enter(x)
+        lead = x.shape[:-1]
+
+        def of_tile(rows: Tensor, start: int) -> Tensor:
+            y: Tensor = last.forward(_made(noted, rows, TileRows(start, lead)))
+            return y
+
+        with self._making():
+            return around.leave(
+                tiled(list(dict.fromkeys(places)), of_tile, x, tokens, part.replay, around.local)
+            )
+
+    def _run(self, matrix: nn.Module, x: Tensor) -> Tensor:
+        with self._making():
+            y: Tensor = matrix.forward(x)
+            return y
+
+
+def _product(x: Tensor, matrix: nn.Module) -> Tensor:
+    y: Tensor = matrix.forward(x)
+    return y
+
+
+def _made(noted: _Noted, x: Tensor, tile: TileRows | None) -> Tensor:
+    """Of ``x``, or of rows [C, D] of it."""
+    known: dict[int, Any] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, _At):
+            owner, key = value.place
+            return owner._parameters[key]
+        if not isinstance(value, _Noted):
+            return value
+        if id(value) not in known:
+            known[id(value)] = run(value)
+        return known[id(value)]
+
+    def run(noted: _Noted) -> Any:
+        if noted.function is _product:
+            return _product(x, *noted.args)
+        args, kwargs = pytree.tree_map(of, (noted.args, noted.kwargs), is_leaf=_waits)
+        if noted.function is keyed_dropout and tile is not None:
+            kwargs = kwargs | {"rows": tile}
+        found = noted.function(*args, **kwargs)
+        return found if noted.at is None else found[noted.at]
+
+    made: Tensor = of(noted)
+    return made
+
+
+def _waits(value: Any) -> bool:
+    return isinstance(value, _Noted | _At)
+
+
+def _used(noted: _Noted) -> Iterator[Any]:
+    """Matrices, and places of other parameters."""
+    if noted.function is _product:
+        yield noted.args[0]
+        return
+    for each in pytree.tree_leaves((noted.args, noted.kwargs), is_leaf=_waits):
+        if isinstance(each, _At):
+            yield each
+        elif isinstance(each, _Noted):
+            yield from _used(each)
+
+
+def _like_of(function: Any, args: Any, kwargs: Any) -> Any:
+    if function is keyed_dropout:
+        return args[0]
+    return args[0].chunk(2, -1)[0] if function is gated else function(*args, **kwargs)
+
+
+def _treats_tokens_alone(function: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """``args`` and ``kwargs``: of the forms of what is given."""
+    if function is gated:
+        return True
+    if function is keyed_dropout:
+        cut = args[3] if len(args) > 3 else kwargs.get("cut")
+        return cut is None or cut.dim % args[0].dim() == args[0].dim() - 1
+    if kwargs.get("inplace") or kwargs.get("out") is not None:
+        return False
+    if name == "dropout":
+        p, training = inspect.signature(torch.nn.functional.dropout).bind(*args, **kwargs).args[1:3]
+        return p == 0 or not training
+    if name in _ALONE:
+        return True
+    if name in _OF_LAST_DIM:
+        place, default = _OF_LAST_DIM[name]
+        dim = args[place] if len(args) > place else kwargs.get("dim", default)
+        return isinstance(dim, int) and dim % args[0].dim() == args[0].dim() - 1
+    return name in _NORMS and len(args[1]) == 1
+
+
+class _Exchanges(NamedTuple):
+    """What goes around all tiles where "tp" cuts the matrices."""
+
+    columns: tuple[ColumnLinear, ...] = ()
+    row: RowLinear | None = None
+
+    @classmethod
+    def of(cls, matrices: Sequence[nn.Module], last: nn.Module) -> "_Exchanges | None":
+        """None where they cannot: what is computed of the features is not all local then."""
+        if not any(isinstance(each, ColumnLinear | RowLinear) for each in (*matrices, last)):
+            return cls()
+        columns = tuple(each for each in matrices if isinstance(each, ColumnLinear))
+        if len(columns) < len(matrices) or not isinstance(last, RowLinear):
+            return None
+        return cls(columns, last)
+
+    def rows(self, x: Tensor) -> int:
+        """Of ``x`` where it has entered."""
+        joins = self.columns and self.columns[0].enters and self.columns[0].cut
+        return x.shape[:-1].numel() * (self.columns[0].region.group.size if joins else 1)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """In front of the tiles."""
+        return self.columns[0].enter(x) if self.columns else x
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Behind them."""
+        return y if self.row is None else self.row.leave(y)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Meanwhile the matrices are products alone."""
+        layers: Sequence[Any] = () if self.row is None else (*self.columns, self.row)
+        for layer in layers:
+            layer.is_local = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.is_local = False
+
+
+class ByTiles:
+    """Stands for the method of a part."""
+
+    def __init__(
+        self, name: str, part: FeedForward, whole: Callable[..., Any], tile: Tile, replay: Replay
+    ) -> None:
+        self.name = name
+        self.tile = tile
+        self.replay = replay
+        self.matrices = part.matrices
+        self.module = part.module
+        self.__signature__ = inspect.signature(whole)
+        self._whole = whole
+        self._is_told = False
+        for each in part.matrices:
+            if isinstance(each, ColumnLinear | RowLinear):
+                each.used_by = (part.module,)
+
+    @classmethod
+    def put(cls, name: str, part: FeedForward, tile: Tile, replay: Replay) -> None:
+        """Into the part's place."""
+        module, method = part.module, part.method
+        setattr(module, method, cls(name, part, getattr(module, method), tile, replay))
+
+    @classmethod
+    def undo(cls, module: nn.Module) -> None:
+        """Take away what an engine before has put there."""
+        held = [(method, each) for method, each in vars(module).items() if isinstance(each, cls)]
+        for method, each in held:
+            del vars(module)[method]
+            if getattr(each._whole, "__func__", None) is not getattr(type(module), method):
+                setattr(module, method, each._whole)
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = _PartCall(self)
+        with call.noting():
+            found = self._whole(*args, **kwargs)
+            return pytree.tree_map(
+                lambda each: each._whole("what it returns") if isinstance(each, UnmadeFeatures) else each,
+                found,
+            )
+
+    def tell(self, what: str) -> None:
+        """Once: why this part is computed as without tiles."""
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "tiles.mlp: %s is computed whole: %s between its matrices is not known to treat every token alone",
+                self.name,
+                what,
+            )

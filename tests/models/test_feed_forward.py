@@ -1,0 +1,159 @@
+"""Feed-forward parts of any model by tiles of tokens: which are found, and what they compute beside the whole."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.memory.replay import BatchPosition, Replay
+from shardwise.memory.tiles import TilesPolicy
+from shardwise.models.dropout import replace_dropout
+from shardwise.models.feed_forward import feed_forward_parts
+from shardwise.models.tiles import tile_model
+from shardwise.parallel.expert.module import MixtureOfExperts
+from shardwise.plan.errors import PlanError, UsageError
+from tests.parallel.tensor.test_loss import LargestTensor
+
+WIDTH, HIDDEN = 6, 30
+
+
+class Residual(nn.Module):
+    """Norm, two matrices with a trained scale and dropout between, dropout and sum behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
+        self.drop, self.last = nn.Dropout(0.4), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.inner(F.silu(self.up(self.norm(x))) * self.scale + 1.0))
+        out: Tensor = x + self.last(self.down(h))
+        return out
+
+
+class Fused(nn.Module):
+    """Halves of one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).split(HIDDEN, dim=-1)
+        found: Tensor = self.down(torch.tanh(gate).pow(2) * up.float().to(x.dtype))
+        return found
+
+
+def sequential() -> nn.Module:
+    layers = [nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Dropout(0.2), nn.Linear(HIDDEN, WIDTH), nn.Dropout(0.2)]
+    return nn.Sequential(*layers)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, batch_first=True)
+
+
+class Holder(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.part(x)
+        return found
+
+
+def passed(
+    make: Any, tokens: int | None, rows: tuple[int, ...] = (3, 5)
+) -> tuple[list[Tensor], int, list[Any]]:
+    """Output and gradients; elements of the largest tensor; which parameters landed."""
+    torch.manual_seed(0)
+    model, replay, landed = Holder(make()).double(), Replay(), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: landed.append(name))
+    replace_dropout(model, 7, replay)
+    tile_model(model, TilesPolicy(mlp=tokens or "off"), replay, at_once=True)
+    x = torch.linspace(-2, 2, 15 * WIDTH, dtype=torch.float64).sin().view(*rows, WIDTH).requires_grad_()
+    torch.manual_seed(1)
+    with LargestTensor() as largest:
+        with replay.at(BatchPosition(3, first_sample=4)):
+            y = model(x)
+        (y * y.detach().cos()).sum().backward()
+    found = [y.detach(), x.grad, *(each.grad for each in model.parameters())]
+    return found, largest.elements, landed  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [*((make, (3, 5)) for make in (Residual, Fused, sequential, encoder_layer)), (Residual, (15,))],
+)
+def test_equals_the_whole_dropout_too(make: Any, rows: tuple[int, ...]) -> None:
+    expected, whole, _ = passed(make, None, rows)
+    for tokens in (2, 7):
+        found, largest, landed = passed(make, tokens, rows)
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).norm() <= 1e-13 * other.norm()
+        assert largest < whole and len(landed) == len(set(landed))
+
+
+def test_what_is_found() -> None:
+    model = nn.ModuleDict(
+        {
+            "block": Residual(),
+            "around": Holder(sequential()),
+            "encoder": encoder_layer(),
+            "experts": MixtureOfExperts(WIDTH, HIDDEN, 2, shared=1),
+            "attention": nn.MultiheadAttention(WIDTH, 2),
+            "head": nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 3)),
+        }
+    )
+    assert list(feed_forward_parts(model)) == ["block", "around.part", "encoder", "experts.shared"]
+
+
+class Odd(Fused):
+    """Mixes tokens between its matrices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.seen = h
+        found: Tensor = self.down(h[..., :HIDDEN].cumsum(-2) + h.flip(-2)[..., HIDDEN:])
+        return found
+
+
+def test_what_mixes_tokens_is_whole_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    expected, _, _ = passed(Odd, None)
+    found, _, _ = passed(Odd, 2)
+    assert all(map(torch.equal, found, expected))
+    assert [each.message for each in caplog.records] == [
+        "tiles.mlp: part is computed whole: a place of it between its matrices is not known to treat every token alone"
+    ]
+
+
+class Kept(Fused):
+    """Keeps for later what is not made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.up(x)
+        found: Tensor = self.down(F.glu(self.seen))
+        return found
+
+
+def test_what_is_kept_for_later_is_refused() -> None:
+    model = Holder(Kept())
+    tile_model(model, TilesPolicy(mlp=2), Replay(), at_once=True)
+    model(torch.ones(3, 5, WIDTH))
+    with pytest.raises(UsageError, match=r"tiles\.mlp: what part computes .* but sum is asked of it behind"):
+        torch.sum(model.part.seen)  # type: ignore[arg-type, union-attr]
+
+
+def test_refusals_by_name() -> None:
+    config = {"tiles": {"mlp": 2}}
+    with pytest.raises(PlanError, match=r"tiles\.mlp: part is computed .* but the Unit part\.up inside"):
+        shardwise.initialize(Holder(Fused()), config | {"zero": {"units": ["part.up"]}})
+    with pytest.raises(PlanError, match=r"experts \(part\.experts\) take turns by experts\.rows"):
+        shardwise.initialize(Holder(MixtureOfExperts(WIDTH, HIDDEN, 2)), config)
