@@ -14,8 +14,10 @@ everywhere.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +57,12 @@ from shardwise.engine.vocabulary import Vocabulary
 from shardwise.kernels.initializers import Initializer
 from shardwise.memory.absent import withhold
 from shardwise.memory.streams import clock_of
+from shardwise.observe.memory import apart_from_the_heap, give_back_free
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.own_use import OwnUse
+from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.views import absent
 from shardwise.plan.errors import DamagedError, MismatchError, PlanError, UsageError
 from shardwise.plan.mesh import Mesh
@@ -135,18 +140,23 @@ def initialize(
     start = start_weights(model, settings, initial, outline.described.spec)
     pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
     start = start.or_later(pieces)
-    cut = _cut(model, site, outline, start)
-    tables = _tables(model, cut, site, outline)
-    start = start.of_pieces(Slices(outline.plan.registry, mesh, site.world.rank))
-    walker = Walker({}, Trace(site.traffic, clock_of(device)))
-    stages = [
-        make_stage(index, module, run, site, outline, start, loss is not None, walker)
-        for index, (module, run) in cut.items()
-    ]
-    deal(pieces, [bucket for stage in stages for state in stage.hooks.states for bucket in state.buckets])
-    _forget_foreign(model, stages)
-    original.compare()
-    parts = _parts(model, site, recipe, outline, tables, stages, vocabulary, walker)
+    with ExitStack() as memory:
+        if site.tiers is not None:
+            memory.enter_context(apart_from_the_heap())
+        cut = _cut(model, site, outline, start)
+        tables = _tables(model, cut, site, outline)
+        start = start.of_pieces(Slices(outline.plan.registry, mesh, site.world.rank))
+        walker = Walker({}, Trace(site.traffic, clock_of(device)))
+        optimizer_of = cache(recipe.optimizer_of)  # made while state that lies on a disk is in memory anyway
+        stages = [
+            make_stage(index, module, run, site, outline, start, loss is not None, walker, optimizer_of)
+            for index, (module, run) in cut.items()
+        ]
+        deal(pieces, [bucket for stage in stages for state in stage.hooks.states for bucket in state.buckets])
+        _forget_foreign(model, stages)
+        original.compare()
+        parts = _parts(model, site, recipe, optimizer_of, outline, tables, stages, vocabulary, walker)
+        give_back_free(torch.device("cpu"))  # what the model came in
     pipeline = None
     if mesh.pp > 1:
         peers = site.world.peers(site.groups["pp"], settings.comm, mesh.groups("pp"))
@@ -285,6 +295,7 @@ def _parts(
     model: nn.Module,
     site: Site,
     recipe: Recipe,
+    optimizer_of: Callable[[BucketState], FlatOptimizer],
     outline: Outline,
     tables: Tables,
     stages: list[Stage],
@@ -305,7 +316,7 @@ def _parts(
         slices,
         lambda kin: world.groups_among(kin, "shared", settings.comm, site.clock, site.traffic),
     )
-    trained = [Trained(bucket, recipe.optimizer_of(bucket)) for _, bucket in owned]
+    trained = [Trained(bucket, optimizer_of(bucket)) for _, bucket in owned]
     for bucket, made in trained:
         if bucket.state is None:
             site.ledger.take("moments", bucket.what, made.count_bytes)

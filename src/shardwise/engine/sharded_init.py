@@ -35,7 +35,7 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
-from shardwise.observe.memory import give_back_free
+from shardwise.observe.memory import Freed
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import UsageError
 from shardwise.plan.unit import Slot
@@ -75,14 +75,8 @@ class Construction:
         """Modules whose parameters are in pieces."""
         self._open: list[KeptPiece] = []
         self._chunk = torch.empty(0, dtype=torch.uint8)
-        self._freed_bytes = 0
-
-    def note_freed(self, size: int) -> None:
-        """A whole parameter of ``size`` bytes is not needed any more."""
-        self._freed_bytes += size
-        if self._freed_bytes >= _CHUNK_BYTES:
-            self._freed_bytes = 0
-            give_back_free(torch.device("cpu"))
+        self.freed = Freed()
+        """Whole parameters that are not needed any more."""
 
     def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros for one piece."""
@@ -103,7 +97,7 @@ class Construction:
             for parameter in inner._parameters.values():
                 if parameter is not None and _is_to_cut(parameter):
                     _show_piece(parameter, KeptPiece(parameter, self))
-                    self.note_freed(parameter.nbytes)
+                    self.freed.note(parameter.nbytes)
 
     def note_open(self, piece: "KeptPiece") -> None:
         """``piece`` is whole; of the others those that were longest so are cut again."""
@@ -176,7 +170,7 @@ class KeptPiece:
             )
         self._construction.note_cut(self)
         self._keep_part_of(whole, root)
-        self._construction.note_freed(whole.nbytes)
+        self._construction.freed.note(whole.nbytes)
         self._whole = None
 
     @contextlib.contextmanager
@@ -370,15 +364,21 @@ def take_pieces(model: nn.Module, is_cut: bool) -> dict[str, KeptPiece]:
 def deal(pieces: Mapping[str, KeptPiece], buckets: Sequence[BucketState]) -> None:
     """Every rank gets the elements that it owns, one parameter after the other. Collective."""
     homes = {slot.name: bucket for bucket in buckets for slot in bucket.layout.slots}
-    for name, piece in pieces.items():
-        whole = piece.open(False).reshape(-1)
+    with contextlib.ExitStack() as state:
+        last: BucketState | None = None
+        for name, piece in pieces.items():
+            whole = piece.open(False).reshape(-1)
 
-        def read(slot: Slot, start: int, stop: int, dtype: torch.dtype, whole: Tensor = whole) -> Tensor:
-            return whole[start:stop]
+            def read(slot: Slot, start: int, stop: int, dtype: torch.dtype, whole: Tensor = whole) -> Tensor:
+                return whole[start:stop]
 
-        homes[name].write(read, _is_called(name))
-        del whole, read
-        piece.drop()
+            if homes[name] is not last:  # what of it lies on a disk is in memory for all of its parameters
+                state.close()
+                last = homes[name]
+                state.enter_context(last.opened(changes=True))
+            homes[name].write(read, _is_called(name))
+            del whole, read
+            piece.drop()
     for bucket in buckets:
         if any(slot.name in pieces for slot in bucket.layout.slots):
             bucket.settle()

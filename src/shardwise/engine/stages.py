@@ -23,6 +23,7 @@ from shardwise.engine.parts import Site, Stage
 from shardwise.engine.start_weights import StartWeights
 from shardwise.memory.activations import Activations
 from shardwise.memory.slots import SlotPool
+from shardwise.observe.memory import Freed
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.hooks import UnitHooks
@@ -50,8 +51,10 @@ def make_stage(
     start: StartWeights,
     casts_output: bool,
     walker: Walker,
+    filled: Callable[[BucketState], object],
 ) -> Stage:
-    """The stage with its buckets filled and its hooks in place."""
+    """The stage with its buckets filled and its hooks in place. ``filled`` is called for each bucket that is trained as
+    soon as it has its start weights, while its state is in memory."""
     settings, device, mesh = site.settings, site.world.device, site.mesh
     is_last = index == mesh.pp * settings.pipeline.virtual_stages - 1
 
@@ -88,7 +91,7 @@ def make_stage(
     made, handles = apply_to_stage(
         module,
         buffers=lambda module: move_buffers(module, device, settings.precision),
-        weights=lambda module: _unit_states(module, index, outline, _bucket_contexts(site), start),
+        weights=lambda module: _unit_states(module, index, outline, _bucket_contexts(site), start, filled),
         compiled=_compiler(settings.compile, device),
         recompute=recompute,
         offload=offload,
@@ -159,8 +162,12 @@ def _unit_states(
     outline: Outline,
     around_of: Callable[[Strategy], BucketContext],
     start: StartWeights,
+    filled: Callable[[BucketState], object],
 ) -> list[UnitState]:
-    """Errors: PlanError where ``module`` is not what the Plan says."""
+    """A model that comes initialised is taken over bucket by bucket, and its own memory let go.
+
+    Errors: PlanError where ``module`` is not what the Plan says.
+    """
     spec, precision = outline.planned.spec, outline.planned.policies.precision
     own = outline.plan.own
     units, strategies = (
@@ -170,6 +177,7 @@ def _unit_states(
     parameters_here = held(module, units, spec.canonical, f"stage {index}")
     fill, modules = start.or_own(parameters_here), dict(module.named_modules(remove_duplicate=False))
     states: list[UnitState] = []
+    freed = Freed()
     for unit in units:
         around, made = around_of(strategies[unit.index]), []
         for place, layout in enumerate(unit.buckets):
@@ -180,8 +188,13 @@ def _unit_states(
             bucket = BucketState(
                 layout, dtypes_of(layout, spec, precision), parameters, what, around, moments
             )
-            bucket.fill(fill)
+            own_bytes = sum(parameter.nbytes for parameter in parameters)
+            with bucket.opened(changes=True):
+                bucket.fill(fill)
+                if layout.key.trained and start.later.isdisjoint(slot.name for slot in layout.slots):
+                    filled(bucket)
             bucket.weight.attach()
+            freed.note(own_bytes)
             made.append(bucket)
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)
         frozen = any(not bucket.layout.key.trained for bucket in made)

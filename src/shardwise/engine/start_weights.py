@@ -42,6 +42,8 @@ class StartWeights(NamedTuple):
     names: Collection[str] = ()
     notes: tuple[str, ...] = ()
     """What the user is to hear of them."""
+    later: frozenset[str] = frozenset()
+    """Of ``names`` those whose values are written when all stages stand."""
 
     def of_pieces(self, slices: Slices) -> "StartWeights":
         """The same for elements of this rank's slice; padding starts at zero."""
@@ -72,7 +74,7 @@ class StartWeights(NamedTuple):
                 return torch.zeros((), dtype=dtype).expand(stop - start)
             return fill(slot, start, stop, dtype)
 
-        return self._replace(fill=fill_others, names=frozenset(self.names) | later)
+        return self._replace(fill=fill_others, names=frozenset(self.names) | later, later=later)
 
     def or_own(self, holdings: Mapping[str, Holding]) -> Fill:
         """Elements of any parameter: what is not made anew is read from the model as it is now."""

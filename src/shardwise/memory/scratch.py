@@ -77,7 +77,7 @@ class DiskScratch:
         self._block_bytes = block_bytes
         self._blocks: dict[tuple[str, str], list[_DiskBlock]] = {}
         crc32(
-            bytes_of(torch.zeros(block_bytes, dtype=torch.uint8))
+            bytes_of(torch.zeros(rounded_up(1), dtype=torch.uint8))
         )  # compiled here, and not in the first step
         self._folder = ScratchFolder(folder, rank, local_ranks)
         self._threads = _DiskThreads(threads, block_bytes)

@@ -11,10 +11,17 @@ import contextlib
 import ctypes
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+_MIB = 2**20
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Names of glibc's ``mallopt``."""
+_APART_BYTES = _MIB
+_FREED_BYTES = 64 * _MIB
 
 
 def _field_of(file: str, field: str) -> int | None:
@@ -85,3 +92,37 @@ def give_back_free(device: torch.device) -> None:
     elif sys.platform.startswith("linux"):
         with contextlib.suppress(AttributeError):  # another library than glibc
             ctypes.CDLL(None).malloc_trim(0)
+
+
+class Freed:
+    """Counts what is let go of bit by bit, so that it does not wait in the heap for what comes next."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def note(self, size: int) -> None:
+        """So many bytes of host memory are not needed any more."""
+        self._bytes += size
+        if self._bytes >= _FREED_BYTES:
+            self._bytes = 0
+            give_back_free(torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def apart_from_the_heap() -> Iterator[None]:
+    """Host memory from 1 MiB on that is taken inside goes back to the system as soon as it is free.
+
+    In the heap, aligned tensors that come and go beside objects that stay leave holes which none of their size fits
+    into: it grows by most of what passes through. Elsewhere than in glibc nothing changes. Afterwards memory from 32
+    MiB on lies apart: as far as glibc itself would go in a process that has freed as much at once.
+    """
+    set_heap = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if set_heap is None:
+        yield
+        return
+    set_heap(_MMAP_THRESHOLD, _APART_BYTES)
+    try:
+        yield
+    finally:
+        set_heap(_MMAP_THRESHOLD, 32 * _MIB)
+        set_heap(_TRIM_THRESHOLD, 64 * _MIB)

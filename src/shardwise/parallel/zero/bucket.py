@@ -17,6 +17,8 @@ from shardwise.precision.policy import Dtypes
 
 Fill = Callable[[Slot, int, int, torch.dtype], Tensor]
 """(slot, first element, end, dtype) -> those elements of the parameter, flat."""
+_FILL_ELEMENTS = 1 << 22
+"""That are drawn or read at a time, whatever the size of the parameter."""
 
 
 class BucketState:
@@ -114,8 +116,9 @@ class BucketState:
 
     def fill(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
         """Weights from outside, those of ``wanted`` slots: each rank asks for the elements that it owns alone."""
-        self.write(fill, wanted)
-        self.settle()
+        with self.opened(changes=True):
+            self._write(fill, wanted)
+            self.settle()
 
     def write(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
         """The first half of ``fill``: into what this rank updates."""
@@ -131,7 +134,9 @@ class BucketState:
         for slot, start, stop, local in self.layout.overlaps(index, count):
             if not wanted(slot):
                 continue
-            target[local : local + stop - start].copy_(fill(slot, start, stop, target.dtype))
+            for first in range(start, stop, _FILL_ELEMENTS):
+                last, place = min(first + _FILL_ELEMENTS, stop), local + first - start
+                target[place : place + last - first].copy_(fill(slot, first, last, target.dtype))
 
     def settle(self) -> None:
         """The second half: the weights are the masters', rounded. Collective."""

@@ -1,0 +1,101 @@
+"""What is in memory while an engine is made: with state on a disk a few Units, however many the model has."""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import shardwise
+from shardwise.models import Gpt, GptPolicy
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that this thread makes inside, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.note(tensor)
+        return out
+
+    def note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.is_meta or storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
+
+
+LAYERS = 40
+POLICY = GptPolicy(layers=LAYERS, width=32, heads=2, context=8, vocab=16)
+UNIT = sum(part.nbytes for part in Gpt(POLICY.model_copy(update={"layers": 1})).blocks.parameters())
+STAGING = 3 * 4 * UNIT
+"""Two blocks of weight, moments and gradient, and that of a new Unit."""
+BESIDE = 4 * UNIT
+"""Moments as the optimizer makes them, and elements that are drawn or read."""
+
+
+def gpt() -> Gpt:
+    torch.manual_seed(0)
+    return Gpt(POLICY)
+
+
+def on_meta() -> Gpt:
+    with torch.device("meta"):
+        return gpt()
+
+
+def built(make: Callable[[], nn.Module], folder: Path, start: Path | None = None) -> tuple[int, int, int]:
+    """Bytes (of the model as it came, at most, when the engine stands)."""
+    model = make()
+    offload = {"optimizer": "disk", "parameters": "disk", "disk_path": str(folder), "buffers": 1}
+    given = {"zero": {"stage": 3}, "offload": offload, "check_first_step": "off"} | (
+        {"init_from": str(start)} if start else {}
+    )
+    with Allocated() as found:
+        for parameter in model.parameters():
+            found.note(parameter.detach())
+        own = found.now
+        engine = shardwise.initialize(model, given)
+        now = found.now
+    weights = engine.state_dict()
+    expected = gpt().state_dict() if start or own else weights
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    engine.close(whole=False)
+    return own, found.most, now
+
+
+def test_a_model_on_meta_is_drawn_unit_by_unit_into_its_tier(tmp_path: Path) -> None:
+    _, most, _ = built(on_meta, tmp_path)
+    assert most <= STAGING + BESIDE < LAYERS * UNIT
+
+
+def test_a_model_that_comes_initialised_is_let_go_unit_by_unit(tmp_path: Path) -> None:
+    own, most, now = built(gpt, tmp_path)
+    assert own >= LAYERS * UNIT
+    assert most <= own + STAGING + BESIDE - UNIT
+    assert now <= STAGING, "its own memory is free when the engine stands"
+
+
+def test_weights_are_read_tensor_by_tensor_into_their_tier(tmp_path: Path) -> None:
+    save_file(gpt().state_dict(), tmp_path / "start.safetensors")
+    _, most, _ = built(on_meta, tmp_path, tmp_path / "start.safetensors")
+    assert most <= STAGING + BESIDE < LAYERS * UNIT
