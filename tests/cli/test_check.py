@@ -181,3 +181,16 @@ def test_json_without_a_check_is_answered(
 ) -> None:
     assert call(monkeypatch, "train", str(config), "--json") == 2
     assert "--check" in capsys.readouterr().err
+
+
+def test_a_check_says_what_makes_a_run_fit(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(config), "--check", "--memory"]
+    assert call(monkeypatch, *words, "64GiB", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["fit"]
+    assert found["fits"] and found["rows"]["kept"] > 0 and not found["changes"]
+    assert call(monkeypatch, *words, "lots") == 2
+    assert "memory: 'lots' of device is no size" in capsys.readouterr().err
+    assert call(monkeypatch, "train", str(config), "--memory", "1GiB") == 2
+    assert "--memory goes with --check" in capsys.readouterr().err

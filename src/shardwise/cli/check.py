@@ -4,6 +4,7 @@
     data            opened as the run would: text is tokenised and clicks are packed into the cache that it then uses
     model           built on meta (the user's own as it comes), cut for one rank of each pipeline stage
     bytes           of model state on a rank, beside what is free here
+    memory          with --memory: what a step takes, and what would make it fit (engine/fits.py); of text as yet
 
 Whatever is wrong ends it as it would end the run, by the same sentence and exit code. Nothing else is written.
 """
@@ -11,7 +12,7 @@ Whatever is wrong ends it as it would end the run, by the same sentence and exit
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, build
 from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.data.images import ImagePolicy, build_images
+from shardwise.engine.fits import Fit, Memory, budget, fits
 from shardwise.engine.foresee import Outlook, foresee
 from shardwise.models import BertPolicy, GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
@@ -36,6 +38,7 @@ from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import available_bytes
 from shardwise.observe.progress import bytes_text, count_text
+from shardwise.plan.errors import UsageError
 from shardwise.plan.plan import bytes_by_tier
 
 
@@ -55,6 +58,8 @@ class Foreseen:
     outlook: Outlook
     free_bytes: int | None
     """Free memory of this host, or of the accelerator."""
+    fit: Fit | None = None
+    """With ``--memory``."""
 
     @property
     def bytes_per_rank(self) -> dict[str, int]:
@@ -78,7 +83,7 @@ class Foreseen:
         said.append(
             f"model state: {bytes_text(tiers['device'])} on a rank{apart}, activations not counted{free}"
         )
-        return said
+        return said if self.fit is None else [*said, *self.fit.lines()]
 
     def to_json(self) -> str:
         """For programs."""
@@ -95,13 +100,14 @@ class Foreseen:
                 "exchanges": [each._asdict() for each in self.outlook.plan.exchanges],
                 "tokens": self.outlook.plan.tokens,
                 "notes": list(self.outlook.plan.notes),
+                "fit": None if self.fit is None else self.fit.plain(),
             },
             indent=2,
         )
 
 
-def check(request: Request) -> Foreseen:
-    """Errors: as the run's own, before its first step."""
+def check(request: Request, memory: Memory | None = None) -> Foreseen:
+    """``memory``: of a rank, which the run is to fit. Errors: as the run's own, before its first step."""
     ranks = request.ranks or 1
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
@@ -110,7 +116,11 @@ def check(request: Request) -> Foreseen:
     start = folder.start_from(request.resume)
     resolved = resolve(wanted, ranks, device.type)
     config, make, samples, held_out = _opened(resolved.config, folder)
-    outlook = foresee(make, config if start is None else without_start(config), ranks, device)
+    begins = config if start is None else without_start(config)
+    outlook = foresee(make, begins, ranks, device)
+    fit = None
+    if memory is not None:
+        fit = fits(make, begins, memory, _microbatch(config, resolved.config), ranks=ranks, device=device)
     parameters = sum(math.prod(info.shape) for info in outlook.plan.registry.of_kind("parameter"))
     return Foreseen(
         config,
@@ -122,7 +132,30 @@ def check(request: Request) -> Foreseen:
         parameters,
         outlook,
         available_bytes(device),
+        fit,
     )
+
+
+def memory_of(words: Sequence[str]) -> Memory:
+    """``16GiB`` of the device, ``host=64GiB``, ``disk=1TB``. Errors: ConfigError."""
+    found: dict[Any, str] = {}
+    for word in words:
+        tier, _, size = word.rpartition("=")
+        found[tier or "device"] = size
+    budget(found)
+    return found
+
+
+def _microbatch(config: RunConfig, resolved: RunConfig) -> dict[str, torch.Tensor]:
+    """Tensors of the shapes of one. Errors: UsageError where the data is no text."""
+    data, rows = config.data, resolved.batch.micro_size
+    if not isinstance(data, DataPolicy) or data.target is not None or rows is None:
+        raise UsageError(
+            "train: --memory counts what a step on text takes, and this run reads other data; leave --memory out for "
+            "model state alone, or call shardwise.fits with a microbatch of your own"
+        )
+    tokens = torch.empty(rows, context_of(config, data), dtype=torch.int64, device="meta")
+    return {"tokens": tokens, "targets": tokens}
 
 
 def _start_text(config: RunConfig, start: Path | None) -> str:

@@ -37,6 +37,14 @@ def command(
             "a rank.",
         ),
     ] = False,
+    memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --check: of a rank, as 16GiB, or host=64GiB or disk=1TB beside; says what a step takes and what "
+            "would make it fit.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: print it as JSON.")] = False,
 ) -> None:
     """Train a model, and leave checkpoints, metrics and logs in its run folder."""
@@ -44,14 +52,18 @@ def command(
     from shardwise.cli.request import Request
 
     request = Request(config, tuple(overrides or ()), resume, profile, ranks)
-    if as_json and not check:
+    if (as_json or memory) and not check:
         from shardwise.plan.errors import UsageError
 
-        raise UsageError("train: --json goes with --check; the numbers of a run are in its metrics.csv")
+        raise UsageError(
+            "train: --json goes with --check; the numbers of a run are in its metrics.csv"
+            if as_json
+            else "train: --memory goes with --check, which starts nothing"
+        )
     if check:
         from shardwise.cli import check as checks
 
-        found = checks.check(request)
+        found = checks.check(request, None if memory is None else checks.memory_of(memory))
         typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
         return
     if ranks is None:

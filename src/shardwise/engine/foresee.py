@@ -23,7 +23,8 @@ from shardwise.comm.collectives import Clock, Group, NoTransport, Transport
 from shardwise.comm.trace import Traffic
 from shardwise.compose.apply import Stages, apply_to_model, recompute_blocks
 from shardwise.compose.describe import describe, describe_cut
-from shardwise.compose.plan import make_plan
+from shardwise.compose.plan import Policies, make_plan
+from shardwise.compose.spec import ModelSpec
 from shardwise.config.auto import resolve
 from shardwise.config.run import InitFromPolicy, RunConfig, load
 from shardwise.engine.differences import Differences
@@ -33,8 +34,9 @@ from shardwise.engine.outline import policies_of
 from shardwise.engine.recipe import recipe_of
 from shardwise.engine.saving import compare
 from shardwise.engine.start_weights import start_weights
-from shardwise.engine.tables import check_mesh, chosen_for, register_tables, tables_of
+from shardwise.engine.tables import Tables, check_mesh, chosen_for, register_tables, tables_of
 from shardwise.memory.activations import check_blocks
+from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.observe.memory import resident_bytes
@@ -90,35 +92,80 @@ def foresee(
     cannot be foreseen from shapes.
     """
     device = device or torch.device("cpu")
+    known = read(make, config, ranks, device, example, loss)
+    for rank in known.mesh.ranks("pp", 0):
+        _cut(make(), known.starts, known.settings, known.mesh, rank)
+    return known.outlook(known.settings.offload)
+
+
+class Known(NamedTuple):
+    """What a job's outlook is made of, whatever lies on which tier."""
+
+    settings: RunConfig
+    mesh: Mesh
+    spec: ModelSpec
+    policies: Policies
+    starts: tuple[str, ...]
+    """Of pipeline stages but the first."""
+    tables: Tables
+    blocks: Sequence[str]
+    device: torch.device
+    passed: MeasuredPass | None
+    """Of one microbatch on the first rank, where an example was given."""
+    process_bytes: int
+    """What lies in the rank's memory beside the engine: on CPU ranks what this process held when it was asked."""
+
+    def policies_with(self, offload: OffloadPolicy) -> Policies:
+        """Those of the Plan."""
+        return self.policies._replace(offload=offload)
+
+    def outlook(self, offload: OffloadPolicy) -> "Outlook":
+        """With state and activations where ``offload`` has them. Errors: ConfigError, PlanError."""
+        policies = self.policies_with(offload)
+        plan = make_plan(self.spec, self.mesh, policies)
+        register_tables(plan, self.tables, policies.microbatches)
+        plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
+        if self.passed is None:
+            return Outlook(plan)
+        moved = check_blocks(self.blocks, offload)
+        step = step_memory(plan, policies, self.passed, self.device.type, 0, moved, self.process_bytes)
+        return Outlook(plan, step, self.passed.flops)
+
+
+def read(
+    make: Callable[[], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    ranks: int,
+    device: torch.device,
+    example: Any = None,
+    loss: Loss | None = None,
+) -> Known:
+    """Everything of a job that does not depend on tiers. Errors: as ``foresee``'s, but for those of cutting a model."""
     settings, mesh, _ = resolve(load(config), ranks, device.type)
     model = make()
     check_named(model, settings)
     check_mesh(model, mesh, settings)
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
-    units = ("", *described.spec.units)
+    spec = described.spec
+    units = ("", *spec.units)
     methods_of({name: model.get_submodule(name) for name in units}, settings.zero, mesh)
-    blocks = repeated_blocks(model) or described.spec.units
+    blocks = repeated_blocks(model) or spec.units
     to_recompute = chosen(blocks, settings.recompute)
-    to_offload = check_blocks(blocks, settings.offload)
     if settings.init_from is not None:
         _check_start(model, settings, settings.init_from)
     recipe = recipe_of(model, settings)
     precision = resolved(settings.precision, model)[0]
     settings = settings.model_copy(update={"precision": precision})
-    policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates)
-    plan = make_plan(described.spec, mesh, policies)
-    starts = described.spec.stage_starts(settings.pipeline, mesh.pp)
-    tables = chosen_for(model, described.spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
-    register_tables(plan, tables, policies.microbatches)
-    for rank in mesh.ranks("pp", 0):
-        _cut(make(), starts, settings, mesh, rank)
-    plan = replace(plan, notes=(*plan.notes, *tables.choices))
-    if example is None:
-        return Outlook(plan)
-    passed = _pass(make(), settings, plan, precision, to_recompute, example, loss)
+    policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates)
+    starts = spec.stage_starts(settings.pipeline, mesh.pp)
+    tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
+    passed = None
+    if example is not None:
+        plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
+        passed = _pass(make(), settings, plan, precision, to_recompute, example, loss)
+    check_blocks(blocks, settings.offload)
     beside = (resident_bytes() or 0) if device.type == "cpu" else 0
-    step = step_memory(plan, policies, passed, device.type, 0, to_offload, beside)
-    return Outlook(plan, step, passed.flops)
+    return Known(settings, mesh, spec, policies, starts, tables, blocks, device, passed, beside)
 
 
 def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) -> None:

@@ -58,6 +58,8 @@ class StepMemory(NamedTuple):
     """Of the device."""
     bytes_by_tier: Mapping[Tier, int]
     """The most of each tier; CPU ranks have one memory, which is their device."""
+    moved_bytes: int = 0
+    """Of activations, the most at once in host memory."""
 
 
 def step_memory(
@@ -82,7 +84,7 @@ def step_memory(
     by_tier = bytes_by_tier({row: size for row, size in rows.items() if size})
     if device_type == "cpu":
         by_tier["device"] += by_tier.pop("host", 0)
-    return StepMemory(held.peak, by_tier)
+    return StepMemory(held.peak, by_tier, held.most_on_host)
 
 
 def _near(device_type: str) -> list[Tier]:

@@ -1,0 +1,293 @@
+"""Whether a job fits the memory of its ranks, and what would make it fit at the least price in seconds a step.
+
+    tiles.logits, tiles.mlp          the loss, or feed-forward parts, a tile of tokens at a time
+    recompute: selective, full       blocks compute again what they would keep
+    offload.activations: host        what blocks keep waits in host memory                        beside an accelerator
+    offload.optimizer, parameters    masters, moments, weights in host memory (beside an accelerator) or on a disk, of
+                                     the smallest fraction of the Units that does
+
+All combinations that the model takes are tried: each is foreseen as the job itself would be (``foresee.py``) and priced
+by rates (``simulate/price.py``). How the batch is cut is not changed: the numbers stay those of the configuration, but
+for the rounding of sums.
+
+Cost: a pass on shapes for each combination of tiles and recomputation, a Plan for each of tiers.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.config.run import RunConfig, load
+from shardwise.engine.foresee import Known, Outlook, read
+from shardwise.engine.inputs import Loss
+from shardwise.memory.offload import OffloadPolicy
+from shardwise.observe.progress import bytes_text
+from shardwise.plan.errors import ConfigError, PlanError, UsageError
+from shardwise.plan.placement import Tier
+from shardwise.simulate.passes import MeasuredPass
+from shardwise.simulate.price import StepSeconds, step_seconds
+from shardwise.simulate.rates import Rates, measured_rates
+
+Memory = Mapping[Tier, int | str]
+"""Bytes of a rank by tier, as a number or as text: ``{"device": "16 GiB", "disk": "200 GB"}``."""
+
+_SIZE = re.compile(r"(?i)\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b?)\s*")
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_PARTS = 100
+"""Fractions are tried in hundredths."""
+
+
+class Change(NamedTuple):
+    """What makes a job fit."""
+
+    overrides: tuple[str, ...]
+    """Keys and their values, as ``--set`` takes them."""
+    outlook: Outlook
+    seconds: StepSeconds
+    price_s: float
+    """Seconds of a step more than without it."""
+
+
+class Fit(NamedTuple):
+    """What a job needs beside what it has."""
+
+    memory: Mapping[Tier, int]
+    """Bytes of a rank."""
+    outlook: Outlook
+    """Of the configuration as it is."""
+    seconds: StepSeconds
+    rates: Rates
+    changes: tuple[Change, ...]
+    """Those that make it fit, the cheapest first; none where it fits, or nothing does."""
+    least: Change | None
+    """What takes the least of the device, where nothing fits."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does as it is."""
+        return _is_within(self.outlook, self.memory)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        step = self.outlook.step
+        assert step is not None, "it was foreseen with an example"
+        said = [f"a step needs {_needs(self.outlook)} on a rank, about {self.seconds.total:.3g} s"]
+        rows = sorted(step.peak.rows.items(), key=lambda row: -row[1])
+        said += [f"  {row:<14} {bytes_text(size):>10}" for row, size in rows]
+        said.append(f"  the peak is at {step.peak.action} of {step.peak.unit}")
+        has = ", ".join(f"{bytes_text(size)} of {tier}" for tier, size in self.memory.items())
+        if self.fits:
+            return [*said, f"it fits: {has}"]
+        said.append(f"it does not fit: {has}")
+        for change in self.changes[:4]:
+            words = " ".join(f"--set {override}" for override in change.overrides)
+            said.append(f"  {words}: {_needs(change.outlook)}, {change.price_s:+.3g} s a step")
+        if not self.changes and self.least is not None:
+            least = self.least
+            words = " ".join(f"--set {override}" for override in least.overrides) or "as it is, the least, it"
+            said.append(f"  nothing known makes it fit; {words} needs {_needs(least.outlook)}")
+        rates = self.rates
+        said.append(
+            f"  by {rates.flops_s:.3g} FLOP/s, {rates.host_bytes_s / 1e9:.3g} GB/s of host memory, "
+            f"{rates.link_bytes_s / 1e9:.3g} GB/s between host and device, {rates.disk_bytes_s / 1e9:.3g} GB/s of disk"
+        )
+        return said
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def plain(self) -> dict[str, Any]:
+        """For programs."""
+        step = self.outlook.step
+        assert step is not None, "it was foreseen with an example"
+        return {
+            "memory": dict(self.memory),
+            "fits": self.fits,
+            "needs": dict(step.bytes_by_tier),
+            "rows": dict(step.peak.rows),
+            "seconds": self.seconds._asdict(),
+            "rates": self.rates._asdict(),
+            "changes": [
+                {
+                    "set": list(change.overrides),
+                    "needs": dict(change.outlook.step.bytes_by_tier),
+                    "price_s": change.price_s,
+                }
+                for change in self.changes
+                if change.outlook.step is not None
+            ],
+        }
+
+
+def fits(
+    make: Callable[[], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    memory: Memory,
+    example: Any,
+    *,
+    ranks: int = 1,
+    device: torch.device | None = None,
+    loss: Loss | None = None,
+    rates: Rates | None = None,
+) -> Fit:
+    """Whether a step of the job fits ``memory``, and what would make it fit.
+
+    make, config, example, ranks, loss    as ``foresee``'s
+    memory   bytes of one rank by tier: ``{"device": "16 GiB", "host": "64 GiB", "disk": "1 TB"}``; a tier that is left
+             out is not asked for, but for the device; CPU ranks have no host memory beside it
+    rates    of the hardware; left out, measured here in a second
+
+    Errors: as ``foresee``'s; ConfigError for a memory that is none.
+    """
+    device = device or torch.device("cpu")
+    given, have = load(config), budget(memory)
+    known = read(make, given, ranks, device, example, loss)
+    if known.passed is None:
+        raise UsageError("fits: an example is missing: a microbatch, or tensors of its shapes")
+    folder = known.settings.offload.disk_path
+    rates = rates or measured_rates(device, known.settings.precision.compute_dtype or torch.float32, folder)
+    outlook = known.outlook(known.settings.offload)
+    now = _seconds(known, outlook, known.settings.offload, rates)
+    if _is_within(outlook, have):
+        return Fit(have, outlook, now, rates, (), None)
+    found: list[Change] = []
+    least: Change | None = None
+    jobs = itertools.chain(
+        [((), known)], _jobs(given, lambda config: read(make, config, ranks, device, example, loss))
+    )
+    passes: list[MeasuredPass | None] = []
+    for overrides, job in jobs:
+        if job.passed in passes:  # what was asked for has changed nothing
+            continue
+        passes.append(job.passed)
+        alike = job._replace(process_bytes=known.process_bytes)
+        for change in _on_tiers(alike, overrides, have, rates, now.total):
+            if _is_within(change.outlook, have):
+                found.append(change)
+            elif least is None or _device_bytes(change.outlook) < _device_bytes(least.outlook):
+                least = change
+    found.sort(key=lambda change: (change.price_s, len(change.overrides)))
+    return Fit(have, outlook, now, rates, tuple(found), None if found else least)
+
+
+def budget(memory: Memory) -> dict[Tier, int]:
+    """``memory`` in bytes. Errors: ConfigError."""
+    found: dict[Tier, int] = {}
+    for tier, size in memory.items():
+        if tier not in ("device", "host", "disk"):
+            raise ConfigError(f"memory: {tier!r} is no tier; expected device, host or disk")
+        matched = _SIZE.fullmatch(str(size))
+        if matched is None:
+            raise ConfigError(f"memory: {size!r} of {tier} is no size; expected a number of bytes or 16 GiB")
+        number, unit = float(matched[1]), matched[2].lower().removesuffix("b")
+        found[tier] = int(number * (_BINARY[unit[0]] if unit.endswith("i") else _FACTORS[unit]))
+    if "device" not in found:
+        raise ConfigError("memory: give that of the device, as in {'device': '16 GiB'}")
+    return found
+
+
+def _jobs(given: RunConfig, look: Callable[[RunConfig], Known]) -> Iterator[tuple[tuple[str, ...], Known]]:
+    """The job with tiles and recomputation that it has not, where the model takes them."""
+    scopes = {"none": ("selective", "full"), "selective": ("full",)}.get(given.recompute.scope, ())
+    choices: list[Sequence[str]] = [
+        [""] if given.tiles.logits not in (None, "off") else ["", "tiles.logits=auto"],
+        [""] if given.tiles.mlp != "off" else ["", "tiles.mlp=auto"],
+        ["", *(f"recompute={scope}" for scope in scopes)],
+    ]
+    for words in itertools.product(*choices):
+        overrides = tuple(filter(None, words))
+        if not overrides:
+            continue
+        try:
+            yield overrides, look(load(given, overrides))
+        except (ConfigError, PlanError):
+            continue
+
+
+def _on_tiers(
+    job: Known, overrides: tuple[str, ...], have: Mapping[Tier, int], rates: Rates, before_s: float
+) -> Iterator[Change]:
+    """The job with state and activations where they may lie: of each way the smallest fraction that fits, or all."""
+    for offload, words in _ways(job, have):
+
+        def change(
+            fraction: float, offload: OffloadPolicy = offload, words: tuple[str, ...] = words
+        ) -> Change:
+            policy = offload.model_copy(update={"fraction": fraction})
+            outlook = job.outlook(policy)
+            seconds = _seconds(job, outlook, policy, rates)
+            share = (f"offload.fraction={fraction:g}",) * (fraction != job.settings.offload.fraction)
+            return Change((*overrides, *words, *share), outlook, seconds, seconds.total - before_s)
+
+        try:
+            best = change(1.0 if offload.optimizer != job.settings.offload.optimizer else offload.fraction)
+        except (ConfigError, PlanError):
+            continue
+        if not words and _is_within(best.outlook, have):
+            yield best
+            return
+        if not _is_within(best.outlook, have) or offload.optimizer == job.settings.offload.optimizer:
+            yield best
+            continue
+        too_small, fraction = 0, _PARTS
+        while fraction - too_small > 1:
+            middle = (too_small + fraction) // 2
+            tried = change(middle / _PARTS)
+            if _is_within(tried.outlook, have):
+                best, fraction = tried, middle
+            else:
+                too_small = middle
+        yield best
+
+
+def _ways(job: Known, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPolicy, tuple[str, ...]]]:
+    """Policies of tiers, each with its overrides: as it is, and what may be moved beside."""
+    now, is_cpu = job.settings.offload, job.device.type == "cpu"
+    activations = [""] if is_cpu or now.activations == "host" or "host" not in have else ["", "host"]
+    states: list[tuple[Tier, bool]] = [("device", False)]
+    if now.optimizer == "device":
+        states += [(tier, both) for tier in ("host", "disk") for both in (False, True) if tier in have]
+    cut = job.settings.zero.stage in (1, 2) and job.mesh.dp_shard > 1
+    for moved, (tier, both) in itertools.product(activations, states):
+        if (tier == "host" and is_cpu) or (both and cut):
+            continue
+        changed: dict[str, Any] = {"activations": "host"} if moved else {}
+        if tier != "device":
+            changed["optimizer"] = tier
+        if both:
+            changed["parameters"] = tier
+        if tier == "disk" and now.disk_path is None:
+            changed["disk_path"] = Path(".")
+        words = tuple(f"offload.{key}={value}" for key, value in changed.items())
+        yield now.model_copy(update=changed), words
+
+
+def _seconds(job: Known, outlook: Outlook, offload: OffloadPolicy, rates: Rates) -> StepSeconds:
+    assert job.passed is not None and outlook.step is not None, "it was foreseen with an example"
+    policies = job.policies_with(offload)
+    moved = outlook.step.moved_bytes * policies.microbatches
+    return step_seconds(outlook.plan, policies, job.passed, rates, job.device.type == "cpu", moved)
+
+
+def _is_within(outlook: Outlook, have: Mapping[Tier, int]) -> bool:
+    assert outlook.step is not None, "it was foreseen with an example"
+    return all(size <= have.get(tier, size) for tier, size in outlook.step.bytes_by_tier.items())
+
+
+def _device_bytes(outlook: Outlook) -> int:
+    assert outlook.step is not None, "it was foreseen with an example"
+    return outlook.step.bytes_by_tier["device"]
+
+
+def _needs(outlook: Outlook) -> str:
+    assert outlook.step is not None, "it was foreseen with an example"
+    return " and ".join(
+        bytes_text(size) + ("" if tier == "device" else f" of {tier}")
+        for tier, size in outlook.step.bytes_by_tier.items()
+    )

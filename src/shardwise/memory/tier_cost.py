@@ -1,0 +1,84 @@
+"""What state on a tier costs: bytes of a step that move, or are updated there. Held to counted bytes by a test.
+
+Of a bucket with E owned elements, w, g, m bytes of a weight, a gradient, a master or moment each, M moments, n windows
+of its Unit in a step:
+
+                    gradient down      update                                     weight up    disk
+    device          0                  2 (1 + M) m E + g E + w E                  0            0
+    host            g E                the same, in host memory                   w E          0
+    disk            g E                the same, in host memory                   w E          reads (1 + M) m E + g E
+                                                                                               writes the same
+    weights there too                                                             n w E        reads n w E, writes w E
+
+A master that is the weight itself counts once. On CPU ranks nothing goes up or down: device and host are one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.plan.action import Kind
+from shardwise.plan.lists import Strategy
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.plan import RankClass
+
+
+@dataclass
+class TierTraffic:
+    """Bytes of one step on one rank."""
+
+    updated_on_device: int = 0
+    """Read and written by updates where the model computes."""
+    updated_on_host: int = 0
+    """... and in host memory, for state that lies there or on a disk."""
+    down: int = 0
+    """Gradients, from the device to the host."""
+    up: int = 0
+    """Updated weights, from the host to the device."""
+    read: int = 0
+    """From the disk, for updates."""
+    written: int = 0
+    """To the disk, behind updates."""
+    gradients_written: int = 0
+    """To the disk, during the backward pass."""
+    weights_brought: int = 0
+    """For windows of weights that lie elsewhere, from host memory or the disk."""
+    weights_read: int = 0
+    """Of them from the disk."""
+
+
+def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -> TierTraffic:
+    """Of the rank's list; ``strategies``: by Unit."""
+    windows = [0] * len(ranks.units)
+    for action in ranks.actions:
+        if action.kind is Kind.UNSHARD:
+            windows[action.unit] += 1
+    found = TierTraffic()
+    for (unit, place), rows in ranks.buffers.items():
+        strategy, bucket = strategies[unit], ranks.units[unit].buckets[place]
+        sizes = {row.kind: row.elements(bucket, mesh) * row.itemsize for row in rows}
+        weight, grad = sizes.pop("weight"), sizes.pop("grad", 0)
+        own = bucket.shard_elements if strategy.cuts_master else bucket.elements
+        own_weight = own * bucket.key.dtype.itemsize
+        if strategy.cuts_master and not strategy.cuts_grad:
+            grad = grad * own // bucket.elements
+        if strategy.weight_tier != "device":
+            found.weights_brought += windows[unit] * weight
+            found.weights_read += windows[unit] * weight * (strategy.weight_tier == "disk")
+        if not bucket.key.trained:
+            continue
+        has_master = "master" in sizes
+        state = sum(sizes.values()) + own_weight * (not has_master)
+        touched = 2 * state + grad + own_weight * has_master
+        if strategy.tier == "device":
+            found.updated_on_device += touched
+            continue
+        found.updated_on_host += touched
+        found.down += grad
+        found.up += own_weight * (strategy.weight_tier == "device")
+        if strategy.tier != "disk":
+            continue
+        leaves = strategy.grad_tier == "disk"
+        found.read += state + grad * leaves
+        found.written += state + weight * (strategy.weight_tier == "disk" and has_master)
+        found.gradients_written += grad * leaves
+    return found

@@ -1,0 +1,85 @@
+"""Rates of a rank's hardware, as far as memory tiers and recomputation have a price by them.
+
+``measured_rates`` takes a tenth of a second for each, on whatever else runs there: right to a factor, good for
+comparing one change with another. Who knows better gives numbers.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardwise.memory.direct_io import DirectFile, aligned_empty, bytes_of
+from shardwise.observe.flops import measured_peak, peak_of
+
+_BYTES = 32 << 20
+_ROUNDS = 3
+_REACHED = 0.5
+"""Share of a device's data sheet that products of a step reach."""
+
+
+class Rates(NamedTuple):
+    """Of one rank, with what its neighbours on the host leave it."""
+
+    flops_s: float
+    """Floating-point operations a second, of products in the compute dtype."""
+    host_bytes_s: float
+    """Bytes read and written a second in host memory."""
+    device_bytes_s: float
+    """... and in the device's; on CPU ranks the same."""
+    link_bytes_s: float
+    """Bytes a second between them, one way."""
+    disk_bytes_s: float
+    """Bytes read or written a second."""
+
+
+def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> Rates:
+    """Of this machine; without a ``disk_path`` a disk of 1 GB/s is taken. Errors: OSError of the folder."""
+    host = _copy_rate(torch.device("cpu"), torch.device("cpu"))
+    disk = 1e9 if disk_path is None else _disk_rate(disk_path)
+    if device.type == "cpu":
+        return Rates(measured_peak(dtype), host, host, host, disk)
+    flops = (peak_of(device, dtype) or 100e12) * _REACHED
+    return Rates(flops, host, _copy_rate(device, device), _copy_rate(torch.device("cpu"), device) / 2, disk)
+
+
+def _copy_rate(source: torch.device, target: torch.device) -> float:
+    """Bytes read and written a second by a copy."""
+    crosses = source != target
+    a = torch.ones(_BYTES, dtype=torch.uint8, device=source, pin_memory=crosses)
+    b = torch.empty(_BYTES, dtype=torch.uint8, device=target)
+
+    def copy() -> None:
+        b.copy_(a)
+        if target.type != "cpu":
+            torch.accelerator.synchronize(target)
+
+    return 2 * _BYTES / _best_s(copy)
+
+
+def _disk_rate(folder: Path) -> float:
+    path = folder / f".shardwise-rate-{os.getpid()}"
+    file = DirectFile(path, _BYTES)
+    try:
+        data = bytes_of(aligned_empty(_BYTES, torch.uint8).zero_())
+        spare = bytes_of(aligned_empty(1 << 20, torch.uint8))
+        write_s = _best_s(lambda: file.write(data, 0, spare))
+        read_s = _best_s(lambda: file.read(data, 0, spare))
+    finally:
+        file.close()
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return 2 * _BYTES / (write_s + read_s)
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - begin)
+    return best

@@ -1,0 +1,102 @@
+"""What makes a job fit is what it takes, at a price by counted bytes and operations."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.compose.plan import strategies_of
+from shardwise.engine import foresee as foreseeing
+from shardwise.engine.fits import Fit, Memory, budget, fits
+from shardwise.engine.foresee import read
+from shardwise.memory.offload import OffloadPolicy
+from shardwise.memory.tier_cost import tier_traffic
+from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.errors import ConfigError
+from shardwise.simulate.rates import Rates
+
+RATES = Rates(flops_s=1e10, host_bytes_s=1e10, device_bytes_s=1e10, link_bytes_s=1e10, disk_bytes_s=1e9)
+TOKENS = torch.empty(4, 64, dtype=torch.int64, device="meta")
+
+
+TILED = {"tiles": {"logits": 64, "mlp": 64}}
+
+
+def gpt() -> nn.Module:
+    with torch.device("meta"):
+        return Gpt(GptPolicy(layers=16, width=64, heads=4, context=64, vocab=256))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes nothing by itself."""
+    monkeypatch.setattr(foreseeing, "resident_bytes", lambda: 0)
+
+
+def fit(given: dict[str, Any], memory: Memory) -> Fit:
+    return fits(gpt, given, memory, {"tokens": TOKENS, "targets": TOKENS}, rates=RATES)
+
+
+def test_the_cheapest_change_is_named_with_its_price(alone: None) -> None:
+    found = fit(TILED, {"device": "16 MiB"})
+    assert not found.fits and found.changes[0].overrides == ("recompute=full",)
+    more = found.changes[0].outlook.flops - found.outlook.flops
+    assert found.changes[0].price_s == pytest.approx(more / RATES.flops_s) and more > 0
+    assert any(line.startswith("  --set recompute=full: 15.0 MiB, +") for line in found.lines())
+
+
+def test_state_goes_to_a_disk_by_the_smallest_fraction_that_does(alone: None) -> None:
+    found = fit(TILED | {"recompute": "full"}, {"device": "9.5 MiB", "disk": "1 GiB"})
+    said = dict(each.removeprefix("offload.").split("=") for each in found.changes[0].overrides)
+    assert said.keys() == {"optimizer", "parameters", "disk_path", "fraction"}
+    step = found.changes[0].outlook.step
+    assert step is not None and step.bytes_by_tier["disk"] > 5 << 20 and found.changes[0].price_s > 0
+    said["fraction"] = f"{float(said['fraction']) - 0.07:.2f}"  # a Unit less, of eighteen
+    known = read(
+        gpt, TILED | {"recompute": "full"}, 1, torch.device("cpu"), {"tokens": TOKENS, "targets": TOKENS}
+    )
+    step = known.outlook(OffloadPolicy.model_validate(said)).step
+    assert step is not None and step.bytes_by_tier["device"] > 9.5 * 2**20
+
+
+def test_nothing_makes_it_fit_a_memory_that_is_too_small(alone: None) -> None:
+    found = fit(TILED | {"recompute": "full"}, {"device": "1 MB", "disk": "1 GiB"})
+    assert not found.changes and found.least is not None
+    assert "nothing known makes it fit; --set offload.optimizer=disk --set offload.parameters=disk" in str(
+        found
+    )
+
+
+def test_sizes_are_read() -> None:
+    assert budget({"device": "1.5 GiB", "host": 7, "disk": "2 TB"}) == {
+        "device": 3 << 29,
+        "host": 7,
+        "disk": 2 * 10**12,
+    }
+    with pytest.raises(ConfigError, match="'1 GiBi' of device is no size"):
+        budget({"device": "1 GiBi"})
+    with pytest.raises(ConfigError, match="give that of the device"):
+        budget({"disk": "1 GiB"})
+
+
+@pytest.mark.parametrize("given", [{}, {"offload": {"parameters": "disk"}, "precision": "bf16"}], ids=str)
+def test_bytes_on_a_disk_are_counted(given: dict[str, Any], tmp_path: Path) -> None:
+    offload = {"optimizer": "disk", "disk_path": str(tmp_path), **given.get("offload", {})}
+    engine = shardwise.initialize(gpt(), {"optimizer": {"type": "adamw"}, **given, "offload": offload})
+    tiers, parts = engine._parts.site.tiers, engine._parts
+    assert tiers is not None and tiers.scratch is not None
+    batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "targets": torch.zeros(1, 8, dtype=torch.int64)}
+    counted = []
+    for _ in range(3):
+        engine.train_step([batch])
+        tiers.settle()
+        counted.append((tiers.scratch.bytes_read, tiers.scratch.bytes_written))
+    policies = parts.program.planned.policies
+    strategies = strategies_of(engine.plan.own, engine.plan.registry, policies)
+    told = tier_traffic(engine.plan.own, engine.plan.mesh, strategies)
+    engine.close()
+    assert counted[2][0] - counted[1][0] == told.read + told.weights_read > 0
+    assert counted[2][1] - counted[1][1] == told.written + told.gradients_written > 0
