@@ -89,8 +89,7 @@ class HostBuffer:
     def _put(self, piece: FlatSlice, offset: int) -> Iterator[FlatSlice]:
         """``piece`` at ``offset``, a slice for each page that it lies in; an empty one stays as it is."""
         tensor, each = piece.tensor, piece.tensor.dtype.itemsize
-        assert isinstance(tensor, Tensor), "what is not in memory is not copied there"
-        tensor = tensor.detach()
+        tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor.cpu()
         if not tensor.numel():
             yield piece
         done = 0

@@ -22,11 +22,20 @@ MODEL_KINDS = ("weight", "buffer")
 """Kinds that are stored whole under the model's own names; every other kind is cut on the grid of ``layout``."""
 
 
-class Elsewhere:
-    """A stretch of a flat tensor that is not in memory: ``whole`` brings the tensor, until it brings another one."""
+class Source(NamedTuple):
+    """Whoever has the elements of a flat tensor."""
 
-    def __init__(self, whole: Callable[[], Tensor], elements: int, dtype: torch.dtype, start: int = 0):
-        self._whole, self._elements, self._start = whole, elements, start
+    read: Callable[[int, int], Tensor]
+    """Elements [start, stop)."""
+    write: Callable[[int, Tensor], None]
+    """New elements from one on."""
+
+
+class Elsewhere:
+    """A stretch of a flat tensor that is not in memory as it is: ``source`` brings elements, to be used at once."""
+
+    def __init__(self, source: Source, elements: int, dtype: torch.dtype, start: int = 0):
+        self._source, self._elements, self._start = source, elements, start
         self.dtype = dtype
         self.device = torch.device("cpu")
 
@@ -51,15 +60,15 @@ class Elsewhere:
 
     def __getitem__(self, wanted: slice) -> "Elsewhere":
         start, stop, _ = wanted.indices(self._elements)
-        return Elsewhere(self._whole, max(stop - start, 0), self.dtype, self._start + start)
+        return Elsewhere(self._source, max(stop - start, 0), self.dtype, self._start + start)
 
     def cpu(self) -> Tensor:
-        """The elements, to be read at once."""
-        return self._whole()[self._start : self._start + self._elements]
+        """The elements."""
+        return self._source.read(self._start, self._start + self._elements).cpu()
 
-    def copy_(self, source: Tensor) -> None:
+    def copy_(self, values: Tensor) -> None:
         """New elements."""
-        self.cpu().copy_(source)
+        self._source.write(self._start, values)
 
 
 Flat = Tensor | Elsewhere
@@ -72,11 +81,6 @@ class FlatSlice(NamedTuple):
     start: int
     stop: int
     tensor: Flat
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the elements are not in memory."""
-        return isinstance(self.tensor, Elsewhere)
 
 
 class Item(NamedTuple):

@@ -27,6 +27,8 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 from shardwise.compose.spec import ModelSpec
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
@@ -258,6 +260,11 @@ def _registry(spec: ModelSpec, stage_of: Mapping[str, int], mesh: Mesh, policies
                 f"optimizer: {name!r} has the shape {list(shape)}{what}, but its rule updates matrices of two dims; "
                 "give it to another rule (AdamW, say), by a group or an optimizer of its own"
             )
+        if moments and policies.offload.state != "fp32" and dtypes.master != torch.float32:
+            raise PlanError(
+                f"offload.state: {policies.offload.state}: the master of {name!r} is {dtypes.master}, and what is "
+                "rounded so is computed in fp32; leave offload.state out, or keep masters in fp32"
+            )
         axes = spec.state_axes(name)
         strategy = layout.strategy_of(policies.zero, mesh, axes)
         places = {axis: place for axis, place in spec.slices.get(name, {}).items() if mesh.size(axis) > 1}
@@ -342,7 +349,8 @@ def _class(
     for (unit, place), dtypes in held.items():
         key = units[unit].buckets[place].key
         moments = policies.updates[key.optimizer_group].moments
-        buffers[unit, place] = layout.buffers(strategies[unit], dtypes, key.trained, moments)
+        form = policies.offload.state
+        buffers[unit, place] = layout.buffers(strategies[unit], dtypes, key.trained, moments, form)
     return replace(ranks, buffers=buffers)
 
 

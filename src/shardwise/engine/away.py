@@ -135,8 +135,7 @@ class Away:
             moments = {}
             if optimizer is not None and bucket.state_is_here and "moments" in wanted:
                 moments = {
-                    label: TierTensor(bucket.owned_elements, moment.dtype)
-                    for label, _, _, moment in optimizer.moments()
+                    label: TierTensor(stop, each.dtype) for label, _, stop, each in optimizer.moments()
                 }
             if held or moments:
                 found.append(_AwayBucket(bucket, optimizer, held, moments))

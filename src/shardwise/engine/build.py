@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,11 @@ def initialize(
             memory.enter_context(apart_from_the_heap())
         cut = _cut(model, site, outline, start)
         tables = _tables(model, cut, site, outline)
-        start = start.of_pieces(Slices(outline.plan.registry, mesh, site.world.rank))
+        slices = Slices(outline.plan.registry, mesh, site.world.rank)
+        start = start.of_pieces(slices)
         walker = Walker({}, Trace(site.traffic, clock_of(device)))
-        optimizer_of = cache(recipe.optimizer_of)  # made while state that lies on a disk is in memory anyway
+        # made while state that lies on a disk is in memory anyway
+        optimizer_of = cache(partial(recipe.optimizer_of, slices=slices, form=settings.offload.state))
         stages = [
             make_stage(index, module, run, site, outline, start, loss is not None, walker, optimizer_of)
             for index, (module, run) in cut.items()

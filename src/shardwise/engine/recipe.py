@@ -5,22 +5,28 @@ optimizer group     the configuration's entries of ``optimizer.groups``, or the 
 update rule         of a group: what is kept for every element, and what an update looks at
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn, optim
 
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
-from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, update_rules
+from shardwise.kernels.philox import key_of
+from shardwise.optim.coded_moments import refused
+from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, makes_state_late, update_rules
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.optim.policy import OptimizerPolicy
+from shardwise.optim.rounding import RoundedPart, Rounding
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.modules import repeated_blocks
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.lists import is_inside
-from shardwise.plan.placement import Tier
-from shardwise.plan.registry import UpdateRule
+from shardwise.plan.placement import Run, Tier
+from shardwise.plan.registry import TensorInfo, UpdateRule
+from shardwise.plan.slices import Slices
+from shardwise.plan.state_form import StateForm
 
 GivenOptimizer = optim.Optimizer | Callable[[Iterable[nn.Parameter]], optim.Optimizer] | None
 
@@ -37,11 +43,12 @@ class Recipe(NamedTuple):
     given: Mapping[str, int] | None = None
     """Optimizer group by name of the parameter, where the user's optimizer says it."""
 
-    def optimizer_of(self, bucket: BucketState) -> FlatOptimizer:
-        """That of one bucket."""
+    def optimizer_of(self, bucket: BucketState, slices: Slices, form: StateForm) -> FlatOptimizer:
+        """That of one bucket, whose moments have that form."""
         with bucket.opened(changes=True):
             assert bucket.weight.master is not None, "a trained bucket has a master"
-            made = FlatOptimizer(bucket.weight.master, self.make, bucket.layout.key.optimizer_group)
+            group, rounding = bucket.layout.key.optimizer_group, _rounding(bucket, slices)
+            made = FlatOptimizer(bucket.weight.master, self.make, group, form, rounding)
             if (state := bucket.state) is not None:
                 _check_moves(made, state.tier, bucket.what)
                 made.adopt(state.tensors)
@@ -68,6 +75,36 @@ def _check_moves(optimizer: FlatOptimizer, tier: Tier, what: str) -> None:
             f"offload.optimizer: {tier}: the optimizer of {what} {why}; use one that treats each element alone (adamw, "
             "say), or keep its state on the device"
         )
+
+
+def _rounding(bucket: BucketState, slices: Slices) -> Rounding:
+    """Random numbers of the elements that this rank owns."""
+    rounded = []
+    for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
+        info = slices.registry.get("parameter", slot.name)
+
+        def runs(first: int, last: int, info: TensorInfo = info, start: int = start) -> Iterator[Run]:
+            for run in slices.runs(info, start + first, start + last):
+                yield run._replace(local=run.local - start)
+
+        rounded.append(RoundedPart(local, local + stop - start, key_of(0, f"moments of {slot.name}"), runs))
+    return Rounding(rounded)
+
+
+def check_form(form: StateForm, make: Make, updates: Sequence[UpdateRule]) -> None:
+    """Errors: ConfigError where moments of some optimizer group cannot have that form."""
+    for group, rule in enumerate(updates) if form != "fp32" else ():
+        optimizer = make([torch.zeros(1)], group)
+        why = refused(form, rule.moments)
+        if rule.needs != "elements":
+            why = "looks at whole tensors"
+        elif makes_state_late(optimizer):
+            why = "makes state in its first step"
+        if why:
+            raise ConfigError(
+                f"offload.state: {form}: the optimizer ({type(optimizer).__name__}) {why}; use adam, adamw, sgd with "
+                "momentum or lion, or leave offload.state out"
+            )
 
 
 def groups_by_name(policy: OptimizerPolicy, model: nn.Module, spec: ModelSpec) -> dict[str, int]:
@@ -103,7 +140,9 @@ def recipe_of(
     if given is None:
         groups = OptimizerGroups(policy, settings.schedule)
         make = from_policy(policy)
-        return Recipe(make, update_rules(make, len(policy.rules())), groups, policy)
+        updates = update_rules(make, len(policy.rules()))
+        check_form(settings.offload.state, make, updates)
+        return Recipe(make, updates, groups, policy)
     if "optimizer" in settings.model_fields_set:
         raise ConfigError(
             "optimizer: given in the configuration and as an argument of initialize(); keep one"
@@ -123,4 +162,6 @@ def recipe_of(
         )
     groups = OptimizerGroups(policy, settings.schedule, given)
     make = from_torch(given, elementwise)
-    return Recipe(make, update_rules(make, len(given.param_groups)), groups, policy, by_name)
+    updates = update_rules(make, len(given.param_groups))
+    check_form(settings.offload.state, make, updates)
+    return Recipe(make, updates, groups, policy, by_name)

@@ -19,7 +19,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from torch import Tensor
 from shardwise.checkpoint import FlatSlice, Item, Manifest
 from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
-from shardwise.checkpoint.piece import Elsewhere, Flat
+from shardwise.checkpoint.piece import Elsewhere, Flat, Source
 from shardwise.compose.spec import ModelSpec
 from shardwise.engine import saved_tables
 from shardwise.engine.differences import Differences
@@ -81,17 +80,16 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         # Rank 0 writes them, and may have none itself.
         state["tables"] = notes if parts.stage_group.size == 1 else _of_all_stages(parts, notes)
     aliases = {e.name: list(e.aliases) for e in parts.spec.parameters.values() if e.aliases}
-    with closing(OpenState(changes=False)) as opened:
+    with closing(OpenState(parts, changes=False)) as opened:
         items = _items_to_save(parts, labels, stateless, opened)
-        elsewhere = [item for item in items if any(piece.is_elsewhere for piece in item.pieces)]
         if _is_on_disk(parts):  # a copy of it would fill the memory that it is to leave free
             options["asynchronous"] = False
         parts.folders.at(folder).save(
             progress.step_count,
-            [item for item in items if item not in elsewhere],
+            items,
             {"engine": state, "user": trainer},
             aliases=aliases,
-            copies=[*of_tables, *elsewhere],
+            copies=of_tables,
             best=None if progress.best is None else progress.best[0],
             **options,
         )
@@ -108,28 +106,47 @@ def _is_on_disk(parts: Parts) -> bool:
 
 
 class OpenState:
-    """Masters and moments for a checkpoint. Of those on a disk one bucket is in memory at a time."""
+    """Masters and moments for a checkpoint. Of those on a disk one bucket is in memory at a time; moments in another
+    form than the masters' are decoded and encoded as they are asked for."""
 
-    def __init__(self, changes: bool):
+    def __init__(self, parts: Parts, changes: bool):
+        self._optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
         self._changes = changes
         self._bucket: BucketState | None = None
         self._stack = ExitStack()
 
     def of(self, bucket: BucketState, kind: str) -> Flat:
         """The master, or one of the moments, flat."""
-        state = bucket.state
+        state, optimizer = bucket.state, self._optimizers.get(id(bucket))
+        if optimizer is not None and optimizer.coded is not None and kind in optimizer.labels:
+
+            def read_coded(start: int, stop: int) -> Tensor:
+                self._open(bucket)
+                return optimizer.read(kind, start, stop)
+
+            def write_coded(start: int, values: Tensor) -> None:
+                self._open(bucket)
+                optimizer.write(kind, start, values)
+
+            return Elsewhere(Source(read_coded, write_coded), bucket.owned_elements, bucket.dtypes.master)
         assert state is not None, "on the device they are at hand"
         if state.tier != "disk":
             return state.tensors[kind]
-        return Elsewhere(partial(self._whole, bucket, kind), *state.kinds[kind])
 
-    def _whole(self, bucket: BucketState, kind: str) -> Tensor:
+        def read(start: int, stop: int) -> Tensor:
+            self._open(bucket)
+            return state.tensors[kind][start:stop]
+
+        def write(start: int, values: Tensor) -> None:
+            read(start, start + values.numel()).copy_(values)
+
+        return Elsewhere(Source(read, write), *state.kinds[kind])
+
+    def _open(self, bucket: BucketState) -> None:
         if bucket is not self._bucket:
             self.close()
             self._stack.enter_context(bucket.opened(self._changes))
             self._bucket = bucket
-        assert bucket.state is not None, "asked above"
-        return bucket.state.tensors[kind]
 
     def close(self) -> None:
         """What was changed is on its way to the disk."""
@@ -159,7 +176,7 @@ def load(
     finish_updates(parts)
     moments: dict[int, dict[str, Flat]] = {}
     found = Differences(missing, unexpected)
-    opened = OpenState(changes=True)
+    opened = OpenState(parts, changes=True)
 
     def choose(manifest: Manifest) -> list[Item]:
         nonlocal found
@@ -267,7 +284,12 @@ def _items_to_save(
                 continue
             if bucket.dtypes.master != bucket.dtypes.compute:
                 _pieces(parts, held, "master", slots, first, bucket.weight.master, window)
-            for label, start, _, tensor in optimizers[id(bucket)].moments():
+            optimizer = optimizers[id(bucket)]
+            if optimizer.coded is not None:
+                for label in optimizer.labels:
+                    _pieces(parts, held, label, with_state, first, opened.of(bucket, label), window)
+                continue
+            for label, start, _, tensor in optimizer.moments():
                 _pieces(parts, held, label, with_state, first + start, tensor, window)
     items = []
     for info in parts.registry.of_kind("parameter"):
@@ -337,7 +359,7 @@ def _agree_on_scalars(
     own: dict[str, dict[str, float] | None] = {}
     labels: dict[str, list[str]] = {}
     for bucket, optimizer in parts.trained:
-        kept = sorted({label for label, *_ in optimizer.moments()})
+        kept = optimizer.labels
         labels |= {slot.name: kept for slot in bucket.layout.slots}
         rows = optimizer.scalars()
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
@@ -425,12 +447,12 @@ def _empty_moments(parts: Parts, manifest: Manifest, opened: OpenState) -> dict[
     return {
         id(bucket): {
             label: torch.zeros_like(bucket.weight.master)
-            if bucket.state is None
+            if bucket.state is None and optimizer.coded is None
             else opened.of(bucket, label)
             for label in labels
             if any(manifest.find(label, slot.name) is not None for slot in bucket.layout.slots)
         }
-        for bucket, _ in parts.trained
+        for bucket, optimizer in parts.trained
         if bucket.weight.master is not None
     }
 

@@ -39,7 +39,7 @@ def with_tiers(site: Site, plan: Plan) -> Site:
         for row in rows:
             if row.tier == "disk":
                 bucket, what = own.units[unit].buckets[place], own.units[unit].title_of(place)
-                wanted.setdefault(row.kind, {})[what] = row.elements(bucket, plan.mesh) * row.itemsize
+                wanted.setdefault(row.kind, {})[what] = row.nbytes(bucket, plan.mesh)
     if all(row.tier == "device" for rows in own.buffers.values() for row in rows):
         return site
     scratch = None

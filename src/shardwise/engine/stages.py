@@ -23,6 +23,7 @@ from shardwise.engine.parts import Site, Stage
 from shardwise.engine.start_weights import StartWeights
 from shardwise.memory.activations import Activations
 from shardwise.memory.slots import SlotPool
+from shardwise.memory.tier import TierTensor
 from shardwise.observe.memory import Freed
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.context import BucketContext
@@ -35,6 +36,7 @@ from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.state_form import stored_dtype, stored_elements
 from shardwise.plan.walker import Walker
 from shardwise.precision.policy import PrecisionPolicy
 
@@ -184,10 +186,16 @@ def _unit_states(
             holdings = [parameters_here[slot.name] for slot in layout.slots]
             parameters = [_real(module, holding, layout.key.dtype, around.device) for holding in holdings]
             what = unit.title_of(place)
-            moments = [row.kind for row in own.buffers[unit.index, place] if row.is_moment]
-            bucket = BucketState(
-                layout, dtypes_of(layout, spec, precision), parameters, what, around, moments
-            )
+            dtypes = dtypes_of(layout, spec, precision)
+            moments = {
+                row.kind: TierTensor(
+                    stored_elements(row.form, row.elements(layout, outline.plan.mesh)),
+                    stored_dtype(row.form, dtypes.master),
+                )
+                for row in own.buffers[unit.index, place]
+                if row.is_moment
+            }
+            bucket = BucketState(layout, dtypes, parameters, what, around, moments)
             own_bytes = sum(parameter.nbytes for parameter in parameters)
             with bucket.opened(changes=True):
                 bucket.fill(fill)

@@ -224,6 +224,8 @@ class Update(NamedTuple):
     """By optimizer group."""
     tables_factor: float = 1.0
     """The schedule's, of embedding tables."""
+    steps: int = 0
+    """Updates before this one."""
 
 
 class StepEnd:
@@ -300,7 +302,9 @@ class StepEnd:
             is_rounded = False
             if optimizer.needs == "elements":
                 told = self._told(bucket, place)
-                is_rounded = optimizer.step(bucket.gradient.owned, *told, bucket.weight.rounded)
+                is_rounded = optimizer.step(
+                    bucket.gradient.owned, *told, bucket.weight.rounded, self.update.steps
+                )
             else:
                 optimizer.apply(self._factors(bucket, optimizer))
             bucket.weight.copy_from_master(is_rounded)
@@ -309,14 +313,15 @@ class StepEnd:
         """The thread of the tiers does it, with what is known now."""
         state = bucket.state
         assert state is not None, "what lies on the device is updated there and then"
-        told = self._told(bucket, place)
+        assert self.update is not None, "NORM comes before STEP"
+        told, steps = self._told(bucket, place), self.update.steps
         grad = state.gradient if bucket.gradient.has_left else to_host(bucket.gradient.owned)
 
         def begin(rounded: Tensor | None) -> "Future[None]":
             write = None if rounded is None else to_be_written(rounded)
 
             def step_into(weight: Tensor) -> None:
-                if not optimizer.step(grad(), *told, weight):
+                if not optimizer.step(grad(), *told, weight, steps):
                     weight.copy_(state.tensors[state.master])
 
             def update() -> None:
@@ -327,7 +332,7 @@ class StepEnd:
                 if state.master != "weight":
                     step_into(state.tensors["weight"])
                 else:
-                    optimizer.step(grad(), *told)
+                    optimizer.step(grad(), *told, steps=steps)
                 state.begin_write("weight")
 
             return state.tiers.begin(update)

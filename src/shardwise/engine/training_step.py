@@ -230,7 +230,7 @@ class TrainingStep:
         if applies and totals.weight:
             factor = parts.optimizer_groups.tables_factor(parts.progress.applied_steps)
             clip = clip_factor(norm, parts.config.max_grad_norm)
-            end.update = Update(divisor / clip, rates, factor)
+            end.update = Update(divisor / clip, rates, factor, parts.progress.applied_steps)
             parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
             for hooks in parts.hooks:
                 hooks.windows.finish_updates()

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from shardwise.plan.placement import Tier
 from shardwise.plan.policy import Policy
+from shardwise.plan.state_form import StateForm
 
 
 class OffloadPolicy(Policy):
@@ -27,6 +28,9 @@ class OffloadPolicy(Policy):
     """Folder of the files of ``disk``: scratch, removed at the end. A fast disk of this host."""
     buffers: Annotated[int, Field(ge=1)] = 2
     """Units whose state is read from a disk ahead of their update, and as many that are being written."""
+    state: StateForm = "fp32"
+    """In which form the optimizer's moments are kept, wherever they lie: as the masters (``fp32``), ``bf16`` rounded at
+    random, or ``int8`` with a scale for each 16. Masters and weights stay what they are."""
     step: Literal["before_use", "at_end"] = "before_use"
     """When an update off the device is waited for: where its Unit is used next, or at the step's end."""
 

@@ -13,18 +13,26 @@ Numbers have the bits of a call on the whole: the update of an element looks at 
 vector of the kernel's does. Step counts advance once a step.
 
 Threads are torch's own, as many as the calling thread may use.
+
+Moments in 16 or 8 bits (coded_moments.py) are decoded, updated and encoded by the chunk, on a device too, and with any
+elementwise class: where it has no such kernel, its own step runs on a leaf that is each chunk in turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, optim
 
+from shardwise.optim.coded_moments import CodedPart
+
 CHUNK = 2**17
 """Elements of a chunk and thread, a multiple of a vector's: what is touched twice, master and block of gradients, takes
 1 MiB; half as many pay for the calls, twice as many leave the cache."""
+CODED_CHUNK = 2**15
+"""The same of moments that are encoded, which takes more room."""
+DEVICE_CHUNK = 2**23
+"""Elements of a chunk on an accelerator: about 0.5 GiB while they are encoded."""
 
 
 class ChunkKernel(NamedTuple):
@@ -81,6 +89,31 @@ def _sgd(group: Mapping[str, Any]) -> ChunkKernel:
     return ChunkKernel(("momentum_buffer",) if group["momentum"] else (), call)
 
 
+def class_kernel(optimizer: optim.Optimizer, labels: Sequence[str], state: dict[str, Any]) -> ChunkKernel:
+    """The own step of ``optimizer``, one of one leaf, which becomes each chunk. ``state``: the single numbers of these
+    elements, which advance as in one step."""
+    (leaf,) = optimizer.param_groups[0]["params"]
+    before = _copied(state)
+
+    def call(
+        w: Tensor, g: Tensor, moments: Sequence[Tensor], count: Tensor | None, divisor: Tensor | None
+    ) -> None:
+        leaf.data, leaf.grad = w, g
+        optimizer.state[leaf] = _copied(before) | dict(zip(labels, moments, strict=True))
+        optimizer.step()
+        after, leaf.grad = optimizer.state.pop(leaf), None
+        for label, moment in zip(labels, moments, strict=True):
+            if after[label] is not moment:
+                moment.copy_(after[label])
+        state.update((label, value) for label, value in after.items() if label not in labels)
+
+    return ChunkKernel(tuple(labels), call)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {label: value.clone() if isinstance(value, Tensor) else value for label, value in state.items()}
+
+
 def step_by_chunk(
     kernel: ChunkKernel,
     master: Tensor,
@@ -89,33 +122,42 @@ def step_by_chunk(
     divisor: float,
     in_kernel: bool,
     weight: Tensor | None,
+    coded: CodedPart | None = None,
 ) -> None:
     """Update ``master`` [N] from ``grad / divisor`` [N] and round it into ``weight`` [N], if there is one; ``state``
-    is torch's of these elements. ``in_kernel``: the kernel divides."""
+    is torch's of these elements, ``coded`` has their moments where torch has not. ``in_kernel``: the kernel divides."""
     count = state.get("step")
     if count is not None:
         count += 1
     scale = torch.full((), divisor, dtype=torch.float32) if in_kernel and divisor != 1.0 else None
     factor = 1.0 if in_kernel else 1.0 / divisor
     is_cast = grad.dtype != master.dtype or factor != 1.0
-    if not is_cast:  # measured: calls by the chunk cost more than the one pass that rounds
+    if not is_cast and coded is None:  # measured: calls by the chunk cost more than the one pass that rounds
         kernel.call(master, grad, [state[label] for label in kernel.moments], count, scale)
         if weight is not None:
             weight.copy_(master)
         return
-    size = CHUNK * torch.get_num_threads()
-    block = torch.empty(min(size, master.numel()), dtype=master.dtype)
-    moments = zip(*(state[label].split(size) for label in kernel.moments), strict=True)
-    for w, g, held, rounded in zip(
-        master.split(size),
-        grad.split(size),
-        moments if kernel.moments else repeat(()),
-        repeat(None) if weight is None else weight.split(size),
-        strict=False,
-    ):
-        g = block[: g.numel()].copy_(g)
+    size = _chunk_elements(master, coded)
+    block = (
+        torch.empty(min(size, master.numel()), dtype=master.dtype, device=master.device) if is_cast else None
+    )
+    whole = [] if coded is not None else [state[label] for label in kernel.moments]
+    for first in range(0, master.numel(), size):
+        here = slice(first, min(first + size, master.numel()))
+        w, g = master[here], grad[here]
+        if block is not None:
+            g = block[: g.numel()].copy_(g)
         if factor != 1.0:
             g.mul_(factor)
+        held = [moment[here] for moment in whole] if coded is None else coded.chunk(here)
         kernel.call(w, g, held, count, scale)
-        if rounded is not None:
-            rounded.copy_(w)
+        if coded is not None:
+            coded.keep(here, held)
+        if weight is not None:
+            weight[here].copy_(w)
+
+
+def _chunk_elements(master: Tensor, coded: CodedPart | None) -> int:
+    if master.device.type != "cpu":
+        return DEVICE_CHUNK
+    return (CHUNK if coded is None else CODED_CHUNK) * torch.get_num_threads()

@@ -20,6 +20,9 @@ numbers are those of a first step. A parameter that was never stepped has no sta
 Leaves and moments are views of flat memory. Where that lies on another tier, ``point`` shows them where it is now: the
 optimizer keeps its objects, and step counts stay.
 
+[Note: coded moments] Moments in another form than the masters' (coded_moments.py) lie beside torch's optimizer, which
+knows the single numbers alone; updates bring them by the chunk.
+
 Scaling: gradients arrive as sums; ``divisor`` (weights summed, loss scale, clipping) is applied inside the fused kernel
 where that is exact enough (its scalar is fp32), else in a pass of its own.
 """
@@ -33,16 +36,19 @@ from torch import Tensor, optim
 
 from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.choice import fused
-from shardwise.optim.by_chunk import ChunkKernel, chunk_kernel, step_by_chunk
+from shardwise.optim.by_chunk import ChunkKernel, chunk_kernel, class_kernel, step_by_chunk
+from shardwise.optim.coded_moments import CodedMoments, CodedPart
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon
 from shardwise.optim.named_rules import NamedRules
 from shardwise.optim.policy import OptimizerPolicy
+from shardwise.optim.rounding import Rounding
 from shardwise.optim.two_pass import TwoPass, Whole
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.registry import Needs, UpdateRule
+from shardwise.plan.state_form import StateForm
 
 Make = Callable[[list[Tensor], int], optim.Optimizer]
 """(flat tensors, optimizer group) -> an optimizer on them."""
@@ -187,10 +193,13 @@ def update_rules(make: Make, groups: int = 1) -> tuple[UpdateRule, ...]:
         probe = torch.zeros(1)
         optimizer = make([probe], group)
         make_state(optimizer)
-        state = optimizer.state.get(probe, {})
-        moments = (label for label, value in state.items() if isinstance(value, Tensor) and value.dim() == 1)
-        found.append(UpdateRule(tuple(moments), needs_of(optimizer)))
+        found.append(UpdateRule(labels_of(optimizer.state.get(probe, {})), needs_of(optimizer)))
     return tuple(found)
+
+
+def labels_of(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """The moments among the state of a leaf."""
+    return tuple(label for label, value in state.items() if isinstance(value, Tensor) and value.dim() == 1)
 
 
 def needs_of(optimizer: optim.Optimizer) -> Needs:
@@ -198,18 +207,45 @@ def needs_of(optimizer: optim.Optimizer) -> Needs:
     return optimizer.needs if isinstance(optimizer, TwoPass) else "elements"
 
 
+def makes_state_late(optimizer: optim.Optimizer) -> bool:
+    """Whether some of its state appears in the first step alone. [Note: state at build]"""
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, optim.SGD):
+        return bool(group["momentum"] and group["dampening"])
+    return not hasattr(optimizer, "_init_group")
+
+
 class FlatOptimizer:
     """The optimizer of one bucket's owned range."""
 
-    def __init__(self, master: Tensor, make: Make, group: int):
+    def __init__(
+        self,
+        master: Tensor,
+        make: Make,
+        group: int,
+        form: StateForm = "fp32",
+        rounding: Rounding | None = None,
+    ):
+        """``form``: of the moments, whose random numbers are those of ``rounding``."""
         self._master = master.detach()
         self._segments = [Segment(0, master.numel(), self._master)]
-        self._optimizer = make([self._segments[0].leaf], group)
+        leaf = self._master if form == "fp32" else torch.zeros(1, dtype=master.dtype, device=master.device)
+        self._optimizer = make([leaf], group)
         self._group = group
         self._remake = lambda leaf: make([leaf], group)
         # Adagrad has made its state already, and saves it.
         self._segments[0] = self._segments[0]._replace(is_stepped=bool(self._optimizer.state))
         make_state(self._optimizer)
+        self.coded: CodedMoments | None = None
+        """[Note: coded moments]"""
+        if form != "fp32":
+            assert rounding is not None, f"moments in {form} are rounded at random"
+            state = self._optimizer.state.pop(leaf, {})
+            if labels := labels_of(state):
+                self.coded = CodedMoments(form, labels, master.numel(), master.device, rounding)
+                state = self.coded.begin(state, 0, master.numel())
+            self._optimizer.state[self._master] = state
+            self._optimizer.param_groups[0]["params"] = [self._master]
         self._divides = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False)) and (
             master.dtype == torch.float32
         )
@@ -224,10 +260,7 @@ class FlatOptimizer:
     @property
     def makes_state_late(self) -> bool:
         """Whether some state appears in the first step alone. [Note: state at build]"""
-        optimizer, group = self._optimizer, self.options
-        if isinstance(optimizer, optim.SGD):
-            return bool(group["momentum"] and group["dampening"])
-        return not hasattr(optimizer, "_init_group")
+        return makes_state_late(self._optimizer)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """The moments lie in ``tensors`` from now on, flat, by label, with the numbers that they have."""
@@ -243,6 +276,9 @@ class FlatOptimizer:
             for label, value in self._optimizer.state.get(leaf, {}).items():
                 if label in moments:
                     value.data = moments[label][start:stop]
+        for label, flat in self.coded.tensors.items() if self.coded else ():
+            if label in moments:
+                flat.data = moments[label]
 
     def step(
         self,
@@ -251,13 +287,18 @@ class FlatOptimizer:
         rates: Sequence[Mapping[str, Any]],
         unused: Sequence[tuple[int, int]] = (),
         weight: Tensor | None = None,
+        steps: int = 0,
     ) -> bool:
         """Update from ``grad / divisor`` (flat, as the master) with the numbers of this bucket's group in ``rates``
         (groups.py); ``unused`` ranges are skipped. ``grad`` is spent.
 
         ``weight``, as long as the master, takes its new numbers rounded where that needs no pass of its own; whether it
-        did.
+        did. ``steps`` were before: what coded moments are rounded by.
         """
+        if self.coded is not None:
+            self._cut(rates, unused)
+            self._step_by_chunk(self._chunk_kernel(), grad, divisor, unused, weight, steps)
+            return weight is not None
         if fused(self._master, grad):
             self._cut(rates, unused)
             rule = self._adam_rule()
@@ -316,30 +357,45 @@ class FlatOptimizer:
 
     def _chunk_kernel(self) -> ChunkKernel | None:
         """What updates a chunk at a time; None where that is torch's to do, or the state is still to be made."""
-        kernel = chunk_kernel(self._optimizer)
+        kernel = chunk_kernel(self._optimizer) if self._master.device.type == "cpu" else None
         # A product of 16-bit numbers has other bits where torch computes without vectors, which is at a tensor's end.
         if kernel is None or self._master.dtype not in (torch.float32, torch.float64):
             return None
+        if self.coded is not None:
+            return kernel
         held = [self._optimizer.state.get(segment.leaf, {}) for segment in self._segments]
         return kernel if all(label in state for state in held for label in kernel.moments) else None
 
     def _step_by_chunk(
         self,
-        kernel: ChunkKernel,
+        kernel: ChunkKernel | None,
         grad: Tensor,
         divisor: float,
         unused: Sequence[tuple[int, int]],
         weight: Tensor | None,
+        steps: int = 0,
     ) -> None:
+        """``kernel``: None, of coded moments alone, is the class's own step."""
+        divides = self._divides and kernel is not None
         for place, (start, stop, leaf, _) in enumerate(self._segments):
             cast = None if weight is None else weight[start:stop]
             if any(first <= start and stop <= last for first, last in unused):
                 if cast is not None:  # what comes from a disk is the master alone
                     cast.copy_(leaf)
                 continue
-            state = self._optimizer.state.get(leaf, {})
-            step_by_chunk(kernel, leaf, grad[start:stop], state, divisor, self._divides, cast)
+            state, coded, own = self._optimizer.state.get(leaf, {}), None, kernel
+            if self.coded is not None:
+                coded = CodedPart(self.coded, start, steps)
+                own = kernel or class_kernel(self._of_one_leaf(), self.coded.labels, state)
+            assert own is not None, "moments that torch keeps are updated by a kernel, or by torch"
+            step_by_chunk(own, leaf, grad[start:stop], state, divisor, divides, cast, coded)
             self._segments[place] = Segment(start, stop, leaf, True)
+
+    def _of_one_leaf(self) -> optim.Optimizer:
+        """The same optimizer, of one element."""
+        made = self._remake(torch.zeros(1, dtype=self._master.dtype, device=self._master.device))
+        made.param_groups[0].update({k: value for k, value in self.options.items() if k != "params"})
+        return made
 
     def _cut(self, rates: Sequence[Mapping[str, Any]], unused: Sequence[tuple[int, int]]) -> None:
         """Segments around ``unused`` ranges, and the numbers of this step."""
@@ -413,11 +469,43 @@ class FlatOptimizer:
         return sum(tensor.nbytes for _, _, _, tensor in self.moments())
 
     def moments(self) -> Iterator[tuple[str, int, int, Tensor]]:
-        """(label, start, stop, tensor) of every moment, by segment."""
+        """(label, start, stop, tensor) of every moment as it is kept, by segment; coded ones whole."""
+        for label, flat in self.coded.tensors.items() if self.coded else ():
+            yield label, 0, flat.numel(), flat
         for start, stop, leaf, _ in self._segments:
             for label, value in self._optimizer.state.get(leaf, {}).items():
                 if isinstance(value, Tensor) and value.dim() == 1:
                     yield label, start, stop, value
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the moments."""
+        return sorted({label for label, *_ in self.moments()})
+
+    def read(self, label: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) of a moment in the master's dtype; 0 where it has none yet."""
+        stop = self._master.numel() if stop is None else stop
+        if self.coded is not None:
+            return self.coded.read(label, start, stop)
+        found = torch.zeros_like(self._master[start:stop])
+        for first, last, held in self._held(label, start, stop):
+            found[first - start : last - start] = held
+        return found
+
+    def write(self, label: str, start: int, values: Tensor) -> None:
+        """``values`` [N] become elements of a moment, from ``start`` on; coded ones are rounded to the nearest."""
+        if self.coded is not None:
+            self.coded.write(label, start, values)
+            return
+        for first, last, held in self._held(label, start, start + values.numel()):
+            held.copy_(values[first - start : last - start])
+
+    def _held(self, wanted: str, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(first, last, their view) of what elements [start, stop) have of a moment that torch keeps."""
+        for label, begin, end, moment in self.moments():
+            first, last = max(start, begin), min(stop, end)
+            if label == wanted and first < last:
+                yield first, last, moment[first - begin : last - begin]
 
     def scalars(self) -> list["Scalars"]:
         """Step counts and other single numbers by segment."""
@@ -435,8 +523,9 @@ class FlatOptimizer:
     def restore(
         self, moments: Mapping[str, Tensor], ends: Sequence[tuple[int, dict[str, float] | None]]
     ) -> None:
-        """Take over state from a checkpoint: flat ``moments`` by label, and for each parameter in turn where its part
-        ends and its scalars (None: it never got a gradient). Neighbours with equal scalars become one segment."""
+        """Take over state from a checkpoint: flat ``moments`` by label, but for coded ones, which were written; and for
+        each parameter in turn where its part ends and its scalars (None: it never got a gradient). Neighbours with
+        equal scalars become one segment."""
         elements, whole = self._master.numel(), self._master
         merged: list[tuple[int, dict[str, float] | None]] = []
         for stop, scalars in ends or [(elements, None)]:
@@ -454,6 +543,9 @@ class FlatOptimizer:
             if scalars is not None:
                 state = {label: _like(kinds.get(label), value) for label, value in scalars.items()}
                 self._optimizer.state[leaf] = state | held
+            elif self.coded is not None:
+                fresh = self._fresh_state(torch.zeros_like(whole[:1]))
+                self._optimizer.state[leaf] = self.coded.begin(fresh, start, stop)
             else:
                 state = self._fresh_state(leaf)
                 for label in held.keys() & state.keys():

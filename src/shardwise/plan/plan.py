@@ -18,6 +18,7 @@ from shardwise.plan.action import Action
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh, StateAxes
 from shardwise.plan.placement import Placement, Shard, Tier
 from shardwise.plan.registry import Registry
+from shardwise.plan.state_form import StateForm, stored_elements
 from shardwise.plan.unit import Bucket, Unit
 from shardwise.plan.words import counted
 
@@ -31,6 +32,8 @@ class Buffers:
     itemsize: int
     placement: Mapping[str, Placement]
     tier: Tier = "device"
+    form: StateForm = "fp32"
+    """Of a moment: with scales behind its elements, or without."""
 
     @property
     def row(self) -> str:
@@ -48,6 +51,10 @@ class Buffers:
         """Elements on one rank."""
         cut = any(isinstance(where, Shard) for where in self.placement.values())
         return bucket.shard_elements if cut else bucket.elements
+
+    def nbytes(self, bucket: Bucket, mesh: Mesh) -> int:
+        """On one rank, scales included."""
+        return stored_elements(self.form, self.elements(bucket, mesh)) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class RankClass:
             if axes is not None and self.units[unit].axes != axes:
                 continue
             for buffer in buffers:
-                size = buffer.elements(self.units[unit].buckets[bucket], mesh) * buffer.itemsize
+                size = buffer.nbytes(self.units[unit].buckets[bucket], mesh)
                 total[buffer.row] = total.get(buffer.row, 0) + size
         return total
 

@@ -139,7 +139,7 @@ class _WalkedStep:
         ]
 
     def _bytes(self, row: Buffers, bucket: Bucket) -> int:
-        return row.elements(bucket, self._plan.mesh) * row.itemsize
+        return row.nbytes(bucket, self._plan.mesh)
 
     def _staging_rows(self) -> dict[str, int]:
         """Blocks between memory and a disk, as many as there may be at once, the largest."""

@@ -1,7 +1,8 @@
 """One bucket of a Unit on this rank: its weight (weight.py) and its gradient (gradient.py), over one layout."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class BucketState:
         parameters: list[nn.Parameter],
         what: str,
         around: BucketContext,
-        moments: Sequence[str] = (),
+        moments: Mapping[str, TierTensor] = MappingProxyType({}),
     ):
         self.layout = layout
         self.dtypes = dtypes
@@ -61,7 +62,7 @@ class BucketState:
         """Elements [start, stop) of the bucket that this rank writes into a checkpoint: of those that several ranks
         hold, the first one does."""
 
-    def _kinds_on_tier(self, moments: Sequence[str]) -> dict[str, TierTensor]:
+    def _kinds_on_tier(self, moments: Mapping[str, TierTensor]) -> dict[str, TierTensor]:
         strategy, layout, dtypes = self._strategy, self.layout, self.dtypes
         weight, state = strategy.weight_tier != "device", layout.key.trained and strategy.tier != "device"
         kinds = {}
@@ -71,7 +72,7 @@ class BucketState:
         if state and not (weight and dtypes.master == dtypes.compute):
             kinds["master"] = TierTensor(self.owned_elements, dtypes.master)
         if state:
-            kinds |= dict.fromkeys(moments, TierTensor(self.owned_elements, dtypes.master))
+            kinds |= moments
         if state and strategy.grad_tier != "device":
             kinds["grad"] = TierTensor(self.owned_elements, dtypes.grad)
         return kinds

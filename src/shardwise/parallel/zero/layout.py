@@ -24,6 +24,7 @@ from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.placement import Partial, Placement, Replicate, Shard, Tier
 from shardwise.plan.plan import Buffers
+from shardwise.plan.state_form import StateForm, stored_dtype
 from shardwise.plan.unit import Unit
 from shardwise.precision.policy import Dtypes
 
@@ -96,22 +97,29 @@ def strategies_of(
     return found
 
 
-def buffers(strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence[str]) -> tuple[Buffers, ...]:
-    """The persistent flat buffers of one bucket.
+def buffers(
+    strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence[str], form: StateForm = "fp32"
+) -> tuple[Buffers, ...]:
+    """The persistent flat buffers of one bucket; ``form``: of the moments.
 
     A master of the compute dtype on the weight's tier is the weight itself (or a view of it) and takes no bytes of its
     own.
     """
 
     def placed(
-        kind: str, itemsize: int, placement: tuple[Placement, Placement], tier: Tier = "device"
+        kind: str,
+        itemsize: int,
+        placement: tuple[Placement, Placement],
+        tier: Tier = "device",
+        form: StateForm = "fp32",
     ) -> Buffers:
-        return Buffers(kind, itemsize, dict(zip(strategy.axes, placement, strict=True)), tier)
+        return Buffers(kind, itemsize, dict(zip(strategy.axes, placement, strict=True)), tier, form)
 
     rows = [placed("weight", dtypes.compute.itemsize, strategy.weight, strategy.weight_tier)]
     if trained:
         rows.append(placed("grad", dtypes.grad.itemsize, strategy.grad, strategy.grad_tier))
         if dtypes.master != dtypes.compute or strategy.tier != strategy.weight_tier:
             rows.append(placed("master", dtypes.master.itemsize, strategy.master, strategy.tier))
-        rows += [placed(moment, dtypes.master.itemsize, strategy.master, strategy.tier) for moment in moments]
+        itemsize = stored_dtype(form, dtypes.master).itemsize
+        rows += [placed(moment, itemsize, strategy.master, strategy.tier, form) for moment in moments]
     return tuple(rows)

@@ -1,0 +1,199 @@
+"""Moments in 16 or 8 bits: decoded a chunk at a time, updated in fp32, and encoded again.
+
+    bf16                 x, rounded up or down at random, so that the mean is x
+    int8, signed         x = ±q² · 4^e           q = 0 .. 127       first moments: exp_avg, momentum_buffer
+    int8, of squares     x =  q⁴ · 16^e          q = 0 .. 255       second moments: exp_avg_sq, square_avg ...
+
+e is the smallest exponent with which the block's largest number has a q; a block is 16 elements, and e a byte of it.
+q is rounded up or down at random like bf16, in proportion to x, so that the mean is x.
+
+Why at random: with beta2 = 0.999 a second moment moves by less than a thousandth a step, far below half the distance of
+two neighbours in either form. Rounded to the nearest one it would never move again; at random it moves as often as it
+should.
+
+Why roots: an update is m / sqrt(v). Linear codes of v end at max / 255, where most of a block lies (sqrt(v) spreads
+over decades), and a v that is rounded to 0 makes m / (0 + eps) explode. So it is sqrt(v) that is coded, through its own
+root: neighbours are 2/q apart, relative to sqrt(v), and reach 65025 times below the largest. A v that is not 0 never
+gets below one step: what is smaller is raised to it, which makes its update smaller. The same root serves m, where 0
+harms nobody. Dettmers et al. found the same two needs, many magnitudes in a block and blocks small enough that an
+outlier spoils few neighbours, and answered them with a tree of exponents and blocks of 2048 with scales in fp32.
+
+Powers of two as scales: every number that was decoded is encoded to itself, whatever the random bits and the block's
+new exponent are (4^e is two steps of q to one), so what is loaded and saved again does not wander, and e takes a byte.
+
+Blocks with an infinite or NaN element decode to NaN: int8 hides no overflow.
+
+Paper: Dettmers et al. 2022, arXiv:2110.02861 (8-bit optimizers). bf16 with stochastic rounding: Zamirai et al. 2020,
+       arXiv:2010.06192.
+Cost:  2 or 17/16 bytes an element; chunks of fp32 while an update goes over them.
+Shapes: N elements of the master, K moments.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shardwise.optim.rounding import Rounding
+from shardwise.plan.state_form import BLOCK, StateForm, stored_dtype, stored_elements
+
+SIGNED = ("exp_avg", "momentum_buffer")
+SQUARES = ("exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
+"""Never negative."""
+
+_NAN_BLOCK = 127
+"""In the place of a block's exponent."""
+_FILLED_AT_ONCE = 1 << 20
+
+
+def refused(form: StateForm, labels: Sequence[str]) -> str:
+    """Why moments of these names have no such form; "" where they have."""
+    if form == "fp32":
+        return ""
+    for label in labels:
+        if label == "max_exp_avg_sq":
+            return "keeps max_exp_avg_sq (amsgrad): a maximum keeps what was rounded up, and grows without a reason"
+        if label == "grad_avg":
+            return "takes grad_avg² (centered) from square_avg: rounded, the difference may be negative"
+        if label not in (*SIGNED, *SQUARES):
+            return f"keeps {label}, of which nobody has said how it may be rounded"
+    return ""
+
+
+class CodedMoments:
+    """The moments of one bucket's owned range, flat, by label. ``rounding``: of the same range."""
+
+    def __init__(
+        self, form: StateForm, labels: Sequence[str], elements: int, device: torch.device, rounding: Rounding
+    ):
+        assert form != "fp32", "moments as the masters need no code"
+        self._form: StateForm = form
+        self._elements = elements
+        self._rounding = rounding
+        dtype, stored = stored_dtype(form, torch.float32), stored_elements(form, elements)
+        self.tensors = {label: torch.zeros(stored, dtype=dtype, device=device) for label in labels}
+        """As they are kept. Their memory may be another's (``FlatOptimizer.adopt``)."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """In the order that all ranks have."""
+        return tuple(self.tensors)
+
+    def read(self, label: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop): fp32, a copy."""
+        stored = self.tensors[label]
+        if self._form == "bf16":
+            return stored[start:stop].float()
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        q = stored[first * BLOCK : min(last * BLOCK, self._elements)]
+        exponents = stored[self._elements + first : self._elements + last]
+        decoded = _decoded(q, exponents.view(torch.int8), label in SQUARES)
+        return decoded[start - first * BLOCK : stop - first * BLOCK]
+
+    def write(self, label: str, start: int, values: Tensor, bits: Tensor | None = None) -> None:
+        """``values`` [N] from element ``start`` on, rounded by ``bits`` (int16 [N]) or, without, to the nearest."""
+        stored = self.tensors[label]
+        values, stop = values.to(stored.device, torch.float32), start + values.numel()
+        if self._form == "bf16":
+            stored[start:stop] = _rounded(values, bits)
+            return
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        begin, end = first * BLOCK, min(last * BLOCK, self._elements)
+        if (begin, end) != (start, stop):  # the others of a block that is written in part keep what they are
+            whole = self.read(label, begin, end)
+            whole[start - begin : stop - begin] = values
+            values, bits = whole, None if bits is None else pad(bits, (start - begin, end - stop))
+        q, exponents = _encoded(values, bits, label in SQUARES)
+        stored[begin:end] = q
+        stored[self._elements + first : self._elements + last] = exponents.view(torch.uint8)
+
+    def begin(self, state: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Elements [start, stop) have the moments of ``state``, a fresh one of one element; what else is in it."""
+        for label in self.labels:
+            value = state[label].item()
+            for first in range(start, stop, _FILLED_AT_ONCE):
+                count = min(stop - first, _FILLED_AT_ONCE)
+                self.write(label, first, torch.full((count,), value))
+        return {label: value for label, value in state.items() if label not in self.tensors}
+
+    def bits(self, start: int, stop: int, step: int) -> Tensor:
+        """To round elements [start, stop) of all of them by, in their order: int16 [K, N]."""
+        device = next(iter(self.tensors.values())).device
+        return self._rounding.bits(start, stop, step, len(self.tensors), device)
+
+
+class CodedPart(NamedTuple):
+    """The moments from element ``start`` on, in an update before which there were ``step`` steps."""
+
+    moments: CodedMoments
+    start: int
+    step: int
+
+    def chunk(self, here: slice) -> list[Tensor]:
+        """Elements of all of them, to be updated: fp32 [N] each."""
+        moments, start = self.moments, self.start
+        return [moments.read(label, start + here.start, start + here.stop) for label in moments.labels]
+
+    def keep(self, here: slice, updated: Sequence[Tensor]) -> None:
+        """What became of them."""
+        start, stop = self.start + here.start, self.start + here.stop
+        bits = self.moments.bits(start, stop, self.step)
+        for label, values, own in zip(self.moments.labels, updated, bits, strict=True):
+            self.moments.write(label, start, values, own)
+
+
+def _rounded(x: Tensor, bits: Tensor | None) -> Tensor:
+    """bf16 [N]. The 16 bits that do not fit are compared with 16 random ones, by their sum's carry."""
+    nearest = x.to(torch.bfloat16)
+    if bits is None:
+        return nearest
+    carried = (x.view(torch.int32) + bits).add_(1 << 15) >> 16
+    return torch.where(x.isfinite(), carried.to(torch.int16).view(torch.bfloat16), nearest)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent in fp32, exactly, for -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _decoded(q: Tensor, exponents: Tensor, squares: bool) -> Tensor:
+    """fp32 [N] of ``q`` [N] and the exponents of its blocks."""
+    is_finite = exponents != _NAN_BLOCK
+    scale = _power(torch.where(is_finite, exponents.int(), 0) * (4 if squares else 2))
+    scale = torch.where(is_finite, scale, torch.nan)
+    values = q.float() if squares else q.view(torch.int8).float()
+    values = values.square_().square_() if squares else values.mul_(values.abs())
+    return _in_blocks(values).mul_(scale[:, None]).view(-1)[: q.numel()]
+
+
+def _encoded(x: Tensor, bits: Tensor | None, squares: bool) -> tuple[Tensor, Tensor]:
+    """(q: uint8 [N], exponents: int8 [blocks])."""
+    size, root, lowest = (4, 255.0**4, -31) if squares else (2, 127.0**2, -63)
+    floor_of_root = 31 if squares else 13
+    # A sum of squares that is below 0 is a rounding error of nobody's: 0.
+    size_of_x = _in_blocks(x.clamp(min=0) if squares else x.abs())
+    most = size_of_x.amax(1)
+    e = ((most.view(torch.int32) >> 23) - 127 - floor_of_root + size - 1) // size
+    e = e.clamp_(min=lowest)
+    e += most > root * _power(e * size)
+    is_finite = most.isfinite()
+    y = (size_of_x * _power(torch.where(is_finite, -e * size, 0))[:, None]).view(-1)[: x.numel()]
+    if squares:
+        q = y.sqrt().sqrt_().floor_()
+        low = q.square().square_()
+        share = (y - low).div_((q + 1).square_().square_().sub_(low))
+    else:
+        q = y.sqrt().floor_()
+        share = (y - q.square()).div_((2 * q).add_(1))
+    q += share > (0.5 if bits is None else (bits.float().add_(2.0**15 + 0.5).mul_(2.0**-16)))
+    q = torch.maximum(q, (y > 0).float()) if squares else q.copysign_(x)
+    codes = q.nan_to_num_(0.0, 0.0, 0.0).to(torch.uint8 if squares else torch.int8).view(torch.uint8)
+    return codes, torch.where(is_finite, e, _NAN_BLOCK).to(torch.int8)
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    """[blocks, 16], zeros behind the end."""
+    missing = -x.numel() % BLOCK
+    return (pad(x, (0, missing)) if missing else x).view(-1, BLOCK)
