@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.memory import activations as module
 from shardwise.memory.activations import Activations
+from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.errors import ConfigError
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
 from tests.engine import test_offload
@@ -74,14 +76,34 @@ def late_copies(small: int = 64) -> Iterator[Moves]:
         yield late.made
 
 
-def config_of(case: Case, moves: bool) -> dict[str, Any]:
+class Other(NamedTuple):
+    """What else is done to blocks."""
+
+    experts: bool = False
+    ep: int = 1
+    mlp: int = 0
+    """Tokens of a tile; 0: none."""
+
+
+def config_of(case: Case, other: Other, moves: bool) -> dict[str, Any]:
     offload = {"activations": "host"} if moves else {}
-    return case.config(None) | {"offload": offload, "max_grad_norm": None}
+    config = case.config(None) | {"offload": offload, "max_grad_norm": None}
+    config["mesh"]["ep"] = other.ep
+    return config | ({"tiles": {"mlp": other.mlp}} if other.mlp else {})
 
 
-def trained(world: Any, case: Case, moves: bool) -> tuple[list[Any], bool]:
+def gpt(other: Other) -> nn.Module:
+    if not other.experts:
+        return test_offload.gpt().double()
+    torch.manual_seed(0)
+    experts = {"count": 4, "hidden": 6, "first": 1, "shared": 1}
+    sizes: dict[str, Any] = {"context": test_offload.CONTEXT, "vocab": test_offload.VOCABULARY}
+    return Gpt(GptPolicy(layers=3, width=8, heads=2, hidden=12, experts=experts, **sizes)).double()
+
+
+def trained(world: Any, case: Case, other: Other, moves: bool) -> tuple[list[Any], bool]:
     """(losses, norms and weights of two steps, with an evaluation between, to the bit), (whether bytes moved)."""
-    engine = shardwise.initialize(test_offload.gpt().double(), config_of(case, moves), world=world)
+    engine = shardwise.initialize(gpt(other), config_of(case, other, moves), world=world)
     data, found = engine._parts.dp.index, []
     for step in range(2):
         batches = test_offload.batches(data, step, case.accumulation)
@@ -97,32 +119,64 @@ def trained(world: Any, case: Case, moves: bool) -> tuple[list[Any], bool]:
     return found, row > 0
 
 
-def compare(world: Any, case: Case) -> list[Any]:
+def compare(world: Any, case: Case, other: Other) -> list[Any]:
     """[whether all is equal, whether host memory was taken without, and with]"""
-    plain, moved = trained(world, case, False), trained(world, case, True)
+    plain, moved = trained(world, case, other, False), trained(world, case, other, True)
     return [plain[0] == moved[0], plain[1], moved[1]]
 
 
-def compare_on(_: Any, size: int, cases: list[Case]) -> list[Any]:
-    device, found = register(), []
-    for case in cases:
-        with late_copies() as made, Bench() as bench:
-            found += Crew(size, device).run(compare, case)
-            found.append([any(each.bytes.up > 0 for each in made), bench.misplaced])
+def compare_on(_: Any, case: Case, other: Other) -> list[Any]:
+    device, size = register(), max(case.tp * case.pp, 1 + (case.stage > 0))
+    with late_copies() as made, Bench() as bench:
+        found: list[Any] = Crew(size, device).run(compare, case, other)
+        found.append([any(each.bytes.up > 0 for each in made), bench.misplaced])
     return found
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"),
+    ("case", "other"),
     [
-        (1, [Case(accumulation=2), Case(recompute="full"), Case(recompute="selective")]),
-        (2, [Case(1), Case(3, accumulation=2, recompute="full"), Case(tp=2), Case(pp=2, accumulation=3)]),
-        (2, [Case(3), Case(2, recompute="selective")]),
+        (Case(accumulation=2, recompute="selective"), Other()),
+        (Case(3, recompute="full"), Other()),
+        (Case(pp=2, accumulation=3), Other()),
+        (Case(3), Other(experts=True, ep=2)),
+        *(
+            pytest.param(case, Other(), marks=pytest.mark.soak)
+            for case in (
+                *(Case(recompute="full"), Case(1), Case(2, recompute="selective"), Case(3, accumulation=2)),
+                *(
+                    Case(tp=2),
+                    Case(tp=2, recompute="full"),
+                    Case(pp=2, accumulation=3, recompute="selective"),
+                ),
+            )
+        ),
+        *(
+            pytest.param(case, other, marks=pytest.mark.soak)
+            for case in (Case(), Case(2, recompute="full"), Case(tp=2), Case(pp=2, accumulation=2))
+            for other in (Other(mlp=5), Other(experts=True))
+        ),
+        pytest.param(Case(1, recompute="full"), Other(True, 2, 5), marks=pytest.mark.soak),
     ],
+    ids=lambda each: "-".join(
+        f"{key}{value}" for key, value in each._asdict().items() if value != type(each)._field_defaults[key]
+    ),
 )
-def test_the_bits_of_a_run_that_keeps_them(device_process: RankPool, size: int, cases: list[Case]) -> None:
-    [found] = device_process.run(compare_on, size, cases)
-    assert found == [*[[True, False, True]] * size, [True, []]] * len(cases)
+def test_the_bits_of_a_run_that_keeps_them(device_process: RankPool, case: Case, other: Other) -> None:
+    [found] = device_process.run(compare_on, case, other)
+    assert found == [*[[True, False, True]] * (len(found) - 1), [True, []]]
+
+
+def refused_on(_: Any) -> str:
+    config = {"offload": {"activations": "host"}}
+    with pytest.raises(ConfigError) as caught:
+        Crew(1, register()).run(lambda world: shardwise.initialize(nn.Linear(2, 2), config, world=world))
+    return str(caught.value)
+
+
+def test_a_model_without_blocks_is_refused(device_process: RankPool) -> None:
+    [text] = device_process.run(refused_on)
+    assert text.startswith("offload.activations: host, but the model's blocks are not found")
 
 
 # Blocks on the host -------------------------------------------------------------------------------------------------
@@ -137,12 +191,12 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
         self.inner = torch.empty(0)
-        self.came: Callable[[Tensor], None] = lambda grad: None
+        self.came: Callable[[Tensor], None] | None = lambda grad: None
 
     def forward(self, x: Tensor) -> Tensor:
         self.inner = torch.relu(self.up(x))
         out: Tensor = x + self.down(self.inner)
-        if out.requires_grad:
+        if self.came is not None and out.requires_grad:
             out.register_hook(self.came)
         return out
 
@@ -196,6 +250,22 @@ def test_gradients_of_passes(loss: Callable[[nn.Module, Tensor], Tensor], keeps_
     with wrapped(keeps_last) as (model, activations):
         assert all(map(torch.equal, wanted, gradients(model, loss)))
         assert len(wanted) == 12 and activations.bytes.up > 0
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at every input
+def test_compiled_blocks() -> None:
+    """What a compiled forward saves goes the same way."""
+    wanted = gradients(blocks(), mean_square)
+    with late_copies():
+        model = blocks()
+        for block in model:
+            block.came, block.forward = None, torch.compile(block.forward, backend="aot_eager")
+        activations = Activations(model, torch.device("cpu"), keeps_last=True)
+        activations.wrap(list(model))
+        found = gradients(model, mean_square)
+    assert all((one - other).norm() <= 1e-14 * other.norm() for one, other in zip(found, wanted, strict=True))
+    assert activations.bytes.up == activations.bytes.down > 0
 
 
 def test_bytes_come_one_block_ahead_and_no_weight_moves() -> None:

@@ -130,7 +130,7 @@ def test_what_mixes_tokens_is_whole_and_told_once(caplog: pytest.LogCaptureFixtu
     found, _, _ = passed(Odd, 2)
     assert all(map(torch.equal, found, expected))
     assert [each.message for each in caplog.records] == [
-        "tiles.mlp: part is computed whole: a place of it between its matrices is not known to treat every token alone"
+        "tiles.mlp: part is computed whole: getitem between its matrices is not known to treat every token alone"
     ]
 
 

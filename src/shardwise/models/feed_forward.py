@@ -17,13 +17,15 @@ Shapes: x [..., D]; C tokens of a tile.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 
 from shardwise.kernels.dropout import TileRows, keyed_dropout
@@ -110,7 +112,8 @@ def _words(text: str) -> frozenset[str]:
 _ALONE = _words(
     "relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign tanhshrink "
     "log_sigmoid sigmoid tanh erf exp sqrt rsqrt square abs neg add radd sub rsub mul rmul div truediv true_divide "
-    "rdiv pow rpow clamp clamp_min clamp_max minimum maximum float half bfloat16 double to contiguous"
+    "rdiv pow rpow clamp clamp_min clamp_max minimum maximum gt ge lt le "
+    "where float half bfloat16 double to contiguous"
 )
 """Names of torch's functions that treat every element alone, underscores around them left out."""
 _OF_LAST_DIM = {
@@ -123,7 +126,11 @@ _OF_LAST_DIM = {
 """Those that treat every token alone where ``dim`` is the last one: its place among the arguments, its default."""
 _NORMS = _words("layer_norm rms_norm")
 """... and where they norm the last dim alone."""
-_OPERATORS = _words("add radd sub rsub mul rmul truediv rtruediv pow rpow neg matmul")
+_OPERATORS = _words("add radd sub rsub mul rmul truediv rtruediv pow rpow neg gt ge lt le")
+_OF_WHOLE = _words("matmul rmatmul getitem setitem bool float int iadd isub imul itruediv eq ne array")
+"""Operators that make features whole; ``iadd`` and its like would change what others hold, too."""
+_OF_NONE = _words("dtype device layout is_cuda is_meta")
+"""What no rows have as well as all."""
 
 
 class _Noted(NamedTuple):
@@ -159,12 +166,12 @@ class UnmadeFeatures:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        if name in ("shape", "ndim", "device", "dtype") and self._call.is_plain(name):
-            return self._call.device if name == "device" else getattr(self._like, name)
+        if name in ("shape", "ndim"):
+            return getattr(self._like, name)
+        if name in _OF_NONE:
+            return getattr(self._call.of_none(self._noted, self._x), name)
         value = getattr(Tensor, name)
-        if not callable(value):
-            return getattr(self._whole(name), name)
-        return lambda *args, **kwargs: self._call.note(value, (self, *args), kwargs)
+        return _asked(value, self) if callable(value) else getattr(self._whole(name), name)
 
     def _whole(self, why: str | None) -> Tensor:
         """Made of all tokens, as without tiles; ``why`` is told."""
@@ -172,8 +179,7 @@ class UnmadeFeatures:
             self._made = self._call.made(self._noted, self._x, why)
         return self._made
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._whole("a place of it")[key]
+    __hash__ = object.__hash__
 
     def __len__(self) -> int:
         return len(self._like)
@@ -182,13 +188,18 @@ class UnmadeFeatures:
         return f"<features {list(self._like.shape)}, not made>"
 
 
-def _noting(name: str) -> Any:
+def _asked(function: Any, features: UnmadeFeatures) -> Any:
+    """A method of theirs: modes see it first, as they see a tensor's."""
+    return lambda *args, **kwargs: handle_torch_function(function, (features,), features, *args, **kwargs)
+
+
+def _operator(name: str) -> Any:
     function = getattr(Tensor, name)
-    return lambda self, *args: self._call.note(function, (self, *args), {})
+    return lambda self, *args: _asked(function, self)(*args)
 
 
-for _name in _OPERATORS:
-    setattr(UnmadeFeatures, f"__{_name}__", _noting(f"__{_name}__"))
+for _name in (*_OPERATORS, *_OF_WHOLE):
+    setattr(UnmadeFeatures, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class _PartCall:
@@ -229,20 +240,13 @@ class _PartCall:
                 return self._taken(x, matrix)
             if self._is_making or type(x) is not Tensor or x.dim() < 2:
                 return forward(x)
-            like = torch.empty(*x.shape[:-1], _sizes(matrix)[1], dtype=x.dtype, device="meta")
+            lead = list(x.shape[:-1])
+            if isinstance(matrix, ColumnLinear) and _joins(matrix):
+                lead[1] *= matrix.region.group.size
+            like = torch.empty(*lead, _sizes(matrix)[1], dtype=x.dtype, device="meta")
             return UnmadeFeatures(self, x, like, _Noted(_product, (matrix,), {}))
 
         return run
-
-    def is_plain(self, name: str) -> bool:
-        """Whether what is on meta has the same: no mode or autocast chooses dtypes."""
-        return name != "dtype" or not (self._modes or torch.is_autocast_enabled(self.device.type))
-
-    @property
-    def device(self) -> torch.device:
-        """Of the part's matrices."""
-        weight: Any = self._part.matrices[0].weight
-        return weight.device  # type: ignore[no-any-return]
 
     # What is noted ---------------------------------------------------------------------------------------------
 
@@ -252,7 +256,7 @@ class _PartCall:
         unmade = [each for each in leaves if isinstance(each, UnmadeFeatures)]
         x, name = unmade[0]._x, getattr(function, "__name__", str(function)).strip("_")
         likes = [self._like(each) for each in leaves]
-        together = all(each._x is x and each._call is self for each in unmade)
+        together = all(each._x is x and each._call is self and each._made is None for each in unmade)
         together = together and all(self._is_alike(each) for each in leaves if isinstance(each, Tensor))
         if together and _treats_tokens_alone(function, name, *pytree.tree_unflatten(likes, form)):
             return self._noted(function, [self._held(each) for each in leaves], likes, form, x)
@@ -287,6 +291,12 @@ class _PartCall:
         return value if place is None else _At(place)
 
     # What is made ----------------------------------------------------------------------------------------------
+
+    def of_none(self, noted: _Noted, x: Tensor) -> Tensor:
+        """Of no rows."""
+        matrices = [each for each in _used(noted) if not isinstance(each, _At)]
+        with torch.no_grad(), self._in_modes(), self._making(), _local(matrices):
+            return _made(noted, x.reshape(-1, x.shape[-1])[:0], None)
 
     def made(self, noted: _Noted, x: Tensor, why: str | None) -> Tensor:
         """Of all rows of ``x``. Errors: UsageError behind the part's forward, where its weights may be gone."""
@@ -324,10 +334,10 @@ class _PartCall:
         used = list(_used(noted))
         matrices = [each for each in used if not isinstance(each, _At)]
         around = _Exchanges.of(matrices, last)
-        if features._call is not self or around is None:
+        if features._call is not self or features._made is not None or around is None:
             return self._run(last, features._whole("the next matrix"))
         columns = sum(_sizes(each)[1] for each in (*matrices, last))
-        tokens = part.tile.of(around.rows(x), columns, x)
+        tokens = part.tile.of(features._like.shape[:-1].numel(), columns, x)
         if not tokens:
             return self._run(last, features._whole(None))
         places = [each.place for each in used if isinstance(each, _At)]
@@ -341,10 +351,9 @@ class _PartCall:
             y: Tensor = last.forward(_made(noted, rows, TileRows(start, lead)))
             return y
 
+        local = partial(_local, (*matrices, last))
         with self._making():
-            return around.leave(
-                tiled(list(dict.fromkeys(places)), of_tile, x, tokens, part.replay, around.local)
-            )
+            return around.leave(tiled(list(dict.fromkeys(places)), of_tile, x, tokens, part.replay, local))
 
     def _run(self, matrix: nn.Module, x: Tensor) -> Tensor:
         with self._making():
@@ -443,11 +452,6 @@ class _Exchanges(NamedTuple):
             return None
         return cls(columns, last)
 
-    def rows(self, x: Tensor) -> int:
-        """Of ``x`` where it has entered."""
-        joins = self.columns and self.columns[0].enters and self.columns[0].cut
-        return x.shape[:-1].numel() * (self.columns[0].region.group.size if joins else 1)
-
     def enter(self, x: Tensor) -> Tensor:
         """In front of the tiles."""
         return self.columns[0].enter(x) if self.columns else x
@@ -456,17 +460,23 @@ class _Exchanges(NamedTuple):
         """Behind them."""
         return y if self.row is None else self.row.leave(y)
 
-    @contextmanager
-    def local(self) -> Iterator[None]:
-        """Meanwhile the matrices are products alone."""
-        layers: Sequence[Any] = () if self.row is None else (*self.columns, self.row)
+
+def _joins(matrix: Any) -> bool:
+    """Whether a cut sequence is gathered where it begins."""
+    return isinstance(matrix, ColumnLinear) and matrix.enters and matrix.cut
+
+
+@contextmanager
+def _local(matrices: Iterable[nn.Module]) -> Iterator[None]:
+    """Meanwhile they are products alone."""
+    layers: list[Any] = [each for each in matrices if isinstance(each, ColumnLinear | RowLinear)]
+    for layer in layers:
+        layer.is_local = True
+    try:
+        yield
+    finally:
         for layer in layers:
-            layer.is_local = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.is_local = False
+            layer.is_local = False
 
 
 class ByTiles:
