@@ -53,3 +53,15 @@ def _continued(crc: int, data: bytes, times: int) -> int:
     for _ in range(times):
         crc = zlib.crc32(data, crc)
     return crc
+
+
+def test_numba_is_asked_where_that_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random.Random(0).randbytes(10_000)
+    monkeypatch.setattr(
+        crc, "_folded", crc.loop(lambda *_: None)
+    )  # as in a process that has compiled nothing
+    assert crc.sum_for(1 << 30) is zlib.crc32
+    assert crc.sum_for(1 << 33) is not zlib.crc32 or not crc._folds()
+    monkeypatch.undo()
+    crc32(np.frombuffer(data, np.uint8))
+    assert crc.sum_for(0)(data) == crc.sum_for(0)(memoryview(data)) == zlib.crc32(data)

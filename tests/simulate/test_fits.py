@@ -1,5 +1,6 @@
 """What makes a job fit is what it takes, at a price by counted bytes and operations."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,13 @@ def test_bytes_on_a_disk_are_counted(given: dict[str, Any], tmp_path: Path) -> N
     for _ in range(3):
         engine.train_step([batch])
         tiers.settle()
-        counted.append((tiers.scratch.bytes_read, tiers.scratch.bytes_written))
+        counted.append((Counter(tiers.scratch.bytes_read), Counter(tiers.scratch.bytes_written)))
     policies = parts.program.planned.policies
     strategies = strategies_of(engine.plan.own, engine.plan.registry, policies)
     told = tier_traffic(engine.plan.own, engine.plan.mesh, strategies)
     engine.close()
-    assert counted[2][0] - counted[1][0] == told.read + told.weights_read > 0
-    assert counted[2][1] - counted[1][1] == told.written + told.gradients_written > 0
+    read, written = counted[2][0] - counted[1][0], counted[2][1] - counted[1][1]
+    assert read.total() == told.read + told.weights_read > 0
+    assert written.total() == told.written + told.gradients_written > 0
+    assert written["grad"] == read["grad"] == told.gradients_written
+    assert read["exp_avg"] == written["exp_avg"] == read["exp_avg_sq"] > 0

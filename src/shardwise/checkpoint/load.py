@@ -31,6 +31,7 @@ from shardwise.checkpoint.manifest import Manifest, ManifestTensor
 from shardwise.checkpoint.peers import Coordinator
 from shardwise.checkpoint.piece import Flat, Item, bytes_of, check_pieces
 from shardwise.checkpoint.steps import Folder, StepDirectory, open_step, step_of
+from shardwise.kernels.crc import sum_for
 from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.plan.strict_json import read_object
 
@@ -68,6 +69,7 @@ class StepReader:
         largest = max(file.bytes for file in manifest.files.values())
         self._buffer = torch.empty(min(manifest.block_bytes, largest), dtype=torch.uint8)
         self._memory = bytes_of(self._buffer)
+        self._sum = sum_for(sum(file.bytes for file in manifest.files.values()))
 
     def blocks(self) -> list[tuple[str, int]]:
         """(file, block) of the whole step, in order."""
@@ -136,7 +138,7 @@ class StepReader:
                 except OSError as error:
                     what = f"cannot be read ({error})"
                     raise DamagedError(f"{self.path}: {self._damage(name, block, what)}") from None
-                if zlib.crc32(data) != file.block_crc(block):
+                if self._sum(data) != file.block_crc(block):
                     what = (
                         f"bytes {block * size}..{block * size + length} do not match their CRC-32; they changed "
                         "after they were written"
@@ -159,10 +161,10 @@ class StepReader:
             if piece.file == name
             and piece.offset < stop
             and (end := piece.offset + (piece.stop - piece.start) * tensor.torch_dtype.itemsize) > start
-            and self._sum(name, piece.offset, end) != int(piece.crc32, 16)
+            and self._sum_of(name, piece.offset, end) != int(piece.crc32, 16)
         )
 
-    def _sum(self, name: str, start: int, stop: int) -> int:
+    def _sum_of(self, name: str, start: int, stop: int) -> int:
         """The CRC-32 of a range as it is now; -1 where it cannot be read."""
         total = 0
         part = bytearray(min(2**20, stop - start))

@@ -22,6 +22,7 @@ Detects every single flipped bit and every burst up to 32 bits.
 import functools
 import importlib.util
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from shardwise.kernels.tables.compiled import Loop, loop
 
-__all__ = ["crc32", "crc32_combine"]
+__all__ = ["Sum", "crc32", "crc32_combine", "sum_for"]
 
 _POLYNOMIAL = 0xEDB88320  # P without x^32, bit 31 = x^0: the order of bits that zlib uses
 _ONE = 1 << 31
@@ -159,3 +160,16 @@ def crc32(data: npt.NDArray[np.uint8]) -> int:
     return zlib.crc32(
         data[whole:].data, zlib.crc32(lanes.data, 0xFFFFFFFF)
     )  # ... which are in ``lanes`` already
+
+
+Sum = Callable[[memoryview | bytes | bytearray], int]
+"""The CRC-32 of bytes."""
+_WORTH_COMPILING_BYTES = 4 << 30
+"""What zlib sums in the second or two that numba takes to come and to compile, with as much again to spare."""
+
+
+def sum_for(total_bytes: int) -> Sum:
+    """The faster one for so many bytes in all: folded where that is compiled already, or worth it."""
+    if "compiled" in vars(_folded) or (total_bytes >= _WORTH_COMPILING_BYTES and _folds()):
+        return lambda data: crc32(np.frombuffer(data, np.uint8))
+    return zlib.crc32

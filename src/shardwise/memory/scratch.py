@@ -20,6 +20,7 @@ Cost:  a read or write of each byte; its CRC on the threads here (``kernels/crc.
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -71,9 +72,9 @@ class DiskScratch:
         Errors: ConfigError for a folder that is missing or takes no files; UsageError names another run that uses it.
         """
         assert block_bytes % rounded_up(1) == 0, f"a block of {block_bytes} bytes is not whole pages"
-        self.bytes_read = 0
-        """Of the blocks that were read. What they are padded with at their end is not counted."""
-        self.bytes_written = 0
+        self.bytes_read: Counter[str] = Counter()
+        """Of the blocks that were read, by kind. What they are padded with at their end is not counted."""
+        self.bytes_written: Counter[str] = Counter()
         self._block_bytes = block_bytes
         self._blocks: dict[tuple[str, str], list[_DiskBlock]] = {}
         crc32(
@@ -186,7 +187,7 @@ class DiskScratch:
         except OSError as error:
             raise _disk_failed("write", file, block, error) from error
         with self._threads.order:
-            self.bytes_written += block.size
+            self.bytes_written[block.kind] += block.size
 
     def _read(self, block: _DiskBlock, part: Bytes, skip: int, spare: Bytes) -> None:
         file = self._folder.files[block.kind]
@@ -202,7 +203,7 @@ class DiskScratch:
         if whole is not part:
             part[:] = whole[skip : skip + part.nbytes]
         with self._threads.order:
-            self.bytes_read += block.size
+            self.bytes_read[block.kind] += block.size
 
 
 _Job = Callable[[Bytes], None]
