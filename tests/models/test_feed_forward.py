@@ -157,3 +157,21 @@ def test_refusals_by_name() -> None:
         shardwise.initialize(Holder(Fused()), config | {"zero": {"units": ["part.up"]}})
     with pytest.raises(PlanError, match=r"experts \(part\.experts\) take turns by experts\.rows"):
         shardwise.initialize(Holder(MixtureOfExperts(WIDTH, HIDDEN, 2)), config)
+
+
+def test_dtypes_by_operation(caplog: pytest.LogCaptureFixture) -> None:
+    """What is noted goes through the modes that the part runs in: products in bf16, a norm in fp32."""
+    found = []
+    for mlp in ("off", 2):
+        torch.manual_seed(0)
+        engine = shardwise.initialize(
+            Holder(Residual()), {"precision": {"operations": "bf16"}, "tiles": {"mlp": mlp}}
+        )
+        y = engine(torch.linspace(-1, 1, 15 * WIDTH).view(3, 5, WIDTH))
+        engine.backward(y.square().mean())
+        found.append([y.detach(), *engine.gradients().values()])
+        engine.step()
+        engine.close()
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 0.01 * other.norm()
+    assert "whole" not in caplog.text

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 
 from shardwise.kernels.dropout import TileRows, keyed_dropout
@@ -126,10 +125,9 @@ _OF_LAST_DIM = {
 """Those that treat every token alone where ``dim`` is the last one: its place among the arguments, its default."""
 _NORMS = _words("layer_norm rms_norm")
 """... and where they norm the last dim alone."""
-_OPERATORS = _words("add radd sub rsub mul rmul truediv rtruediv pow rpow neg gt ge lt le")
-_OF_WHOLE = _words("matmul rmatmul getitem setitem bool float int iadd isub imul itruediv eq ne array")
-"""Operators that make features whole; ``iadd`` and its like would change what others hold, too."""
-_OF_NONE = _words("dtype device layout is_cuda is_meta")
+_OF_FORM = _words("shape ndim size dim numel __len__")
+"""What is known of features that are not made."""
+_OF_NONE = _words("dtype device layout is_cuda is_cpu is_meta is_floating_point element_size")
 """What no rows have as well as all."""
 
 
@@ -149,57 +147,48 @@ class _At(NamedTuple):
     place: Place
 
 
-class UnmadeFeatures:
-    """What a part computes of each token between two of its matrices: noted, and not computed."""
+class UnmadeFeatures(Tensor):
+    """What a part computes of each token between two of its matrices: noted, and not computed. On meta."""
 
-    def __init__(self, call: "_PartCall", x: Tensor, like: Tensor, noted: _Noted) -> None:
-        """``x``: what they are made of; ``like``: of their form, on meta."""
-        self._call, self._x, self._like, self._noted = call, x, like, noted
-        self._made: Tensor | None = None
+    _call: "_PartCall"
+    _x: Tensor
+    """What they are made of."""
+    _like: Tensor
+    """Of their form, and nobody's but meta's."""
+    _noted: _Noted
+    _made: Tensor | None
+
+    @classmethod
+    def of(cls, call: "_PartCall", x: Tensor, like: Tensor, noted: _Noted) -> "UnmadeFeatures":
+        """Once more what ``like`` is the form of."""
+        new = like.as_subclass(cls)
+        new._call, new._x, new._like, new._noted, new._made = call, x, like, noted, None
+        return new
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Any function of torch that is given some."""
+        """Any function of torch that is given some, and any attribute of theirs."""
         first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, UnmadeFeatures))
-        return first._call.note(function, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)
-        if name in ("shape", "ndim"):
-            return getattr(self._like, name)
+        name = getattr(function, "__name__", str(function))
+        if name == "__get__":
+            name = function.__self__.__name__
+        if name in _OF_FORM:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(first._like, *args[1:], **kwargs or {})
         if name in _OF_NONE:
-            return getattr(self._call.of_none(self._noted, self._x), name)
-        value = getattr(Tensor, name)
-        return _asked(value, self) if callable(value) else getattr(self._whole(name), name)
+            return function(first._call.of_none(first._noted, first._x))
+        if name == "requires_grad":
+            return torch.is_grad_enabled()
+        return first._call.note(function, name.strip("_"), args, kwargs or {})
 
-    def _whole(self, why: str | None) -> Tensor:
+    def whole(self, why: str | None) -> Tensor:
         """Made of all tokens, as without tiles; ``why`` is told."""
         if self._made is None:
             self._made = self._call.made(self._noted, self._x, why)
         return self._made
 
-    __hash__ = object.__hash__
-
-    def __len__(self) -> int:
-        return len(self._like)
-
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"<features {list(self._like.shape)}, not made>"
-
-
-def _asked(function: Any, features: UnmadeFeatures) -> Any:
-    """A method of theirs: modes see it first, as they see a tensor's."""
-    return lambda *args, **kwargs: handle_torch_function(function, (features,), features, *args, **kwargs)
-
-
-def _operator(name: str) -> Any:
-    function = getattr(Tensor, name)
-    return lambda self, *args: _asked(function, self)(*args)
-
-
-for _name in (*_OPERATORS, *_OF_WHOLE):
-    setattr(UnmadeFeatures, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class _PartCall:
@@ -244,23 +233,23 @@ class _PartCall:
             if isinstance(matrix, ColumnLinear) and _joins(matrix):
                 lead[1] *= matrix.region.group.size
             like = torch.empty(*lead, _sizes(matrix)[1], dtype=x.dtype, device="meta")
-            return UnmadeFeatures(self, x, like, _Noted(_product, (matrix,), {}))
+            return UnmadeFeatures.of(self, x, like, _Noted(_product, (matrix,), {}))
 
         return run
 
     # What is noted ---------------------------------------------------------------------------------------------
 
-    def note(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def note(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What ``function`` makes of unmade features, unmade where it treats every token alone."""
         leaves, form = pytree.tree_flatten((args, kwargs))
         unmade = [each for each in leaves if isinstance(each, UnmadeFeatures)]
-        x, name = unmade[0]._x, getattr(function, "__name__", str(function)).strip("_")
+        x = unmade[0]._x
         likes = [self._like(each) for each in leaves]
         together = all(each._x is x and each._call is self and each._made is None for each in unmade)
         together = together and all(self._is_alike(each) for each in leaves if isinstance(each, Tensor))
         if together and _treats_tokens_alone(function, name, *pytree.tree_unflatten(likes, form)):
             return self._noted(function, [self._held(each) for each in leaves], likes, form, x)
-        whole = [each._whole(name) if isinstance(each, UnmadeFeatures) else each for each in leaves]
+        whole = [each.whole(name) if isinstance(each, UnmadeFeatures) else each for each in leaves]
         args, kwargs = pytree.tree_unflatten(whole, form)
         with self._in_modes():
             return function(*args, **kwargs)
@@ -270,13 +259,15 @@ class _PartCall:
         like = _like_of(function, args, kwargs)
         args, kwargs = pytree.tree_unflatten(held, form)
         if isinstance(like, Tensor):
-            return UnmadeFeatures(self, x, like, _Noted(function, args, kwargs))
+            return UnmadeFeatures.of(self, x, like, _Noted(function, args, kwargs))
         return tuple(
-            UnmadeFeatures(self, x, each, _Noted(function, args, kwargs, i)) for i, each in enumerate(like)
+            UnmadeFeatures.of(self, x, each, _Noted(function, args, kwargs, i)) for i, each in enumerate(like)
         )
 
     def _is_alike(self, value: Tensor) -> bool:
         """Whether every token meets the same of it, and its gradient is not lost."""
+        if isinstance(value, UnmadeFeatures):
+            return True
         return value.dim() < 2 and (not value.requires_grad or id(value) in self._places)
 
     def _like(self, value: Any) -> Any:
@@ -335,11 +326,11 @@ class _PartCall:
         matrices = [each for each in used if not isinstance(each, _At)]
         around = _Exchanges.of(matrices, last)
         if features._call is not self or features._made is not None or around is None:
-            return self._run(last, features._whole("the next matrix"))
+            return self._run(last, features.whole("the next matrix"))
         columns = sum(_sizes(each)[1] for each in (*matrices, last))
         tokens = part.tile.of(features._like.shape[:-1].numel(), columns, x)
         if not tokens:
-            return self._run(last, features._whole(None))
+            return self._run(last, features.whole(None))
         places = [each.place for each in used if isinstance(each, _At)]
         places += [
             (each, key) for each in (*matrices, last) for key, p in each._parameters.items() if p is not None
@@ -518,7 +509,7 @@ class ByTiles:
         with call.noting():
             found = self._whole(*args, **kwargs)
             return pytree.tree_map(
-                lambda each: each._whole("what it returns") if isinstance(each, UnmadeFeatures) else each,
+                lambda each: each.whole("what it returns") if isinstance(each, UnmadeFeatures) else each,
                 found,
             )
 
