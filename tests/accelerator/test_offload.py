@@ -10,7 +10,7 @@ from shardwise.engine.state import buckets
 from shardwise.plan.errors import UsageError
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
-from tests.engine import test_offload
+from tests.engine import test_delayed, test_offload
 from tests.engine.test_offload import Case
 from tests.ranks import RankPool
 
@@ -63,6 +63,25 @@ def compare_on(_: Any, size: int, cases: list[Case]) -> list[Any]:
 def test_masters_in_host_memory(device_process: RankPool, size: int, cases: list[Case]) -> None:
     [found] = device_process.run(compare_on, size, cases)
     assert found == [[True, [], ["cpu"], True, []]] * size * len(cases)
+
+
+def compare_late(world: Any, case: Case) -> list[Any]:
+    """What differs from a loop that puts the weights before the last update back for every pass."""
+    late = trained(world, case, {"optimizer": "host", "step": "delayed"})
+    with Bench():
+        steps, state = test_delayed.overridden(world, case, {"optimizer": "host"}, 3)
+        unlike = [name for name, tensor in late[1].items() if not torch.equal(tensor, state[name].cpu())]
+    return [late[0] == steps, unlike, sorted(late[2]), late[4]]
+
+
+def compare_all_late(_: Any, size: int, cases: list[Case]) -> list[Any]:
+    device = register()
+    return [found for case in cases for found in Crew(size, device).run(compare_late, case)]
+
+
+def test_updates_that_count_a_step_late(device_process: RankPool) -> None:
+    [found] = device_process.run(compare_all_late, 1, [Case(precision="bf16", accumulation=2)])
+    assert found == [[True, [], ["cpu"], []]]
 
 
 def test_a_part_of_the_units(device_process: RankPool) -> None:

@@ -98,12 +98,14 @@ def plan(
     group_of: Callable[[str], int] = lambda name: 0,
     on_disk: float = 0.0,
     weights_too: bool = False,
+    delayed: bool = False,
     **zero: object,
 ) -> Plan:
     """Of the model above; ``on_disk``: share of Units whose state is there, and with ``weights_too`` their weights;
-    ``zero``: further keys of ZeroPolicy."""
+    ``delayed``: with updates that count one step late; ``zero``: further keys of ZeroPolicy."""
     disk = {"optimizer": "disk", "disk_path": "/", "fraction": on_disk} if on_disk else {}
     disk |= {"parameters": "disk"} if weights_too else {}
+    disk |= {"step": "delayed"} if delayed else {}
     policies = Policies(
         ZeroPolicy.model_validate({"stage": stage, "prefetch_bytes": 0, **zero}),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),

@@ -94,6 +94,14 @@ def test_what_a_gather_sends_comes_as_far_ahead_of_it() -> None:
     assert not strategies[0].brings_shard and not replace(ZERO1[0], tier="disk").brings_shard
 
 
+def test_an_update_that_counts_a_step_late() -> None:
+    """Weights become the last one's before this one begins, which goes from the last Unit on, as gradients come."""
+    late = [replace(each, tier="disk", is_delayed=True) for each in ZERO1]
+    assert text(update_actions([True, False, True], late)) == (
+        "ADOPT(u0) UNSHARD(u0) ADOPT(u2) UNSHARD(u2) LOAD(u2) STEP(u2) STORE(u2) LOAD(u0) STEP(u0) STORE(u0)"
+    )
+
+
 def test_a_unit_that_runs_twice() -> None:
     """It stays where nothing comes in between, opens again where something does, and is reduced once."""
     assert text(forward_actions(opens(1, 1), ZERO3)) == (

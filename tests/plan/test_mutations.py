@@ -44,6 +44,7 @@ def good(name: str) -> Plan:
         "norms": lambda: plan(Mesh(pp=2, dp_shard=2), 1, updates=[UpdateRule(("exp_avg",), "norm")]),
         "matrices": lambda: plan(Mesh(dp_shard=2, tp=2), 1, updates=MIXED, group_of=matrix_or_rest),
         "disk": lambda: plan(Mesh(dp_shard=2), 1, on_disk=0.5),
+        "delayed": lambda: plan(Mesh(dp_shard=2), 1, on_disk=1.0, delayed=True),
         "weights on disk": lambda: plan(Mesh(dp_shard=2), 3, on_disk=0.5, weights_too=True, prefetch_bytes=1),
         "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
         "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),
@@ -214,6 +215,16 @@ PLANTED = [
     ("disk", drop("all", unit(Kind.STORE, 4)), r"no STORE\(u4\) though its updated state belongs on a disk"),
     ("disk", double("all", unit(Kind.LOAD, 4)), r"LOAD\(u4\) twice"),
     ("zero1", add("all", unit(Kind.STORE, 1)), r"STORE\(u1\) of a Unit whose state stays in memory"),
+    ("delayed", drop("all", unit(Kind.ADOPT, 4)), r"UNSHARD\(u4\) not between ADOPT\(u4\), .* and STEP"),
+    ("delayed", before("all", unit(Kind.ADOPT, 4), NORM), r"ADOPT\(u4\) before NORM"),
+    ("delayed", swap("all", unit(Kind.ADOPT, 4), unit(Kind.STEP, 4)), r"STEP\(u4\) before LOAD\(u4\)"),
+    (
+        "delayed",
+        swap("all", unit(Kind.UNSHARD, 4), unit(Kind.STORE, 4)),
+        r"STORE\(u4\) before STEP\(u4\)",
+    ),
+    ("delayed", add("all", unit(Kind.UNSHARD, 4)), r"UNSHARD\(u4\) not between ADOPT|UNSHARD\(u4\) twice"),
+    ("disk", add("all", unit(Kind.ADOPT, 4)), r"ADOPT\(u4\) of a Unit whose updates count at once"),
     ("weights on disk", double("all", unit(Kind.BRING, 3, 0)), r"BRING\(u3,0\) while .* or on their way"),
     (
         "weights on disk",
@@ -326,7 +337,19 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
 
 @pytest.mark.parametrize(
     "name",
-    ["zero1", "zero3", "tp", "frozen", "step", "tables", "norms", "matrices", "disk", "weights on disk"],
+    [
+        "zero1",
+        "zero3",
+        "tp",
+        "frozen",
+        "step",
+        "tables",
+        "norms",
+        "matrices",
+        "disk",
+        "delayed",
+        "weights on disk",
+    ],
 )
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
     """Of every list, all of its Actions; but what nobody has brought, the gather brings."""

@@ -37,7 +37,7 @@ def resolve(config: RunConfig, world_size: int, device_type: str) -> Resolved:
             "the next step; zero.stage: 3 keeps a shard of them, and that may lie elsewhere"
         )
     choices = [f"mesh {mesh}", _batch_text(batch, mesh.size("dp"))]
-    if offload.optimizer == "host" and device_type == "cpu":
+    if offload.optimizer == "host" and device_type == "cpu" and offload.step != "delayed":
         offload = offload.model_copy(update={"optimizer": "device", "parameters": "device"})
         choices.append("offload.optimizer: host memory is where CPU ranks keep all state")
     if offload.activations == "host" and device_type == "cpu":

@@ -108,7 +108,12 @@ _ZERO = block(
         idle("cpuadam_cores_perc", "num >= 0 <= 1", 0.8, "threads of a rank are torch's (OMP_NUM_THREADS)"),
     ),
     block(
-        refused("zenflow", "block?", None, "every step updates all weights; leave the block out"),
+        refused(
+            "zenflow",
+            "block?",
+            None,
+            "every step updates all weights, or all of them one step late (offload.step: delayed); leave the block out",
+        ),
         refused("topk_ratio", "num > 0 < 1", 0.1, WITH_BLOCK),
         refused("select_strategy", "one of auto|step|epoch", "auto", WITH_BLOCK),
         refused("select_interval", "any", "auto", WITH_BLOCK),

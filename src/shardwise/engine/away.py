@@ -74,6 +74,7 @@ class Away:
         parts.passes.own_use.end()
         for hooks in parts.hooks:
             hooks.recover()
+        state.settle(parts, "offload_states")
         state.finish_updates(parts)
         if to == "host" and parts.device.type == "cpu":  # it is there already
             self.kinds = wanted

@@ -14,6 +14,7 @@ from shardwise.engine.nonfinite import Look
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.record import StepInputs
+from shardwise.engine.state import settle
 from shardwise.engine.weighing import Weighing
 from shardwise.parallel.tensor.log_probs import log_probs_of
 from shardwise.plan.errors import UsageError
@@ -87,6 +88,7 @@ class Forward:
 
     def mean_loss(self, batches: Iterable[tuple[Any, float | None]]) -> float:
         """See ``Engine.evaluate``; in the mode that the model is in."""
+        settle(self._parts)
         total = torch.zeros(2, dtype=torch.float64)
         for loss, weight in self._losses(batches):
             if weight and loss is not None:
@@ -139,6 +141,7 @@ class Forward:
 
     def predict(self, batches: Sequence[Any], call: Loss | None = None, everywhere: bool = True) -> list[Any]:
         """See ``Engine.predict``."""
+        settle(self._parts)
         batches = list(batches)
         if self._meets_others and not are_alike(self._parts, len(batches)):
             raise self._uneven("predict")

@@ -6,7 +6,7 @@
     BRING, UNSHARD, RESHARD, REDUCE              parallel/zero/windows.py
     ASK, FETCH, DELIVER (and STEP of tables)     engine/table_units.py
     SUM, NORM, DIRECT, TRUST, DEAL               engine/step.py
-    LOAD, STEP, STORE                            engine/step.py
+    ADOPT, LOAD, STEP, STORE                     engine/step.py
 
 A new Kind needs a line here and whoever does it.
 """
@@ -55,6 +55,7 @@ def handlers_of(
         Kind.DIRECT: end.direct,
         Kind.TRUST: end.trust,
         Kind.DEAL: end.deal,
+        Kind.ADOPT: end.adopt,
         Kind.LOAD: end.load,
         Kind.STEP: end.step,
         Kind.STORE: end.store,

@@ -35,7 +35,7 @@ from shardwise.engine.differences import Differences
 from shardwise.engine.loaders import Loaders
 from shardwise.engine.parts import Parts
 from shardwise.engine.saved_state import SavedState
-from shardwise.engine.state import buckets, finish_updates, own_buffers
+from shardwise.engine.state import buckets, finish_updates, own_buffers, settle
 from shardwise.engine.tables import Tables
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import CheckpointError, MismatchError
@@ -60,6 +60,7 @@ class LoadedStep(NamedTuple):
 def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], **options: Any) -> None:
     """See ``Engine.save``."""
     progress = parts.progress
+    settle(parts, "save")
     finish_updates(parts)
     common, stateless, labels = _agree_on_scalars(parts)
     state = {
@@ -173,6 +174,7 @@ def load(
 ) -> LoadedStep | None:
     """See ``Engine.load``. None where the folder holds no step."""
     is_step = (folder / "manifest.json").is_file()
+    settle(parts, "load")
     finish_updates(parts)
     moments: dict[int, dict[str, Flat]] = {}
     found = Differences(missing, unexpected)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.engine import views
 from shardwise.engine.parts import Parts, Trained
-from shardwise.engine.state import are_alike, assembled, buckets, take
+from shardwise.engine.state import are_alike, assembled, buckets, settle, take
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import UsageError
 from shardwise.plan.policy import nearest
@@ -32,7 +32,7 @@ def full_tensor(parts: Parts, name: str, of: str) -> Tensor | None:
     info = _info(parts, name, of)
     if info is None:
         return None
-    divisor = views.settled_divisor(parts) if of == "gradient" else 1.0
+    divisor = _divisor(parts, of, "full_tensor")
     own: dict[str, Tensor] = {}
     for bucket, place in _held(parts, info):
         if of == "gradient" and not _is_used(parts, bucket, place):
@@ -57,7 +57,7 @@ def set_full_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
             "torch.distributed.broadcast leaves them"
         )
     value = value.detach().to(parts.device)
-    divisor = views.settled_divisor(parts) if of == "gradient" else 1.0
+    divisor = _divisor(parts, of, "set_full_tensor")
     for bucket, place in _held(parts, info):
         slot, local = bucket.layout.slots[place], value
         if parts.groups["model"].size > 1:
@@ -91,7 +91,7 @@ def set_local_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
     """See ``Engine.set_local_tensor``."""
     info = _trained_info(parts, name, of)
     _check_tensor("set_local_tensor", name, value)
-    divisor = views.settled_divisor(parts) if of == "gradient" else 1.0
+    divisor = _divisor(parts, of, "set_local_tensor")
     for bucket, place in _held(parts, info):
         held = _overlap(bucket, place)
         elements = held.stop - held.start if held else 0
@@ -100,6 +100,14 @@ def set_local_tensor(parts: Parts, name: str, value: Tensor, of: str) -> None:
                 f"set_local_tensor: this rank has {elements} elements of {name} ({of}), given {value.numel()}"
             )
         _write(parts, bucket, place, of, value.detach().to(parts.device).reshape(-1), divisor)
+
+
+def _divisor(parts: Parts, of: str, call: str) -> float:
+    """What is held is that many times what it stands for; nothing is under way there. Collective."""
+    if of == "gradient":
+        return views.settled_divisor(parts)
+    settle(parts, f"{call}({of})")
+    return 1.0
 
 
 def _check_tensor(call: str, name: str, value: Any) -> None:

@@ -38,6 +38,26 @@ def finish_updates(parts: Parts) -> None:
         bucket.weight.finish_update()
 
 
+def settle(parts: Parts, call: str = "") -> None:
+    """An update that counts one step late (``offload.step: delayed``) counts now. Collective, between two steps; in the
+    middle of one the weights that it runs on stay.
+
+    Errors: UsageError there of a ``call`` that needs more than these weights; TierError, DamagedError.
+    """
+    late = [bucket for bucket, _ in parts.trained if bucket.weight.is_late]
+    if late and parts.accumulation.passes:
+        if call:
+            raise UsageError(
+                f"{call}: in the middle of a step, whose gradients are those of weights without the update under way "
+                "(offload.step: delayed); call it between two steps, or engine.discard() first"
+            )
+        return
+    for bucket in late:
+        bucket.weight.adopt()
+    for pending in [bucket.weight.gather_updated() for bucket in late]:
+        pending.wait()
+
+
 def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
     """What was summed over ranks and microbatches, by ``divisor``, by name."""
     votes = [float(used) for bucket, _ in parts.trained for used in bucket.gradient.used]
@@ -58,6 +78,7 @@ def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
 @contextmanager
 def summoned_parameters(parts: Parts) -> Iterator[None]:
     """See ``Engine.gathered``."""
+    settle(parts)
     summoned = _summon(parts)
     try:
         yield
@@ -83,6 +104,7 @@ def full_parameters(
             f"full_parameters: from_rank is {from_rank}; the engine's ranks are 0 to {world.size - 1}"
         )
     keep = write or from_rank is not None
+    settle(parts, "full_parameters(write=True)" if keep else "")
     summoned = _summon(parts, names)
     is_cut = _is_cut(parts)
     whole = {
@@ -208,6 +230,7 @@ def are_alike(parts: Parts, tensors: Sequence[Tensor]) -> bool:
 def give_back(parts: Parts) -> None:
     """The model's parameters hold the weights from here on, whole over the data-parallel ranks and each in the dtype
     that it came in, as do buffers; a second call does nothing."""
+    settle(parts)
     for name, buffer in own_buffers(parts).items():
         buffer.data = buffer.data.to(parts.spec.buffers[name].dtype)
     for bucket in buckets(parts):
@@ -217,6 +240,7 @@ def give_back(parts: Parts) -> None:
 
 def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
     """See ``Engine.state_dict``. Parameters are copies; buffers too."""
+    settle(parts)
     whole = whole_parameters(parts, trained_only)
     if not trained_only:
         whole |= whole_buffers(parts, own_buffers(parts))
@@ -257,6 +281,7 @@ def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]
 def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> None:
     """See ``Engine.load_state_dict``: each rank writes the elements that it owns, so that nothing is put together."""
     whole = parts.spec
+    settle(parts, "load_state_dict")
     _check_names(parts, given, strict)
     if any(bucket.weight.is_summoned for bucket in buckets(parts)):
         raise UsageError(

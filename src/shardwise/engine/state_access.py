@@ -240,7 +240,8 @@ class StateAccess:
 
     def local_tensor(self, name: str, of: str = "master") -> Tensor | None:
         """This rank's own elements of what ``full_tensor`` gives, flat, a copy; they may be none. None where this rank
-        holds no part of the parameter, on another stage of a pipeline, and as there."""
+        holds no part of the parameter, on another stage of a pipeline, and as there. Of a master and of moments it is
+        what an update under way makes of them (``offload.step: delayed``), which ``full_tensor`` lets count first."""
         self._held.away.check("local_tensor")
         return single_tensors.local_tensor(self._parts, name, of)
 

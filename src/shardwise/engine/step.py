@@ -10,6 +10,8 @@
     DIRECT   of each Unit whose updates look beyond their own element: moments and directions; then
     TRUST    the norms of whole tensors                                      (engine/whole_norms.py)
     DEAL     whole matrices to their owners, and back                        (engine/whole_matrices.py)
+    ADOPT    of each Unit, where updates count one step late: its weights become those of the update before; also where
+             this step is skipped
     STEP     of each Unit: update masters and moments, round into the weights; on another tier than the device, with
              LOAD and STORE, on a thread of its own                          (memory/tier.py)
     UNSHARD  what is kept whole but updated in pieces                         (stages 1 and 2)
@@ -34,7 +36,7 @@ from shardwise.engine.parts import Parts, Trained
 from shardwise.engine.sums import Number, read, summed
 from shardwise.engine.whole_matrices import WholeMatrices
 from shardwise.engine.whole_norms import WholeNorms
-from shardwise.memory.streams import to_be_written, to_host
+from shardwise.memory.streams import reached, to_be_written, to_host
 from shardwise.memory.tier import TierState
 from shardwise.optim.clip import share, square_sum
 from shardwise.optim.flat import Factor, FlatOptimizer
@@ -270,6 +272,8 @@ class StepEnd:
         """A gradient goes where its master lies."""
         # Where data went round the Unit nobody has waited: its last update still reads what is written here.
         bucket.weight.finish_update()
+        if bucket.state is not None:
+            bucket.state.finish_update()
         bucket.gradient.settle()
         self._squares[bucket] = _squares_of(self._parts, bucket)
         bucket.gradient.leave()
@@ -319,6 +323,8 @@ class StepEnd:
 
         def begin(rounded: Tensor | None) -> "Future[None]":
             write = None if rounded is None else to_be_written(rounded)
+            # What is written over may still be on its way into the weight that has adopted it.
+            is_free = reached(self._parts.device) if state.next is not None else None
 
             def step_into(weight: Tensor) -> None:
                 if not optimizer.step(grad(), *told, weight, steps):
@@ -326,6 +332,8 @@ class StepEnd:
 
             def update() -> None:
                 state.arrive()
+                if is_free is not None:
+                    is_free()
                 if write is not None:
                     write(step_into)
                     return
@@ -338,6 +346,11 @@ class StepEnd:
             return state.tiers.begin(update)
 
         bucket.weight.begin_update(begin)
+
+    def adopt(self, action: Action) -> None:
+        """ADOPT: a Unit's weights become those of the update before."""
+        for (bucket, _), _ in self._units[action.unit]:
+            bucket.weight.adopt()
 
     def load(self, action: Action) -> None:
         """LOAD: begin to bring a Unit's masters and moments from a disk."""

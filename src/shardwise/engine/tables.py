@@ -211,6 +211,11 @@ def check_mesh(model: nn.Module, mesh: Mesh, settings: RunConfig) -> None:
             "sequences, and between the cut layers each rank holds its part of them; set tensor.sequence_parallel: "
             "false"
         )
+    if settings.offload.step == "delayed" and collections_of(model):
+        raise ConfigError(
+            "offload.step: delayed: rows of embedding tables are updated at once, and would be a step ahead of the "
+            "weights; set offload.step: before_use"
+        )
 
 
 def take_over(

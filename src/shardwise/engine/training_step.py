@@ -33,7 +33,7 @@ from shardwise.engine.sums import Number, filled_like
 from shardwise.engine.weighing import Weighing
 from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
-from shardwise.plan.action import Action
+from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import CommError, NonFiniteError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -41,6 +41,11 @@ _log = logging.getLogger(__name__)
 
 def _is_update(action: Action) -> bool:
     return action.kind.updates
+
+
+def _leaves_out(action: Action) -> bool:
+    """Whether a step that is skipped ends here."""
+    return action.kind not in (Kind.ADOPT, Kind.UNSHARD)
 
 
 @dataclass
@@ -232,11 +237,12 @@ class TrainingStep:
             clip = clip_factor(norm, parts.config.max_grad_norm)
             end.update = Update(divisor / clip, rates, factor, parts.progress.applied_steps)
             parts.walker.run()  # STEP, and UNSHARD of what was updated in pieces
-            for hooks in parts.hooks:
-                hooks.windows.finish_updates()
+            self._finish_gathers()
             if parts.config.offload.step == "at_end":
                 state.finish_updates(parts)
         else:
+            parts.walker.run(until=_leaves_out)  # an update that counts one step late does so all the same
+            self._finish_gathers()
             parts.walker.skip_rest()
             parts.tables.drop()
         parts.passes.loads.end_step(totals.experts)
@@ -250,6 +256,10 @@ class TrainingStep:
             parts.program.adopt_order()
         self.stop.seen = totals.flags > 0
         return self._close_step(totals, norm, float(rates[0]["lr"]), skipped=not applies)
+
+    def _finish_gathers(self) -> None:
+        for hooks in self._parts.hooks:
+            hooks.windows.finish_updates()
 
     def _summed(self, weight: Number, rates: Sequence[Mapping[str, Any]]) -> tuple[Totals, float, float]:
         """The list up to its first update: (what all ranks brought, what sums are divided by, the norm)."""

@@ -31,8 +31,10 @@ class OffloadPolicy(Policy):
     state: StateForm = "fp32"
     """In which form the optimizer's moments are kept, wherever they lie: as the masters (``fp32``), ``bf16`` rounded at
     random, or ``int8`` with a scale for each 16. Masters and weights stay what they are."""
-    step: Literal["before_use", "at_end"] = "before_use"
-    """When an update off the device is waited for: where its Unit is used next, or at the step's end."""
+    step: Literal["before_use", "at_end", "delayed"] = "before_use"
+    """When an update off the device is waited for: where its Unit is used next, or at the step's end; ``delayed``:
+    after the next step's backward pass, which runs on the weights before it (other numbers: each update counts one
+    step late)."""
 
     @model_validator(mode="after")
     def _has_folder(self) -> "OffloadPolicy":
@@ -42,5 +44,14 @@ class OffloadPolicy(Policy):
             raise ValueError(
                 f"parameters: {self.parameters} with optimizer: {self.optimizer}; weights lie on the device or where "
                 f"masters and moments lie: set optimizer: {self.parameters} too"
+            )
+        if self.step == "delayed" and self.optimizer == "device":
+            raise ValueError(
+                "step: delayed without optimizer: host or disk; an update on the device stands in nobody's way"
+            )
+        if self.step == "delayed" and (self.parameters != "device" or self.fraction < 1):
+            raise ValueError(
+                f"step: delayed with parameters: {self.parameters} and fraction: {self.fraction:g}; the weights of all "
+                "Units stay on the device while their updates run beside a step: set parameters: device, fraction: 1"
             )
         return self

@@ -187,9 +187,11 @@ def down_by_now(device: torch.device) -> Callable[[], object]:
 
 def to_host(tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
     """Begin to copy ``tensor``, as it is at this point of the current stream, into pinned memory (``into``, or new).
-    The call that is returned waits for it, in any thread, and has the copy; a tensor on a CPU comes as it is."""
+    The call that is returned waits for it, in any thread, and has the copy; without ``into`` a tensor on a CPU comes as
+    it is."""
     if tensor.device.type == "cpu":
-        return lambda: tensor
+        here = tensor if into is None else into.copy_(tensor)
+        return lambda: here
     there, stream = begin_down(tensor, into), _copies_down(tensor.device)
     arrived = torch.Event(tensor.device)
     arrived.record(stream)
@@ -200,6 +202,16 @@ def to_host(tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         return there
 
     return arrive
+
+
+def reached(device: torch.device) -> Callable[[], object]:
+    """The call that is returned waits, in any thread, until the device has come past this point of the current
+    stream."""
+    if device.type == "cpu":
+        return lambda: None
+    here = torch.Event(device)
+    here.record(torch.accelerator.current_stream(device))
+    return here.synchronize
 
 
 def to_be_written(target: Tensor) -> Callable[[Callable[[Tensor], None]], None]:

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -190,6 +191,16 @@ class TierTensor(NamedTuple):
         return self.elements * self.dtype.itemsize
 
 
+@dataclass
+class NextWeight:
+    """What a weight becomes that lies on the device and adopts its updates one step late."""
+
+    numbers: Tensor
+    """In host memory, of what this rank updates."""
+    update: "Future[None] | None" = None
+    """What writes them, until they are adopted."""
+
+
 class TierState:
     """What of one bucket lies on a tier, flat, by kind: "weight", "master", "exp_avg" ...
 
@@ -211,6 +222,8 @@ class TierState:
         self.has_gradient = False
         """Whether the gradient of the running step is here."""
         self._arrived: Callable[[], Tensor] = lambda: self.tensors["grad"]
+        self.next: NextWeight | None = None
+        """Where updates count one step late."""
         self._nowhere = {kind: torch.empty(0, dtype=each.dtype) for kind, each in self.kinds.items()}
         self.tensors: Mapping[str, Tensor]
         """By kind; empty ones while they lie on the disk."""
@@ -300,6 +313,11 @@ class TierState:
         self._block = None
 
     # From outside ----------------------------------------------------------------------------------------------
+
+    def finish_update(self) -> None:
+        """One that counts a step late, and whose weights nobody waits for, is over. Errors: TierError, DamagedError."""
+        if self.next is not None and self.next.update is not None:
+            self.next.update.result()
 
     def leave(self, gradient: Tensor) -> None:
         """The gradient of a step follows the master, and is let go of here."""

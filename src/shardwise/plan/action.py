@@ -12,6 +12,7 @@
     DIRECT                the first half of an update that looks beyond its own element: a Unit's moments and directions
     TRUST                 the norms of whole tensors, of weights and of directions
     DEAL                  whole matrices of directions to one rank each, and what it makes of them back
+    ADOPT                 let a Unit's weights become those of the update before this one, where it counts one step late
     LOAD, STORE           bring a Unit's masters and moments from a disk into host memory, and back
     STEP                  update a Unit's masters and moments where they live
 
@@ -33,6 +34,10 @@ What lies on another tier than the device is updated while the next step begins:
 here, on a thread that does them in this order, and whoever uses the Unit's weights waits for its STEP:
 
     ... NORM STEP(u0) LOAD(u1) LOAD(u2) STEP(u1) STORE(u1) STEP(u2) STORE(u2) ...
+
+or the whole of the next step runs on the weights before it, which become the new ones at that step's end:
+
+    ... NORM ADOPT(u0) ADOPT(u1) ADOPT(u2) LOAD(u2) LOAD(u1) STEP(u2) STORE(u2) ...
 
 ASK is the half of FETCH that reads no weight. It stands in a list of its own, which a thread walks while the steps
 before are computed (``plan.lists.keys_ahead``); a FETCH whose keys nobody asked for does both halves.
@@ -63,6 +68,7 @@ class Kind(Enum):
     DIRECT = "DIRECT"
     TRUST = "TRUST"
     DEAL = "DEAL"
+    ADOPT = "ADOPT"
     LOAD = "LOAD"
     STEP = "STEP"
     STORE = "STORE"
@@ -74,7 +80,7 @@ class Kind(Enum):
 
     @property
     def updates(self) -> bool:
-        """True for what comes after NORM, where a step is not skipped."""
+        """True for what comes after NORM; where a step is skipped, ADOPT alone."""
         return self in _UPDATES
 
     @property
@@ -89,7 +95,7 @@ class Kind(Enum):
 
 
 _COMPUTES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-_UPDATES = frozenset({Kind.DIRECT, Kind.TRUST, Kind.DEAL, Kind.LOAD, Kind.STEP, Kind.STORE})
+_UPDATES = frozenset({Kind.ADOPT, Kind.DIRECT, Kind.TRUST, Kind.DEAL, Kind.LOAD, Kind.STEP, Kind.STORE})
 _ENDS_STEP = frozenset({Kind.DELIVER, Kind.SUM, Kind.NORM, *_UPDATES})
 
 

@@ -39,6 +39,8 @@ class Strategy:
     """Where master and moments lie, and are updated."""
     weight_tier: Tier = "device"
     """Where the weight lies between its windows."""
+    is_delayed: bool = False
+    """Whether an update counts one step late: ADOPT, in the next step's end."""
     grad_tier: Tier = "device"
     """Where the gradient lies from its last reduction in a step to the update."""
     axes: StateAxes = DENSE
@@ -242,6 +244,7 @@ def update_actions(
     halves of the update. ``loads_ahead``: of how many Units the state is under way from a disk at once.
     """
     actions = [*(Action(Kind.DIRECT, unit) for unit in directed), *between]
+    is_delayed = any(strategy.is_delayed for strategy in strategies)
     units = [unit for unit, is_trained in enumerate(trained) if is_trained]
     away = [unit for unit in units if strategies[unit].tier != "device"]
 
@@ -249,6 +252,10 @@ def update_actions(
         is_in_pieces = strategies[unit].cuts_master and not strategies[unit].cuts_weight
         return [Action(Kind.UNSHARD, unit)] * is_in_pieces
 
+    if is_delayed:
+        # Beside the next step, whose gradients come from the last Unit on, each where the one before it has to be gone.
+        actions += [each for unit in away for each in (Action(Kind.ADOPT, unit), *gathered(unit))]
+        away.reverse()
     for unit in units:
         if unit not in away:
             actions += [Action(Kind.STEP, unit), *gathered(unit)]
@@ -261,7 +268,7 @@ def update_actions(
         if unit in on_disk:
             actions += [Action(Kind.STORE, unit), *left[:1]]
             left = left[1:]
-    return actions + [action for unit in away for action in gathered(unit)]
+    return actions if is_delayed else actions + [action for unit in away for action in gathered(unit)]
 
 
 def registration_boundaries(names: Sequence[str]) -> list[Boundary]:

@@ -28,7 +28,8 @@ class Buffers:
     """The flat buffers of one bucket that live from step to step: dtype size and placement of each."""
 
     kind: str
-    """``weight``, ``grad``, ``master`` or the name of a moment."""
+    """``weight``, ``grad``, ``master``, ``next weight`` (of an update that counts one step late) or the name of a
+    moment."""
     itemsize: int
     placement: Mapping[str, Placement]
     tier: Tier = "device"
@@ -45,7 +46,7 @@ class Buffers:
     @property
     def is_moment(self) -> bool:
         """Whether it is one of the optimizer's."""
-        return self.kind not in ("weight", "grad", "master")
+        return self.kind not in ("weight", "grad", "master", "next weight")
 
     def elements(self, bucket: Bucket, mesh: Mesh) -> int:
         """Elements on one rank."""

@@ -9,7 +9,8 @@
     end          SUM where ranks hold addends of one gradient, then NORM once, then one STEP of each Unit that trains,
                  tables among them, and the gather of weights that are whole but were updated in pieces; where updates
                  look at whole tensors, DIRECT of their Units before the first STEP, then TRUST and DEAL as these need;
-                 where state lies on a disk, LOAD of the Unit before its STEP and STORE after it
+                 where state lies on a disk, LOAD of the Unit before its STEP and STORE after it; where updates
+                 count one step late, ADOPT of each Unit, and its gather, before the first STEP
 
 Cost: one look at each Action and at each tensor.
 """
@@ -55,6 +56,8 @@ class _Rules(NamedTuple):
     """Its updates look at whole tensors: a DIRECT before STEP."""
     brings: bool = False
     """Its shard comes from another tier before it is gathered: a BRING may begin that."""
+    adopts: bool = False
+    """Its updates count one step late: an ADOPT before STEP."""
     loads: bool = False
     """Its masters and moments lie on a disk: a LOAD before STEP, a STORE after it."""
 
@@ -82,7 +85,8 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
         returns = not moves and any(_is_cut(registry, "master", name) for name in trained)
         directs = bool(registry.needs_of(unit) - {"elements"})
         loads = bool(trained) and any(row.tier == "disk" for row in rows)
-        found.append(_Rules(bool(trained), moves, cuts_gradient, returns, directs, brings, loads))
+        adopts = any(row.kind == "next weight" for row in rows)
+        found.append(_Rules(bool(trained), moves, cuts_gradient, returns, directs, brings, adopts, loads))
     return found
 
 
@@ -118,10 +122,10 @@ class _Updates:
         self.stepped: set[int] = set()
         self.returned: set[int] = set()
         self._moved: set[Action] = set()
-        """LOAD and STORE so far."""
+        """LOAD, STORE and ADOPT so far."""
 
     def of_unit(self, action: Action, rules: _Rules) -> None:
-        """DIRECT, LOAD, STEP, STORE, or the UNSHARD behind it."""
+        """DIRECT, ADOPT, LOAD, STEP, STORE, or the UNSHARD behind STEP or ADOPT."""
         if action.kind is Kind.UNSHARD:
             self._return(action, rules)
             return
@@ -129,6 +133,8 @@ class _Updates:
             self._refuse(action, "before NORM, which decides by what the gradient is scaled")
         if action.kind is Kind.DIRECT:
             self._direct(action, rules)
+        elif action.kind is Kind.ADOPT:
+            self._adopt(action, rules)
         elif action.kind in (Kind.LOAD, Kind.STORE):
             self._move(action, rules)
         else:
@@ -150,6 +156,15 @@ class _Updates:
         for unit, rules in enumerate(self._rules):
             if rules.loads and Action(Kind.STORE, unit) not in self._moved:
                 self._refuse(f"no STORE(u{unit})", "though its updated state belongs on a disk")
+
+    def _adopt(self, action: Action, rules: _Rules) -> None:
+        if not rules.adopts:
+            self._refuse(action, "of a Unit whose updates count at once")
+        if action in self._moved:
+            self._refuse(action, "twice; expected once per step")
+        if self.stepped:
+            self._refuse(action, f"after STEP(u{min(self.stepped)}), which a skipped step leaves out")
+        self._moved.add(action)
 
     def _move(self, action: Action, rules: _Rules) -> None:
         if not rules.loads:
@@ -173,6 +188,8 @@ class _Updates:
             self._refuse(action, "of a Unit in which nothing trains")
         if rules.loads and Action(Kind.LOAD, action.unit) not in self._moved:
             self._refuse(action, f"before LOAD(u{action.unit}), which brings what it updates")
+        if rules.adopts and Action(Kind.ADOPT, action.unit) not in self._moved:
+            self._refuse(action, f"before ADOPT(u{action.unit}), which takes what it writes over")
         missing = [each for each in self.between if each not in self._ended] if rules.directs else []
         if missing:
             self._refuse(action, f"before {missing[0]}, which tells what its update needs of whole tensors")
@@ -183,7 +200,11 @@ class _Updates:
     def _return(self, action: Action, rules: _Rules) -> None:
         if not rules.returns:
             self._refuse(action, "at the end of the step, where nothing is to be gathered")
-        if action.unit not in self.stepped:
+        if rules.adopts and (Action(Kind.ADOPT, action.unit) not in self._moved or self.stepped):
+            self._refuse(
+                action, f"not between ADOPT(u{action.unit}), which changes what is gathered, and STEP"
+            )
+        if not rules.adopts and action.unit not in self.stepped:
             self._refuse(action, f"before STEP(u{action.unit}), which changes what is gathered")
         if action.unit in self.returned:
             self._refuse(action, "twice after its STEP")

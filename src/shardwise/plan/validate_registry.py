@@ -67,10 +67,10 @@ def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int,
             f"{' and '.join(info.axes)}"
         )
     for row in rows:
-        if row.kind in ("weight", "grad", "master"):
-            kept = registry.get(_KIND_OF[row.kind], slot.name)
-        else:
+        if row.is_moment:
             kept = registry.get("moment", slot.name, row.kind)
+        else:
+            kept = registry.get(_KIND_OF[row.kind], slot.name)
         for axis, placement in row.placement.items():
             if kept.on(axis) != placement:
                 raise PlanError(
@@ -80,7 +80,12 @@ def _check_slot(slot: Slot, bucket: Bucket, rows: Sequence[Buffers], stage: int,
         _check_gradient(where, registry.get("gradient", slot.name), info, rows[0].placement, slices.mesh)
 
 
-_KIND_OF: Mapping[str, RegisteredKind] = {"weight": "parameter", "grad": "gradient", "master": "master"}
+_KIND_OF: Mapping[str, RegisteredKind] = {
+    "weight": "parameter",
+    "grad": "gradient",
+    "master": "master",
+    "next weight": "master",
+}
 
 
 def _check_gradient(

@@ -125,6 +125,8 @@ class _WalkedStep:
             "staging": SlotPool(_META, 0),
         }
         self._gradients: dict[tuple[int, int], int] = {}
+        self._late: dict[tuple[int, int], int] = {}
+        """Of them those of the step before, whose updates are under way beside this one."""
         self._limit = 2 * policies.offload.buffers
         self._leaving: deque[int] = deque()
         self._blocks = _KeptBlocks(set(moved))
@@ -172,8 +174,14 @@ class _WalkedStep:
                 self._backward(action)
             elif action.kind is Kind.REDUCE:
                 self._reduce(unit, strategy)
+            elif action.kind is Kind.ADOPT:
+                for place, _, _ in self._buckets(unit):
+                    self._late.pop((unit, place), None)
         for unit, place in list(self._gradients):
-            if self._strategies[unit].tier == "device":
+            strategy = self._strategies[unit]
+            if strategy.is_delayed and "host" in self._near:
+                self._late[unit, place] = self._gradients.pop((unit, place))
+            elif strategy.tier == "device":
                 del self._gradients[unit, place]
 
     def _forward(self, action: Action) -> None:
@@ -205,7 +213,7 @@ class _WalkedStep:
         share = self._passed.of(kind, name)
         here = self._blocks.before(kind, name, action.microbatch)
         held = self.rows | {
-            "gradients": sum(self._gradients.values()),
+            "gradients": sum(self._gradients.values()) + sum(self._late.values()),
             "leaving": sum(self._leaving),
             **{row: pool.bytes for row, pool in self._slots.items()},
             "kept": self._passed.batch_bytes + here,

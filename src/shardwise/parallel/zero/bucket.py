@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.memory.slots import SlotPool
-from shardwise.memory.tier import TierState, TierTensor
+from shardwise.memory.tier import NextWeight, TierState, TierTensor
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.gradient import Gradient
 from shardwise.parallel.zero.views import ParameterViews
@@ -52,6 +52,10 @@ class BucketState:
             assert tiers is not None and tier != "device", "a tier off the device has files or host memory"
             self.state = TierState(what, tier, kinds, tiers, pins)
             around.ledger.take(tier, what, self.state.nbytes)
+            if around.strategy.is_delayed and layout.key.trained:
+                following = torch.empty(self.owned_elements, dtype=dtypes.compute, pin_memory=pins)
+                self.state.next = NextWeight(following)
+                around.ledger.take("host", what, following.nbytes)
         self.weight = Weight(layout, dtypes, views, what, around, self.state)
         self.gradient = Gradient(layout, dtypes, views, what, around, self.state)
         self.copy = (around.dp.index // self.owned_range[1], around.dp.size // self.owned_range[1])
@@ -112,6 +116,7 @@ class BucketState:
         if self.state is None:
             yield
             return
+        self.state.finish_update()
         with self.state.opened(changes):
             yield
 

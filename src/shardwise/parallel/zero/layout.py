@@ -92,6 +92,7 @@ def strategies_of(
                 tier=offload.optimizer,
                 weight_tier=offload.parameters,
                 grad_tier=offload.optimizer if leaves else "device",
+                is_delayed=offload.step == "delayed" and any(bucket.key.trained for bucket in unit.buckets),
             )
         found.append(strategy)
     return found
@@ -122,4 +123,6 @@ def buffers(
             rows.append(placed("master", dtypes.master.itemsize, strategy.master, strategy.tier))
         itemsize = stored_dtype(form, dtypes.master).itemsize
         rows += [placed(moment, itemsize, strategy.master, strategy.tier, form) for moment in moments]
+        if strategy.is_delayed:
+            rows.append(placed("next weight", dtypes.compute.itemsize, strategy.master, "host"))
     return tuple(rows)

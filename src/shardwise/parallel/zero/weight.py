@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import DONE, Pending
-from shardwise.memory.tier import TierState
+from shardwise.memory.streams import to_computation
+from shardwise.memory.tier import NextWeight, TierState
 from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.views import ParameterViews
 from shardwise.plan.errors import UsageError
@@ -99,8 +100,8 @@ class Weight:
         self._around = around
         strategy = around.strategy
         piece = layout.shard_elements
-        self._held = state if state is not None and "weight" in state.kinds else None
-        """Where the weight lies between windows, if not on the device."""
+        self._elsewhere = state
+        """What lies on another tier."""
         if self._held is not None:
             self._shard = self._held.tensors["weight"]
         else:
@@ -136,6 +137,17 @@ class Weight:
         strategy = self._around.strategy
         together = strategy.tier == strategy.weight_tier
         return not self.layout.key.trained or (together and self.dtypes.master == self.dtypes.compute)
+
+    @property
+    def _held(self) -> TierState | None:
+        """Where the weight lies between windows, if not on the device."""
+        there = self._elsewhere
+        return there if there is not None and "weight" in there.kinds else None
+
+    @property
+    def _next(self) -> NextWeight | None:
+        """What it becomes, where updates count one step late."""
+        return None if self._elsewhere is None else self._elsewhere.next
 
     @property
     def _own(self) -> slice:
@@ -450,9 +462,31 @@ class Weight:
         if self.state is _UNSHARDED and self._full is not None:
             self.views.check(self._full, None if self.shares_master else self.dtypes.master)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether an update is under way, or done, that it has not adopted."""
+        return self._next is not None and self._next.update is not None
+
+    def adopt(self) -> None:
+        """ADOPT: become what the update under way makes of it, where that counts one step late."""
+        if self._next is None or self._next.update is None:
+            return
+        self._next.update.result()
+        self._next.update = None
+        self._check()
+        rounded = self.rounded
+        assert rounded is not None, "a master on another tier is no weight"
+        to_computation(self._next.numbers, rounded)()
+        self.renew()
+
     def begin_update(self, begin: Callable[[Tensor | None], "Future[None]"]) -> None:
         """Another thread updates the master and rounds it into the tensor that ``begin`` is given, or, for None, into
-        the weight on its tier; ``finish_update``, or any use of the parameters, waits."""
+        the weight on its tier; ``finish_update``, or any use of the parameters, waits. One that counts a step late
+        leaves the weight as it is."""
+        if self._next is not None:
+            assert self._next.update is None, f"{self.what}: the update before was not adopted"
+            self._next.update = begin(self._next.numbers)
+            return
         self.finish_update()
         self._check()
         rounded = None if self._held is not None else self.rounded
