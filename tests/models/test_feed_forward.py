@@ -1,6 +1,8 @@
 """Feed-forward parts of any model by tiles of tokens: which are found, and what they compute beside the whole."""
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -113,6 +115,24 @@ def test_what_is_found() -> None:
         }
     )
     assert list(feed_forward_parts(model)) == ["block", "around.part", "encoder", "experts.shared"]
+
+
+def test_nothing_is_held_when_the_pass_is_over() -> None:
+    """A cycle would hold a part's input, and what was made of a tile, until somebody looks for cycles."""
+    model = Holder(Residual())
+    tile_model(model, TilesPolicy(mlp=2), Replay(), at_once=True)
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.ones(3, 5, WIDTH, requires_grad=True) * 2
+        held = ref(x)
+        y = model(x).square().sum()
+        del x
+        y.backward()
+        del y
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 class Odd(Fused):

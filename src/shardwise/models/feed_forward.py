@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.kernels.dropout import TileRows, keyed_dropout
 from shardwise.kernels.gated import gated
@@ -173,7 +174,7 @@ class UnmadeFeatures(Tensor):
         if name == "__get__":
             name = function.__self__.__name__
         if name in _OF_FORM:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
                 return function(first._like, *args[1:], **kwargs or {})
         if name in _OF_NONE:
             return function(first._call.of_none(first._noted, first._x))
@@ -227,12 +228,13 @@ class _PartCall:
         def run(x: Any) -> Any:
             if isinstance(x, UnmadeFeatures):
                 return self._taken(x, matrix)
-            if self._is_making or type(x) is not Tensor or x.dim() < 2:
+            if self._is_making or not isinstance(x, Tensor) or x.dim() < 2:
                 return forward(x)
             lead = list(x.shape[:-1])
             if isinstance(matrix, ColumnLinear) and _joins(matrix):
                 lead[1] *= matrix.region.group.size
-            like = torch.empty(*lead, _sizes(matrix)[1], dtype=x.dtype, device="meta")
+            with _disable_current_modes():  # those that make tensors of a kind of their own
+                like = torch.empty(*lead, _sizes(matrix)[1], dtype=x.dtype, device="meta")
             return UnmadeFeatures.of(self, x, like, _Noted(_product, (matrix,), {}))
 
         return run
@@ -244,7 +246,8 @@ class _PartCall:
         leaves, form = pytree.tree_flatten((args, kwargs))
         unmade = [each for each in leaves if isinstance(each, UnmadeFeatures)]
         x = unmade[0]._x
-        likes = [self._like(each) for each in leaves]
+        with _disable_current_modes():
+            likes = [self._like(each) for each in leaves]
         together = all(each._x is x and each._call is self and each._made is None for each in unmade)
         together = together and all(self._is_alike(each) for each in leaves if isinstance(each, Tensor))
         if together and _treats_tokens_alone(function, name, *pytree.tree_unflatten(likes, form)):
@@ -256,7 +259,8 @@ class _PartCall:
 
     def _noted(self, function: Any, held: list[Any], likes: list[Any], form: Any, x: Tensor) -> Any:
         args, kwargs = pytree.tree_unflatten(likes, form)
-        like = _like_of(function, args, kwargs)
+        with _disable_current_modes():
+            like = _like_of(function, args, kwargs)
         args, kwargs = pytree.tree_unflatten(held, form)
         if isinstance(like, Tensor):
             return UnmadeFeatures.of(self, x, like, _Noted(function, args, kwargs))
@@ -273,7 +277,9 @@ class _PartCall:
     def _like(self, value: Any) -> Any:
         if isinstance(value, UnmadeFeatures):
             return value._like
-        return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def _held(self, value: Any) -> Any:
         if isinstance(value, UnmadeFeatures):
@@ -357,30 +363,39 @@ def _product(x: Tensor, matrix: nn.Module) -> Tensor:
     return y
 
 
-def _made(noted: _Noted, x: Tensor, tile: TileRows | None) -> Tensor:
-    """Of ``x``, or of rows [C, D] of it."""
-    known: dict[int, Any] = {}
+class _Rows(NamedTuple):
+    """Of which what is noted is made. No function inside of another refers to it: what does so twice is a cycle, and
+    keeps what was made until somebody looks for cycles."""
 
-    def of(value: Any) -> Any:
+    x: Tensor
+    tile: TileRows | None
+    """None: all there are."""
+    known: dict[int, Any]
+
+    def of(self, value: Any) -> Any:
+        """What waits made, and anything else as it is."""
         if isinstance(value, _At):
             owner, key = value.place
             return owner._parameters[key]
         if not isinstance(value, _Noted):
             return value
-        if id(value) not in known:
-            known[id(value)] = run(value)
-        return known[id(value)]
+        if id(value) not in self.known:
+            self.known[id(value)] = self._made(value)
+        return self.known[id(value)]
 
-    def run(noted: _Noted) -> Any:
+    def _made(self, noted: _Noted) -> Any:
         if noted.function is _product:
-            return _product(x, *noted.args)
-        args, kwargs = pytree.tree_map(of, (noted.args, noted.kwargs), is_leaf=_waits)
-        if noted.function is keyed_dropout and tile is not None:
-            kwargs = kwargs | {"rows": tile}
+            return _product(self.x, *noted.args)
+        args, kwargs = pytree.tree_map(self.of, (noted.args, noted.kwargs), is_leaf=_waits)
+        if noted.function is keyed_dropout and self.tile is not None:
+            kwargs = kwargs | {"rows": self.tile}
         found = noted.function(*args, **kwargs)
         return found if noted.at is None else found[noted.at]
 
-    made: Tensor = of(noted)
+
+def _made(noted: _Noted, x: Tensor, tile: TileRows | None) -> Tensor:
+    """Of ``x``, or of rows [C, D] of it."""
+    made: Tensor = _Rows(x, tile, {}).of(noted)
     return made
 
 

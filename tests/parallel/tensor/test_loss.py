@@ -101,7 +101,7 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
+            if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
         return result
 
