@@ -107,13 +107,14 @@ def _is_on_disk(parts: Parts) -> bool:
 
 
 class OpenState:
-    """Masters and moments for a checkpoint. Of those on a disk one bucket is in memory at a time; moments in another
-    form than the masters' are decoded and encoded as they are asked for."""
+    """Masters and moments for a checkpoint. Of those on a disk one kind of one bucket is in memory at a time; moments
+    in another form than the masters' are decoded and encoded as they are asked for."""
 
     def __init__(self, parts: Parts, changes: bool):
         self._optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
         self._changes = changes
-        self._bucket: BucketState | None = None
+        self._open_now: tuple[BucketState, str | None] | None = None
+        """Which kind of a bucket is in memory; None: all."""
         self._stack = ExitStack()
 
     def of(self, bucket: BucketState, kind: str) -> Flat:
@@ -135,7 +136,7 @@ class OpenState:
             return state.tensors[kind]
 
         def read(start: int, stop: int) -> Tensor:
-            self._open(bucket)
+            self._open(bucket, kind)
             return state.tensors[kind][start:stop]
 
         def write(start: int, values: Tensor) -> None:
@@ -143,15 +144,15 @@ class OpenState:
 
         return Elsewhere(Source(read, write), *state.kinds[kind])
 
-    def _open(self, bucket: BucketState) -> None:
-        if bucket is not self._bucket:
+    def _open(self, bucket: BucketState, kind: str | None = None) -> None:
+        if self._open_now != (bucket, kind):
             self.close()
-            self._stack.enter_context(bucket.opened(self._changes))
-            self._bucket = bucket
+            self._stack.enter_context(bucket.opened(self._changes, None if kind is None else (kind,)))
+            self._open_now = bucket, kind
 
     def close(self) -> None:
         """What was changed is on its way to the disk."""
-        self._bucket = None
+        self._open_now = None
         self._stack.close()
 
 
@@ -493,7 +494,8 @@ def _restore(
                 {label: flat for label, flat in flats.items() if isinstance(flat, Tensor)}, pieces
             )
             continue
-        with bucket.opened(changes=True):
+        is_new = optimizer.coded is not None or any(scalars is None for _, scalars in pieces)
+        with bucket.opened(changes=is_new, kinds=None if is_new else ()):  # else it only lies elsewhere
             tensors = bucket.state.tensors
             optimizer.restore({label: tensors[label] for label in flats}, pieces)
             optimizer.adopt(tensors)

@@ -17,7 +17,7 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.equality import are_equal, terms
 from shardwise.engine.parts import Parts
 from shardwise.engine.start_weights import StartWeights
-from shardwise.parallel.zero.bucket import BucketState
+from shardwise.parallel.zero.bucket import NUMBERS, BucketState
 from shardwise.plan.errors import MismatchError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.registry import TensorInfo
@@ -84,7 +84,7 @@ def summoned_parameters(parts: Parts) -> Iterator[None]:
         yield
     finally:
         for bucket, places in summoned:
-            with bucket.opened():
+            with bucket.opened(kinds=()):
                 bucket.weight.restore(places, keep=False)
 
 
@@ -137,7 +137,7 @@ def full_parameters(
             for place in places if is_cut and keep else ():
                 name = bucket.layout.slots[place].name
                 take(parts, name, whole[name].data, bucket.parameters[place].data)
-            with bucket.opened(changes=keep):
+            with bucket.opened(changes=keep, kinds=NUMBERS if keep else ()):
                 edited += bucket.weight.restore(places, keep and is_alike)
         edited += [name for name, version in versions.items() if whole[name]._version != version]
     if edited and not keep:
@@ -199,7 +199,7 @@ def _summon(parts: Parts, names: Collection[str] | None = None) -> list[tuple[Bu
     found = []
     for bucket, places in wanted:
         if places:
-            with bucket.opened():
+            with bucket.opened(kinds=("weight",)):
                 found.append((bucket, bucket.weight.summon(places)))
     return found
 
@@ -234,7 +234,7 @@ def give_back(parts: Parts) -> None:
     for name, buffer in own_buffers(parts).items():
         buffer.data = buffer.data.to(parts.spec.buffers[name].dtype)
     for bucket in buckets(parts):
-        with bucket.opened():
+        with bucket.opened(kinds=NUMBERS):
             bucket.weight.give_back([parts.spec.parameters[slot.name].dtype for slot in bucket.layout.slots])
 
 
@@ -253,7 +253,7 @@ def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tens
     for bucket in buckets(parts):
         if trained_only and not bucket.layout.key.trained:
             continue
-        with bucket.opened():
+        with bucket.opened(kinds=("weight",)):
             full = bucket.weight.gathered_copy()
             for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
                 whole[slot.name] = view.detach().to("cpu", copy=True)

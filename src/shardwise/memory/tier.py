@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -201,6 +201,16 @@ class NextWeight:
     """What writes them, until they are adopted."""
 
 
+@dataclass
+class _Opening:
+    """Of state that is in memory between two steps."""
+
+    holders: int = 0
+    here: set[str] = field(default_factory=set)
+    """Kinds."""
+    changed: set[str] = field(default_factory=set)
+
+
 class TierState:
     """What of one bucket lies on a tier, flat, by kind: "weight", "master", "exp_avg" ...
 
@@ -213,8 +223,7 @@ class TierState:
         self.kinds = dict(kinds)
         self.tiers = tiers
         self.followers: list[Callable[[Mapping[str, Tensor]], None]] = []
-        self._opened = 0
-        self._changes = False
+        self._opening = _Opening()
         self._block: Tensor | None = None
         self._reads: list[Future[None]] = []
         self._writes: dict[str, Future[None]] = {}
@@ -298,10 +307,10 @@ class TierState:
             assert scratch is not None and self._block is not None, f"{self.what}: its state is not here"
             self._writes[kind] = scratch.write(kind, self.what, self.tensors[kind])
 
-    def store(self) -> None:
-        """STORE: begin to write what is not under way, and give the block back."""
+    def store(self, kinds: Collection[str] | None = None) -> None:
+        """STORE: begin to write what is not under way, or of it ``kinds`` alone, and give the block back."""
         for kind in self.kinds:
-            if kind not in self._writes and kind != "grad":
+            if kind not in self._writes and kind != "grad" and (kinds is None or kind in kinds):
                 self.begin_write(kind)
         self._leave(list(self._writes.values()))
         self._writes = {}
@@ -359,29 +368,38 @@ class TierState:
         return lambda: begun.result()()
 
     @contextmanager
-    def opened(self, changes: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """The tensors are in memory inside; ``changes``: and are written back at the end.
+    def opened(
+        self, changes: bool = False, kinds: Collection[str] | None = None
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """The tensors are in memory inside; ``changes``: and are written back at the end. ``kinds``: of no others is
+        anything read or written (default: all).
 
         Between steps alone, when the last update is over. Errors: TierError, DamagedError.
         """
         if self.tier != "disk":
             yield self.tensors
             return
-        self._changes |= changes
-        if not self._opened:
-            self.tiers.begin(self._come).result()
-        self._opened += 1
+        wanted = {kind for kind in self.kinds if kind != "grad" and (kinds is None or kind in kinds)}
+        opening = self._opening
+        if not opening.holders:
+            self.tiers.begin(lambda: self._come(wanted)).result()
+        assert wanted <= opening.here, f"{self.what}: {wanted - opening.here} are not in memory"
+        opening.changed |= wanted if changes else set()
+        opening.holders += 1
         try:
             yield self.tensors
         finally:
-            self._opened -= 1
-            if not self._opened:
-                leave = self.store if self._changes else self._leave
-                self._changes = False
-                self.tiers.begin(leave).result()
+            opening.holders -= 1
+            if not opening.holders:
+                changed, opening.changed = opening.changed, set()
+                self.tiers.begin(lambda: self.store(changed) if changed else self._leave()).result()
 
-    def _come(self) -> None:
-        """In the thread, behind a STORE that is still to come. New state is here already."""
-        if self._block is None:
-            self.load([kind for kind in self.kinds if kind != "grad"], beyond=True)
-            self.arrive()
+    def _come(self, wanted: set[str]) -> None:
+        """In the thread, behind a STORE that is still to come. New state is all here already."""
+        if self._block is not None:
+            self._opening.here = set(self.kinds) - {"grad"}
+            self._opening.changed = set(self._opening.here)
+            return
+        self._opening.here = wanted
+        self.load(wanted, beyond=True)
+        self.arrive()

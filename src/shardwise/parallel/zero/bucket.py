@@ -1,6 +1,6 @@
 """One bucket of a Unit on this rank: its weight (weight.py) and its gradient (gradient.py), over one layout."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -18,6 +18,8 @@ from shardwise.precision.policy import Dtypes
 
 Fill = Callable[[Slot, int, int, torch.dtype], Tensor]
 """(slot, first element, end, dtype) -> those elements of the parameter, flat."""
+NUMBERS = ("weight", "master")
+"""Kinds of state that are the model's own numbers."""
 _FILL_ELEMENTS = 1 << 22
 """That are drawn or read at a time, whatever the size of the parameter."""
 
@@ -110,25 +112,26 @@ class BucketState:
         return self._slots
 
     @contextmanager
-    def opened(self, changes: bool = False) -> Iterator[None]:
-        """Master and moments are in memory inside, the last update done; ``changes``: and what is written stays."""
+    def opened(self, changes: bool = False, kinds: Collection[str] | None = None) -> Iterator[None]:
+        """Weight, master and moments, or ``kinds`` alone, are in memory inside, the last update done; ``changes``: and
+        what is written stays."""
         self.weight.finish_update()
         if self.state is None:
             yield
             return
         self.state.finish_update()
-        with self.state.opened(changes):
+        with self.state.opened(changes, kinds):
             yield
 
     def fill(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
         """Weights from outside, those of ``wanted`` slots: each rank asks for the elements that it owns alone."""
-        with self.opened(changes=True):
+        with self.opened(changes=True, kinds=NUMBERS):
             self._write(fill, wanted)
             self.settle()
 
     def write(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
         """The first half of ``fill``: into what this rank updates."""
-        with self.opened(changes=True):
+        with self.opened(changes=True, kinds=NUMBERS):
             self._write(fill, wanted)
 
     def _write(self, fill: Fill, wanted: Callable[[Slot], bool]) -> None:
@@ -149,7 +152,7 @@ class BucketState:
         weight = self.weight
         if weight.master is None:
             weight.renew()
-        else:
-            with self.opened(changes=self.holds("weight")):
-                weight.copy_from_master()
-            weight.gather_updated().wait()
+            return
+        with self.opened(changes=self.holds("weight"), kinds=() if weight.shares_master else NUMBERS):
+            weight.copy_from_master()
+        weight.gather_updated().wait()
