@@ -32,6 +32,7 @@ _HOME = {
     "fits": "shardwise.engine.fits",
     "foresee": "shardwise.engine.foresee",
     "initialize": "shardwise.engine.build",
+    "longest": "shardwise.engine.fits",
     "sharded_init": "shardwise.engine.sharded_init",
 }
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "foresee",
     "initialize",
     "launch",
+    "longest",
     "sharded_init",
 ]
 

@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from shardwise.compose.plan import strategies_of
 from shardwise.engine import foresee as foreseeing
-from shardwise.engine.fits import Fit, Memory, budget, fits
+from shardwise.engine.fits import Fit, Memory, budget, fits, longest
 from shardwise.engine.foresee import read
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.tier_cost import tier_traffic
@@ -104,3 +104,22 @@ def test_bytes_on_a_disk_are_counted(given: dict[str, Any], tmp_path: Path) -> N
     assert written.total() == told.written + told.gradients_written > 0
     assert written["grad"] == read["grad"] == told.gradients_written
     assert read["exp_avg"] == written["exp_avg"] == read["exp_avg_sq"] > 0
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(alone: None) -> None:
+    def make(tokens: int) -> nn.Module:
+        with torch.device("meta"):
+            return Gpt(GptPolicy(layers=2, width=32, heads=4, context=tokens, vocab=64))
+
+    def example(tokens: int) -> dict[str, torch.Tensor]:
+        ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+        return {"tokens": ids, "targets": ids}
+
+    found = longest(make, {}, {"device": "1.5 MiB"}, example, multiple=64)
+    assert found.outlook.step is not None
+    assert 0 < found.tokens < 1024 and found.outlook.step.bytes_by_tier["device"] <= 1.5 * 2**20
+    more = found.tokens + 64
+    known = read(lambda: make(more), {}, 1, torch.device("cpu"), example(more))
+    step = known.outlook(OffloadPolicy()).step
+    assert step is not None and step.bytes_by_tier["device"] > 1.5 * 2**20
+    assert longest(make, {}, {"device": 1000}, example).tokens == 0

@@ -291,3 +291,55 @@ def _needs(outlook: Outlook) -> str:
         bytes_text(size) + ("" if tier == "device" else f" of {tier}")
         for tier, size in outlook.step.bytes_by_tier.items()
     )
+
+
+class Longest(NamedTuple):
+    """The longest sequence that fits a memory."""
+
+    tokens: int
+    """0 where none does."""
+    outlook: Outlook
+    """Of that, or of the shortest that was tried."""
+
+
+def longest(
+    make: Callable[[int], nn.Module],
+    config: "str | Path | Mapping[str, Any] | RunConfig",
+    memory: Memory,
+    example: Callable[[int], Any],
+    *,
+    ranks: int = 1,
+    device: torch.device | None = None,
+    loss: Loss | None = None,
+    multiple: int = 128,
+    most: int = 1 << 24,
+) -> Longest:
+    """The largest number of tokens, a multiple of ``multiple``, with which a step of ``make(tokens)`` on
+    ``example(tokens)`` fits ``memory``, exact to a fiftieth. The rest as for ``fits``.
+
+    Errors: as ``foresee``'s.
+    """
+    device, given, have = device or torch.device("cpu"), load(config), budget(memory)
+    process_bytes: int | None = None
+
+    def outlook(count: int) -> Outlook:
+        nonlocal process_bytes
+        tokens = count * multiple
+        known = read(lambda: make(tokens), given, ranks, device, example(tokens), loss)
+        process_bytes = known.process_bytes if process_bytes is None else process_bytes
+        return known._replace(process_bytes=process_bytes).outlook(known.settings.offload)
+
+    best = outlook(1)
+    if not _is_within(best, have):
+        return Longest(0, best)
+    fits_with, too_many = 1, 2
+    while too_many * multiple <= most and _is_within(tried := outlook(too_many), have):
+        fits_with, too_many, best = too_many, 2 * too_many, tried
+    while too_many - fits_with > max(1, fits_with // 50):
+        middle = (fits_with + too_many) // 2
+        tried = outlook(middle)
+        if _is_within(tried, have):
+            fits_with, best = middle, tried
+        else:
+            too_many = middle
+    return Longest(fits_with * multiple, best)

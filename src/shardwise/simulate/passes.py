@@ -201,7 +201,7 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
+        if key in self._seen or tensor.device.type == "meta":
             return
 
         def gone(_: Any) -> None:
