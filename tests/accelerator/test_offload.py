@@ -7,12 +7,20 @@ import torch
 
 import shardwise
 from shardwise.engine.state import buckets
+from shardwise.kernels.philox import key_of
+from shardwise.optim.flat import FlatOptimizer, from_policy
+from shardwise.optim.policy import OptimizerPolicy
+from shardwise.optim.rounding import RoundedPart, Rounding
 from shardwise.plan.errors import UsageError
+from shardwise.plan.placement import Run
+from shardwise.plan.state_form import StateForm
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
 from tests.engine import test_delayed, test_offload
 from tests.engine.test_offload import Case
 from tests.ranks import RankPool
+
+FORMS: list[StateForm] = ["bf16", "int8"]
 
 
 def trained(world: Any, case: Case, offload: dict[str, Any]) -> tuple[Any, ...]:
@@ -87,6 +95,40 @@ def test_updates_that_count_a_step_late(device_process: RankPool) -> None:
 def test_a_part_of_the_units(device_process: RankPool) -> None:
     [found] = device_process.run(compare_on, 1, [Case(fraction=0.5)])
     assert found == [[True, [], ["cpu", "pretend"], True, []]]
+
+
+def rounded(device: torch.device) -> dict[str, Any]:
+    """Master and moments after steps with moments in 16 and 8 bits there."""
+    found: dict[str, Any] = {}
+    key = key_of(0, "w")
+    for form in FORMS:
+        rounding = Rounding([RoundedPart(0, 200, key, lambda a, b: [Run(a, a, b - a)])])
+        held = torch.linspace(-1, 1, 200).to(device)
+        optimizer = FlatOptimizer(held, from_policy(OptimizerPolicy(lr=0.1)), 0, form, rounding)
+        for step in range(2):
+            grad = torch.linspace(3, -2, 200).to(device).square_()
+            optimizer.step(grad, 2.0, [{}], [(32, 50)] if step else [], steps=step)
+        found |= {f"{form} {label}": optimizer.read(label).cpu() for label in optimizer.labels}
+        found[f"{form} master"] = held.cpu()
+        found[f"{form} counts"] = [row.scalars for row in optimizer.scalars()]
+    return found
+
+
+def compare_rounded(_: Any) -> list[str]:
+    here, device = rounded(torch.device("cpu")), register()
+    with Bench() as bench:
+        there = rounded(device)
+    assert here.keys() == there.keys()
+    return list(bench.misplaced) + [
+        name
+        for name, mine in here.items()
+        if not (torch.equal(mine, there[name]) if isinstance(mine, torch.Tensor) else mine == there[name])
+    ]
+
+
+def test_moments_in_fewer_bits_on_a_device(device_process: RankPool) -> None:
+    """Updated by torch's class and not by the chunk kernel, rounded by numbers that are drawn there: the same bits."""
+    assert device_process.run(compare_rounded) == [[]]
 
 
 def away(world: Any, case: Case, moves: bool) -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import optim
 
 import shardwise
 from shardwise.comm.world import World
@@ -71,7 +70,8 @@ def test_every_number_of_ranks_stage_and_tier_has_the_same_bits(ranks: Any, tmp_
     blocks = alike[1].rows["moments"] - elements
     assert alike[0].rows["moments"] == 2 * elements and 0 <= 16 * blocks - elements < 16 * 100
     for size, cases in LAYOUTS.items():
-        for found in ranks(size).run(on_layouts, cases, str(tmp_path)):
+        given = (cases, str(tmp_path))
+        for found in [on_layouts(alone, *given)] if size == 1 else ranks(size).run(on_layouts, *given):
             for (case, on_disk), runs in zip(cases, found, strict=True):
                 for one, again in zip(alike, runs, strict=True):
                     assert not again.unlike(one), (case, again.unlike(one))
@@ -173,26 +173,20 @@ def test_masters_in_fp64_are_refused() -> None:
         shardwise.initialize(gpt(), config)
 
 
-def last_loss(form: str, optimizer: Any) -> float:
-    model = gpt()
-    config = config_of(Case(), form)
-    del config["optimizer"]
-    engine = shardwise.initialize(model, config, optimizer=optimizer)
-    losses = [engine.train_step(batches(0, step % 4, 1)).loss for step in range(40)]
+def last_loss(form: str) -> float:
+    """Mean of four batches that were seen six times."""
+    engine = shardwise.initialize(
+        gpt(), config_of(Case(), form) | {"optimizer": {"type": "adamw", "lr": 0.02}}
+    )
+    losses = [engine.train_step(batches(0, step % 4, 1)).loss for step in range(28)]
     engine.close()
     return sum(losses[-4:]) / 4
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda ps: optim.AdamW(ps, lr=0.01),
-        lambda ps: optim.SGD(ps, lr=0.05, momentum=0.9),
-    ],
-)
-def test_it_learns_as_fast(optimizer: Any) -> None:
-    """Four batches by heart: from 2.6 to well below, within 5 % of fp32 and 3 % of what was learned."""
-    plain = last_loss("fp32", optimizer)
-    assert plain < 1.9
+def test_it_learns_as_fast() -> None:
+    """Within 5 % of what fp32 has learned."""
+    plain = last_loss("fp32")
+    learned = 2.6 - plain
+    assert learned > 0.8
     for form in FORMS:
-        assert last_loss(form, optimizer) == pytest.approx(plain, rel=0.05, abs=0.03 * (2.6 - plain)), form
+        assert last_loss(form) == pytest.approx(plain, abs=0.05 * learned), form

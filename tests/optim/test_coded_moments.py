@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, optim
 
-from shardwise.kernels import philox
 from shardwise.kernels.philox import key_of, words_of
 from shardwise.optim import by_chunk, rounding
 from shardwise.optim.coded_moments import CodedMoments, refused
@@ -143,7 +142,7 @@ def test_random_bits_are_those_of_the_place_in_the_parameter(monkeypatch: pytest
             flat = Rounding([RoundedPart(5, 5 + size, key, lies)])
             mine = expected.chunk(2, dim + 1)[place].reshape(2, -1)
             for step in (7, 31, size):
-                for gap in (0, 1 << 12, None):
+                for gap in (0, 1 << 12):
                     monkeypatch.setattr(rounding, "_NEAR", gap)
                     parts = [
                         flat.bits(a, min(a + step, size + 9), 9, 2, CPU) for a in range(0, size + 9, step)
@@ -151,9 +150,21 @@ def test_random_bits_are_those_of_the_place_in_the_parameter(monkeypatch: pytest
                     got = torch.cat(parts, 1)
                     assert torch.equal(got[:, 5 : 5 + size], mine), (dim, place, step, gap)
                     assert not got[:, :5].any() and not got[:, 5 + size :].any()
-    drawn = philox.words_on(CPU, key, 3, 9, (9, 0, 0), 2)
-    theirs = torch.from_numpy(words_of(key, 3, 9, [(9, 0, 0), (9, 1, 0)]).view(np.int64))
-    assert torch.equal(drawn, theirs)
+
+
+def test_a_device_draws_all_parts_at_once_and_the_same() -> None:
+    parts = [
+        RoundedPart(0, 90, key_of(0, "a"), lambda a, b: list(runs((9, 20), [Cut(Shard(1), 1, 2)], a, b))),
+        RoundedPart(96, 133, key_of(0, "b"), lambda a, b: [Run(a, a + 5, b - a)]),
+    ]
+    for start, stop in ((0, 140), (7, 100), (97, 101), (90, 96)):
+        expected = Rounding(parts).bits(start, stop, 3, 2, CPU)
+        draws = [draw for part in parts for draw in rounding._draws(part, start, stop, True) if draw.runs]
+        got = torch.zeros_like(expected)
+        for draw, drawn in zip(draws, rounding.drawn_together(draws, 3, 2, CPU), strict=True):
+            for place, full, count in draw.runs:
+                got[:, place : place + count] = drawn[:, full - draw.start :][:, :count]
+        assert torch.equal(got, expected), (start, stop)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -205,7 +216,7 @@ def whole_tensors(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_is_that_of_fp32(name: str, form: StateForm, monkeypatch: pytest.MonkeyPatch) -> None:
     """By chunks, with parts that are not used, whose counts stand still: compared where counts agree."""
-    monkeypatch.setattr(by_chunk, "CODED_CHUNK", 64)
+    monkeypatch.setattr(by_chunk, "CHUNK", 64)
     generator = torch.Generator().manual_seed(1)
     master = torch.randn(TOTAL, generator=generator)
     grads = [torch.randn(TOTAL, generator=generator) for _ in UNUSED]
@@ -232,7 +243,7 @@ def test_an_update_is_that_of_fp32(name: str, form: StateForm, monkeypatch: pyte
 
 def test_state_goes_through_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``saving`` does: read, written, restored with the counts."""
-    monkeypatch.setattr(by_chunk, "CODED_CHUNK", 64)
+    monkeypatch.setattr(by_chunk, "CHUNK", 64)
     make = from_torch(optim.AdamW([torch.zeros(1)], lr=0.1))
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(TOTAL, generator=generator) for _ in range(4)]

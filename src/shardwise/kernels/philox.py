@@ -94,16 +94,25 @@ def words_on(
     processor.
     """
     first, last = start // _WORDS, -(-stop // _WORDS)
-    one, two, three = (_signed(word) for word in substream)
-    names = torch.arange(two, two + count, device=device)[:, None]
-    c: list[Any] = [torch.arange(first + 1, last + 1, device=device)[None], one, names, three]
-    k = [key, 0]
+    found = words_at(torch.arange(first, last, device=device), key, substream, count)
+    return found.view(count, -1)[:, start - first * _WORDS : stop - first * _WORDS]
+
+
+def words_at(blocks: Tensor, key: int | Tensor, substream: Substream = (0, 0, 0), count: int = 1) -> Tensor:
+    """Words 4 b to 4 b + 3 of the stream for each b of ``blocks``, int64 [blocks], where they lie: int64 [count,
+    blocks, 4]. ``key``: of all, or int64 [blocks], as signed numbers."""
+    one, two, three = (signed(word) for word in substream)
+    names = torch.arange(two, two + count, device=blocks.device)[:, None]
+    c: list[Any] = [blocks[None] + 1, one, names, three]
+    k: list[Any] = [signed(key) if isinstance(key, int) else key, 0]
     for _ in range(_ROUNDS):
-        low_0, high_0 = c[0] * _signed(_MULTIPLIERS[0]), _high_product(c[0], _MULTIPLIERS[0])
-        low_2, high_2 = c[2] * _signed(_MULTIPLIERS[1]), _high_product(c[2], _MULTIPLIERS[1])
-        c = [high_2 ^ c[1] ^ _signed(k[0]), low_2, high_0 ^ c[3] ^ _signed(k[1]), low_0]
-        k = [(word + step) & _MASK for word, step in zip(k, _KEY_STEPS, strict=True)]
-    return torch.stack(c, -1).view(count, -1)[:, start - first * _WORDS : stop - first * _WORDS]
+        low_0, high_0 = c[0] * signed(_MULTIPLIERS[0]), _high_product(c[0], _MULTIPLIERS[0])
+        low_2, high_2 = c[2] * signed(_MULTIPLIERS[1]), _high_product(c[2], _MULTIPLIERS[1])
+        c = [high_2 ^ c[1] ^ k[0], low_2, high_0 ^ c[3] ^ k[1], low_0]
+        # Sums of tensors wrap around, those of Python's numbers are cut.
+        sums = [word + signed(step) for word, step in zip(k, _KEY_STEPS, strict=True)]
+        k = [signed(word & _MASK) if isinstance(word, int) else word for word in sums]
+    return torch.stack(c, -1)
 
 
 def uniform(key: int, start: int, stop: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -124,7 +133,7 @@ def normal(key: int, start: int, stop: int, dtype: torch.dtype = torch.float64) 
     return _fill(key, start, stop, dtype, inverse_cdf=True)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The int64 with the bits of a uint64."""
     return word - (1 << 64) if word >> 63 else word
 

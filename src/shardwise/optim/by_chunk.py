@@ -29,8 +29,6 @@ from shardwise.optim.coded_moments import CodedPart
 CHUNK = 2**17
 """Elements of a chunk and thread, a multiple of a vector's: what is touched twice, master and block of gradients, takes
 1 MiB; half as many pay for the calls, twice as many leave the cache."""
-CODED_CHUNK = 2**15
-"""The same of moments that are encoded, which takes more room."""
 DEVICE_CHUNK = 2**23
 """Elements of a chunk on an accelerator: about 0.5 GiB while they are encoded."""
 
@@ -99,6 +97,8 @@ def class_kernel(optimizer: optim.Optimizer, labels: Sequence[str], state: dict[
         w: Tensor, g: Tensor, moments: Sequence[Tensor], count: Tensor | None, divisor: Tensor | None
     ) -> None:
         leaf.data, leaf.grad = w, g
+        if divisor is not None:
+            optimizer.grad_scale, optimizer.found_inf = divisor, torch.zeros_like(divisor)  # type: ignore[attr-defined]
         optimizer.state[leaf] = _copied(before) | dict(zip(labels, moments, strict=True))
         optimizer.step()
         after, leaf.grad = optimizer.state.pop(leaf), None
@@ -129,7 +129,7 @@ def step_by_chunk(
     count = state.get("step")
     if count is not None:
         count += 1
-    scale = torch.full((), divisor, dtype=torch.float32) if in_kernel and divisor != 1.0 else None
+    scale = torch.full((), divisor, device=master.device) if in_kernel and divisor != 1.0 else None
     factor = 1.0 if in_kernel else 1.0 / divisor
     is_cast = grad.dtype != master.dtype or factor != 1.0
     if not is_cast and coded is None:  # measured: calls by the chunk cost more than the one pass that rounds
@@ -137,7 +137,7 @@ def step_by_chunk(
         if weight is not None:
             weight.copy_(master)
         return
-    size = _chunk_elements(master, coded)
+    size = CHUNK * torch.get_num_threads() if master.device.type == "cpu" else DEVICE_CHUNK
     block = (
         torch.empty(min(size, master.numel()), dtype=master.dtype, device=master.device) if is_cast else None
     )
@@ -155,9 +155,3 @@ def step_by_chunk(
             coded.keep(here, held)
         if weight is not None:
             weight[here].copy_(w)
-
-
-def _chunk_elements(master: Tensor, coded: CodedPart | None) -> int:
-    if master.device.type != "cpu":
-        return DEVICE_CHUNK
-    return (CHUNK if coded is None else CODED_CHUNK) * torch.get_num_threads()

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shardwise.kernels.moment_codes import from_int8, to_bf16, to_int8
 from shardwise.optim.rounding import Rounding
 from shardwise.plan.state_form import BLOCK, StateForm, stored_dtype, stored_elements
 
@@ -43,8 +44,6 @@ SIGNED = ("exp_avg", "momentum_buffer")
 SQUARES = ("exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
 """Never negative."""
 
-_NAN_BLOCK = 127
-"""In the place of a block's exponent."""
 _FILLED_AT_ONCE = 1 << 20
 
 
@@ -89,7 +88,7 @@ class CodedMoments:
         first, last = start // BLOCK, -(-stop // BLOCK)
         q = stored[first * BLOCK : min(last * BLOCK, self._elements)]
         exponents = stored[self._elements + first : self._elements + last]
-        decoded = _decoded(q, exponents.view(torch.int8), label in SQUARES)
+        decoded = from_int8(q, exponents.view(torch.int8), label in SQUARES)
         return decoded[start - first * BLOCK : stop - first * BLOCK]
 
     def write(self, label: str, start: int, values: Tensor, bits: Tensor | None = None) -> None:
@@ -97,7 +96,7 @@ class CodedMoments:
         stored = self.tensors[label]
         values, stop = values.to(stored.device, torch.float32), start + values.numel()
         if self._form == "bf16":
-            stored[start:stop] = _rounded(values, bits)
+            stored[start:stop] = to_bf16(values, bits)
             return
         first, last = start // BLOCK, -(-stop // BLOCK)
         begin, end = first * BLOCK, min(last * BLOCK, self._elements)
@@ -105,7 +104,7 @@ class CodedMoments:
             whole = self.read(label, begin, end)
             whole[start - begin : stop - begin] = values
             values, bits = whole, None if bits is None else pad(bits, (start - begin, end - stop))
-        q, exponents = _encoded(values, bits, label in SQUARES)
+        q, exponents = to_int8(values, bits, label in SQUARES)
         stored[begin:end] = q
         stored[self._elements + first : self._elements + last] = exponents.view(torch.uint8)
 
@@ -142,58 +141,3 @@ class CodedPart(NamedTuple):
         bits = self.moments.bits(start, stop, self.step)
         for label, values, own in zip(self.moments.labels, updated, bits, strict=True):
             self.moments.write(label, start, values, own)
-
-
-def _rounded(x: Tensor, bits: Tensor | None) -> Tensor:
-    """bf16 [N]. The 16 bits that do not fit are compared with 16 random ones, by their sum's carry."""
-    nearest = x.to(torch.bfloat16)
-    if bits is None:
-        return nearest
-    carried = (x.view(torch.int32) + bits).add_(1 << 15) >> 16
-    return torch.where(x.isfinite(), carried.to(torch.int16).view(torch.bfloat16), nearest)
-
-
-def _power(exponent: Tensor) -> Tensor:
-    """2^exponent in fp32, exactly, for -126 to 127."""
-    return ((exponent + 127) << 23).view(torch.float32)
-
-
-def _decoded(q: Tensor, exponents: Tensor, squares: bool) -> Tensor:
-    """fp32 [N] of ``q`` [N] and the exponents of its blocks."""
-    is_finite = exponents != _NAN_BLOCK
-    scale = _power(torch.where(is_finite, exponents.int(), 0) * (4 if squares else 2))
-    scale = torch.where(is_finite, scale, torch.nan)
-    values = q.float() if squares else q.view(torch.int8).float()
-    values = values.square_().square_() if squares else values.mul_(values.abs())
-    return _in_blocks(values).mul_(scale[:, None]).view(-1)[: q.numel()]
-
-
-def _encoded(x: Tensor, bits: Tensor | None, squares: bool) -> tuple[Tensor, Tensor]:
-    """(q: uint8 [N], exponents: int8 [blocks])."""
-    size, root, lowest = (4, 255.0**4, -31) if squares else (2, 127.0**2, -63)
-    floor_of_root = 31 if squares else 13
-    # A sum of squares that is below 0 is a rounding error of nobody's: 0.
-    size_of_x = _in_blocks(x.clamp(min=0) if squares else x.abs())
-    most = size_of_x.amax(1)
-    e = ((most.view(torch.int32) >> 23) - 127 - floor_of_root + size - 1) // size
-    e = e.clamp_(min=lowest)
-    e += most > root * _power(e * size)
-    is_finite = most.isfinite()
-    y = (size_of_x * _power(torch.where(is_finite, -e * size, 0))[:, None]).view(-1)[: x.numel()]
-    if squares:
-        q = y.sqrt().sqrt_().floor_()
-        low = q.square().square_()
-        share = (y - low).div_((q + 1).square_().square_().sub_(low))
-    else:
-        q = y.sqrt().floor_()
-        share = (y - q.square()).div_((2 * q).add_(1))
-    q += share > (0.5 if bits is None else (bits.float().add_(2.0**15 + 0.5).mul_(2.0**-16)))
-    q = torch.maximum(q, (y > 0).float()) if squares else q.copysign_(x)
-    codes = q.nan_to_num_(0.0, 0.0, 0.0).to(torch.uint8 if squares else torch.int8).view(torch.uint8)
-    return codes, torch.where(is_finite, e, _NAN_BLOCK).to(torch.int8)
-
-
-def _in_blocks(x: Tensor) -> Tensor:
-    """[blocks, 16], zeros behind the end."""
-    missing = -x.numel() % BLOCK
-    return (pad(x, (0, missing)) if missing else x).view(-1, BLOCK)

@@ -376,7 +376,6 @@ class FlatOptimizer:
         steps: int = 0,
     ) -> None:
         """``kernel``: None, of coded moments alone, is the class's own step."""
-        divides = self._divides and kernel is not None
         for place, (start, stop, leaf, _) in enumerate(self._segments):
             cast = None if weight is None else weight[start:stop]
             if any(first <= start and stop <= last for first, last in unused):
@@ -388,7 +387,7 @@ class FlatOptimizer:
                 coded = CodedPart(self.coded, start, steps)
                 own = kernel or class_kernel(self._of_one_leaf(), self.coded.labels, state)
             assert own is not None, "moments that torch keeps are updated by a kernel, or by torch"
-            step_by_chunk(own, leaf, grad[start:stop], state, divisor, divides, cast, coded)
+            step_by_chunk(own, leaf, grad[start:stop], state, divisor, self._divides, cast, coded)
             self._segments[place] = Segment(start, stop, leaf, True)
 
     def _of_one_leaf(self) -> optim.Optimizer:

@@ -6,9 +6,9 @@
 So an element is rounded alike on every layout, whichever rank holds it and wherever it lies there, and again alike in a
 run that was resumed.
 
-Cost:  a draw of 64 bits for four elements and moment, about 0.6 ns an element on a CPU; on a device the 410 integer
-       operations of ``philox.words_on`` on a sixteenth of the elements. A parameter that is cut inside its rows (tp) is
-       drawn run by run: 4 microseconds for each, or with the elements between them.
+Cost:  a draw of 64 bits for four elements and moment, about 1 ns an element on a CPU; on a device the 410 integer
+       operations of ``philox.words_at`` on a sixteenth of the elements. A parameter that is cut inside its rows (tp) is
+       drawn run by run, 8 microseconds for each, or with the elements between them.
 Shapes: K moments, N elements.
 """
 
@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,17 @@ class RoundedPart(NamedTuple):
     """How elements [a, b) of the part, counted from its begin, lie in the whole parameter."""
 
 
+class _Draw(NamedTuple):
+    """Elements of one parameter that are drawn together."""
+
+    key: int
+    start: int
+    stop: int
+    """Places in the whole parameter."""
+    runs: Sequence[tuple[int, int, int]]
+    """(place in what is asked for, place in the whole parameter, elements)."""
+
+
 class Rounding:
     """Of one flat tensor. ``parts`` in the order in which they lie."""
 
@@ -48,44 +60,65 @@ class Rounding:
 
     def bits(self, start: int, stop: int, step: int, kinds: int, device: torch.device) -> Tensor:
         """For elements [start, stop) of the flat tensor: int16 [K, N]; 0 between parts."""
+        on_device = device.type != "cpu"
+        draws = [draw for part in self._within(start, stop) for draw in _draws(part, start, stop, on_device)]
         out = torch.zeros(kinds, stop - start, dtype=torch.int16, device=device)
-        for part in self._parts[max(bisect_right(self._starts, start) - 1, 0) :]:
-            if part.start >= stop:
-                break
-            first, last = max(part.start, start), min(part.stop, stop)
-            if first >= last:
-                continue
-            found = part.runs(first - part.start, last - part.start)
-            for together in _near(found, _NEAR if device.type == "cpu" else None):
-                begin, end = together[0].full, together[-1].full + together[-1].elements
-                drawn = _drawn(part.key, begin, end, step, kinds, device)
-                for run in together:
-                    place = part.start + run.local - start
-                    out[:, place : place + run.elements] = drawn[:, run.full - begin :][:, : run.elements]
+        found = drawn_together(draws, step, kinds, device) if on_device else _drawn(draws, step, kinds)
+        for draw, drawn in zip(draws, found, strict=True):
+            for place, whole, count in draw.runs:
+                if count == stop - start:
+                    return drawn
+                out[:, place : place + count] = drawn[:, whole - draw.start :][:, :count]
         return out
 
-
-def _near(runs: Iterable[Run], gap: int | None) -> Iterator[list[Run]]:
-    """Runs that are drawn together: those behind one another, at most ``gap`` elements apart (None: any)."""
-    together: list[Run] = []
-    for run in runs:
-        if together:
-            between = run.full - together[-1].full - together[-1].elements
-            if between < 0 or (gap is not None and between > gap):
-                yield together
-                together = []
-        together.append(run)
-    if together:
-        yield together
+    def _within(self, start: int, stop: int) -> Iterator[RoundedPart]:
+        for part in self._parts[max(bisect_right(self._starts, start) - 1, 0) :]:
+            if part.start >= stop:
+                return
+            if part.stop > start:
+                yield part
 
 
-def _drawn(key: int, start: int, stop: int, step: int, kinds: int, device: torch.device) -> Tensor:
-    """Of elements [start, stop) of a parameter: int16 [K, N]."""
-    first, last = start // _LANES, -(-stop // _LANES)
-    if device.type == "cpu":
-        words = torch.from_numpy(
-            philox.words_of(key, first, last, [(step, kind, 0) for kind in range(kinds)])
-        )
-    else:
-        words = philox.words_on(device, key, first, last, (step, 0, 0), kinds).contiguous()
-    return words.view(torch.int16)[:, start - first * _LANES : stop - first * _LANES]
+def _draws(part: RoundedPart, start: int, stop: int, on_device: bool) -> Iterator[_Draw]:
+    """Of what of a part is in [start, stop). Runs that are near one another, on a device all, are drawn together."""
+    runs: list[tuple[int, int, int]] = []
+    last = 0
+    for run in part.runs(max(start - part.start, 0), min(stop, part.stop) - part.start):
+        between = run.full - last
+        if runs and (between < 0 or (between > _NEAR and not on_device)):
+            yield _Draw(part.key, runs[0][1], last, runs)
+            runs = []
+        runs.append((part.start + run.local - start, run.full, run.elements))
+        last = run.full + run.elements
+    if runs:
+        yield _Draw(part.key, runs[0][1], last, runs)
+
+
+def _drawn(draws: Iterable[_Draw], step: int, kinds: int) -> Iterator[Tensor]:
+    """int16 [K, elements] of each."""
+    for key, start, stop, _ in draws:
+        first, last = start // _LANES, -(-stop // _LANES)
+        words = philox.words_of(key, first, last, [(step, kind, 0) for kind in range(kinds)])
+        yield torch.from_numpy(words.view(np.int16))[:, start - first * _LANES : stop - first * _LANES]
+
+
+def drawn_together(draws: Sequence[_Draw], step: int, kinds: int, device: torch.device) -> Iterator[Tensor]:
+    """The same on ``device``, in as many launches as for one."""
+    each = 4 * _LANES
+    spans = [(draw.start // each, -(-draw.stop // each)) for draw in draws]
+    if not spans:
+        return
+    blocks = torch.cat([torch.arange(first, last, device=device) for first, last in spans])
+    keys = torch.cat(
+        [
+            torch.full((last - first,), philox.signed(draw.key), dtype=torch.int64, device=device)
+            for draw, (first, last) in zip(draws, spans, strict=True)
+        ]
+    )
+    words = philox.words_at(blocks, keys, (step, 0, 0), kinds).view(kinds, -1).view(torch.int16)
+    begin = 0
+    for draw, (first, last) in zip(draws, spans, strict=True):
+        yield words[:, begin : begin + (last - first) * each][
+            :, draw.start - first * each : draw.stop - first * each
+        ]
+        begin += (last - first) * each
