@@ -1,6 +1,8 @@
 """Masters and moments in host memory beside a pretended device: the bits of a run that keeps them on the device."""
 
+import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import shardwise
 from shardwise.engine.state import buckets
 from shardwise.kernels.philox import key_of
+from shardwise.memory import pinned
 from shardwise.optim.flat import FlatOptimizer, from_policy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.rounding import RoundedPart, Rounding
@@ -90,6 +93,40 @@ def compare_all_late(_: Any, size: int, cases: list[Case]) -> list[Any]:
 def test_updates_that_count_a_step_late(device_process: RankPool) -> None:
     [found] = device_process.run(compare_all_late, 1, [Case(precision="bf16", accumulation=2)])
     assert found == [[True, [], ["cpu"], []]]
+
+
+def without_pins(_: Any, cases: list[Case]) -> tuple[list[Any], int, int]:
+    """(what differs on a host that pins no page, warnings, tensors for which it was asked)."""
+    device, refused = register(), []
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log, empty = logging.getLogger("shardwise.memory.pinned"), torch.empty
+
+    def refuses(*args: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory"):
+            refused.append(args)
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+        return empty(*args, **options)
+
+    log.addHandler(handler)
+    try:
+        with mock.patch.object(torch, "empty", refuses):
+            found = [each for case in cases for each in Crew(1, device).run(compare, case)]
+    finally:
+        log.removeHandler(handler)
+        pinned._tell.cache_clear()
+    told = [
+        text for text in said if "pins no more memory (CUDA error: out of memory): pageable memory" in text
+    ]
+    return found, len(told), len(refused)
+
+
+def test_a_host_that_pins_no_pages_is_slower_and_exact(device_process: RankPool) -> None:
+    cases = [Case(precision="bf16", parameters="host")]
+    [(found, told, refused)] = device_process.run(without_pins, cases)
+    assert found == [[True, [], ["cpu"], True, []]] * len(cases)
+    assert told == 1 and refused > 10
 
 
 def test_a_part_of_the_units(device_process: RankPool) -> None:

@@ -34,6 +34,7 @@ from shardwise.checkpoint.piece import FlatSlice, Item, check_pieces
 from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.checkpoint.save import Contents, Saver, Saving
 from shardwise.checkpoint.steps import Folder, StepDirectory
+from shardwise.memory.pinned import pinned_empty
 from shardwise.plan.errors import CheckpointError
 
 
@@ -84,7 +85,7 @@ class HostBuffer:
                 self._pages.append(torch.empty(0, dtype=torch.uint8))
             if self._pages[place].numel() < wanted:
                 self._pages[place] = torch.empty(0, dtype=torch.uint8)  # let the old go before the new comes
-                self._pages[place] = torch.empty(wanted, dtype=torch.uint8, pin_memory=pinned)
+                self._pages[place] = pinned_empty(wanted, torch.uint8, pinned)
 
     def _put(self, piece: FlatSlice, offset: int) -> Iterator[FlatSlice]:
         """``piece`` at ``offset``, a slice for each page that it lies in; an empty one stays as it is."""

@@ -25,6 +25,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from shardwise.memory.pinned import pinned_copy, pinned_empty
 from shardwise.plan.trace import HostClock, TraceClock
 
 
@@ -122,7 +123,7 @@ def to_device(tensor: Tensor, device: torch.device, is_ours: bool = False) -> Te
     if device.type == "cpu" or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_sparse:
         return tensor.to(device)
     with torch.no_grad():
-        pinned = tensor if is_ours else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        pinned = tensor if is_ours else pinned_copy(tensor)
         stream, here = _copies(device), torch.accelerator.current_stream(device)
         with stream:
             there = pinned.to(device, non_blocking=True)
@@ -170,7 +171,7 @@ def begin_down(tensor: Tensor, into: Tensor | None = None) -> Tensor:
     The caller keeps ``tensor`` until the computation has waited (``down_by_now``): memory that an allocator may give
     away only when a host has seen an event would come back late to a host that runs ahead.
     """
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
+    there = pinned_empty(tensor.shape, tensor.dtype) if into is None else into
     stream = _copies_down(tensor.device)
     stream.wait_stream(torch.accelerator.current_stream(tensor.device))
     with stream:
@@ -223,7 +224,7 @@ def to_be_written(target: Tensor) -> Callable[[Callable[[Tensor], None]], None]:
     free.record(torch.accelerator.current_stream(target.device))
 
     def write(fill: Callable[[Tensor], None]) -> None:
-        pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        pinned = pinned_empty(target.shape, target.dtype)
         fill(pinned)
         stream = _copies(target.device)
         stream.wait_event(free)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from shardwise.memory.direct_io import aligned_empty, rounded_up
+from shardwise.memory.pinned import pinned_empty
 from shardwise.memory.scratch import DiskScratch
 from shardwise.memory.streams import to_be_filled, to_host
 from shardwise.plan.placement import Tier
@@ -243,7 +244,7 @@ class TierState:
                 tensor.zero_()
         else:
             self.tensors = {
-                kind: torch.zeros(each.elements, dtype=each.dtype, pin_memory=pins)
+                kind: pinned_empty(each.elements, each.dtype, pins).zero_()
                 for kind, each in self.kinds.items()
             }
 
@@ -358,7 +359,7 @@ class TierState:
             assert scratch is not None, "a disk has files"
             if into.device.type == "cpu":
                 return scratch.read(kind, self.what, into).result
-            host = torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
+            host = pinned_empty(into.shape, into.dtype)
             begun = after(scratch.read(kind, self.what, host), lambda: filled(host))
             return lambda: begun.result()()
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.memory.pinned import pinned_empty
 from shardwise.memory.streams import to_device
 
 _ALIGNED = 16
@@ -47,7 +48,7 @@ def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cpu" or not tensors:
         return list(tensors)
     spans = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
-    packed = torch.empty(sum(spans), dtype=torch.uint8, pin_memory=True)
+    packed = pinned_empty(sum(spans), torch.uint8)
     for span, tensor in zip(packed.split(spans), tensors, strict=True):
         span[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     there = to_device(packed, device, is_ours=True)

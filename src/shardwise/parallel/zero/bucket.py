@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from shardwise.memory.pinned import pinned_empty
 from shardwise.memory.slots import SlotPool
 from shardwise.memory.tier import NextWeight, TierState, TierTensor
 from shardwise.parallel.zero.context import BucketContext
@@ -55,7 +56,7 @@ class BucketState:
             self.state = TierState(what, tier, kinds, tiers, pins)
             around.ledger.take(tier, what, self.state.nbytes)
             if around.strategy.is_delayed and layout.key.trained:
-                following = torch.empty(self.owned_elements, dtype=dtypes.compute, pin_memory=pins)
+                following = pinned_empty(self.owned_elements, dtypes.compute, pins)
                 self.state.next = NextWeight(following)
                 around.ledger.take("host", what, following.nbytes)
         self.weight = Weight(layout, dtypes, views, what, around, self.state)
