@@ -1,8 +1,10 @@
-"""Peak memory and time of head and loss, and of a feed-forward part, by tiles of tokens and whole.
+"""Peak memory and time of head and loss, of feed-forward parts and of a block, by tiles of tokens and whole.
 
     python benchmarks/tiles/run.py [--vocabulary 131072] [--tokens 8192] [--width 512] [--rounds 3] [--dtype fp32]
+                                   [--only "loss 1" "loss 2" "gated 1" "gelu 1" "block 1"]
 
-A pass is forward and backward of the layer alone, its weight trained. The forms take turns in one process (a rank: a
+A pass is forward and backward of the layer alone, its weight trained; the block is one of a ``gpt``, its sequences of
+2,048 tokens. The forms take turns in one process (a rank: a
 thread; tp 2: two of them), so that load on the machine meets all alike. Peaks are those of resident memory over what
 was there before the pass: x, the weight and the targets are not in them, the weight's gradient is.
 """
@@ -11,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +24,13 @@ from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World, join
+from shardwise.compose.apply import recompute_blocks
 from shardwise.kernels.head_loss import Tile
-from shardwise.memory.replay import Replay
+from shardwise.memory.recompute import RecomputePolicy
+from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.memory.tiles import TilesPolicy
-from shardwise.models.layers import Head, SwiGlu
+from shardwise.models import Gpt, GptPolicy
+from shardwise.models.layers import GeluMlp, Head, SwiGlu
 from shardwise.models.tiles import tile_model
 from shardwise.parallel.tensor.layers import VocabularyHead
 from shardwise.parallel.tensor.region import Region
@@ -82,22 +88,59 @@ def loss_forms(args: argparse.Namespace, world: World) -> tuple[Forms, list[nn.M
     return forms, [head]
 
 
-def mlp_forms(args: argparse.Namespace, world: World) -> tuple[Forms, list[nn.Module]]:
-    """A gated feed-forward part, whole and by tiles."""
+def mlp_forms(kind: Any, args: argparse.Namespace, world: World) -> tuple[Forms, list[nn.Module]]:
+    """A feed-forward part, whole and by tiles."""
     dtype = DTYPES[args.dtype]
     x = torch.randn(1, args.tokens, args.width, dtype=dtype, requires_grad=True)
-    nets = [SwiGlu(args.width, 4 * args.width, 0.0).to(dtype) for _ in range(2)]
+    nets = [nn.ModuleList([kind(args.width, 4 * args.width, 0.0)]).to(dtype) for _ in range(2)]
     tile_model(nets[1], TilesPolicy(mlp=512), Replay(), at_once=True)
     return {
-        name: lambda net=net: net(x).sum() for name, net in zip(("whole", "tiles"), nets, strict=True)
+        name: lambda net=net: net[0](x).sum() for name, net in zip(("whole", "tiles"), nets, strict=True)
     }, list(nets)
+
+
+def block_forms(args: argparse.Namespace, world: World) -> tuple[Forms, list[nn.Module]]:
+    """A transformer block with and without tiles and recomputation."""
+    dtype, forms, models, replay = DTYPES[args.dtype], {}, [], Replay()
+    x = torch.randn(args.tokens // 2048, 2048, args.width, dtype=dtype, requires_grad=True)
+    for name, mlp, scope in (
+        ("whole", "off", "none"),
+        ("tiles", 512, "none"),
+        ("whole, recomputed", "off", "full"),
+        ("tiles, recomputed", 512, "full"),
+    ):
+        heads = args.width // 64
+        policy = GptPolicy(
+            layers=1, width=args.width, hidden=4 * args.width, heads=heads, context=2048, vocab=64
+        )
+        model = Gpt(policy).to(dtype)
+        tile_model(model, TilesPolicy(mlp=mlp), replay, at_once=True)
+        recompute_blocks(model, ["blocks.0"], RecomputePolicy(scope=scope), replay)
+        at = model._angles(0, 2048, x.device)
+
+        def run(block: nn.Module = model.blocks[0], at: Any = at) -> Tensor:
+            with replay.at(BatchPosition(0)):
+                loss: Tensor = block(x, at).sum()
+            return loss
+
+        forms[name] = run
+        models.append(model)
+    return forms, list(models)
+
+
+FORMS: dict[str, Callable[[argparse.Namespace, World], tuple[Forms, list[nn.Module]]]] = {
+    "loss": loss_forms,
+    "gated": partial(mlp_forms, SwiGlu),
+    "gelu": partial(mlp_forms, GeluMlp),
+    "block": block_forms,
+}
 
 
 def measure(args: argparse.Namespace, what: str) -> dict[str, tuple[float, float, float]]:
     """By form: median seconds, median CPU seconds, peak bytes."""
     torch.set_num_threads(1)
     world = join(quiet=True)
-    forms, modules = (loss_forms if what == "loss" else mlp_forms)(args, world)
+    forms, modules = FORMS[what](args, world)
     found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in forms}
     for _ in range(args.rounds):
         for name, form in forms.items():
@@ -116,7 +159,7 @@ def main() -> None:
     for key, value in (("vocabulary", 131072), ("tokens", 8192), ("width", 512), ("rounds", 3)):
         parser.add_argument(f"--{key}", type=int, default=value)
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
-    parser.add_argument("--only", nargs="*", default=["loss 1", "loss 2", "mlp 1"])
+    parser.add_argument("--only", nargs="*", default=["loss 1", "loss 2", "gated 1", "gelu 1", "block 1"])
     args = parser.parse_args()
     print(
         "| what | form | time, s | over whole | CPU time over whole | peak, MiB | over whole |\n"

@@ -133,3 +133,27 @@ def test_what_fits_into_one_tile_has_none() -> None:
     assert over(None, 8192, 8192, torch.bfloat16) == 4096
     assert [over(None, 4096, 1 << 16, width=width) for width in (8191, 8192)] == [256, 0]
     assert over(None, 8192, 1 << 20) == 128, "a product of few tokens reads the weight for nothing"
+
+
+def test_a_tile_s_numbers_travel_while_the_next_one_is_made() -> None:
+    """Begun for the next tile before they are waited for, and for no more than that one."""
+    inputs, events = given(), list[str]()
+
+    def combine(numbers: Tensor) -> Any:
+        number = sum(each.startswith("begin") for each in events)
+        events.append(f"begin {number}")
+
+        def totals() -> Any:
+            events.append(f"end {number}")
+            return module._alone(numbers)()
+
+        return totals
+
+    x, weight, bias = [each.clone().requires_grad_() for each in inputs]
+    counts = targets() != -100
+    rows = module.TargetRows(targets().masked_fill(~counts, 0), counts, counts, counts.sum(), counts.sum())
+    loss = module.summed_loss(x, weight, bias, rows, 8, True, combine)
+    (3 * loss).backward()
+    assert events == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "end 2"]
+    for found, wanted in zip([x, weight, bias], gradients(None, inputs)[1:], strict=True):
+        assert found.grad is not None and (found.grad - wanted).norm() <= 1e-13 * wanted.norm()

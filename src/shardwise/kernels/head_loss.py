@@ -13,16 +13,17 @@ A tile's gradient is made in one of two places:
                   Under fp16, whose gradients are zero without the scale of the loss; where many passes wait for their
                   backward pass, each with a sum of the size of W
 
-Where the vocabulary is cut, lse takes numbers of each row from all ranks (``combine``): at once a tile's in one
-exchange, for its gradient cannot begin without; in backward, and without gradients, those of all tiles in one. The
-elements are the same, and an exchange costs less than a product.
+Where the vocabulary is cut, lse takes numbers of each row from all ranks (``combine``). In backward, and without
+gradients, those of all tiles travel in one exchange; at once a tile's travel while the logits of the next one are made,
+and its gradient begins then: ranks that are not abreast wait for nobody but by more than a tile. One exchange for all
+would cost the fourth product there too, for dW sums rows that it would have to scale first.
 
 Sums of dW and db are kept in fp32 (fp64 for fp64) and leave once, so that a hook on the parameter sees one gradient.
 Without gradients there is no gradient work; a frozen weight costs none for it. Rows of a tile go through the kernels of
 ``kernels/cross_entropy.py``.
 
 Paper: Wijmans et al. 2024, arXiv:2411.09009 (there in one kernel); Hsu et al. 2024, arXiv:2410.10989 (at once).
-Cost:  2·C·V elements beside x, dx, W and its sum, where all at once takes 2·N·V.
+Cost:  2·C·V elements beside x, dx, W and its sum (3·C·V while numbers travel), where all at once takes 2·N·V.
 Shapes: N tokens, C of a tile, D width, V vocabulary (a rank's part of it, where it is cut).
 """
 
@@ -48,8 +49,10 @@ _LEAST_TOKENS = 128
 _BLOCK_ROWS = 16384
 """Rows of dW that a product in 16 bits makes at once, before they are added to the sum."""
 
-Combine = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Of rows' numbers (``numbers_of``) over this part of the vocabulary, [3, N], those over all: lse, z[target]."""
+RowTotals = tuple[Tensor, Tensor]
+"""Of each row over the whole vocabulary: lse, z[target]; [N], [N]."""
+Combine = Callable[[Tensor], Callable[[], RowTotals]]
+"""Begins to exchange rows' numbers over this part of the vocabulary (``numbers_of``, [3, N]); what it returns ends."""
 
 
 class Tile(NamedTuple):
@@ -140,20 +143,32 @@ class _HeadLoss(torch.autograd.Function):
         combine: Combine,
     ) -> Tensor:
         numbers: list[Tensor] = []
-        found: list[tuple[Tensor, Tensor]] = []
+        found: list[RowTotals] = []
         sums = None
         if at_once and any(ctx.needs_input_grad):
             sums = _Gradients(x, weight, bias, ctx.needs_input_grad)
         share = 1 / rows.divisor.to(_wide(x))
+        waiting: list[tuple[slice, Tensor, Callable[[], RowTotals]]] = []
+        """Tiles without their gradients: that whose numbers travel."""
+
+        def end() -> None:
+            tile, logits, totals = waiting.pop(0)
+            found.append(totals())
+            assert sums is not None, "a tile waits for its gradient"
+            sums.add(tile, _gradient(logits, rows, tile, found[-1][0], share), x, weight)
+
         for tile in _tiles(x, tokens):
             logits = F.linear(x[tile], weight, bias)  # [C, V]
             numbers.append(numbers_of(logits, rows.columns[tile], rows.owned[tile]))
             if sums is not None:
-                found.append(combine(numbers.pop()))
-                sums.add(tile, _gradient(logits, rows, tile, found[-1][0], share), x, weight)
-            del logits  # or two tiles' would live at a time
+                waiting.append((tile, logits, combine(numbers.pop())))
+            del logits  # or the next tile's would live beside it
+            while len(waiting) > (combine is not _alone):
+                end()
+        while waiting:
+            end()
         if numbers:
-            found = [combine(torch.cat(numbers, 1))]
+            found = [combine(torch.cat(numbers, 1))()]
         lse, at_target = (torch.cat(each) for each in zip(*found, strict=True))
         ctx.rows, ctx.tokens, ctx.sums, ctx.counted_labels = rows, tokens, sums, rows.counted
         if sums is None:
@@ -204,8 +219,8 @@ def numbers_of(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
     return found
 
 
-def _alone(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    return numbers[0] + numbers[1].log(), numbers[2]
+def _alone(numbers: Tensor) -> Callable[[], RowTotals]:
+    return lambda: (numbers[0] + numbers[1].log(), numbers[2])
 
 
 def _gradient(logits: Tensor, rows: TargetRows, tile: slice, lse: Tensor, scale: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ Cost:  3·N·(tp-1) elements sent per rank; the logits and their gradient take 2
 Shapes: N rows, V vocabulary, a rank's logits [..., V/tp].
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.cross_entropy import IGNORE, row_gradient
-from shardwise.kernels.head_loss import TargetRows, numbers_of, summed_loss
+from shardwise.kernels.head_loss import RowTotals, TargetRows, numbers_of, summed_loss
 
 
 @uncompiled
@@ -84,13 +85,18 @@ def _placed(targets: Tensor, first: int, held: int, vocabulary: int) -> tuple[Te
     return columns, counts, counts & ~foreign
 
 
-def _of_all_ranks(numbers: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """lse and the logit at the target, of (m, s, t) of every rank: [3, N] -> [N], [N]."""
+def _of_all_ranks(numbers: Tensor, group: Group) -> Callable[[], RowTotals]:
+    """lse and the logit at the target, of (m, s, t) of every rank, on their way: [3, N] -> [N], [N]."""
     every = numbers.new_empty(group.size, *numbers.shape)
-    group.all_gather(every.view(-1), numbers.view(-1), "the loss", "activations").wait()
-    largest = every[:, 0].amax(0)
-    total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
-    return largest + total.log_(), every[:, 2].sum(0)
+    pending = group.all_gather(every.view(-1), numbers.view(-1), "the loss", "activations")
+
+    def totals() -> RowTotals:
+        pending.wait()
+        largest = every[:, 0].amax(0)
+        total = (every[:, 1] * (every[:, 0] - largest).exp_()).sum(0)
+        return largest + total.log_(), every[:, 2].sum(0)
+
+    return totals
 
 
 class _VocabularyLogProbs(torch.autograd.Function):
@@ -99,7 +105,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group
     ) -> Tensor:
         columns, counts, owned = _placed(targets, first, logits.shape[1], vocabulary)
-        lse, at_target = _of_all_ranks(numbers_of(logits, columns, owned), group)
+        lse, at_target = _of_all_ranks(numbers_of(logits, columns, owned), group)()
         ctx.counted_rows = counts.sum()  # for who weighs a loss made of it
         ctx.save_for_backward(logits, columns[:, None], lse, counts, owned)
         return (at_target - lse).masked_fill_(~counts, 0)
