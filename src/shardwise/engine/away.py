@@ -92,6 +92,8 @@ class Away:
         leaving.clear()  # nobody else holds what is let go
         self.kinds = wanted
         self._states = [(self._let_go(each), there) for each, there in self._states]
+        for bucket in state.buckets(parts):
+            bucket.gradient.give_memory_back()
         for bucket in state.buckets(parts) if "weights" in wanted else ():
             bucket.views.forget()
             for slots in bucket.slots:

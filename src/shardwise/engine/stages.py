@@ -22,6 +22,7 @@ from shardwise.engine.outline import Outline
 from shardwise.engine.parts import Site, Stage
 from shardwise.engine.start_weights import StartWeights
 from shardwise.memory.activations import Activations
+from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.slots import SlotPool
 from shardwise.memory.tier import TierTensor
 from shardwise.observe.memory import Freed
@@ -139,6 +140,7 @@ def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
     ahead_bytes = int(zero.prefetch_bytes) if shares else _NEVER_SHARES
     weights = SlotPool(device, ahead_bytes, zero.debug)
     shards, gradients = SlotPool(device, 0, zero.debug), SlotPool(device, 0, zero.debug)
+    between = GradientMemory(device)
     site.ledger.take("gathered", "slots of weights", lambda: weights.bytes + shards.bytes)
     site.ledger.take("staging", "slots of gradients", lambda: gradients.bytes)
 
@@ -150,6 +152,7 @@ def _bucket_contexts(site: Site) -> Callable[[Strategy], BucketContext]:
             weights=weights,
             shards=shards,
             gradients=gradients,
+            gradient_memory=between,
             ledger=site.ledger,
             device=device,
             tiers=site.tiers,

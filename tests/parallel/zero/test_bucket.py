@@ -11,6 +11,7 @@ from shardwise.comm.collectives import Clock, Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
+from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
 from shardwise.parallel.zero.bucket import BucketState
@@ -36,7 +37,7 @@ def bucket(
     """One weight of three elements and one of five."""
     layout = lay_out(BucketKey(F32, True, 0), [("a", (3,), ()), ("b", (5,), ())], shards)
     device = torch.device("cpu")
-    pools = (SlotPool(device, poison=True) for _ in range(3))
+    pools = (*(SlotPool(device, poison=True) for _ in range(3)), GradientMemory(device))
     around = BucketContext.of(strategy, group_over, *pools, Ledger(), device)
     parameters = [nn.Parameter(torch.zeros(slot.shape)) for slot in layout.slots]
     made = BucketState(layout, Dtypes(F32, F32, F32, F32), parameters, "the bucket", around)

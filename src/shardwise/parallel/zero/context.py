@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.collectives import Group
+from shardwise.memory.gradient_memory import GradientMemory
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.slots import SlotPool
 from shardwise.memory.tier import Tiers
@@ -33,6 +34,8 @@ class BucketContext:
     """What comes from another tier, until it is gathered."""
     gradients: SlotPool
     """Staging memory of gradients."""
+    gradient_memory: GradientMemory
+    """Of their buffers."""
     ledger: Ledger
     device: torch.device
     tiers: Tiers | None = None
@@ -46,6 +49,7 @@ class BucketContext:
         weights: SlotPool,
         shards: SlotPool,
         gradients: SlotPool,
+        gradient_memory: GradientMemory,
         ledger: Ledger,
         device: torch.device,
         tiers: Tiers | None = None,
@@ -53,7 +57,8 @@ class BucketContext:
         """That of buckets which lie as ``strategy`` says. ``group_over``: the group of some axes together."""
         outer, inner = strategy.axes
         shard, replicate, both = (group_over(axes) for axes in ((inner,), (outer,), (outer, inner)))
-        return cls(strategy, shard, replicate, both, weights, shards, gradients, ledger, device, tiers)
+        slots = (weights, shards, gradients, gradient_memory)
+        return cls(strategy, shard, replicate, both, *slots, ledger, device, tiers)
 
     @property
     def owned_range(self) -> tuple[int, int]:

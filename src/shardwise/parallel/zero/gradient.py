@@ -35,7 +35,8 @@ size serve all Units.
 
 [Note: gradients between steps]
 The gradient buffer lives from the first gradient of a step to its end. When a step's backward pass begins, activations
-stand at their peak and gradients take nothing; as they come, activations go.
+stand at their peak and gradients take nothing; as they come, activations go. Where activations are small the memory is
+kept all the same (memory/gradient_memory.py), but not where an update beside the next step still reads it.
 
 [Note: gradients that leave]
 Where the master lies on another tier the gradient follows it, when it is reduced for the last time in a step and
@@ -144,7 +145,10 @@ class Gradient:
         if self._buffer is None:
             assert self.layout.key.trained, f"{self.what} is frozen"
             # Not zeroed, but for the padding: pages that nothing comes into never take memory.
-            self._buffer = torch.empty(self.elements, dtype=self.dtypes.grad, device=self._around.device)
+            if self._around.strategy.tier == "device":
+                self._buffer = self._around.gradient_memory.take(self.what, self.elements, self.dtypes.grad)
+            else:
+                self._buffer = torch.empty(self.elements, dtype=self.dtypes.grad, device=self._around.device)
             for start, stop in () if self._around.strategy.cuts_grad else self.layout.gaps:
                 self._buffer[start:stop] = 0
             if self._home is not None and self._home.has_gradient:
@@ -347,11 +351,16 @@ class Gradient:
             self._around.gradients.release(self.what)
         self._close()
         self._buffer = None
+        self._around.gradient_memory.give(self.what)
         self._holds_earlier = False
         if self._home is not None:
             self._home.has_gradient = False
         self.used = [False] * len(self.used)
         self._enter(_EMPTY)
+
+    def give_memory_back(self) -> None:
+        """Between steps: none of it waits for the next one."""
+        self._around.gradient_memory.empty()
 
     def _close(self) -> None:
         self._staging = self._into = None
