@@ -29,7 +29,13 @@ def numbers() -> tuple[Tensor, Tensor]:
     return x, torch.randint(-(2**15), 2**15, (4096,), dtype=torch.int16, generator=generator)
 
 
-def test_bf16() -> None:
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moment_codes, "_LEAST", 100)
+    torch.set_num_threads(request.param)
+
+
+def test_bf16(threads: None) -> None:
     x, bits = numbers()
     mine, theirs = to_bf16(x, bits), plain_to_bf16(x, bits)
     assert torch.equal(mine.isnan(), theirs.isnan())
@@ -37,7 +43,7 @@ def test_bf16() -> None:
 
 
 @pytest.mark.parametrize("squares", [False, True])
-def test_int8(squares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8(squares: bool, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, bits = numbers()
     for each in (x, -x):
         mine, theirs = to_int8(each, bits, squares), plain_to_int8(each, bits, squares)
@@ -46,5 +52,5 @@ def test_int8(squares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             decoded, plain = from_int8(q, e, squares), plain_from_int8(q, e, squares)
             assert torch.equal(decoded.isnan(), plain.isnan())
             assert torch.equal(decoded.nan_to_num(), plain.nan_to_num())
-    monkeypatch.setattr(moment_codes, "_has_numba", lambda: False)
+    monkeypatch.setattr(moment_codes, "has_numba", lambda: False)
     assert torch.equal(to_int8(x, bits, squares)[0], plain_to_int8(x, bits, squares)[0])

@@ -104,3 +104,15 @@ def test_an_empty_range_and_a_wrong_one() -> None:
         philox.uniform(1, 3, 2)
     with pytest.raises(ValueError, match="0 <= start"):
         philox.normal(1, -1, 2)
+
+
+def test_compiled_words_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of long streams, by several threads."""
+    pytest.importorskip("numba")
+    key, substreams = philox.key_of(7, "long"), [(1, 2, 3), (2**63, 0, 2**64 - 1)]
+    monkeypatch.setattr(philox, "_WORTH_COMPILING", 1 << 60)
+    expected = philox.words_of(key, 5, 5003, substreams)
+    monkeypatch.setattr(philox, "_WORTH_COMPILING", 300)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert np.array_equal(philox.words_of(key, 5, 5003, substreams), expected)

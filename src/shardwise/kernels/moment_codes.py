@@ -13,21 +13,21 @@ Cost:  nanoseconds an element on one Zen 5 core, random bits not counted: bf16 0
 Shapes: N elements, B = ceil(N/16) blocks.
 """
 
-import functools
-import importlib.util
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwise.kernels.tables.compiled import loop
+from shardwise.kernels.tables.compiled import has_numba, loop
+from shardwise.kernels.threads import in_threads
 from shardwise.plan.state_form import BLOCK
 
 _NAN_BLOCK = 127
 """In the place of e: a block with an infinite or NaN element, which decodes to NaN."""
 _SIGNED, _SQUARES = (2, 13, 127.0**2, -63), (4, 31, 255.0**4, -31)
 """(log2 of the base, floor of log2 of the largest power of q, that power, the lowest exponent)."""
+_LEAST = 1 << 14
+"""Elements that are worth a thread."""
 _POWERS = np.ldexp(np.float32(1), np.arange(-126, 128)).astype(np.float32)
 """2^-126 to 2^127."""
 
@@ -39,7 +39,8 @@ def to_bf16(x: Tensor, bits: Tensor | None) -> Tensor:
     if not _compiled(x, bits):
         return plain_to_bf16(x, bits)
     out = torch.empty(x.shape, dtype=torch.int16)
-    _to_bf16(x.view(torch.int32).numpy(), bits.numpy(), out.numpy())
+    words, added, rounded = x.view(torch.int32).numpy(), bits.numpy(), out.numpy()
+    in_threads(lambda a, b: _to_bf16(words[a:b], added[a:b], rounded[a:b]), out.numel(), _LEAST)
     return out.view(torch.bfloat16)
 
 
@@ -55,7 +56,17 @@ def from_int8(q: Tensor, exponents: Tensor, squares: bool) -> Tensor:
         return plain_from_int8(q, exponents, squares)
     out = torch.empty(q.shape, dtype=torch.float32)
     form = _decode_squares if squares else _decode_signed
-    form(q.view(torch.uint8 if squares else torch.int8).numpy(), exponents.numpy(), _POWERS, out.numpy())
+    codes, e, decoded = (
+        q.view(torch.uint8 if squares else torch.int8).numpy(),
+        exponents.numpy(),
+        out.numpy(),
+    )
+    in_threads(
+        lambda a, b: form(codes[a:b], e[a // BLOCK : b // BLOCK], _POWERS, decoded[a:b]),
+        q.numel(),
+        _LEAST,
+        BLOCK,
+    )
     return out
 
 
@@ -77,7 +88,12 @@ def to_int8(x: Tensor, bits: Tensor | None, squares: bool) -> tuple[Tensor, Tens
     exponents = torch.empty(x.numel() // BLOCK, dtype=torch.int8)
     form = _encode_squares if squares else _encode_signed
     codes = q.view(torch.uint8 if squares else torch.int8).numpy()
-    form(x.numpy(), x.view(torch.int32).numpy(), bits.numpy(), _POWERS, codes, exponents.numpy())
+    numbers, words, added, e = x.numpy(), x.view(torch.int32).numpy(), bits.numpy(), exponents.numpy()
+
+    def run(a: int, b: int) -> None:
+        form(numbers[a:b], words[a:b], added[a:b], _POWERS, codes[a:b], e[a // BLOCK : b // BLOCK])
+
+    in_threads(run, x.numel(), _LEAST, BLOCK)
     return q, exponents
 
 
@@ -129,12 +145,7 @@ _TOP_SQUARES = int(np.float32(255.0**4).view(np.int32)) - (31 << 23)
 
 
 def _compiled(*tensors: Tensor) -> bool:
-    return _has_numba() and all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)
-
-
-@functools.cache
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
+    return has_numba() and all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)
 
 
 @loop

@@ -20,6 +20,7 @@ Cost:  one chunk of memory beside the result; 75 million normals a second on one
 Shapes: everything is 1-D.
 """
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from shardwise.kernels.tables.compiled import Loop, has_numba, loop
+from shardwise.kernels.threads import in_threads
 
 Substream = tuple[int, int, int]
 """Three words that name one of 2^192 streams under the same key."""
@@ -48,6 +52,11 @@ _KEY_STEPS = (0x9E37_79B9_7F4A_7C15, 0xBB67_AE85_84CA_A73B)
 _MASK = (1 << 64) - 1
 """The constants of Philox4x64."""
 
+_FACTOR_0, _FACTOR_2 = (np.uint64(word) for word in _MULTIPLIERS)
+_STEP_0, _STEP_1 = (np.uint64(word) for word in _KEY_STEPS)
+_WORTH_COMPILING = 1 << 13
+"""Words from which on a compiled loop draws them, without the interpreter's lock and in half the time."""
+
 _ONE = np.uint64(0x3FF0_0000_0000_0000)
 """Exponent bits of the doubles in [1, 2)."""
 
@@ -65,8 +74,12 @@ def words(key: int, start: int, stop: int) -> np.ndarray:
 
 def words_of(key: int, start: int, stop: int, substreams: Sequence[Substream]) -> np.ndarray:
     """Words [start, stop) of each of some substreams of the stream ``key``: uint64 [substreams, stop - start]."""
-    generator = np.random.Philox(_SEED)
     skip = start % _WORDS
+    if stop - start >= _WORTH_COMPILING and has_numba():
+        return _compiled_words(key, start // _WORDS, -(-stop // _WORDS), substreams)[
+            :, skip : skip + stop - start
+        ]
+    generator = np.random.Philox(_SEED)
     out = np.empty((len(substreams), stop - start), np.uint64)
     for row, substream in zip(out, substreams, strict=True):
         generator.state = {
@@ -82,6 +95,58 @@ def words_of(key: int, start: int, stop: int, substreams: Sequence[Substream]) -
         }
         row[:] = generator.random_raw(skip + stop - start)[skip:]
     return out
+
+
+def _compiled_words(key: int, first: int, last: int, substreams: Sequence[Substream]) -> np.ndarray:
+    """Of whole steps of the counter: uint64 [substreams, 4 (last - first)]."""
+    out = np.empty((len(substreams), last - first, _WORDS), np.uint64)
+    for row, substream in zip(out, substreams, strict=True):
+        named = [np.uint64(word) for word in (key, *substream)]
+
+        def fill(start: int, stop: int, row: np.ndarray = row, named: Sequence[np.uint64] = named) -> None:
+            _fill_words(*named, np.uint64(first + start + 1), row[start:stop])
+
+        in_threads(fill, last - first, _WORTH_COMPILING)
+    return out.reshape(len(substreams), -1)
+
+
+class _HighProduct(Loop):
+    """Upper 64 bits of the product of two words."""
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        from llvmlite import ir
+        from numba.core import types
+        from numba.extending import intrinsic
+
+        def high(typing_context: Any, x: Any, factor: Any) -> Any:
+            def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                wide = ir.IntType(128)
+                product = builder.mul(*(builder.zext(each, wide) for each in arguments))
+                return builder.trunc(builder.lshr(product, wide(64)), ir.IntType(64))
+
+            return types.uint64(types.uint64, types.uint64), build
+
+        return intrinsic(high)
+
+
+_high = _HighProduct(lambda x, factor: int(x) * int(factor) >> 64)
+
+
+@loop
+def _fill_words(
+    key: np.uint64, one: np.uint64, two: np.uint64, three: np.uint64, first: np.uint64, out: np.ndarray
+) -> None:
+    for i in range(out.shape[0]):
+        c0, c1, c2, c3 = first + np.uint64(i), one, two, three
+        k0, k1 = key, np.uint64(0)
+        for _ in range(_ROUNDS):
+            high_0, low_0 = _high(c0, _FACTOR_0), c0 * _FACTOR_0
+            high_2, low_2 = _high(c2, _FACTOR_2), c2 * _FACTOR_2
+            c0, c1, c2, c3 = high_2 ^ c1 ^ k0, low_2, high_0 ^ c3 ^ k1, low_0
+            k0 += _STEP_0
+            k1 += _STEP_1
+        out[i, 0], out[i, 1], out[i, 2], out[i, 3] = c0, c1, c2, c3
 
 
 def words_on(

@@ -134,9 +134,15 @@ def runs_compiled(*tensors: Tensor) -> bool:
 
 
 @functools.cache
+def has_numba() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
 def is_installed() -> bool:
     """Whether numba is; if not, says once what that costs."""
-    if importlib.util.find_spec("numba") is not None:
+    if has_numba():
         return True
     _log.warning(
         "numba is not installed: embedding tables run on plain torch operations, with the same results and several "
