@@ -1,10 +1,11 @@
-"""What is in memory while an engine is made: with state on a disk a few Units, however many the model has."""
+"""What is in memory while an engine is made, and exported: with state on a disk a few Units, of however many."""
 
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -12,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise
+from shardwise.formats.safetensors import StoredTensor
 from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.errors import CheckpointError
 
 
 class Allocated(TorchDispatchMode):
@@ -99,3 +102,22 @@ def test_weights_are_read_tensor_by_tensor_into_their_tier(tmp_path: Path) -> No
     save_file(gpt().state_dict(), tmp_path / "start.safetensors")
     _, most, _ = built(on_meta, tmp_path, tmp_path / "start.safetensors")
     assert most <= STAGING + BESIDE < LAYERS * UNIT
+
+
+def test_an_export_takes_the_memory_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = {"optimizer": "disk", "parameters": "disk", "disk_path": str(tmp_path), "buffers": 1}
+    engine = shardwise.initialize(gpt(), {"zero": {"stage": 3}, "offload": offload})
+    before = sorted(tmp_path.iterdir())
+    with monkeypatch.context() as patch, Allocated() as found:
+        patch.setattr(StoredTensor, "mapped", lambda stored: torch.empty(0))
+        engine.mapped_state_dict(tmp_path)
+    assert found.most <= STAGING < LAYERS * UNIT
+    whole, mapped = engine.state_dict(), engine.mapped_state_dict(tmp_path)
+    assert list(whole) == list(mapped) and sorted(tmp_path.iterdir()) == before
+    assert all(torch.equal(tensor, mapped[name]) for name, tensor in whole.items())
+    half = engine.mapped_state_dict(tmp_path, trained_only=True, dtype=torch.bfloat16)
+    assert all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor in half.items())
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="the whole model takes 0.003 GB in .*: .*file"):
+        engine.mapped_state_dict(tmp_path / "file")
+    engine.close()

@@ -232,7 +232,8 @@ def made_of_dense(folder: str) -> Gpt:
     dense = seeded(Gpt, GptPolicy(**SHAPE), dtype=torch.float32)
     router = RouterPolicy(top_k=2, balance="none")
     policy = upcycled_policy(dense.policy, GptExperts(count=4, router=router))
-    tensors = dict(upcycled(policy, dense.get_parameter))
+    found = upcycled(policy, dense.get_parameter, lambda name: dense.get_parameter(name).dtype)
+    tensors = {name: each.make() for name, each in found.items()}
     save_file({name: tensor.detach() for name, tensor in tensors.items()}, f"{folder}/experts.safetensors")
     made = Gpt(policy)
     made.load_state_dict(tensors)

@@ -16,6 +16,7 @@ a DeepSpeed configuration, into      our configuration; what became of every key
 
 import math
 import shutil
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,13 +26,14 @@ from shardwise.plan.errors import ConfigError, DamagedError, UsageError
 from shardwise.plan.words import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
     from torch import Tensor
 
     from shardwise.data.clicks import Schema
     from shardwise.models import GptPolicy
     from shardwise.models.source import WeightSource
+    from shardwise.models.upcycle import Made
 
 _PICKLES = (".pt", ".pth", ".bin")
 
@@ -240,12 +242,17 @@ def _export(source: Path, out: Path) -> None:
 
 def _import(source: Path, out: Path) -> None:
     from shardwise.models import gpt_policy_from_huggingface, open_weights
+    from shardwise.models.upcycle import Made
 
     policy = gpt_policy_from_huggingface(source).resolved()
     weights = open_weights(source, policy)
     tokenizer = source / "tokenizer.json"
     data = {"data": {"tokenizer": str(tokenizer.resolve())}} if tokenizer.is_file() else {}
-    _save_start(out, policy, data, ((name, _whole(weights, name)) for name in weights.names()))
+    tensors = {
+        name: Made(weights.shape(name), weights.dtype(name), partial(_whole, weights, name))
+        for name in weights.names()
+    }
+    _save_start(out, policy, data, tensors)
     typer.echo(f"{out}: step 0 with the weights of {source}; a run begins with them by init_from: {out}")
 
 
@@ -268,7 +275,7 @@ def _upcycle(source: Path, out: Path, experts: str) -> None:
     if damage := verify(step.path):
         raise DamagedError(f"{step.path}: {damage[0]}; nothing was converted")
     weights = open_weights(step.path / "model", dense)
-    tensors = upcycled(policy, lambda name: _whole(weights, name), config.train.seed)
+    tensors = upcycled(policy, partial(_whole, weights), weights.dtype, config.train.seed)
     _save_start(out, policy, {"data": {"tokenizer": tokenizer_of(config)}}, tensors)
     count = policy.experts.count if policy.experts else 0
     typer.echo(
@@ -291,21 +298,33 @@ def _whole(weights: "WeightSource", name: str) -> "Tensor":
     return weights.read(name, 0, math.prod(shape)).view(shape)
 
 
-def _save_start(
-    out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "Iterable[tuple[str, Tensor]]"
-) -> None:
-    """A step 0 that a run may begin with."""
+def _save_start(out: Path, policy: "GptPolicy", data: dict[str, Any], tensors: "Mapping[str, Made]") -> None:
+    """A step 0 that a run may begin with. Each tensor is made as it is written."""
     from shardwise.checkpoint import Checkpoints, FlatSlice, Item
+    from shardwise.checkpoint.piece import Elsewhere, Source
     from shardwise.config.run import RunConfig
 
     if _is_checkpoint(out):
         raise UsageError(f"convert: {out} holds checkpoints already; choose another folder")
-    items = [
-        Item("weight", name, tuple(whole.shape), whole.dtype, [FlatSlice(0, whole.numel(), whole.view(-1))])
-        for name, whole in tensors
-    ]
+
+    @lru_cache(1)
+    def flat(name: str) -> "Tensor":
+        return tensors[name].make().reshape(-1)
+
+    def item(name: str, made: "Made") -> Item:
+        def read(start: int, stop: int) -> "Tensor":
+            return flat(name)[start:stop]
+
+        def write(start: int, values: "Tensor") -> None:
+            assert not values.numel(), f"{name} is read here alone"
+
+        elements = math.prod(made.shape)
+        pieces = [FlatSlice(0, elements, Elsewhere(Source(read, write), elements, made.dtype))]
+        return Item("weight", name, made.shape, made.dtype, pieces)
+
     config = RunConfig.parse({"model": {"name": "gpt", **policy.model_dump(exclude={"name"})}, **data})
     user = {"config": config.model_dump(mode="json", exclude_none=True)}
+    items = [item(name, made) for name, made in tensors.items()]
     Checkpoints(out).save(0, items, {"engine": {"step": 0}, "user": user}, asynchronous=False)
 
 

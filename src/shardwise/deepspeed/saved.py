@@ -139,7 +139,7 @@ def _write_for_torch(
     tensors: dict[str, Tensor] = {}
     for file in sorted((newest / "model").glob("*.safetensors")):
         for name, stored in read_header(file).items():
-            tensors[name] = stored.read(0, stored.elements).view(stored.shape)
+            tensors[name] = stored.mapped()
     manifest = Manifest.decode((newest / "manifest.json").read_bytes(), str(newest))
     for name, others in manifest.aliases.items():
         tensors |= {other: tensors[name] for other in others if name in tensors}
@@ -332,16 +332,12 @@ def load_state_dict_from_zero_checkpoint(
 
 def save_16bit(engine: DeepSpeedEngine, save_dir: str | Path, filename: str, exclude_frozen: bool) -> bool:
     """See ``DeepSpeedEngine.save_16bit_model``."""
-    state = engine.ours.state_dict(trained_only=exclude_frozen)
     dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
+    state = engine.ours.mapped_state_dict(save_dir, trained_only=exclude_frozen, dtype=dtype)
     error = ""
     if engine.ours.is_main:
         try:
-            folder = Path(save_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            if dtype is not None:
-                state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
-            _write(folder / filename, lambda path: torch.save(state, path))
+            _write(Path(save_dir) / filename, lambda path: torch.save(state, path))
         except OSError as found:
             error = str(found)
     if engine.ours.agree(bool(error)):

@@ -249,16 +249,36 @@ def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
 
 def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
     """Copies on the CPU, tied ones under each of their names."""
-    whole: dict[str, Tensor] = {}
-    for bucket in buckets(parts):
-        if trained_only and not bucket.layout.key.trained:
-            continue
-        with bucket.opened(kinds=("weight",)):
-            full = bucket.weight.gathered_copy()
-            for slot, view in zip(bucket.layout.slots, bucket.views.fresh(full), strict=True):
-                whole[slot.name] = view.detach().to("cpu", copy=True)
-    whole = assembled(parts, whole, parts.registry.of_kind("parameter"), to_cpu=True)
+    whole = {
+        info.name: tensor.detach().to("cpu", copy=True)
+        for info, tensor in each_parameter(parts, trained_only)
+    }
     return {alias: whole[name] for alias, name in parts.spec.canonical.items() if name in whole}
+
+
+def each_parameter(parts: Parts, trained_only: bool = False) -> Iterator[tuple[TensorInfo, Tensor]]:
+    """Parameters whole, one after the other, with the buckets of one Unit gathered at a time: what is done with one is
+    done before the next. The same order on all ranks. Collective."""
+    places: dict[str, tuple[int, int, int]] = {}
+    for number, ranks in enumerate(parts.program.plan.classes.values()):
+        for unit in ranks.units:
+            for place, layout in enumerate(unit.buckets):
+                for slot in layout.slots:
+                    places.setdefault(slot.name, (number, unit.index, place))
+    own = {slot.name: (bucket, i) for bucket in buckets(parts) for i, slot in enumerate(bucket.layout.slots)}
+    gathered: tuple[BucketState, list[Tensor]] | None = None
+    for info in sorted(parts.registry.of_kind("parameter"), key=lambda info: places[info.name]):
+        if trained_only and not parts.spec.parameters[info.name].trained:
+            continue
+        here: dict[str, Tensor] = {}
+        if info.name in own:
+            bucket, place = own[info.name]
+            if gathered is None or gathered[0] is not bucket:
+                gathered = None
+                with bucket.opened(kinds=("weight",)):
+                    gathered = bucket, bucket.views.fresh(bucket.weight.gathered_copy())
+            here = {info.name: gathered[1][place]}
+        yield info, assembled(parts, here, [info])[info.name]
 
 
 def whole_buffers(parts: Parts, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -332,9 +352,7 @@ def own_buffers(parts: Parts) -> dict[str, Tensor]:
 # Whole tensors -----------------------------------------------------------------------------------------------------
 
 
-def assembled(
-    parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInfo], to_cpu: bool = False
-) -> dict[str, Tensor]:
+def assembled(parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInfo]) -> dict[str, Tensor]:
     """Whole tensors on every rank, from pieces that are whole over the ranks that share their state already."""
     model, stages = parts.groups["model"], parts.stage_group
     if not _is_cut(parts):
@@ -350,7 +368,7 @@ def assembled(
         if is_here:
             _put_together(parts, info, own[info.name].to(parts.device, info.dtype), full)
         stages.broadcast(full.view(-1), parts.owner(info), info.name).wait()
-        found[info.name] = full.cpu() if to_cpu else full
+        found[info.name] = full
     return found
 
 

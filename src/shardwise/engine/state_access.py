@@ -22,7 +22,7 @@ from shardwise.comm.collectives import Clock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
-from shardwise.engine import single_tensors, state, views
+from shardwise.engine import mapped_state, single_tensors, state, views
 from shardwise.engine.check import Check
 from shardwise.engine.held import Held
 from shardwise.engine.parts import Parts
@@ -264,12 +264,26 @@ class StateAccess:
         return state.summoned_parameters(self._parts)
 
     def state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
-        """The whole model on the CPU, under the model's own names (tied names both). Collective.
+        """The whole model on the CPU of every rank, under the model's own names (tied names both); one Unit's memory
+        beside. Where it does not fit: ``mapped_state_dict``, ``full_tensor``, ``save``. Collective.
 
         ``trained_only``: of the parameters that train and nothing else, such as the adapters of a frozen base.
         """
         self._held.away.check("state_dict", reads_weights_alone=True)
         return state.state_dict(self._parts, trained_only)
+
+    def mapped_state_dict(
+        self, folder: str | Path, trained_only: bool = False, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """As ``state_dict``, for a model that no memory holds: rank 0 gets tensors in a map of a file, which may be
+        read and not written, and other ranks nothing. Collective.
+
+        ``folder``: where the file has room; its name is gone at once, and its bytes with the last tensor. ``dtype``: of
+        those that hold fractions (default: their own).
+        Errors: CheckpointError where it cannot be written.
+        """
+        self._held.away.check("mapped_state_dict", reads_weights_alone=True)
+        return mapped_state.mapped_state_dict(self._parts, Path(folder), trained_only, dtype)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
         """Weights and buffers from whole tensors under the model's own names, the same on all ranks. Collective.
@@ -284,8 +298,8 @@ class StateAccess:
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """The whole model as a folder that transformers opens, from any mesh and stage. Collective.
 
-        For models with a ``save_pretrained`` of their own, which the first rank calls with the whole state;
-        ``options`` go to it.
+        For models with a ``save_pretrained`` of their own, which the first rank calls with the whole state, mapped and
+        not in memory; ``options`` go to it (``max_shard_size``: what is in memory at a time).
         """
         self._held.away.check("save_pretrained", reads_weights_alone=True)
         views.save_pretrained(self._parts, folder, options)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.config.run import RunConfig
 from shardwise.engine import state
+from shardwise.engine.mapped_state import mapped_state_dict
 from shardwise.engine.metrics import agree
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
@@ -89,7 +90,7 @@ def save_pretrained(parts: Parts, folder: str | Path, options: dict[str, Any]) -
             f"save_pretrained: a {type(parts.model).__name__} has none of its own, as models of transformers do; "
             "save engine.state_dict(), or call engine.save(directory)"
         )
-    whole = state.state_dict(parts)
+    whole = mapped_state_dict(parts, Path(folder), trained_only=False, dtype=None)
     failed = None
     if parts.world.rank == 0:
         try:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple
@@ -81,6 +82,17 @@ class StoredTensor(NamedTuple):
         else:
             values = np.array(raw[start:stop])
         return torch.from_numpy(values).view(self.dtype)
+
+    def mapped(self) -> Tensor:
+        """The whole tensor in a map of the file: it may be read, and not written. One that does not begin at a multiple
+        of its dtype's size is read."""
+        if not self.elements or self.offset % self.dtype.itemsize:
+            return self.read(0, self.elements).view(self.shape)
+        carrier = _CARRIERS[self.dtype.itemsize]
+        raw = np.memmap(self.file, dtype=carrier, mode="r", offset=self.offset, shape=(self.elements,))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(raw).view(self.dtype).view(self.shape)
 
 
 class _Stored(StrictModel):

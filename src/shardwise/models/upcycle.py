@@ -11,7 +11,9 @@ Cost:  one tensor at a time.
 Shapes: E experts, F hidden, D width; gate_up [2F, D] -> [E, 2F, D], down [D, F] -> [E, D, F].
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,17 +44,37 @@ def upcycled_policy(dense: GptPolicy, experts: GptExperts) -> GptPolicy:
     return GptPolicy.model_validate(dense.model_dump() | {"experts": experts.model_dump()}).resolved()
 
 
-def upcycled(policy: GptPolicy, read: Callable[[str], Tensor], seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+class Made(NamedTuple):
+    """A tensor that is made when it is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+def upcycled(
+    policy: GptPolicy, read: Callable[[str], Tensor], dtype_of: Callable[[str], torch.dtype], seed: int = 0
+) -> dict[str, Made]:
     """The tensors of ``policy``, which has experts, out of a dense model's; ``read`` gives one of these by its name."""
     with torch.device("meta"):
         model = Gpt(policy)
     rules = model.initial_rules()
+
+    def drawn(name: str, shape: torch.Size) -> Tensor:
+        return draw(rules[name], seed, name, 0, shape.numel(), torch.float32).view(shape)
+
+    def copies(dense: str, shape: torch.Size) -> Tensor:
+        return read(dense).expand(shape).contiguous()
+
+    found = {}
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.router.weight"):
-            flat = draw(rules[name], seed, name, 0, parameter.numel(), torch.float32)
-            yield name, flat.view(parameter.shape)
+            found[name] = Made(tuple(parameter.shape), torch.float32, partial(drawn, name, parameter.shape))
         elif ".mlp.experts." in name:
-            dense = read(name.replace(".experts.", ".") + ".weight")
-            yield name, dense.expand(parameter.shape).contiguous()
+            dense = name.replace(".experts.", ".") + ".weight"
+            found[name] = Made(
+                tuple(parameter.shape), dtype_of(dense), partial(copies, dense, parameter.shape)
+            )
         else:
-            yield name, read(name)
+            found[name] = Made(tuple(parameter.shape), dtype_of(name), partial(read, name))
+    return found
