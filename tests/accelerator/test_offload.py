@@ -1,6 +1,7 @@
 """Masters and moments in host memory beside a pretended device: the bits of a run that keeps them on the device."""
 
 import logging
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -74,6 +75,25 @@ def compare_on(_: Any, size: int, cases: list[Case]) -> list[Any]:
 def test_masters_in_host_memory(device_process: RankPool, size: int, cases: list[Case]) -> None:
     [found] = device_process.run(compare_on, size, cases)
     assert found == [[True, [], ["cpu"], True, []]] * size * len(cases)
+
+
+def compare_disk(world: Any, case: Case, folder: str) -> list[Any]:
+    """What differs where all state is on a disk."""
+    plain = trained(world, case, {})
+    moved = trained(world, case, {"optimizer": "disk", "parameters": "disk", "disk_path": folder})
+    unlike = [name for name, tensor in plain[1].items() if not torch.equal(tensor, moved[1][name])]
+    return [plain[0] == moved[0], unlike, moved[4]]
+
+
+def compare_all_disk(_: Any, size: int, case: Case, folder: str) -> list[Any]:
+    return list(Crew(size, register()).run(compare_disk, case, folder))
+
+
+def test_a_disk_beside_the_device(device_process: RankPool, tmp_path: Path) -> None:
+    """What goes there and comes from there passes through host memory."""
+    case = Case(3, precision="bf16", accumulation=2, prefetch=1)
+    [found] = device_process.run(compare_all_disk, 2, case, str(tmp_path))
+    assert found == [[True, [], []]] * 2
 
 
 def compare_late(world: Any, case: Case) -> list[Any]:

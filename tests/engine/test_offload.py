@@ -141,7 +141,7 @@ PAIR = [
     Case(0, pp=2, accumulation=3),
 ]
 FOUR = [
-    Case(3, replicate=2),
+    Case(3, replicate=2, accumulation=2),
     Case(2, tp=2, fraction=0.5),
     Case(3, pp=2, accumulation=2, precision="bf16", parameters="disk"),
 ]
@@ -314,6 +314,63 @@ def looked_at_both(world: World, folder: str) -> list[tuple[list[str], bool]]:
 
 def test_gradients_leave_and_come_back_when_they_are_asked_for(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(looked_at_both, str(tmp_path)) == [[([], True)] * 3] * 2
+
+
+def added_up(world: World, disk: str | None, case: Case) -> tuple[dict[str, Any], list[bool]]:
+    """Two microbatches a step, of which the second has one backward pass more than anybody knew of (without replicas,
+    whose sums were taken by then: other last digits), and gradients that are looked at; whether they had left after
+    each backward pass, and before the first update."""
+    config = case.config(disk)
+    config["zero"]["reductions_under_way"] = int(case.stage == 2)
+    engine = shardwise.initialize(gpt(), config, world=world)
+    place, left = engine._parts.dp.index, []
+    handlers, norms = engine._parts.walker.handlers, []
+    load = handlers[Kind.LOAD]
+
+    def look() -> None:
+        left.append(all(bucket.gradient.has_left for bucket, _ in engine._parts.trained[1:]))
+
+    def load_first(action: Any) -> None:
+        if not norms:
+            look()  # the norm has asked for none of them
+        load(action)
+
+    handlers[Kind.LOAD] = load_first
+    for step in range(3):
+        for number in (0, 1) + (2,) * (step == 1 and case.replicate == 1):
+            engine.backward(engine(batches(place, 10 * step + number, 1)[0]))
+            look()
+            if number == 0:
+                engine.step()
+        found = engine.gradients() if step == 2 else {}
+        norms.append(engine.step().grad_norm)
+    found |= {f"{name} after": tensor for name, tensor in state_of(engine).items()}
+    found["norms"] = torch.tensor(norms, dtype=torch.float64)
+    engine.close()
+    return found, left
+
+
+def added_up_both(world: World, folder: str, cases: list[Case]) -> list[tuple[list[str], bool]]:
+    answers = []
+    for case in cases:
+        (plain, _), (moved, left) = added_up(world, None, case), added_up(world, folder, case)
+        unlike = [name for name, tensor in plain.items() if not torch.equal(tensor, moved[name])]
+        answers.append((unlike, all(left)))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (1, [Case(accumulation=2)]),
+        (2, [Case(2, accumulation=2), Case(3, accumulation=2, precision="bf16")]),
+        (4, [Case(3, replicate=2, accumulation=2)]),
+    ],
+)
+def test_gradients_leave_between_microbatches(
+    ranks: Any, tmp_path: Path, size: int, cases: list[Case]
+) -> None:
+    assert ranks(size).run(added_up_both, str(tmp_path), cases) == [[([], True)] * len(cases)] * size
 
 
 def test_a_step_that_is_skipped_moves_nothing(tmp_path: Path) -> None:

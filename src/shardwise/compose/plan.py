@@ -218,8 +218,7 @@ def _actions(
 def strategies_of(ranks: RankClass, registry: Registry, policies: Policies) -> list[Strategy]:
     """Of each Unit how its state lies."""
     shares = Slices(registry, registry.mesh, 0).shares_gradients(ranks.stages)
-    leaves = policies.microbatches == 1 and not shares
-    return layout.strategies_of(policies.zero, registry.mesh, ranks.units, policies.offload, leaves)
+    return layout.strategies_of(policies.zero, registry.mesh, ranks.units, policies.offload, not shares)
 
 
 def _prefetch(zero: ZeroPolicy, units: Sequence[Unit]) -> Prefetch:

@@ -132,7 +132,9 @@ def exchange(
     squares = parts.tables.square_sum()
     used: list[Number] = []
     for bucket, _ in trained:
-        for part in known[bucket] if bucket.gradient.has_left else _squares_of(parts, bucket):
+        # Of what left before anybody knew that nothing would be added they are not known.
+        is_known = bucket.gradient.has_left and bucket in known
+        for part in known[bucket] if is_known else _squares_of(parts, bucket):
             squares = squares + part
         used += (each if isinstance(each, Tensor) else float(each) for each in bucket.gradient.used)
     seats = [0.0] * (0 if local.batches is None else dp.size)
@@ -268,14 +270,16 @@ class StepEnd:
         assert self.local is not None, "the engine says what its rank brings"
         self.totals = exchange(self._parts, self.local, self._squares)
 
-    def let_go(self, bucket: BucketState) -> None:
-        """A gradient goes where its master lies."""
+    def let_go(self, bucket: BucketState, last: bool) -> None:
+        """A gradient goes where its master lies. ``last``: nothing more comes to it in this step."""
         # Where data went round the Unit nobody has waited: its last update still reads what is written here.
         bucket.weight.finish_update()
         if bucket.state is not None:
             bucket.state.finish_update()
-        bucket.gradient.settle()
-        self._squares[bucket] = _squares_of(self._parts, bucket)
+        self._squares.pop(bucket, None)
+        if last:
+            bucket.gradient.finish_reduce()
+            self._squares[bucket] = _squares_of(self._parts, bucket)
         bucket.gradient.leave()
 
     def direct(self, action: Action) -> None:
@@ -355,6 +359,7 @@ class StepEnd:
     def load(self, action: Action) -> None:
         """LOAD: begin to bring a Unit's masters and moments from a disk."""
         for state in self._states(action):
+            state.tiers.all_down()
             state.tiers.begin(partial(state.load, state.updated))
 
     def store(self, action: Action) -> None:

@@ -119,6 +119,8 @@ class Tiers:
         self.staging = Staging(self.limit)
         self.leaving: deque[Future[None]] = deque()
         """Gradients on their way to the disk, the first of them first."""
+        self._going_down: deque[Callable[[], None]] = deque()
+        """Those on their way to the host that go on to the disk."""
         self._thread = ThreadPoolExecutor(1, "shardwise tiers")
         self._failure: BaseException | None = None
         self._limit(threads)
@@ -148,6 +150,18 @@ class Tiers:
         except BaseException as error:
             self._failure = error
             raise
+
+    def let_down(self, arrived: Callable[[], None], waits: bool) -> None:
+        """A gradient goes down to the host, and by ``arrived`` to the disk; now, or (``waits``) when the next one has
+        begun to go down."""
+        self._going_down.append(arrived)
+        while len(self._going_down) > waits:
+            self._going_down.popleft()()
+
+    def all_down(self) -> None:
+        """Every gradient is in memory, or on its way to the disk."""
+        while self._going_down:
+            self._going_down.popleft()()
 
     def settle(self) -> None:
         """Everything that began is done, and on the disk. Errors: TierError, DamagedError."""
@@ -335,6 +349,10 @@ class TierState:
         if self.tier != "disk":
             self._arrived = to_host(gradient, self.tensors["grad"])
             return
+        arrive = to_host(gradient)
+        self.tiers.let_down(lambda: self._write_gradient(arrive()), waits=gradient.device.type != "cpu")
+
+    def _write_gradient(self, gradient: Tensor) -> None:
         scratch, leaving = self.tiers.scratch, self.tiers.leaving
         assert scratch is not None, "a disk has files"
         leaving.append(scratch.write("grad", self.what, gradient))
@@ -348,6 +366,8 @@ class TierState:
     def bring(self, kind: str, into: Tensor, behind: "Future[None] | None" = None) -> Callable[[], object]:
         """Begin to bring all of one kind into ``into``, where the model computes, as soon as ``behind`` is over, whose
         error is that of this. The call that is returned waits."""
+        if kind == "grad":
+            self.tiers.all_down()
         filled = to_be_filled(into)
 
         def begin() -> Callable[[], object]:

@@ -9,6 +9,8 @@ of its Unit in a step:
     disk            g E                the same, in host memory                   w E          reads (1 + M) m E + g E
                                                                                                writes the same
     weights there too                                                             n w E        reads n w E, writes w E
+    each further    g E, and up again                                                          reads g E, writes g E
+    microbatch
 
 A master that is the weight itself counts once. On CPU ranks nothing goes up or down: device and host are one.
 """
@@ -40,6 +42,10 @@ class TierTraffic:
     """To the disk, behind updates."""
     gradients_written: int = 0
     """To the disk, during the backward pass."""
+    gradients_brought: int = 0
+    """Back to the device, for a later microbatch to add to them."""
+    gradients_read: int = 0
+    """Of them from the disk."""
     weights_brought: int = 0
     """For windows of weights that lie elsewhere, from host memory or the disk."""
     weights_read: int = 0
@@ -48,15 +54,18 @@ class TierTraffic:
 
 def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -> TierTraffic:
     """Of the rank's list; ``strategies``: by Unit."""
-    windows = [0] * len(ranks.units)
+    windows, reductions = [0] * len(ranks.units), [0] * len(ranks.units)
     for action in ranks.actions:
         if action.kind is Kind.UNSHARD:
             windows[action.unit] += 1
+        elif action.kind is Kind.REDUCE:
+            reductions[action.unit] += 1
     found = TierTraffic()
     for (unit, place), rows in ranks.buffers.items():
         strategy, bucket = strategies[unit], ranks.units[unit].buckets[place]
         sizes = {row.kind: row.elements(bucket, mesh) * row.itemsize for row in rows}
         weight, grad = sizes.pop("weight"), sizes.pop("grad", 0)
+        sizes.pop("next weight", None)
         own = bucket.shard_elements if strategy.cuts_master else bucket.elements
         own_weight = own * bucket.key.dtype.itemsize
         if strategy.cuts_master and not strategy.cuts_grad:
@@ -73,12 +82,15 @@ def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -
             found.updated_on_device += touched
             continue
         found.updated_on_host += touched
-        found.down += grad
+        leaves = strategy.grad_tier != "device"
+        comes_back = reductions[unit] - 1 if leaves else 0
+        found.down += grad * (1 + comes_back)
         found.up += own_weight * (strategy.weight_tier == "device")
+        found.gradients_brought += grad * comes_back
         if strategy.tier != "disk":
             continue
-        leaves = strategy.grad_tier == "disk"
         found.read += state + grad * leaves
         found.written += state + weight * (strategy.weight_tier == "disk" and has_master)
-        found.gradients_written += grad * leaves
+        found.gradients_written += grad * leaves * (1 + comes_back)
+        found.gradients_read += grad * comes_back
     return found

@@ -42,7 +42,9 @@ class Strategy:
     is_delayed: bool = False
     """Whether an update counts one step late: ADOPT, in the next step's end."""
     grad_tier: Tier = "device"
-    """Where the gradient lies from its last reduction in a step to the update."""
+    """Where the gradient lies from a reduction to the next one of the step, or to the update."""
+    leaves_each: bool = False
+    """Whether it goes there after every microbatch though nothing cuts it: one rank has the sum."""
     axes: StateAxes = DENSE
     """The axes, whose ranks together sum the gradient: other ones for other Units (experts, say)."""
 
@@ -75,6 +77,11 @@ class Strategy:
     def cuts_grad(self) -> bool:
         """True where a rank keeps its shard of the gradients alone."""
         return self.grad[1] == Shard()
+
+    @property
+    def reduces_each(self) -> bool:
+        """True where gradients are reduced with every microbatch."""
+        return self.cuts_grad or self.leaves_each
 
     @property
     def cuts_master(self) -> bool:
@@ -142,7 +149,7 @@ def backward_actions(
             actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.B, unit)]
             continue
         actions += [Action(Kind.RESHARD, unit)] * moves
-        if trained[unit] and (last or strategies[unit].cuts_grad) and i == last_close[unit]:
+        if trained[unit] and (last or strategies[unit].reduces_each) and i == last_close[unit]:
             actions.append(Action(Kind.REDUCE, unit))
     return _moved_ahead(_without_pauses(actions), strategies, prefetch)
 

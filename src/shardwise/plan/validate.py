@@ -49,7 +49,7 @@ class _Rules(NamedTuple):
     moves: bool
     """Its weights are cut or have windows all the same: gathered before use, released after."""
     reduces_each: bool
-    """Its gradients are cut between microbatches."""
+    """Its gradients are cut between microbatches, or lie elsewhere."""
     returns: bool
     """Its weights are whole, but updated in pieces: gathered after STEP."""
     directs: bool = False
@@ -81,12 +81,14 @@ def _rules(ranks: RankClass, registry: Registry) -> list[_Rules]:
         is_away = any(row.kind == "weight" and row.tier != "device" for row in rows)
         brings = moves and is_away
         moves |= ranks.windows or is_away
-        cuts_gradient = any(_is_cut(registry, "gradient", name) for name in trained)
+        reduces_each = any(_is_cut(registry, "gradient", name) for name in trained)
+        is_alone = all(registry.mesh.size(axis) == 1 for axis in unit.axes)
+        reduces_each |= is_alone and any(row.kind == "grad" and row.tier != "device" for row in rows)
         returns = not moves and any(_is_cut(registry, "master", name) for name in trained)
         directs = bool(registry.needs_of(unit) - {"elements"})
         loads = bool(trained) and any(row.tier == "disk" for row in rows)
         adopts = any(row.kind == "next weight" for row in rows)
-        found.append(_Rules(bool(trained), moves, cuts_gradient, returns, directs, brings, adopts, loads))
+        found.append(_Rules(bool(trained), moves, reduces_each, returns, directs, brings, adopts, loads))
     return found
 
 

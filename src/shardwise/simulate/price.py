@@ -5,6 +5,7 @@
     waits      what of the tiers' work the computation does not cover:
 
         updates elsewhere     run beside the next forward pass:  max(t - forward, t / Units)      at_end: t
+                                                                                                  delayed: t - compute
                               t: the slower of host memory and disk, which work beside one another
         gradients that leave  run beside the backward pass:      max(t - backward, 0)
         weights that come     beside the computation where gathers go ahead, else all of it waits
@@ -60,7 +61,12 @@ def step_seconds(
     units = sum(strategy.tier != "device" for strategy in strategies) or 1
     is_hidden = policies.offload.step == "before_use"
     waits = max(beside_s - forward_s, beside_s / units) if is_hidden else beside_s
-    leaving_s = max(moved.down * link, moved.gradients_written * disk)
+    if policies.offload.step == "delayed":
+        waits = max(beside_s - compute_s, 0.0)
+    leaving_s = max(
+        (moved.down + moved.gradients_brought) * link,
+        (moved.gradients_written + moved.gradients_read) * disk,
+    )
     waits += max(leaving_s - (compute_s - forward_s), 0.0)
     brought_s = max((moved.weights_brought) * link, moved.weights_read * disk)
     goes_ahead = policies.zero.prefetch_bytes not in ("auto", 0)

@@ -12,9 +12,9 @@
 
              a gradient comes, or reduce               reduce             finish_reduce
     EMPTY ------------------------------> ACCUMULATING ------> REDUCED -----------------> FINISHED
-      ^                                        ^---------------- |  a further backward pass   |
-      +---- drop_gradients, from everywhere                                                   |
-      +----------------------------------------------------------------------------------------
+      ^                                        ^---------------- ^  a further backward pass   |
+      |                                                          +------- of one that has left
+      +---- drop_gradients, from everywhere
 
 [Note: accumulation]
 Autograd hands each gradient to a hook, which copies it into the flat buffer (the first time since the buffer was last
@@ -24,9 +24,9 @@ before the reduction. From the end of the backward pass to the step ``p.grad`` h
 
 [Note: further backward passes]
 A cut buffer takes sum after sum: that is what happens with every microbatch. A whole one holds the sum over the ranks
-once it was reduced. Where one more backward pass comes in the step all the same (nobody knew that another loss would
-follow), that sum becomes an addend again, one rank's for each element, and the others' are zero; then all is reduced
-once more.
+once it was reduced, and a cut one that over the replicas once that was thought to be the last time. Where one more
+backward pass comes in the step all the same (nobody knew that another loss would follow), that sum becomes an addend
+again, one rank's for each element, and the others' are zero; then all is reduced once more.
 
 [Note: reductions under way]
 ``reduce`` only begins. Where a collective runs beside the computation, the Units behind go on
@@ -39,12 +39,14 @@ stand at their peak and gradients take nothing; as they come, activations go. Wh
 kept all the same (memory/gradient_memory.py), but not where an update beside the next step still reads it.
 
 [Note: gradients that leave]
-Where the master lies on another tier the gradient follows it, when it is reduced for the last time in a step and
-nothing else is to be added: its squares are summed first, for the norm. Memory then holds the gradients of a few Units.
+Where the master lies on another tier the gradient follows it when it is reduced: memory then holds those of a few
+Units. The next microbatch has it back where its own are to be added, from the Unit's first gradient on, so that sums
+have the order that they have in memory. Of the last one the squares are summed first, for the norm.
 
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -77,7 +79,7 @@ _NEXT: dict[GradientState, tuple[GradientState, ...]] = {
     _EMPTY: (_EMPTY, _ACCUMULATING),
     _ACCUMULATING: (_EMPTY, _REDUCED),
     _REDUCED: (_EMPTY, _ACCUMULATING, _FINISHED),
-    _FINISHED: (_EMPTY,),
+    _FINISHED: (_EMPTY, _REDUCED),
 }
 
 
@@ -143,18 +145,24 @@ class Gradient:
     def buffer(self) -> Tensor:
         """[Note: gradients between steps]"""
         if self._buffer is None:
-            assert self.layout.key.trained, f"{self.what} is frozen"
-            # Not zeroed, but for the padding: pages that nothing comes into never take memory.
-            if self._around.strategy.tier == "device":
-                self._buffer = self._around.gradient_memory.take(self.what, self.elements, self.dtypes.grad)
-            else:
-                self._buffer = torch.empty(self.elements, dtype=self.dtypes.grad, device=self._around.device)
-            for start, stop in () if self._around.strategy.cuts_grad else self.layout.gaps:
-                self._buffer[start:stop] = 0
-            if self._home is not None and self._home.has_gradient:
-                self._home.has_gradient = False
-                self._home.bring("grad", self.owned)()
+            self._begin_buffer()()
+            assert self._buffer is not None, "it was just made"
         return self._buffer
+
+    def _begin_buffer(self) -> Callable[[], object]:
+        """Make it. What has left begins to come back; the call that is returned waits for it."""
+        assert self.layout.key.trained, f"{self.what} is frozen"
+        # Not zeroed, but for the padding: pages that nothing comes into never take memory.
+        if self._around.strategy.tier == "device":
+            self._buffer = self._around.gradient_memory.take(self.what, self.elements, self.dtypes.grad)
+        else:
+            self._buffer = torch.empty(self.elements, dtype=self.dtypes.grad, device=self._around.device)
+        for start, stop in () if self._around.strategy.cuts_grad else self.layout.gaps:
+            self._buffer[start:stop] = 0
+        if self._home is None or not self._home.has_gradient:
+            return lambda: None
+        self._home.has_gradient = False
+        return self._home.bring("grad", self.owned)
 
     @property
     def has_left(self) -> bool:
@@ -163,7 +171,7 @@ class Gradient:
 
     @property
     def leaves(self) -> bool:
-        """Whether it goes there, once it is reduced for the last time in a step."""
+        """Whether it goes there, now that it is reduced."""
         return self._home is not None and self.state is _REDUCED and not self.has_left
 
     def leave(self) -> None:
@@ -234,9 +242,20 @@ class Gradient:
                 f"{self.what}: a frozen parameter got a gradient; set requires_grad before initialize()"
             )
         self.arrive()  # a slot of its own is given back before another is taken
-        is_further = self.state is _REDUCED and not self._around.strategy.cuts_grad
-        if is_further:
+        is_cut = self._around.strategy.cuts_grad
+        is_finished = self.state is _FINISHED and self.has_left
+        if is_finished:
+            self._enter(_REDUCED)
+        is_further = self.state is _REDUCED and not is_cut
+        if is_further or is_finished:
             self._become_addend()
+        elif is_cut and self.has_left:
+            arrive = self._begin_buffer()
+
+            def come() -> None:
+                arrive()
+
+            self._reducing = Pending(come)
         self._enter(_ACCUMULATING)
         if self._is_staged:
             pool = self._around.gradients
@@ -255,7 +274,10 @@ class Gradient:
         around = self._around
         self._reducing.wait()
         self._reducing = DONE
-        if around.strategy.cuts_master:
+        if around.strategy.cuts_grad:
+            if around.replicate.index:
+                self.buffer.zero_()
+        elif around.strategy.cuts_master:
             own = around.own_range(self.layout)
             self.buffer[: own.start].zero_()
             self.buffer[own.stop :].zero_()
@@ -293,6 +315,7 @@ class Gradient:
             if not has_come:
                 view.zero_()
         strategy, around, full = self._around.strategy, self._around, self._staging
+        self._reducing.wait()  # for what comes back to be added to
         if strategy.cuts_grad:
             self._reducing = around.shard.reduce_scatter(
                 self.buffer, full, self.what, accumulate=self._holds_earlier

@@ -78,7 +78,7 @@ def strategies_of(
 ) -> list[Strategy]:
     """Of each Unit the row of its state, all on the device where ``offload`` is left out.
 
-    ``gradients_leave``: whether a gradient that is summed over the shard ranks is whole, but for replicas.
+    ``gradients_leave``: whether nothing is added to a gradient that is summed over the data-parallel ranks.
     """
     offload = offload or OffloadPolicy()
     found = []
@@ -86,12 +86,14 @@ def strategies_of(
         strategy = strategy_of(policy, mesh, unit.axes)
         if is_moved:
             is_what_is_updated = strategy.cuts_grad or not strategy.cuts_master
-            leaves = gradients_leave and mesh.size(unit.axes[0]) == 1 and is_what_is_updated
+            leaves = gradients_leave and is_what_is_updated
+            is_alone = all(mesh.size(axis) == 1 for axis in unit.axes)
             strategy = replace(
                 strategy,
                 tier=offload.optimizer,
                 weight_tier=offload.parameters,
                 grad_tier=offload.optimizer if leaves else "device",
+                leaves_each=leaves and is_alone,
                 is_delayed=offload.step == "delayed" and any(bucket.key.trained for bucket in unit.buckets),
             )
         found.append(strategy)

@@ -43,15 +43,15 @@ class UnitWindows:
         self.adds_up = False
         """Whether earlier backward passes of the step wait for the one that runs."""
         self._is_last = True
-        self.on_reduced: Callable[[BucketState], None] = lambda bucket: None
-        """Told of a gradient that may leave the device: nothing more comes to it in this step."""
+        self.on_reduced: Callable[[BucketState, bool], None] = lambda bucket, last: None
+        """Told of a gradient that may leave the device, and whether nothing more comes to it in this step."""
         self._is_held = False
         """[Note: second derivatives]"""
         self._deferred: set[int] = set()
         self._reductions = reductions
         self._overlaps = overlaps
-        self._travelling: deque[UnitState] = deque()
-        """Units whose gradients have begun to travel, the first of them first."""
+        self._travelling: deque[tuple[UnitState, bool]] = deque()
+        """Units whose gradients have begun to travel, the first of them first, and whether for the last time."""
         self._updates: list[Pending] = []
         """Gathers of weights that are kept whole, under way since the step."""
         self._holders: dict[Hashable, UnitState] = {
@@ -103,12 +103,13 @@ class UnitWindows:
             if bucket.layout.key.trained:
                 bucket.gradient.reduce()
         state.is_reduced = True
-        self._travelling.append(state)
+        self._travelling.append((state, self._is_last))
         while len(self._travelling) > self._reductions:
-            for bucket in self._travelling.popleft().buckets:
+            first, is_last = self._travelling.popleft()
+            for bucket in first.buckets:
                 bucket.gradient.arrive()
-                if self._is_last and bucket.gradient.leaves:
-                    self.on_reduced(bucket)
+                if bucket.gradient.leaves:
+                    self.on_reduced(bucket, is_last)
 
     # UnitWindows ---------------------------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class UnitWindows:
         backward pass was not known to be it. Cut ones were: a second time would count them twice."""
         if not self.adds_up or self._is_last:
             return set()
-        return {self.first + state.unit.index for state in self.states if not state.strategy.cuts_grad}
+        return {self.first + state.unit.index for state in self.states if not state.strategy.reduces_each}
 
     def end_step(self) -> None:
         """The next backward pass is the first of a step."""
