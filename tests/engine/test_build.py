@@ -3,11 +3,13 @@
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from transformers.modeling_outputs import CausalLMOutput
 
 import shardwise
 from shardwise.comm.world import World, join
@@ -323,3 +325,36 @@ def compiled_and_recomputed(world: World) -> float:
 
 def test_compiled_blocks_that_recompute(ranks: Any) -> None:
     assert max(ranks(2).run(compiled_and_recomputed)) <= LIMIT
+
+
+class Answers(nn.Module):
+    """Returns what transformers' models do, or a dataclass."""
+
+    def __init__(self, output: type) -> None:
+        super().__init__()
+        self.linear, self.output = nn.Linear(4, 4), output
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.linear(x)
+        return self.output(loss=logits.square().mean(), logits=logits)
+
+
+@dataclass
+class OwnOutput:
+    loss: Tensor
+    logits: Tensor
+
+
+@pytest.mark.parametrize("output", [CausalLMOutput, OwnOutput])
+def test_a_loss_function_gets_what_the_model_returns(world: World, output: type) -> None:
+    """In fp32 and as it is: in bf16 a loss function that read ``model(x).loss`` met a dictionary."""
+    found: list[Any] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        found.append(model(x))
+        return cast(Tensor, found[0].loss)
+
+    engine = shardwise.initialize(Answers(output), {"precision": "bf16"}, loss=loss, world=world)
+    engine.train_step([torch.ones(2, 4)])
+    assert type(found[0]) is output
+    assert (found[0].loss.dtype, found[0].logits.dtype) == (torch.float32, torch.float32)

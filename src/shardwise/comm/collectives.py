@@ -237,7 +237,7 @@ class Group:
     def all_gather(self, output: Tensor, shard: Tensor, what: str, purpose: Purpose = "weights") -> Pending:
         """``output[i]`` becomes rank i's ``shard``, which may lie in ``output`` already."""
         if self.transport is None:
-            if output.data_ptr() != shard.data_ptr():
+            if not _is_there(output, shard):
                 output.copy_(shard)
             return DONE
         return self._run(
@@ -260,7 +260,7 @@ class Group:
         if self.transport is None:
             if accumulate:
                 shard_out.add_(full)
-            elif shard_out.data_ptr() != full.data_ptr():
+            elif not _is_there(shard_out, full):
                 shard_out.copy_(full)
             return DONE
         return self._run(
@@ -561,6 +561,12 @@ class TorchTransport:
                         break
                 if self._alarm is not None:
                     self._alarm()
+
+
+def _is_there(a: Tensor, b: Tensor) -> bool:
+    """Whether both begin in the same place of memory; also of tensors that have no address."""
+    is_one = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return is_one and a.storage_offset() == b.storage_offset()
 
 
 def _sum_in_order(rows: Tensor, total: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Values made of tensors: what models take and return."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -48,11 +49,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
-    """A tuple, list or dictionary again, of what ``of`` makes of its parts; anything else as it is."""
+    """A tuple, list, mapping or dataclass again, of its own class, of what ``of`` makes of its parts; anything else,
+    mappings that nobody can write into among it, as it is."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(of, value))
     if isinstance(value, tuple | list):
         return type(value)(map(of, value))
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: of(inner) for key, inner in value.items()}
+    if isinstance(value, MutableMapping) and not isinstance(value, Laden):
+        made = copy(
+            value
+        )  # a class of its own may hold more than its items, as what transformers return does
+        for key, inner in value.items():
+            made[key] = of(inner)
+        return made
+    if is_dataclass(value) and not isinstance(value, type | Laden):
+        same = copy(value)
+        for field in fields(value):
+            object.__setattr__(same, field.name, of(getattr(value, field.name)))
+        return same
     return value
