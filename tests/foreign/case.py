@@ -44,6 +44,10 @@ OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-tp2-ep2": (4, {"mesh": {"pp": 2, "tp": 2, "ep": 2}, "batch": {"accumulation": PIECES}}),
 }
 """Further ones for models with experts."""
+TILED = {
+    f"{layout}-tiles": (size, config | {"tiles": {"mlp": 3}}) for layout, (size, config) in LAYOUTS.items()
+}
+"""With feed-forward parts by tiles of tokens."""
 
 REFUSALS = (PlanError, UsageError, ConfigError, MeshError)
 
@@ -120,7 +124,7 @@ def laid_out(
                 "optimizer": {"type": "sgd", "lr": LR},
                 "max_grad_norm": CLIP,
                 "comm": {"timeout_s": 60.0},
-                **(LAYOUTS | OF_EXPERTS)[layout][1],
+                **(LAYOUTS | OF_EXPERTS | TILED)[layout][1],
             }
             if "recompute" in layout:  # what runs again runs inside torch, past the mode around the pass
                 for block in model.model.layers:  # type: ignore[union-attr]

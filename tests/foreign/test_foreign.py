@@ -35,6 +35,31 @@ def test_a_class_is_exact_or_refused(
     assert answer["verdict"] in sweep.GOOD, answer
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "model_type", "layout"),
+    [
+        ("causal", "GPT2LMHeadModel", "gpt2", "tp2-tiles"),
+        ("masked", "BertForMaskedLM", "bert", "tp2-tiles"),
+        ("causal", "GPTNeoXForCausalLM", "gpt_neox", "zero3-tiles"),
+        *(
+            pytest.param(*each, layout, marks=pytest.mark.soak)
+            for each in (
+                *SUITE,
+                ("causal", "GPT2LMHeadModel", "gpt2"),
+                ("causal", "DeepseekV3ForCausalLM", "deepseek_v3"),
+            )
+            for layout in ("zero3-tiles", "pp2-tiles", "tp2-tiles")
+        ),
+    ],
+)
+def test_feed_forward_parts_by_tiles(
+    ranks: Any, tmp_path: Path, kind: str, name: str, model_type: str, layout: str
+) -> None:
+    case.plain(kind, name, model_type, tmp_path, {})
+    answer = sweep.together(ranks(2).run(on_ranks, kind, name, model_type, layout, str(tmp_path)))
+    assert answer["verdict"] in sweep.GOOD, answer
+
+
 def test_slices_and_stages_together(ranks: Any, tmp_path: Path) -> None:
     """An embedding that is cut inside its own forward is a stand-in on the second stage."""
     case.plain("causal", "Gemma2ForCausalLM", "gemma2", tmp_path, {})

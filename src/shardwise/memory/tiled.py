@@ -14,6 +14,7 @@ Shapes: N tokens, D width; x [..., D].
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,15 @@ def tiled(
 
     ``inside`` is entered around each run of it.
     """
-    run = _TiledRun(function, places, tokens, replay.again(), inside)
+    kind = x.device.type
+    autocast = partial(
+        torch.autocast,
+        kind,
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_enabled(kind),
+        cache_enabled=False,
+    )
+    run = _TiledRun(function, places, tokens, replay.again(), inside, autocast)
     weights = [owner._parameters[key] for owner, key in places]
     y: Tensor = _Tiled.apply(run, x.reshape(-1, x.shape[-1]), *weights)
     return y.view(*x.shape[:-1], -1)
@@ -58,12 +67,14 @@ class _TiledRun:
         tokens: int,
         again: AbstractContextManager[Any],
         inside: Callable[[], AbstractContextManager[Any]],
+        autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.function = function
         self.places = places
         self.tokens = tokens
         self.again = again
         self.inside = inside
+        self.autocast = autocast
 
     def starts(self, x: Tensor) -> Iterator[tuple[slice, int]]:
         """The tiles of ``x`` [N, D], and their first rows."""
@@ -109,7 +120,7 @@ class _Tiled(torch.autograd.Function):
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums: dict[int, Tensor] = {}
         d_x = x.new_empty(x.shape) if needs_x else None
-        with torch.enable_grad(), run.again, run.inside(), run.holding(leaves):
+        with torch.enable_grad(), run.again, run.inside(), run.holding(leaves), run.autocast():
             for tile, start in run.starts(x):
                 here = x[tile].detach().requires_grad_(needs_x)
                 wanted = [here, *trained] if needs_x else trained
