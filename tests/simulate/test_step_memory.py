@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.comm.world import World
 from shardwise.engine.foresee import foresee
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.errors import UsageError
@@ -44,7 +45,7 @@ def test_the_peak_of_a_step_is_foreseen(given: dict[str, Any]) -> None:
     batches = [tokens()] * given.get("batch", {}).get("accumulation", 1)
     engine = shardwise.initialize(gpt(), given)
     engine.train_step(batches)
-    with LiveBytes(engine.module.parameters()) as live:
+    with LiveBytes() as live:
         engine.train_step(batches)
     engine.close()
     assert 0.97 * passing(step) <= live.most <= passing(step)
@@ -62,3 +63,23 @@ def test_a_pass_that_depends_on_numbers_is_refused() -> None:
 
     with pytest.raises(UsageError, match="cannot be foreseen from shapes: .*depends on its numbers"):
         foresee(Chooses, {}, example=torch.zeros(2, 4))
+
+
+def most_held(world: World, given: dict[str, Any]) -> int:
+    """Bytes that come and go in a step, at most."""
+    engine = shardwise.initialize(
+        gpt(), given | {"batch": {"duplicates": "allow"}, "check_first_step": "off"}, world=world
+    )
+    engine.train_step([tokens()])
+    with LiveBytes() as live:
+        engine.train_step([tokens()])
+    engine.close()
+    return live.most
+
+
+@pytest.mark.parametrize("given", [{"mesh": {"tp": 2}}, {"zero": {"stage": 3}}], ids=str)
+def test_the_peak_of_several_ranks_is_foreseen(ranks: Any, given: dict[str, Any]) -> None:
+    step = foresee(gpt, given, 2, example=tokens()).step
+    assert step is not None
+    for most in ranks(2).run(most_held, given):
+        assert 0.95 * passing(step) <= most <= 1.02 * passing(step)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardwise.config.run import RunConfig, load
-from shardwise.engine.foresee import Known, Outlook, read
+from shardwise.engine.foresee import Known, Outlook, process_bytes, read
 from shardwise.engine.inputs import Loss
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.observe.progress import bytes_text
@@ -161,13 +161,13 @@ def fits(
     jobs = itertools.chain(
         [((), known)], _jobs(given, lambda config: read(make, config, ranks, device, example, loss))
     )
+    with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
     passes: list[MeasuredPass | None] = []
     for overrides, job in jobs:
         if job.passed in passes:  # what was asked for has changed nothing
             continue
         passes.append(job.passed)
-        alike = job._replace(process_bytes=known.process_bytes)
-        for change in _on_tiers(alike, overrides, have, rates, now.total):
+        for change in _on_tiers(job, overrides, have, rates, now.total, (known.process_bytes, with_disk)):
             if _is_within(change.outlook, have):
                 found.append(change)
             elif least is None or _device_bytes(change.outlook) < _device_bytes(least.outlook):
@@ -211,16 +211,23 @@ def _jobs(given: RunConfig, look: Callable[[RunConfig], Known]) -> Iterator[tupl
 
 
 def _on_tiers(
-    job: Known, overrides: tuple[str, ...], have: Mapping[Tier, int], rates: Rates, before_s: float
+    job: Known,
+    overrides: tuple[str, ...],
+    have: Mapping[Tier, int],
+    rates: Rates,
+    before_s: float,
+    process: tuple[int, int],
 ) -> Iterator[Change]:
-    """The job with state and activations where they may lie: of each way the smallest fraction that fits, or all."""
+    """The job with state and activations where they may lie: of each way the smallest fraction that fits, or all.
+    ``process``: bytes of the process itself, without a disk and with one."""
     for offload, words in _ways(job, have):
 
         def change(
             fraction: float, offload: OffloadPolicy = offload, words: tuple[str, ...] = words
         ) -> Change:
             policy = offload.model_copy(update={"fraction": fraction})
-            outlook = job.outlook(policy)
+            alike = job._replace(process_bytes=process[policy.optimizer == "disk"])
+            outlook = alike.outlook(policy)
             seconds = _seconds(job, outlook, policy, rates)
             share = (f"offload.fraction={fraction:g}",) * (fraction != job.settings.offload.fraction)
             return Change((*overrides, *words, *share), outlook, seconds, seconds.total - before_s)

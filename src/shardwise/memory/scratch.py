@@ -40,6 +40,9 @@ from shardwise.plan.words import in_words
 __all__ = ["BLOCK_BYTES", "DiskScratch"]
 
 BLOCK_BYTES = 8 * 2**20
+_THREADS = 2
+SPARE_BYTES = _THREADS * BLOCK_BYTES
+"""What the threads of a scratch hold for blocks that do not begin on a page."""
 _EXIT_PATIENCE_S = 30.0
 """For the blocks in hand where a scratch is closed."""
 
@@ -65,7 +68,12 @@ class DiskScratch:
     """A rank's state on disk: one file a kind ("master", "exp_avg" ...), the owners' ranges one after another."""
 
     def __init__(
-        self, folder: Path, rank: int, local_ranks: int, threads: int = 2, block_bytes: int = BLOCK_BYTES
+        self,
+        folder: Path,
+        rank: int,
+        local_ranks: int,
+        threads: int = _THREADS,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         """Claims the folder for this rank and removes what dead runs left there.
 

@@ -18,7 +18,7 @@ Cost: a pass of operations on shapes, some 100 µs each, whatever their size and
 that an operation takes and gives back inside itself is not seen, nor an allocator's rounding.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -130,7 +130,7 @@ def measure(
 
     Errors: UsageError where what it does depends on numbers.
     """
-    live = LiveBytes([*module.parameters(), *module.buffers(), *tensors_in(batch)])
+    live = LiveBytes()
     cuts = _Cuts(live, _seconds(units))
     handles = [
         each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
@@ -176,25 +176,24 @@ def _drop(parameter: Tensor) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that are alive, but for those of ``known`` tensors; and floating-point operations."""
+    """Bytes of storages that came to be inside and are still alive, and floating-point operations."""
 
-    def __init__(self, known: Iterable[Tensor]):
+    def __init__(self) -> None:
         super().__init__()
         self.held = 0
         self.most = 0
         self.flops = 0
         self._seen: dict[int, Any] = {}
-        for tensor in known:
-            storage = tensor.untyped_storage()
-            self._seen[storage._cdata] = storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8:
             return True  # states of generators, from which nothing is drawn here (memory/recompute.py)
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
+        if not func.is_view:
+            given = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor) and id(tensor) not in given:
+                    self._see(tensor)
         self.flops += flops_of(func, args, kwargs or {}, out)
         return out
 

@@ -24,6 +24,7 @@ import torch
 
 from shardwise.compose.plan import Policies, strategies_of
 from shardwise.memory.direct_io import rounded_up
+from shardwise.memory.scratch import SPARE_BYTES
 from shardwise.memory.slots import SlotPool
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.lists import Strategy
@@ -144,14 +145,14 @@ class _WalkedStep:
         return row.nbytes(bucket, self._plan.mesh)
 
     def _staging_rows(self) -> dict[str, int]:
-        """Blocks between memory and a disk, as many as there may be at once, the largest."""
+        """Blocks between memory and a disk, as many as there may be at once, and what the disk's threads hold."""
         blocks = [
             sum(rounded_up(self._bytes(row, bucket)) for row in rows.values() if row.tier == "disk")
             for unit in self.ranks.units
             for _, bucket, rows in self._buckets(unit.index)
         ]
-        blocks = sorted((size for size in blocks if size), reverse=True)
-        return {"loaded": sum(blocks[: self._limit])} if blocks else {}
+        blocks = [size for size in blocks if size]  # one that was made for a large one serves small ones too
+        return {"loaded": min(self._limit, len(blocks)) * max(blocks) + SPARE_BYTES} if blocks else {}
 
     # Walking -------------------------------------------------------------------------------------------------------
 
