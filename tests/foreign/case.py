@@ -45,9 +45,11 @@ OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Further ones for models with experts."""
 TILED = {
-    f"{layout}-tiles": (size, config | {"tiles": {"mlp": 3}}) for layout, (size, config) in LAYOUTS.items()
+    f"{layout}-{what}": (size, config | {"tiles": {what: 3}})
+    for layout, (size, config) in LAYOUTS.items()
+    for what in ("mlp", "logits")
 }
-"""With feed-forward parts by tiles of tokens."""
+"""With feed-forward parts, or head and loss, by tiles of tokens."""
 
 REFUSALS = (PlanError, UsageError, ConfigError, MeshError)
 

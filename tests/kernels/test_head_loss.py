@@ -157,3 +157,24 @@ def test_a_tile_s_numbers_travel_while_the_next_one_is_made() -> None:
     assert events == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "end 2"]
     for found, wanted in zip([x, weight, bias], gradients(None, inputs)[1:], strict=True):
         assert found.grad is not None and (found.grad - wanted).norm() <= 1e-13 * wanted.norm()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_change_of_logits_before_the_loss(at_once: bool) -> None:
+    """A factor and a cap; their gradient is taken tile by tile."""
+
+    def change(z: Tensor) -> Tensor:
+        return torch.tanh(z * 0.7 / 2.0) * 2.0
+
+    x, weight, bias = leaves = [each.clone().requires_grad_() for each in given()]
+    expected = plain_cross_entropy(change(F.linear(x, weight, bias)), targets())
+    (3 * expected).backward()
+    wanted = [each.grad for each in leaves]
+    x, weight, bias = leaves = [each.clone().requires_grad_() for each in given()]
+    counts = targets() != -100
+    rows = module.TargetRows(targets().masked_fill(~counts, 0), counts, counts, counts.sum(), counts.sum())
+    loss = module.summed_loss(x, weight, bias, rows, 4, at_once, None, change)
+    (3 * loss).backward()
+    assert float((loss - expected).detach().abs()) <= 1e-14
+    for leaf, grad in zip(leaves, wanted, strict=True):
+        assert leaf.grad is not None and grad is not None and (leaf.grad - grad).norm() <= 1e-14 * grad.norm()

@@ -55,6 +55,10 @@ Combine = Callable[[Tensor], Callable[[], RowTotals]]
 """Begins to exchange rows' numbers over this part of the vocabulary (``numbers_of``, [3, N]); what it returns ends."""
 
 
+Change = Callable[[Tensor], Tensor]
+"""What a model does to each logit on its way to the loss (a factor, a cap): [C, V] -> [C, V]."""
+
+
 class Tile(NamedTuple):
     """How many tokens a tile has, and where its gradient is made."""
 
@@ -115,10 +119,12 @@ def summed_loss(
     tokens: int,
     at_once: bool = True,
     combine: Combine | None = None,
+    change: Change | None = None,
 ) -> Tensor:
     """Sum of the losses of the rows that count, over ``rows.divisor``: [..., D], [V, D], [V] -> [].
 
     ``combine``: exchanges the numbers of rows with the other parts of the vocabulary; left out, this is all of it.
+    ``change``: of logits before the loss; what it makes on its way lies beside a tile's logits.
     """
     if torch.is_autocast_enabled(x.device.type):  # It does not reach into a function of our own.
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -126,7 +132,7 @@ def summed_loss(
         bias = None if bias is None else bias.to(dtype)
     x = x.reshape(-1, x.shape[-1])
     at_once = at_once and x.dtype != torch.float16 and torch.is_grad_enabled()
-    loss: Tensor = _HeadLoss.apply(x, weight, bias, rows, tokens, at_once, combine or _alone)
+    loss: Tensor = _HeadLoss.apply(x, weight, bias, rows, tokens, at_once, combine or _alone, change)
     return loss
 
 
@@ -141,6 +147,7 @@ class _HeadLoss(torch.autograd.Function):
         tokens: int,
         at_once: bool,
         combine: Combine,
+        change: Change | None,
     ) -> Tensor:
         numbers: list[Tensor] = []
         found: list[RowTotals] = []
@@ -148,7 +155,7 @@ class _HeadLoss(torch.autograd.Function):
         if at_once and any(ctx.needs_input_grad):
             sums = _Gradients(x, weight, bias, ctx.needs_input_grad)
         share = 1 / rows.divisor.to(_wide(x))
-        waiting: list[tuple[slice, Tensor, Callable[[], RowTotals]]] = []
+        waiting: list[tuple[slice, _Logits, Callable[[], RowTotals]]] = []
         """Tiles without their gradients: that whose numbers travel."""
 
         def end() -> None:
@@ -158,8 +165,8 @@ class _HeadLoss(torch.autograd.Function):
             sums.add(tile, _gradient(logits, rows, tile, found[-1][0], share), x, weight)
 
         for tile in _tiles(x, tokens):
-            logits = F.linear(x[tile], weight, bias)  # [C, V]
-            numbers.append(numbers_of(logits, rows.columns[tile], rows.owned[tile]))
+            logits = _Logits(F.linear(x[tile], weight, bias), change)  # [C, V]
+            numbers.append(numbers_of(logits.z, rows.columns[tile], rows.owned[tile]))
             if sums is not None:
                 waiting.append((tile, logits, combine(numbers.pop())))
             del logits  # or the next tile's would live beside it
@@ -171,6 +178,7 @@ class _HeadLoss(torch.autograd.Function):
             found = [combine(torch.cat(numbers, 1))()]
         lse, at_target = (torch.cat(each) for each in zip(*found, strict=True))
         ctx.rows, ctx.tokens, ctx.sums, ctx.counted_labels = rows, tokens, sums, rows.counted
+        ctx.change = change
         if sums is None:
             ctx.save_for_backward(x, weight, bias, lse)
         return (lse - at_target).masked_fill_(~rows.counts, 0).sum() * share
@@ -179,7 +187,7 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if ctx.sums is None:
-            return *_second_pass(ctx, grad), None, None, None, None
+            return *_second_pass(ctx, grad), None, None, None, None, None
         if ctx.sums.handed_out:
             raise UsageError(
                 "backward: an earlier backward pass took the gradients of this loss along; give that one "
@@ -187,14 +195,14 @@ class _HeadLoss(torch.autograd.Function):
             )
         # They lie in the node, which lives as long as somebody holds the loss.
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        return *ctx.sums.scaled(grad, keeps), None, None, None, None
+        return *ctx.sums.scaled(grad, keeps), None, None, None, None, None
 
 
 def _second_pass(ctx: Any, grad: Tensor) -> Iterator[Tensor | None]:
     x, weight, bias, lse = ctx.saved_tensors
     sums, scale = _Gradients(x, weight, bias, ctx.needs_input_grad), grad / ctx.rows.divisor
     for tile in _tiles(x, ctx.tokens):
-        logits = F.linear(x[tile], weight, bias)
+        logits = _Logits(F.linear(x[tile], weight, bias), ctx.change)
         sums.add(tile, _gradient(logits, ctx.rows, tile, lse[tile], scale), x, weight)
         del logits
     return sums.scaled(None)
@@ -223,12 +231,30 @@ def _alone(numbers: Tensor) -> Callable[[], RowTotals]:
     return lambda: (numbers[0] + numbers[1].log(), numbers[2])
 
 
-def _gradient(logits: Tensor, rows: TargetRows, tile: slice, lse: Tensor, scale: Tensor) -> Tensor:
-    """Of the tile's logits: [C, V]."""
-    if not logits.shape[1]:
-        return logits
+class _Logits:
+    """Of a tile, as the loss has them: ``z`` [C, V]."""
+
+    def __init__(self, product: Tensor, change: Change | None) -> None:
+        self.z, self._product, self._changed = product, product, product
+        if change is not None:
+            self._product = product.detach().requires_grad_()
+            with torch.enable_grad():
+                self._changed = change(self._product)
+            self.z = self._changed.detach()
+
+    def gradient(self, d_z: Tensor) -> Tensor:
+        """Of what the head computed: [C, V]."""
+        if self._changed is self._product:
+            return d_z
+        return torch.autograd.grad(self._changed, self._product, d_z.to(self._changed.dtype))[0]
+
+
+def _gradient(logits: _Logits, rows: TargetRows, tile: slice, lse: Tensor, scale: Tensor) -> Tensor:
+    """Of the tile's product: [C, V]."""
+    if not logits.z.shape[1]:
+        return logits.z
     of_all, of_target = (scale.to(lse.dtype) * each[tile, None] for each in (rows.counts, rows.owned))
-    return row_gradient(logits, rows.columns[tile, None], lse, of_all, -of_target)
+    return logits.gradient(row_gradient(logits.z, rows.columns[tile, None], lse, of_all, -of_target))
 
 
 class _Gradients:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
-from shardwise.kernels.head_loss import Tile
+from shardwise.kernels.head_loss import Change, Tile
 from shardwise.kernels.operation import operation
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy, vocabulary_head_loss
 from shardwise.parallel.tensor.region import Region, UnmadeLogits
@@ -244,7 +244,8 @@ class VocabularyHead(_Cut):
     """Rows of the output matrix: [B, T, D] -> whole logits [B, T, V], or the mean loss over ``targets`` [B, T].
 
     While a loss outside waits for cut logits (``region.logits_cut``) it gives this rank's: [B, T, V/tp]. By tiles it
-    gives what that loss calls it with once more, with the targets, and ``count``, what the sum is divided by.
+    gives what that loss calls it with once more, with the targets, ``count``, what the sum is divided by, and
+    ``change``, what the model did to its logits in between.
     """
 
     weight: nn.Parameter
@@ -268,7 +269,11 @@ class VocabularyHead(_Cut):
         """Set from outside where the loss is to be computed by tiles."""
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, count: Tensor | None = None
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        count: Tensor | None = None,
+        change: Change | None = None,
     ) -> Tensor | UnmadeLogits:
         group, held = self.region.group, self.rows.stop - self.rows.start
         weight: Tensor = self.weight
@@ -286,7 +291,7 @@ class VocabularyHead(_Cut):
                 x = (duals.gather if self.cut else duals.copy)(x, group, self.name)
                 place = (self.rows.start, self.vocabulary, group)
                 return vocabulary_head_loss(
-                    x, weight, bias, targets, *place, tokens, self.tile.at_once, count
+                    x, weight, bias, targets, *place, tokens, self.tile.at_once, count, change
                 )
         x = self.region.inward(x, self.sees_whole)
         logits = column(x, weight, bias, group, self.cut, self.name)  # [B, T, V/tp]

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.kernels.cross_entropy import IGNORE, row_gradient
-from shardwise.kernels.head_loss import RowTotals, TargetRows, numbers_of, summed_loss
+from shardwise.kernels.head_loss import Change, RowTotals, TargetRows, numbers_of, summed_loss
 
 
 @uncompiled
@@ -62,8 +62,10 @@ def vocabulary_head_loss(
     tokens: int,
     at_once: bool = True,
     count: Tensor | None = None,
+    change: Change | None = None,
 ) -> Tensor:
-    """``vocabulary_cross_entropy`` of the logits of ``x`` [..., D], which are made ``tokens`` rows at a time.
+    """``vocabulary_cross_entropy`` of the logits of ``x`` [..., D], which are made ``tokens`` rows at a time, and go
+    through ``change`` first.
 
     ``weight`` [V/tp, D]; the gradient of ``x`` is this rank's addend.
     """
@@ -71,7 +73,9 @@ def vocabulary_head_loss(
     counted = counts.sum()
     divisor = counted.clamp_min(1) if count is None else torch.as_tensor(count, device=x.device)
     rows = TargetRows(columns, counts, owned, divisor, counted if count is None else divisor)
-    return summed_loss(x, weight, bias, rows, tokens, at_once, lambda numbers: _of_all_ranks(numbers, group))
+    return summed_loss(
+        x, weight, bias, rows, tokens, at_once, lambda numbers: _of_all_ranks(numbers, group), change
+    )
 
 
 def _placed(targets: Tensor, first: int, held: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ Shapes: T global sequence, tp ranks.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -190,16 +190,21 @@ class WithheldLogits:
 class UnmadeLogits(WithheldLogits):
     """What a head by tiles returns to a model that hands it on to its loss, which calls the head with it again.
 
-    Whatever else the model does with its logits in between is refused by name.
+    Numbers that they are multiplied or divided by on the way, and a tanh, are noted: a factor, a cap. Whatever else the
+    model does with its logits is refused by name.
     """
 
-    def __init__(self, x: Tensor, head: Any, model: str) -> None:
+    def __init__(
+        self, x: Tensor, head: Any, model: str, changes: Sequence[Callable[[Tensor], Tensor]] = ()
+    ) -> None:
         super().__init__(
             f"tiles.logits: a {model} changes its logits between its head and its loss, which works by tiles on "
-            "unchanged ones alone; leave tiles.logits out"
+            "such as are multiplied by a number or go through a tanh at most; leave tiles.logits out"
         )
         self.x = x
         self.head = head
+        self._model = model
+        self._changes = tuple(changes)
 
     def loss(self, targets: Tensor, count: Tensor | None) -> Tensor:
         """Mean over the targets [B, T] that count, or their sum over ``count``."""
@@ -210,8 +215,39 @@ class UnmadeLogits(WithheldLogits):
                 f"tiles.logits: the head was given {list(self.x.shape)} and its loss targets {list(targets.shape)}; "
                 "expected one target for each token: leave logits_to_keep out, or tiles.logits"
             )
-        found: Tensor = self.head(self.x, targets, count)
+        found: Tensor = self.head(self.x, targets, count, self._change if self._changes else None)
         return found
+
+    def _change(self, logits: Tensor) -> Tensor:
+        for change in self._changes:
+            logits = change(logits)
+        return logits
+
+    def _then(self, change: Callable[[Tensor], Tensor]) -> "UnmadeLogits":
+        return UnmadeLogits(self.x, self.head, self._model, (*self._changes, change))
+
+    def __mul__(self, number: Any) -> "UnmadeLogits":  # type: ignore[override]
+        if type(number) not in (int, float):
+            self._refuse()
+        return self._then(lambda z: z * number)
+
+    def __truediv__(self, number: Any) -> "UnmadeLogits":  # type: ignore[override]
+        if type(number) not in (int, float):
+            self._refuse()
+        return self._then(lambda z: z / number)
+
+    __rmul__ = __mul__  # type: ignore[assignment]
+
+    def tanh(self) -> "UnmadeLogits":
+        """As torch's."""
+        return self._then(torch.tanh)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch's tanh; see ``WithheldLogits`` of all others."""
+        if function in (torch.tanh, Tensor.tanh) and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        return super().__torch_function__(function, types, args, kwargs)
 
     def contiguous(self) -> "UnmadeLogits":
         """Itself, as ``float`` does: the loss computes in fp32 anyway."""
