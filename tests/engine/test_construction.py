@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise
+from shardwise.engine import state
 from shardwise.formats.safetensors import StoredTensor
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.errors import CheckpointError
+from shardwise.plan.errors import CheckpointError, UsageError
 
 
 class Allocated(TorchDispatchMode):
@@ -121,3 +122,27 @@ def test_an_export_takes_the_memory_of_a_unit(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match="the whole model takes 0.003 GB in .*: .*file"):
         engine.mapped_state_dict(tmp_path / "file")
     engine.close()
+
+
+def test_whole_models_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(8, 8)
+    offload = {"optimizer": "disk", "parameters": "disk", "disk_path": str(tmp_path)}
+    engine = shardwise.initialize(model, {"zero": {"stage": 3}, "offload": offload})
+    monkeypatch.setattr(state, "_WORTH_ASKING_BYTES", 0)
+    with engine.full_parameters():
+        pass
+    monkeypatch.setattr(state, "available_bytes", lambda device: 100)
+    said = "whole parameters take .* on each of 1 ranks that share this memory, and 100"
+    for call in (engine.full_parameters, engine.gathered):
+        with pytest.raises(UsageError, match=said), call():
+            pass
+    with pytest.raises(UsageError, match=f"state_dict: {said}.*mapped_state_dict"):
+        engine.state_dict()
+    with engine.full_parameters("weight") as found:
+        assert found["weight"].numel() == 64
+    engine.close()
+    assert "close: whole parameters take" in caplog.text
+    with pytest.raises(UsageError):
+        model.weight.sum()

@@ -450,7 +450,8 @@ class Engine(StateAccess):
         Collective where weights or masters lie in pieces (stage 3; stages 1 and 2 with masters of a wider dtype than
         the weights): every rank gathers them. ``whole=False`` leaves the weights as they lie, for a model that is not
         used any more, and so does an exception on its way through (``finally: engine.close()``), for other ranks may
-        not come. Under tp, pp and ep a rank keeps its own part of the model either way. A second call does nothing.
+        not come. Where whole weights do not fit the memory that is free they stay so too, with a warning. Under tp, pp
+        and ep a rank keeps its own part of the model either way. A second call does nothing.
 
         What its loaders read ahead is dropped and their threads end; a loop over one goes on, and starts them again.
         """

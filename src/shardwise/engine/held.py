@@ -61,6 +61,9 @@ class Held:
     def give_back(self, whole: bool) -> None:
         """See ``Engine.close``. Collective where ``whole``."""
         parts, self.is_over = self._parts, True
+        if whole and (why := state.lacks_room(parts)):
+            whole = False
+            _log.warning("close: %s; they stay as they lie, and close(whole=False) says so", why)
         if whole:
             self.away.come()
         else:

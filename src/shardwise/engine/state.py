@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.equality import are_equal, terms
+from shardwise.engine.metrics import agree
 from shardwise.engine.parts import Parts
 from shardwise.engine.start_weights import StartWeights
+from shardwise.observe.memory import available_bytes
+from shardwise.observe.progress import bytes_text
 from shardwise.parallel.zero.bucket import NUMBERS, BucketState
 from shardwise.plan.errors import MismatchError, UsageError
 from shardwise.plan.policy import nearest
@@ -25,6 +28,35 @@ from shardwise.plan.unit import Slot
 
 _CHUNK_BYTES = 1 << 26
 """Of weights that are read at a time to compare them between ranks."""
+
+
+_WORTH_ASKING_BYTES = 1 << 30
+"""Of a model: smaller ones are gathered without a look at what is free."""
+
+
+def lacks_room(parts: Parts, on: torch.device | None = None) -> str:
+    """Why the whole model does not fit beside what is held; empty where it does. ``on``: where it is to lie (default:
+    where this rank computes), if not as its parameters do. The same on all ranks. Collective for large models."""
+    everything = sum(info.elements * info.dtype.itemsize for info in parts.registry.of_kind("parameter"))
+    if everything < _WORTH_ASKING_BYTES:
+        return ""
+    device, world = on or parts.device, parts.world
+    size = everything
+    if on is None:  # what is whole already takes nothing more
+        size = sum(
+            bucket.layout.elements * bucket.dtypes.compute.itemsize
+            for bucket in buckets(parts)
+            if bucket.weight.has_window
+        )
+    sharers = world.local_size if device.type == "cpu" else 1
+    free = available_bytes(device)
+    if not agree(parts, free is not None and size * sharers > free):
+        return ""
+    has = "unknown" if free is None else bytes_text(free)
+    return (
+        f"whole parameters take {bytes_text(size)} on each of {sharers} ranks that share this memory, and {has} of it "
+        "are free here, or too little on another rank"
+    )
 
 
 def buckets(parts: Parts) -> list[BucketState]:
@@ -78,6 +110,8 @@ def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:
 @contextmanager
 def summoned_parameters(parts: Parts) -> Iterator[None]:
     """See ``Engine.gathered``."""
+    if why := lacks_room(parts):
+        raise UsageError(f"gathered: {why}; without it each pass gathers Unit by Unit")
     settle(parts)
     summoned = _summon(parts)
     try:
@@ -97,6 +131,8 @@ def full_parameters(
     parts: Parts, which: Which, write: bool, from_rank: int | None
 ) -> Iterator[dict[str, nn.Parameter]]:
     """See ``Engine.full_parameters``."""
+    if which is None and (why := lacks_room(parts, parts.device if _is_cut(parts) else None)):
+        raise UsageError(f"full_parameters: {why}; it hands all of them over, so name some at a time")
     names = None if which is None else _names_of(parts, which)
     world = parts.groups["world"]
     if from_rank is not None and not 0 <= from_rank < world.size:
@@ -240,6 +276,10 @@ def give_back(parts: Parts) -> None:
 
 def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
     """See ``Engine.state_dict``. Parameters are copies; buffers too."""
+    if not trained_only and (why := lacks_room(parts, torch.device("cpu"))):
+        raise UsageError(
+            f"state_dict: {why}; take mapped_state_dict(folder), full_tensor(name), or save(directory)"
+        )
     settle(parts)
     whole = whole_parameters(parts, trained_only)
     if not trained_only:

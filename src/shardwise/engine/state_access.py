@@ -208,8 +208,8 @@ class StateAccess:
         tp, pp and ep whole copies of them on every rank, also of what other stages hold, which are named (pp: by names
         alone).
         Contexts may lie one in another.
-        Errors: UsageError for names that the model has not, for edits without ``write``, and for edits that differ
-        between ranks without ``from_rank``.
+        Errors: UsageError where all do not fit the memory that is free, with their bytes; for names that the model has
+        not, for edits without ``write``, and for edits that differ between ranks without ``from_rank``.
         """
         self._held.check("full_parameters", reads_weights_alone=not write and from_rank is None)
         return state.full_parameters(self._parts, which, write, from_rank)
@@ -259,7 +259,8 @@ class StateAccess:
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context for many passes without gradients: the weights that this rank computes with are gathered once.
-        Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes."""
+        Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes.
+        Errors: UsageError where they do not fit, with their bytes."""
         self._held.check("gathered", reads_weights_alone=True)
         return state.summoned_parameters(self._parts)
 
@@ -268,6 +269,7 @@ class StateAccess:
         beside. Where it does not fit: ``mapped_state_dict``, ``full_tensor``, ``save``. Collective.
 
         ``trained_only``: of the parameters that train and nothing else, such as the adapters of a frozen base.
+        Errors: UsageError where the model does not fit the host's free memory, with its bytes.
         """
         self._held.away.check("state_dict", reads_weights_alone=True)
         return state.state_dict(self._parts, trained_only)
