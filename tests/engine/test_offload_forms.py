@@ -147,6 +147,7 @@ def test_edits_and_absence_between_steps(tmp_path: Path) -> None:
             engine.set_local_tensor(name, mine * 1.3, "exp_avg_sq")
             assert torch.allclose(engine.local_tensor(name, "exp_avg_sq"), mine * 1.3, rtol=rtol, atol=0)
             engine.set_local_tensor(name, mine, "exp_avg_sq")
+            assert f"exp_avg:{form}=" in str(engine.plan)
             ended = Ended(engine, losses)
             assert not ended.unlike(plain), (form, disk)
 

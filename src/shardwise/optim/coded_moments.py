@@ -13,10 +13,10 @@ should.
 
 Why roots: an update is m / sqrt(v). Linear codes of v end at max / 255, where most of a block lies (sqrt(v) spreads
 over decades), and a v that is rounded to 0 makes m / (0 + eps) explode. So it is sqrt(v) that is coded, through its own
-root: neighbours are 2/q apart, relative to sqrt(v), and reach 65025 times below the largest. A v that is not 0 never
-gets below one step: what is smaller is raised to it, which makes its update smaller. The same root serves m, where 0
-harms nobody. Dettmers et al. found the same two needs, many magnitudes in a block and blocks small enough that an
-outlier spoils few neighbours, and answered them with a tree of exponents and blocks of 2048 with scales in fp32.
+root: neighbours are 2/q apart, relative to sqrt(v), and reach 128² to 255² times below the largest. A v that is not 0
+never gets below one step: what is smaller is raised to it, which makes its update smaller. The same root serves m,
+where 0 harms nobody. Dettmers et al. found the same two needs, many magnitudes in a block and blocks small enough that
+an outlier spoils few neighbours, and answered them with a tree of exponents and blocks of 2048 with scales in fp32.
 
 Powers of two as scales: every number that was decoded is encoded to itself, whatever the random bits and the block's
 new exponent are (4^e is two steps of q to one), so what is loaded and saved again does not wander, and e takes a byte.

@@ -226,7 +226,7 @@ def _rows(ranks: RankClass) -> list[tuple[str, int, str]]:
     for unit in ranks.units:
         placements = "  ".join(
             " ".join(
-                f"{b.kind}={'/'.join(str(p) for p in b.placement.values())}"
+                f"{b.kind}{'' if b.form == 'fp32' else f':{b.form}'}={'/'.join(map(str, b.placement.values()))}"
                 for b in ranks.buffers[unit.index, i]
             )
             + ("" if bucket.key.trained else " (frozen)")
