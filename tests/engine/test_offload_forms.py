@@ -50,21 +50,21 @@ def train(world: World, config: dict[str, Any], steps: int = 3) -> Ended:
 def on_layouts(world: World, cases: list[tuple[Case, bool]], disk: str) -> list[list[Ended]]:
     """By case, and whether its state lies on a disk; in each form."""
     return [
-        [train(world, config_of(case, form, disk if on_disk else None)) for form in FORMS]
+        [train(world, config_of(case, form, disk if on_disk else None), 2) for form in FORMS]
         for case, on_disk in cases
     ]
 
 
 LAYOUTS = {
     1: [(Case(parameters="disk"), True)],
-    2: [(Case(0, fraction=0.5), True), (Case(1), False), (Case(2), False), (Case(3), True)],
+    2: [(Case(0, fraction=0.5), True), (Case(2), False), (Case(3), True)],
     4: [(Case(3, replicate=2), False)],
 }
 
 
 def test_every_number_of_ranks_stage_and_tier_has_the_same_bits(ranks: Any, tmp_path: Path) -> None:
     alone = shardwise.comm.world.join()
-    plain, *alike = (train(alone, config_of(Case(), form)) for form in ("fp32", *FORMS))
+    plain, *alike = (train(alone, config_of(Case(), form), 2) for form in ("fp32", *FORMS))
     assert plain.as_planned and all(one.as_planned and len(one.unlike(plain)) > 20 for one in alike)
     elements = plain.rows["moments"] // 4
     blocks = alike[1].rows["moments"] - elements
@@ -114,7 +114,6 @@ def resumed_all(world: World, folder: str) -> list[tuple[Ended, Ended]]:
     ways = [
         (("bf16", "bf16"), (3, 1)),
         (("int8", "int8"), (3, 0)),
-        (("int8", "fp32"), (1, 3)),
         (("fp32", "int8"), (2, 2)),
     ]
     return [resumed(world, f"{folder}/{i}", *way) for i, way in enumerate(ways)]
