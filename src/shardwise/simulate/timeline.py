@@ -12,6 +12,8 @@
 
 The peak is the largest sum of a step that follows another, all slots made. With activations on the host the device
 holds those of the running block and of its neighbour, as ``memory/activations.py`` keeps them.
+Gradients that CPU ranks keep between steps (``memory/gradient_memory.py``) are not counted there: an eighth of them at
+most.
 
 Cost: one look at each Action of a list, twice.
 """
