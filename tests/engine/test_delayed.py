@@ -131,19 +131,14 @@ def overridden(
     return [(result.loss.hex(), result.grad_norm.hex()) for result in results], found
 
 
-LAYOUTS = [
-    Case(1, accumulation=2),
-    Case(2, precision="bf16"),
-    Case(3, prefetch=1),
-    Case(0, pp=2, accumulation=2),
-]
+LAYOUTS = [Case(1, accumulation=2), Case(3, precision="bf16", prefetch=1), Case(0, pp=2)]
 
 
 def unlike(world: World, folder: str) -> list[list[str]]:
     answers = []
     for case in LAYOUTS:
-        late = train(world, case._replace(step="delayed"), folder, steps=4)
-        steps, state = overridden(world, case, {"optimizer": "disk", "disk_path": folder}, 4)
+        late = train(world, case._replace(step="delayed"), folder, steps=3)
+        steps, state = overridden(world, case, {"optimizer": "disk", "disk_path": folder}, 3)
         found = [name for name, tensor in late.state.items() if not torch.equal(tensor, state[name])]
         assert {row: late.rows.get(row, 0) for row in late.predicted} == late.predicted, case
         answers.append(found + ["losses and norms"] * (late.steps != steps))
