@@ -5,6 +5,7 @@ Times are scaled here: what takes 20 s in a run takes 1 s. ``make soak`` has the
 
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -50,9 +51,20 @@ def stuck_in_a_lock(fifo: str) -> None:
 
 
 def at_work(fifo: str) -> None:
-    end = time.monotonic() + 2.5
-    while time.monotonic() < end:
-        sum(range(1000))
+    """Until another rank has said so."""
+    end, told = time.monotonic() + 30, os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while time.monotonic() < end and not select.select([told], [], [], 0)[0]:
+            sum(range(1000))
+    finally:
+        os.close(told)
+
+
+def tell(fifo: str) -> None:
+    """One that is at work."""
+    line = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+    os.write(line, b".")
+    os.close(line)
 
 
 def stopped(fifo: str) -> None:
@@ -73,7 +85,13 @@ def hanging(
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        if how is at_work and "at work" in lines[-1]:
+            tell(fifo)
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("shardwise").addHandler(handler)
     said = ""
     with quickly():

@@ -15,6 +15,7 @@ import torch
 from shardwise.kernels.tables import compiled
 from shardwise.kernels.tables.compiled import (
     cache_folder,
+    has_numba,
     is_installed,
     loop,
     own_folder,
@@ -122,10 +123,12 @@ def test_settings_of_numba_stay_though_two_threads_declare_loops(tmp_path: Path)
 
 @pytest.fixture
 def no_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    is_installed.cache_clear()
+    for asked in (is_installed, has_numba):
+        asked.cache_clear()
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
     yield
-    is_installed.cache_clear()
+    for asked in (is_installed, has_numba):
+        asked.cache_clear()
 
 
 def test_without_numba_the_references_run_and_one_note_says_so(
