@@ -1,13 +1,12 @@
-"""A whole step of one rank with state on the host or a disk, beside rivals that offload.
+"""A whole step of one rank with state on the host, beside rivals that offload.
 
-    python benchmarks/offload/peers.py FOLDER [--deepspeed PYTHON] [--precision bf16] [--blocks 24] [--rounds 9]
+    python benchmarks/offload/peers.py [--deepspeed PYTHON] [--precision bf16] [--blocks 24] [--rounds 9]
 
 Every contender is a process of its own with one thread; one at a time does one step, in turns, and figures are medians
 of the rounds' ratios. All train the same stack of residual blocks (24 are 201 M parameters) with AdamW on 64 rows of
 numbers; with ``bf16`` the blocks compute in it, beside masters and moments in fp32.
 
     host         shardwise, ``offload.optimizer: host``: on a CPU that is where state lies anyway
-    disk         shardwise, masters and moments in FOLDER, Units updated before their next use
     fsdp2        torch's fully_shard by block with CPUOffloadPolicy and its fused AdamW
     deepspeed    stage 2 with offload_optimizer to the CPU and DeepSpeedCPUAdam
 """
@@ -18,7 +17,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,21 +56,20 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x).float() - 1).square().mean()
 
 
-def ours(name: str, model: nn.Module, precision: str, folder: str) -> Step:
+def ours(model: nn.Module, precision: str) -> Step:
     """A step of shardwise."""
     import shardwise
 
-    offload = {"optimizer": name} | ({"disk_path": folder} if name == "disk" else {})
     config: dict[str, Any] = {
         "optimizer": {"type": "adamw", "lr": LR, "weight_decay": 0.0},
         "precision": precision,
-        "offload": offload,
+        "offload": {"optimizer": "host"},
     }
     engine = shardwise.initialize(model, config, loss=loss_of)
     return lambda x: torch.tensor(engine.train_step([x]).loss)
 
 
-def fsdp2(name: str, model: nn.Module, precision: str, folder: str) -> Step:
+def fsdp2(model: nn.Module, precision: str) -> Step:
     """A step of torch's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -97,7 +94,7 @@ def fsdp2(name: str, model: nn.Module, precision: str, folder: str) -> Step:
     return step
 
 
-def deepspeed(name: str, model: nn.Module, precision: str, folder: str) -> Step:
+def deepspeed(model: nn.Module, precision: str) -> Step:
     """A step of the package's."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
@@ -120,13 +117,13 @@ def deepspeed(name: str, model: nn.Module, precision: str, folder: str) -> Step:
     return step
 
 
-CONTENDERS = {"host": ours, "disk": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}
+CONTENDERS = {"host": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}
 
 
-def work(name: str, blocks: int, precision: str, folder: str) -> None:
+def work(name: str, blocks: int, precision: str) -> None:
     """A contender: a step for every line that it is sent, told in seconds."""
     torch.set_num_threads(1)
-    step = CONTENDERS[name](name, stack(blocks), precision, folder)
+    step = CONTENDERS[name](stack(blocks), precision)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     print("RESULT ready", flush=True)
     for _ in sys.stdin:
@@ -142,7 +139,7 @@ def answer(process: "subprocess.Popen[str]") -> str | None:
     return next((line[7:].strip() for line in process.stdout if line.startswith("RESULT ")), None)
 
 
-def begun(name: str, place: int, asked: argparse.Namespace, folder: str) -> "subprocess.Popen[str]":
+def begun(name: str, place: int, asked: argparse.Namespace) -> "subprocess.Popen[str]":
     """A contender's process."""
     python = asked.deepspeed if name == "deepspeed" else sys.executable
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -151,7 +148,7 @@ def begun(name: str, place: int, asked: argparse.Namespace, folder: str) -> "sub
         env |= {"MASTER_PORT": str(29610 + place), "DS_ACCELERATOR": "cpu"}
     options = ["--precision", asked.precision, "--blocks", str(asked.blocks), "--worker", name]
     return subprocess.Popen(
-        [python, __file__, tempfile.mkdtemp(dir=folder), *options],
+        [python, __file__, *options],
         env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -159,10 +156,10 @@ def begun(name: str, place: int, asked: argparse.Namespace, folder: str) -> "sub
     )
 
 
-def turns(asked: argparse.Namespace, folder: str) -> dict[str, list[list[float]]]:
+def turns(asked: argparse.Namespace) -> dict[str, list[list[float]]]:
     """(seconds, loss) by contender and round; empty where one does not run here. The first two rounds warm up."""
     names = [name for name in CONTENDERS if name != "deepspeed" or asked.deepspeed]
-    running = {name: begun(name, place, asked, folder) for place, name in enumerate(names)}
+    running = {name: begun(name, place, asked) for place, name in enumerate(names)}
     found: dict[str, list[list[float]]] = {name: [] for name in running}
     running = {name: process for name, process in running.items() if answer(process) is not None}
     for number in range(asked.rounds + 2):
@@ -184,9 +181,7 @@ def turns(asked: argparse.Namespace, folder: str) -> dict[str, list[list[float]]
 def render(found: dict[str, list[list[float]]], asked: argparse.Namespace) -> str:
     """What stands in the README."""
     here, parameters = describe(), sum(p.numel() for p in stack(asked.blocks).parameters())
-    command = (
-        f"python benchmarks/offload/peers.py FOLDER --precision {asked.precision} --rounds {asked.rounds}"
-    )
+    command = f"python benchmarks/offload/peers.py --precision {asked.precision} --rounds {asked.rounds}"
     command += " --deepspeed PYTHON" if asked.deepspeed else ""
     lines = [
         f"`{command}`, {here['date']}, {here['machine']}, torch {here['versions']['torch']}, "
@@ -213,7 +208,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder")
     parser.add_argument("--deepspeed", help="the python of an environment with deepspeed")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--blocks", type=int, default=24)
@@ -221,10 +215,9 @@ def main() -> None:
     parser.add_argument("--worker", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        work(asked.worker, asked.blocks, asked.precision, asked.folder)
+        work(asked.worker, asked.blocks, asked.precision)
         return
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        print(render(turns(asked, folder), asked))
+    print(render(turns(asked), asked))
 
 
 if __name__ == "__main__":
