@@ -10,7 +10,7 @@ from torch import Tensor, optim
 
 from shardwise.kernels.philox import key_of, words_of
 from shardwise.optim import by_chunk, rounding
-from shardwise.optim.coded_moments import CodedMoments, refused
+from shardwise.optim.coded_moments import CodedMoments, CodedPart, refused
 from shardwise.optim.flat import FlatOptimizer, from_torch, labels_of, make_state
 from shardwise.optim.lion import Lion
 from shardwise.optim.rounding import RoundedPart, Rounding
@@ -85,6 +85,19 @@ def test_the_mean_is_what_was_written(form: StateForm, label: str) -> None:
     )
     assert above.sum() > block / 2 and off[above].max() < 5
     assert label == "exp_avg" or bool(((many > 0) == (x > 0)).all())
+
+
+def test_no_two_steps_round_alike() -> None:
+    """With the bits of one step for all, an element would go up in each of 16 steps, or in none: 7 of 8 in none."""
+    count = 16 * 256
+    held = moments("bf16", count, "exp_avg")
+    held.write("exp_avg", 0, torch.ones(count))
+    for step in range(16):
+        part = CodedPart(held, 0, step)
+        (x,) = part.chunk(slice(0, count))
+        part.keep(slice(0, count), [x + 2.0**-10])  # an eighth of the way to the next number
+    stays = float((held.read("exp_avg", 0, count) == 1).float().mean())
+    assert abs(stays - (7 / 8) ** 16) < 0.03
 
 
 @pytest.mark.parametrize("label", ["exp_avg", "exp_avg_sq"])
