@@ -89,6 +89,7 @@ def test_sizes_are_read() -> None:
         {},
         {"offload": {"parameters": "disk"}, "precision": "bf16"},
         {"offload": {"step": "delayed"}, "batch": {"accumulation": 3}},
+        {"offload": {"state": "int8"}},
     ],
     ids=str,
 )

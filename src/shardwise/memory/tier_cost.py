@@ -63,7 +63,7 @@ def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -
     found = TierTraffic()
     for (unit, place), rows in ranks.buffers.items():
         strategy, bucket = strategies[unit], ranks.units[unit].buckets[place]
-        sizes = {row.kind: row.elements(bucket, mesh) * row.itemsize for row in rows}
+        sizes = {row.kind: row.nbytes(bucket, mesh) for row in rows}
         weight, grad = sizes.pop("weight"), sizes.pop("grad", 0)
         sizes.pop("next weight", None)
         own = bucket.shard_elements if strategy.cuts_master else bucket.elements
