@@ -152,16 +152,22 @@ def to_be_filled(into: Tensor) -> Callable[[Tensor], Callable[[], object]]:
     free.record(torch.accelerator.current_stream(into.device))
 
     def begin(source: Tensor) -> Callable[[], object]:
-        stream = _copies(into.device)
-        stream.wait_event(free)
-        with stream:
-            into.copy_(source, non_blocking=True)
-            arrived = torch.Event(into.device)
-            arrived.record(stream)
-        keep_for(stream, (into,))
+        arrived = _copy_behind(free, source, into)
         return lambda: torch.accelerator.current_stream(into.device).wait_event(arrived)
 
     return begin
+
+
+def _copy_behind(free: torch.Event, source: Tensor, into: Tensor) -> torch.Event:
+    """Copies from pinned memory on the side stream, once ``free`` is there; recorded behind it."""
+    stream = _copies(into.device)
+    stream.wait_event(free)
+    with stream:
+        into.copy_(source, non_blocking=True)
+        arrived = torch.Event(into.device)
+        arrived.record(stream)
+    keep_for(stream, (into,))
+    return arrived
 
 
 def begin_down(tensor: Tensor, into: Tensor | None = None) -> Tensor:
@@ -226,14 +232,7 @@ def to_be_written(target: Tensor) -> Callable[[Callable[[Tensor], None]], None]:
     def write(fill: Callable[[Tensor], None]) -> None:
         pinned = pinned_empty(target.shape, target.dtype)
         fill(pinned)
-        stream = _copies(target.device)
-        stream.wait_event(free)
-        with stream:
-            target.copy_(pinned, non_blocking=True)
-            arrived = torch.Event(target.device)
-            arrived.record(stream)
-        keep_for(stream, (target,))
-        arrived.synchronize()
+        _copy_behind(free, pinned, target).synchronize()
 
     return write
 
