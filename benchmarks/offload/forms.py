@@ -24,7 +24,8 @@ from torch import Tensor
 import shardwise
 from shardwise.kernels.philox import key_of
 from shardwise.models import Gpt, GptPolicy
-from shardwise.optim.flat import FlatOptimizer, from_policy
+from shardwise.optim.classes import from_policy
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.rounding import RoundedPart, Rounding
 from shardwise.plan.placement import Run

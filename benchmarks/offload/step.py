@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.optim.flat import FlatOptimizer, from_policy
+from shardwise.optim.classes import from_policy
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
 
 HERE = Path(__file__).resolve().parent

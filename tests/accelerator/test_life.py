@@ -110,7 +110,7 @@ def places(engine: Any) -> list[tuple[str, torch.dtype, str, int]]:
     return [
         (name, each.dtype, each.device.type, each.dim())
         for _, optimizer in engine._parts.trained
-        for state in optimizer._optimizer.state.values()
+        for state in optimizer.state.optimizer.state.values()
         for name, each in sorted(state.items())
         if isinstance(each, Tensor)
     ]

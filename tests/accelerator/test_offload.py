@@ -12,7 +12,8 @@ import shardwise
 from shardwise.engine.state import buckets
 from shardwise.kernels.philox import key_of
 from shardwise.memory import pinned
-from shardwise.optim.flat import FlatOptimizer, from_policy
+from shardwise.optim.classes import from_policy
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.rounding import RoundedPart, Rounding
 from shardwise.plan.errors import UsageError
@@ -165,9 +166,9 @@ def rounded(device: torch.device) -> dict[str, Any]:
         for step in range(2):
             grad = torch.linspace(3, -2, 200).to(device).square_()
             optimizer.step(grad, 2.0, [{}], [(32, 50)] if step else [], steps=step)
-        found |= {f"{form} {label}": optimizer.read(label).cpu() for label in optimizer.labels}
+        found |= {f"{form} {label}": optimizer.state.read(label).cpu() for label in optimizer.state.labels}
         found[f"{form} master"] = held.cpu()
-        found[f"{form} counts"] = [row.scalars for row in optimizer.scalars()]
+        found[f"{form} counts"] = [row.scalars for row in optimizer.state.scalars()]
     return found
 
 
@@ -215,7 +216,9 @@ def away(world: Any, case: Case, moves: bool) -> tuple[Any, ...]:
 
 def held_on_the_device(engine: Any) -> list[torch.Tensor]:
     """Tensors that buckets and optimizers have there."""
-    found = [moment for _, optimizer in engine._parts.trained for _, _, _, moment in optimizer.moments()]
+    found = [
+        moment for _, optimizer in engine._parts.trained for _, _, _, moment in optimizer.state.moments()
+    ]
     for bucket in buckets(engine._parts):
         found += [each for each in (bucket.weight._shard, bucket.weight.master) if each is not None]
     return found

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World
+from shardwise.optim.classes import from_policy
 from shardwise.optim.clip import clip_factor, square_sum
-from shardwise.optim.flat import FlatOptimizer, from_policy
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.precision.loss_scale import LossScale
 from tests.engine import tables_net

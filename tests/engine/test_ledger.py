@@ -51,7 +51,7 @@ def counted(engine: Any, gradients: dict[str, int]) -> dict[str, int]:
         "weights": size([bucket.weight.shard for bucket in held]),
         "gradients": sum(gradients.values()),
         "master": size([bucket.weight.master for bucket in held]),
-        "moments": size([m for _, optimizer in engine._parts.trained for *_, m in optimizer.moments()]),
+        "moments": size([m for _, optimizer in engine._parts.trained for *_, m in optimizer.state.moments()]),
     }
 
 

@@ -200,7 +200,9 @@ def test_init_from_a_checkpoint_takes_weights_alone(saved: Path) -> None:
     assert engine.step_count == 0 and engine.not_loaded == ["head.weight", "head.bias"]
     assert engine.state_dict()["body.weight"].equal(theirs.state_dict()["body.weight"])
     assert engine.state_dict()["head.weight"].equal(Net("head", 2, 7).head.weight)
-    assert not any(row.has_state for _, optimizer in engine._parts.trained for row in optimizer.scalars())
+    assert not any(
+        row.has_state for _, optimizer in engine._parts.trained for row in optimizer.state.scalars()
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])

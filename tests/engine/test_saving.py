@@ -49,7 +49,7 @@ def fingerprint(engine: Any) -> dict[str, list[float]]:
     found = {name: tensor.double().flatten().tolist() for name, tensor in engine.state_dict().items()}
     for bucket, optimizer in engine._parts.trained:
         flats = {label: torch.zeros_like(bucket.weight.master) for label in ("exp_avg", "exp_avg_sq")}
-        for label, start, stop, tensor in optimizer.moments():
+        for label, start, stop, tensor in optimizer.state.moments():
             flats.setdefault(label, torch.zeros_like(bucket.weight.master))[start:stop] = tensor
         flats["master"] = bucket.weight.master
         for label, flat in flats.items():

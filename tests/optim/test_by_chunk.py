@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardwise.memory.tier import Tiers, threads_beside
 from shardwise.optim import by_chunk, flat
-from shardwise.optim.flat import FlatOptimizer, from_policy
+from shardwise.optim.classes import from_policy
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
 
 TOTAL = 5 * 64 + 37
@@ -38,8 +39,8 @@ def run(
         told.append(optimizer.step(incoming, divisor, [{"lr": 0.1 / (step + 1)}], unused, rounded))
         if not told[-1]:
             rounded.copy_(held)
-    tensors = {(label, start): moment for label, start, _, moment in optimizer.moments()}
-    return tensors | {"master": held, "weight": rounded}, optimizer.scalars(), told
+    tensors = {(label, start): moment for label, start, _, moment in optimizer.state.moments()}
+    return tensors | {"master": held, "weight": rounded}, optimizer.state.scalars(), told
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -10,8 +10,9 @@ from torch import Tensor, optim
 
 from shardwise.kernels.philox import key_of, words_of
 from shardwise.optim import by_chunk, rounding
+from shardwise.optim.classes import from_torch, labels_of, make_state
 from shardwise.optim.coded_moments import CodedMoments, CodedPart, refused
-from shardwise.optim.flat import FlatOptimizer, from_torch, labels_of, make_state
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.lion import Lion
 from shardwise.optim.rounding import RoundedPart, Rounding
 from shardwise.plan.placement import Cut, Run, Shard, runs
@@ -243,14 +244,14 @@ def test_an_update_is_that_of_fp32(name: str, form: StateForm, monkeypatch: pyte
     for part in UNUSED:
         for start, stop in part:
             counted[start:stop] = False
-    assert flat.labels == sorted(theirs)
-    assert torch.allclose(flat._master[counted], expected[counted], rtol=1e-5, atol=1e-6)
-    assert torch.equal(rounded, flat._master.bfloat16())
+    assert flat.state.labels == sorted(theirs)
+    assert torch.allclose(flat.state.master[counted], expected[counted], rtol=1e-5, atol=1e-6)
+    assert torch.equal(rounded, flat.state.master.bfloat16())
     for label, moment in theirs.items():
-        near = torch.isclose(flat.read(label), moment, rtol=1e-4, atol=1e-7)
+        near = torch.isclose(flat.state.read(label), moment, rtol=1e-4, atol=1e-7)
         # torch's kernels differ in the last bit of fp32, which may turn the draw of an element.
         assert (near | ~counted).double().mean() > 0.98, label
-    whole_count = {row.scalars.get("step") for row in flat.scalars() if row.start == 3}
+    whole_count = {row.scalars.get("step") for row in flat.state.scalars() if row.start == 3}
     assert whole_count in ({4.0}, {None})
 
 
@@ -267,17 +268,17 @@ def test_state_goes_through_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Non
     one, other = made(), made()
     for step in range(2):
         one.step(grads[step].clone(), 1.0, [{}], [(64, 128)], steps=step)
-    other._master.copy_(one._master)
-    for label in one.labels:
-        other.write(label, 0, one.read(label))
-    counts = [(row.stop, row.scalars if row.has_state else None) for row in one.scalars()]
-    other.restore({}, counts)
+    other.state.master.copy_(one.state.master)
+    for label in one.state.labels:
+        other.state.write(label, 0, one.state.read(label))
+    counts = [(row.stop, row.scalars if row.has_state else None) for row in one.state.scalars()]
+    other.state.restore({}, counts)
     for step in range(2, 4):
         for each in (one, other):
             each.step(grads[step].clone(), 1.0, [{}], steps=step)
-    assert torch.equal(one._master, other._master) and one.scalars() == other.scalars()
-    assert all(torch.equal(one.read(label), other.read(label)) for label in one.labels)
-    assert one.count_bytes() == 2 * (TOTAL + -(-TOTAL // BLOCK))
+    assert torch.equal(one.state.master, other.state.master) and one.state.scalars() == other.state.scalars()
+    assert all(torch.equal(one.state.read(label), other.state.read(label)) for label in one.state.labels)
+    assert one.state.count_bytes() == 2 * (TOTAL + -(-TOTAL // BLOCK))
 
 
 def test_what_cannot_be_rounded_is_refused() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, optim
 
-from shardwise.optim.flat import FlatOptimizer, from_policy, from_torch, update_rules
+from shardwise.optim.classes import from_policy, from_torch, update_rules
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
@@ -79,11 +80,11 @@ def test_state_after_a_load_is_of_the_kind_of_the_state_before(name: str, device
     make = OPTIMIZERS.get(name, lambda ps: Counting(ps))
     flat = FlatOptimizer(torch.zeros(TOTAL, device=device), lambda leaves, group: make(leaves), 0)
     flat.step(torch.ones(TOTAL, device=device), 1.0, AS_MADE)
-    before = kinds_of(flat._optimizer)
-    moments = {label: tensor for label, _, _, tensor in flat.moments()}
+    before = kinds_of(flat.state.optimizer)
+    moments = {label: tensor for label, _, _, tensor in flat.state.moments()}
     scalars = dict.fromkeys((label for label, kind in before[0].items() if label not in moments), 3.0)
-    flat.restore(moments, [(TOTAL, scalars)])
-    assert kinds_of(flat._optimizer) == before
+    flat.state.restore(moments, [(TOTAL, scalars)])
+    assert kinds_of(flat.state.optimizer) == before
 
 
 def flat_of(parts: list[Tensor]) -> Tensor:
@@ -130,15 +131,15 @@ def test_equals_torch_on_single_parameters(name: str, absent: list[set[int]], sa
 def reloaded(old: FlatOptimizer, master: Tensor, make: Any) -> FlatOptimizer:
     """A new optimizer that gets the old one's state the way a checkpoint brings it: per parameter."""
     moments: dict[str, Tensor] = {}
-    for label, start, stop, tensor in old.moments():
+    for label, start, stop, tensor in old.state.moments():
         moments.setdefault(label, torch.zeros(TOTAL, dtype=torch.float64))[start:stop] = tensor
-    rows = old.scalars()
+    rows = old.state.scalars()
     ends = []
     for start, size in zip(STARTS, SIZES, strict=True):
         row = next(row for row in rows if row.start <= start < row.stop)
         ends.append((start + size, row.scalars if row.has_state else None))
     new = FlatOptimizer(master, make, 0)
-    new.restore(moments, ends)
+    new.state.restore(moments, ends)
     return new
 
 
@@ -147,12 +148,12 @@ def test_a_split_segment_stays_a_view() -> None:
     flat = FlatOptimizer(master, from_policy(OptimizerPolicy(type="adamw", lr=1.0)), 0)
     flat.step(torch.ones(8), 1.0, AS_MADE)
     flat.step(torch.ones(8), 1.0, AS_MADE, [(2, 5)])
-    assert [(row.start, row.stop, row.scalars["step"]) for row in flat.scalars()] == [
+    assert [(row.start, row.stop, row.scalars["step"]) for row in flat.state.scalars()] == [
         (0, 2, 2.0),
         (2, 5, 1.0),
         (5, 8, 2.0),
     ]
-    assert [(label, start, stop) for label, start, stop, _ in flat.moments()] == [
+    assert [(label, start, stop) for label, start, stop, _ in flat.state.moments()] == [
         (label, start, stop)
         for start, stop in ((0, 2), (2, 5), (5, 8))
         for label in ("exp_avg", "exp_avg_sq")
@@ -160,7 +161,7 @@ def test_a_split_segment_stays_a_view() -> None:
     assert master[:2].tolist() == master[5:7].tolist() != master[2:4].tolist()
     # A range across several segments, and one that is there already.
     flat.step(torch.ones(8), 1.0, AS_MADE, [(1, 6), (2, 5)])
-    assert [(row.start, row.stop, row.scalars["step"]) for row in flat.scalars()] == [
+    assert [(row.start, row.stop, row.scalars["step"]) for row in flat.state.scalars()] == [
         (0, 1, 3.0),
         (1, 2, 2.0),
         (2, 5, 1.0),
@@ -174,8 +175,8 @@ def test_state_of_one_element_is_told_from_single_numbers() -> None:
     flat = FlatOptimizer(torch.zeros(3), from_torch(optim.NAdam([torch.zeros(1)])), 0)
     flat.step(torch.ones(3), 1.0, AS_MADE, [(1, 2)])
     flat.step(torch.ones(3), 1.0, AS_MADE, [(0, 1)])
-    assert {label for label, *_ in flat.moments()} == {"exp_avg", "exp_avg_sq"}
-    assert all(set(row.scalars) == {"step", "mu_product"} for row in flat.scalars())
+    assert {label for label, *_ in flat.state.moments()} == {"exp_avg", "exp_avg_sq"}
+    assert all(set(row.scalars) == {"step", "mu_product"} for row in flat.state.scalars())
 
 
 def test_each_step_works_with_the_numbers_it_is_given() -> None:
@@ -303,38 +304,38 @@ def test_state_made_at_build_is_what_the_first_step_would_make(name: str) -> Non
     start = torch.tensor([0.0, -0.0, 1.0, -3.0])
     plain, master = start.clone(), start.clone()
     truth, flat = make([plain], 0), FlatOptimizer(master, make, 0)
-    moments = [tensor for *_, tensor in flat.moments()]
+    moments = [tensor for *_, tensor in flat.state.moments()]
     assert moments, "they are there before the first step"
     for gradient in ([-0.0, -0.0, 0.0, -0.0], [0.3, -0.2, 1e-30, 7.0], [-1.0, 0.0, 2.0, 0.1]):
         plain.grad = torch.tensor(gradient)
         truth.step()
         flat.step(torch.tensor(gradient), 1.0, AS_MADE)
         assert bits(master) == bits(plain)
-        assert {label: bits(tensor) for label, _, _, tensor in flat.moments()} == {
+        assert {label: bits(tensor) for label, _, _, tensor in flat.state.moments()} == {
             label: bits(value) for label, value in truth.state[plain].items() if value.dim() == 1
         }
-        (row,) = flat.scalars()
+        (row,) = flat.state.scalars()
         assert row.scalars == {k: float(v) for k, v in truth.state[plain].items() if v.dim() == 0}
-    assert {id(tensor) for *_, tensor in flat.moments()} == {id(tensor) for tensor in moments}
+    assert {id(tensor) for *_, tensor in flat.state.moments()} == {id(tensor) for tensor in moments}
 
 
 def test_a_part_that_was_never_stepped_has_no_state_to_save() -> None:
     flat = FlatOptimizer(torch.zeros(4), from_policy(OptimizerPolicy()), 0)
-    assert [row.has_state for row in flat.scalars()] == [False]
+    assert [row.has_state for row in flat.state.scalars()] == [False]
     flat.step(torch.ones(4), 1.0, AS_MADE, [(1, 3)])
-    assert [row.has_state for row in flat.scalars()] == [True, False, True]
+    assert [row.has_state for row in flat.state.scalars()] == [True, False, True]
     held = {label: torch.full((4,), 9.0) for label in ("exp_avg", "exp_avg_sq")}
-    flat.restore(held, [(1, {"step": 1.0}), (3, None), (4, {"step": 1.0})])
-    assert [row.has_state for row in flat.scalars()] == [True, False, True]
+    flat.state.restore(held, [(1, {"step": 1.0}), (3, None), (4, {"step": 1.0})])
+    assert [row.has_state for row in flat.state.scalars()] == [True, False, True]
     assert held["exp_avg"].tolist() == [9.0, 0.0, 0.0, 9.0], "it starts anew, in the memory of the others"
-    assert flat.count_bytes() == 2 * 4 * 4
+    assert flat.state.count_bytes() == 2 * 4 * 4
 
 
 def test_bytes_of_the_moments() -> None:
     flat = FlatOptimizer(torch.zeros(10), from_policy(OptimizerPolicy()), 0)
-    assert flat.count_bytes() == 2 * 10 * 4
+    assert flat.state.count_bytes() == 2 * 10 * 4
     flat.step(torch.ones(10), 1.0, AS_MADE)
-    assert flat.count_bytes() == 2 * 10 * 4
+    assert flat.state.count_bytes() == 2 * 10 * 4
 
 
 def test_a_started_optimizer_is_refused() -> None:

@@ -98,7 +98,7 @@ def buffers(world: World) -> None:
             for bucket, optimizer in engine._parts.trained:
                 assert bucket.gradient.buffer.dtype == (F32 if grad == "fp32" else B16)
                 assert bucket.weight.shard.dtype is B16 and bucket.weight.master.dtype is F32
-                assert {moment.dtype for *_, moment in optimizer.moments()} == {F32}
+                assert {moment.dtype for *_, moment in optimizer.state.moments()} == {F32}
             # Autograd's own bf16 gradients of one microbatch lose nothing on a bf16 wire. Where all ranks keep the sum,
             # that comes back in the dtype of the sum.
             sent = engine.traffic.total("gradients")

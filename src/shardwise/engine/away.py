@@ -138,7 +138,7 @@ class Away:
             moments = {}
             if optimizer is not None and bucket.state_is_here and "moments" in wanted:
                 moments = {
-                    label: TierTensor(stop, each.dtype) for label, _, stop, each in optimizer.moments()
+                    label: TierTensor(stop, each.dtype) for label, _, stop, each in optimizer.state.moments()
                 }
             if held or moments:
                 found.append(_AwayBucket(bucket, optimizer, held, moments))
@@ -161,7 +161,7 @@ class Away:
             with torch.no_grad():
                 for kind, flat in each.held.items():
                     away.tensors[kind].copy_(flat)
-                for label, start, stop, moment in each.optimizer.moments() if each.optimizer else ():
+                for label, start, stop, moment in each.optimizer.state.moments() if each.optimizer else ():
                     if label in each.moments:
                         away.tensors[label][start:stop].copy_(moment)
             if to == "disk":
@@ -179,7 +179,7 @@ class Away:
                 label: torch.empty(0, dtype=flat.dtype, device=self._parts.device)
                 for label, flat in each.moments.items()
             }
-            each.optimizer.point(bucket.weight.master, nowhere)
+            each.optimizer.state.point(bucket.weight.master, nowhere)
         return each._replace(held={})
 
     def come(self) -> None:
@@ -192,7 +192,9 @@ class Away:
             bucket.weight.come(here)
             if each.optimizer is not None and bucket.state_is_here:
                 assert bucket.weight.master is not None, "a trained bucket has a master"
-                each.optimizer.point(bucket.weight.master, {label: here[label] for label in each.moments})
+                each.optimizer.state.point(
+                    bucket.weight.master, {label: here[label] for label in each.moments}
+                )
         self.drop()
 
     def drop(self) -> None:

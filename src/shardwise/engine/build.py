@@ -321,7 +321,7 @@ def _parts(
     trained = [Trained(bucket, optimizer_of(bucket)) for _, bucket in owned]
     for bucket, made in trained:
         if bucket.state is None:
-            site.ledger.take("moments", bucket.what, made.count_bytes)
+            site.ledger.take("moments", bucket.what, made.state.count_bytes)
     if tables:
         site.ledger.take("tables", "rows and their moments", lambda: tables.nbytes)
         if tables.step_bytes:

@@ -14,8 +14,9 @@ from torch import nn, optim
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.kernels.philox import key_of
+from shardwise.optim.classes import Make, from_policy, from_torch, makes_state_late, update_rules
 from shardwise.optim.coded_moments import refused
-from shardwise.optim.flat import FlatOptimizer, Make, from_policy, from_torch, makes_state_late, update_rules
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.rounding import RoundedPart, Rounding
@@ -51,8 +52,8 @@ class Recipe(NamedTuple):
             made = FlatOptimizer(bucket.weight.master, self.make, group, form, rounding)
             if (state := bucket.state) is not None:
                 _check_moves(made, state.tier, bucket.what)
-                made.adopt(state.tensors)
-                state.followers.append(lambda tensors: made.point(tensors[state.master], tensors))
+                made.state.adopt(state.tensors)
+                state.followers.append(lambda tensors: made.state.point(tensors[state.master], tensors))
         return made
 
     def group_of(self, model: nn.Module, spec: ModelSpec) -> Callable[[str], int]:

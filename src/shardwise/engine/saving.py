@@ -120,15 +120,15 @@ class OpenState:
     def of(self, bucket: BucketState, kind: str) -> Flat:
         """The master, or one of the moments, flat."""
         state, optimizer = bucket.state, self._optimizers.get(id(bucket))
-        if optimizer is not None and optimizer.coded is not None and kind in optimizer.labels:
+        if optimizer is not None and optimizer.state.coded is not None and kind in optimizer.state.labels:
 
             def read_coded(start: int, stop: int) -> Tensor:
                 self._open(bucket)
-                return optimizer.read(kind, start, stop)
+                return optimizer.state.read(kind, start, stop)
 
             def write_coded(start: int, values: Tensor) -> None:
                 self._open(bucket)
-                optimizer.write(kind, start, values)
+                optimizer.state.write(kind, start, values)
 
             return Elsewhere(Source(read_coded, write_coded), bucket.owned_elements, bucket.dtypes.master)
         assert state is not None, "on the device they are at hand"
@@ -288,11 +288,11 @@ def _items_to_save(
             if bucket.dtypes.master != bucket.dtypes.compute:
                 _pieces(parts, held, "master", slots, first, bucket.weight.master, window)
             optimizer = optimizers[id(bucket)]
-            if optimizer.coded is not None:
-                for label in optimizer.labels:
+            if optimizer.state.coded is not None:
+                for label in optimizer.state.labels:
                     _pieces(parts, held, label, with_state, first, opened.of(bucket, label), window)
                 continue
-            for label, start, _, tensor in optimizer.moments():
+            for label, start, _, tensor in optimizer.state.moments():
                 _pieces(parts, held, label, with_state, first + start, tensor, window)
     items = []
     for info in parts.registry.of_kind("parameter"):
@@ -362,9 +362,9 @@ def _agree_on_scalars(
     own: dict[str, dict[str, float] | None] = {}
     labels: dict[str, list[str]] = {}
     for bucket, optimizer in parts.trained:
-        kept = optimizer.labels
+        kept = optimizer.state.labels
         labels |= {slot.name: kept for slot in bucket.layout.slots}
-        rows = optimizer.scalars()
+        rows = optimizer.state.scalars()
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             row = next(row for row in rows if row.start < local + stop - start and local < row.stop)
             own[slot.name] = row.scalars if row.has_state else None
@@ -450,7 +450,7 @@ def _empty_moments(parts: Parts, manifest: Manifest, opened: OpenState) -> dict[
     return {
         id(bucket): {
             label: torch.zeros_like(bucket.weight.master)
-            if bucket.state is None and optimizer.coded is None
+            if bucket.state is None and optimizer.state.coded is None
             else opened.of(bucket, label)
             for label in labels
             if any(manifest.find(label, slot.name) is not None for slot in bucket.layout.slots)
@@ -490,12 +490,12 @@ def _restore(
                 (local + stop - start, told["exceptions"].get(slot.name, told["common"]) if known else None)
             )
         if bucket.state is None:
-            optimizer.restore(
+            optimizer.state.restore(
                 {label: flat for label, flat in flats.items() if isinstance(flat, Tensor)}, pieces
             )
             continue
-        is_new = optimizer.coded is not None or any(scalars is None for _, scalars in pieces)
+        is_new = optimizer.state.coded is not None or any(scalars is None for _, scalars in pieces)
         with bucket.opened(changes=is_new, kinds=None if is_new else ()):  # else it only lies elsewhere
             tensors = bucket.state.tensors
-            optimizer.restore({label: tensors[label] for label in flats}, pieces)
-            optimizer.adopt(tensors)
+            optimizer.state.restore({label: tensors[label] for label in flats}, pieces)
+            optimizer.state.adopt(tensors)

@@ -123,7 +123,7 @@ def _info(parts: Parts, name: str, of: str) -> TensorInfo | None:
     if name not in canonical:
         raise UsageError(f"no parameter is called {name!r}{nearest(name, [*canonical])}")
     labels = dict.fromkeys(info.label for info in parts.registry.of_kind("moment"))
-    labels |= dict.fromkeys(label for _, optimizer in parts.trained for label in optimizer.labels)
+    labels |= dict.fromkeys(label for _, optimizer in parts.trained for label in optimizer.state.labels)
     if of not in (*_KINDS, *labels):
         raise UsageError(f"no optimizer here has a moment {of!r}{nearest(of, [*_KINDS, *labels])}")
     first = canonical[name]
@@ -164,7 +164,7 @@ def _source(parts: Parts, bucket: BucketState, of: str) -> Tensor:
         return bucket.weight.shard
     if of == "master":
         return bucket.weight.master.to(parts.device)
-    return _trained(parts, bucket).optimizer.read(of).to(parts.device)
+    return _trained(parts, bucket).optimizer.state.read(of).to(parts.device)
 
 
 def _owned(bucket: BucketState, source: Tensor) -> Tensor:
@@ -198,4 +198,4 @@ def _write(parts: Parts, bucket: BucketState, place: int, of: str, mine: Tensor,
         bucket.fill(lambda _, start, stop, dtype: mine.to(dtype), lambda each: each is slot)
     elif held is not None:
         with bucket.opened(changes=True):
-            _trained(parts, bucket).optimizer.write(of, held.local, mine)
+            _trained(parts, bucket).optimizer.state.write(of, held.local, mine)

@@ -73,7 +73,7 @@ class CodedMoments:
         self._rounding = rounding
         dtype, stored = stored_dtype(form, torch.float32), stored_elements(form, elements)
         self.tensors = {label: torch.zeros(stored, dtype=dtype, device=device) for label in labels}
-        """As they are kept. Their memory may be another's (``FlatOptimizer.adopt``)."""
+        """As they are kept. Their memory may be another's (``FlatState.adopt``)."""
 
     @property
     def labels(self) -> tuple[str, ...]:

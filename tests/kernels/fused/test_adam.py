@@ -5,7 +5,8 @@ import torch
 
 from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.optim import flat as flats
-from shardwise.optim.flat import FlatOptimizer, from_policy
+from shardwise.optim.classes import from_policy
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.policy import OptimizerPolicy
 
 from .cases import DEVICE, DTYPES, plain
@@ -51,7 +52,7 @@ def test_a_flat_optimizer_takes_it(kind: str, monkeypatch: pytest.MonkeyPatch) -
             ours.step(grad, 4.0, rates)
     assert torch.allclose(masters[0], masters[1], rtol=1e-6, atol=1e-6)
     assert torch.equal(weight, masters[0].bfloat16())
-    assert [scalars[:2] + (scalars.scalars["step"],) for scalars in ours.scalars()] == [
+    assert [scalars[:2] + (scalars.scalars["step"],) for scalars in ours.state.scalars()] == [
         (0, 3, 3.0), (3, 7, 2.0), (7, 12, 3.0)
     ]  # fmt: skip
-    assert [row[:3] for row in ours.scalars()] == [row[:3] for row in theirs.scalars()]
+    assert [row[:3] for row in ours.state.scalars()] == [row[:3] for row in theirs.state.scalars()]

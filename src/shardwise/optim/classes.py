@@ -1,0 +1,165 @@
+"""The optimizer classes: how one is made on flat tensors, and what it keeps from then on.
+
+    from_policy    the configuration's words -> torch's class, or one of ours, with its numbers
+    from_torch     a user's optimizer -> its class again, with the options of its groups
+    make_state     what its first step would keep for every element, made now
+
+[Note: state at build]
+torch makes a parameter's state in its first step, when memory is tightest and nobody has counted on it. Here the same
+code of torch's makes it when the optimizer is built, so that the moments stand in the ledger before anything runs; the
+numbers are those of a first step. A parameter that was never stepped has no state in a checkpoint all the same.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.lars import Lars
+from shardwise.optim.lion import Lion
+from shardwise.optim.muon import Muon
+from shardwise.optim.named_rules import NamedRules
+from shardwise.optim.policy import OptimizerPolicy
+from shardwise.optim.two_pass import TwoPass
+from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.registry import Needs, UpdateRule
+
+Make = Callable[[list[Tensor], int], optim.Optimizer]
+"""(flat tensors, optimizer group) -> an optimizer on them."""
+
+_CLASSES: Mapping[str, type[optim.Optimizer]] = {
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "sgd": optim.SGD,
+    "rmsprop": optim.RMSprop,
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "adamax": optim.Adamax,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "asgd": optim.ASGD,
+    "rprop": optim.Rprop,
+    "lion": Lion,
+    "lamb": Lamb,
+    "lars": Lars,
+    "muon": Muon,
+}
+"""By the type of a rule (``OptimizerPolicy.rules``)."""
+_FUSED = ("adam", "adamw", "sgd")
+"""Those that torch has as one kernel on every device."""
+
+
+def from_policy(policy: OptimizerPolicy) -> Make:
+    """The class of each of the policy's rules, fused where torch has it so.
+
+    Errors: ConfigError for numbers that the class refuses.
+    """
+    return _from_rules(policy.rules())
+
+
+def _from_rules(rules: Sequence[tuple[str, dict[str, Any]]]) -> Make:
+    def make(tensors: list[Tensor], group: int) -> optim.Optimizer:
+        kind, options = rules[group]
+        fused = {"fused": True} if kind in _FUSED else {}
+        return _CLASSES[kind](tensors, **fused, **options)  # type: ignore[arg-type]
+
+    for group, (kind, _) in enumerate(rules):
+        try:
+            make([torch.zeros(1)], group)
+        except ValueError as error:
+            raise ConfigError(f"optimizer: {kind}: {error}") from None
+    return make
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group's keys those that its rule's class takes."""
+    if group["type"] not in _CLASSES:
+        raise UsageError(f"optimizer: there is no rule {group['type']!r}; known: {', '.join(_CLASSES)}")
+    known = inspect.signature(_CLASSES[group["type"]]).parameters
+    return {key: value for key, value in group.items() if key in known and key not in ("params", "type")}
+
+
+def from_torch(optimizer: optim.Optimizer, elementwise: bool = False) -> Make:
+    """Rebuild a user's optimizer from its class and the options of its groups.
+
+    Errors: UsageError where the class needs whole tensors in a way of its own (its numbers would silently change on
+    flat pieces).
+    """
+    if isinstance(optimizer, NamedRules):
+        return _from_rules([(group["type"], _numbers(group)) for group in optimizer.param_groups])
+    cls = type(optimizer)
+    known = {*_CLASSES.values(), optim.Muon}
+    if not elementwise and cls not in known:
+        names = ", ".join(sorted(each.__name__ for each in {*known} - {Muon}))
+        raise UsageError(
+            f"optimizer: {cls.__name__} is not known to treat each element alone; on flat shards an optimizer that "
+            f"needs whole tensors (Adafactor, LBFGS, Shampoo) would give wrong numbers. Known: {names}. "
+            "If yours is elementwise, say so: initialize(..., elementwise=True)"
+        )
+    # Adagrad has state from its making on, at step 0.
+    if any(not isinstance(state, dict) or state.get("step", 1) for state in optimizer.state.values()):
+        raise UsageError("optimizer: it has stepped already; hand it to initialize() before its first step")
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    ours: type[optim.Optimizer] = Muon if cls is optim.Muon else cls  # torch's own takes no flat pieces
+    known_arguments = inspect.signature(ours).parameters
+
+    def make(tensors: list[Tensor], group: int) -> optim.Optimizer:
+        # As arguments too: some have no default, and Adagrad reads its first accumulator from the argument alone.
+        arguments: dict[str, Any] = {k: v for k, v in options[group].items() if k in known_arguments}
+        return ours([{"params": tensors, **options[group]}], **arguments)
+
+    return make
+
+
+def make_state(optimizer: optim.Optimizer) -> None:
+    """The state that the first step would make. [Note: state at build]
+
+    Left to that step: where a class of the user's has no ``_init_group``, and SGD's momentum with dampening, which
+    begins with the whole first gradient.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, optim.SGD):
+            for leaf in group["params"] if group["momentum"] and not group["dampening"] else ():
+                # -0, and not 0, is what leaves every first gradient as it is, -0 among them.
+                optimizer.state[leaf]["momentum_buffer"] = torch.full_like(leaf, -0.0)
+            continue
+        make = getattr(optimizer, "_init_group", None)
+        if make is None:
+            continue
+        for leaf in group["params"]:
+            leaf.grad = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand_as(leaf)
+        make(group, *([] for _ in list(inspect.signature(make).parameters)[1:]))
+        for leaf in group["params"]:
+            leaf.grad = None
+
+
+def update_rules(make: Make, groups: int = 1) -> tuple[UpdateRule, ...]:
+    """What optimizers made by ``make`` keep from build on, and look at, by group."""
+    found = []
+    for group in range(groups):
+        probe = torch.zeros(1)
+        optimizer = make([probe], group)
+        make_state(optimizer)
+        found.append(UpdateRule(labels_of(optimizer.state.get(probe, {})), needs_of(optimizer)))
+    return tuple(found)
+
+
+def labels_of(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """The moments among the state of a leaf."""
+    return tuple(label for label, value in state.items() if isinstance(value, Tensor) and value.dim() == 1)
+
+
+def needs_of(optimizer: optim.Optimizer) -> Needs:
+    """What its update of an element looks at."""
+    return optimizer.needs if isinstance(optimizer, TwoPass) else "elements"
+
+
+def makes_state_late(optimizer: optim.Optimizer) -> bool:
+    """Whether some of its state appears in the first step alone. [Note: state at build]"""
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, optim.SGD):
+        return bool(group["momentum"] and group["dampening"])
+    return not hasattr(optimizer, "_init_group")
