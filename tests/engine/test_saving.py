@@ -233,5 +233,40 @@ def test_step_counts_of_late_parameters_survive(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "offload", [None, {"optimizer": "host"}, {"optimizer": "host", "state": "int8"}], ids=str
+)
+def test_a_bucket_that_never_stepped_begins_at_its_first_gradient(tmp_path: Path, offload: Any) -> None:
+    """An optimizer group of its own, none of whose weights had a gradient yet, was loaded with the step counts of the
+    others and without moments: the first step that used it was a KeyError."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.late, self.is_late = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.body(x)
+            return (self.late(found) if self.is_late else found).square().mean()
+
+    groups = [{"match": "late.*", "weight_decay": 0.0}]
+    config = {"optimizer": {"type": "adamw", "lr": 0.1, "groups": groups}} | (
+        {"offload": offload} if offload else {}
+    )
+
+    def step(engine: Any, is_late: bool) -> str:
+        engine.module.is_late = is_late
+        return str(engine.train_step([torch.ones(2, 4)]).loss.hex())
+
+    engines = [shardwise.initialize(Late(), config, world=join(quiet=True)) for _ in range(2)]
+    for _ in range(2):
+        step(engines[0], False)
+    engines[0].save(tmp_path, asynchronous=False)
+    engines[1].load(tmp_path)
+    expected, found = ([step(engine, True) for _ in range(3)] for engine in engines)
+    assert found == expected
+
+
 def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     assert build(join(quiet=True), 0).load(tmp_path) is None

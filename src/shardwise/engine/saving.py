@@ -485,7 +485,8 @@ def _restore(
         pieces: list[tuple[int, dict[str, float] | None]] = []
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             has_state = any(manifest.find(label, slot.name) is not None for label in flats)
-            known = (has_state or bool(told["common"] and not flats)) and slot.name not in found.kept
+            counts_alone = bool(told["common"]) and not (flats or optimizer.state.labels)
+            known = (has_state or counts_alone) and slot.name not in found.kept
             pieces.append(
                 (local + stop - start, told["exceptions"].get(slot.name, told["common"]) if known else None)
             )
