@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, optim
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from shardwise.optim import flat_state
 from shardwise.optim.classes import from_policy, from_torch, update_rules
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.lamb import Lamb
@@ -15,7 +18,10 @@ from shardwise.optim.lars import Lars
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon
 from shardwise.optim.policy import READS, OptimizerPolicy
+from shardwise.optim.rounding import RoundedPart, Rounding
 from shardwise.plan.errors import UsageError
+from shardwise.plan.placement import Run
+from shardwise.plan.state_form import StateForm, stored_elements
 
 SIZES = (3, 1, 4, 2)
 """Parameters; the flat buffer has two elements of padding behind each."""
@@ -346,3 +352,49 @@ def test_a_started_optimizer_is_refused() -> None:
     given.step()
     with pytest.raises(UsageError, match="it has stepped already"):
         from_torch(given)
+
+
+class LargestMade(TorchDispatchMode):
+    """Bytes of the largest memory that an operation makes."""
+
+    def __init__(self, *known: Tensor):
+        super().__init__()
+        self.largest = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = call(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in self._known:
+                self.largest = max(self.largest, each.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad"])
+def test_moments_are_made_where_they_are_to_lie(
+    name: str, form: StateForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a load in which nothing had stepped too. Beside that memory no more than a chunk is made: a bucket had its
+    moments twice."""
+    monkeypatch.setattr(flat_state, "_MADE_AT_ONCE", 32)
+    make, elements = from_torch(OPTIMIZERS[name]([torch.zeros(1)])), 320
+    rounding = Rounding([RoundedPart(0, elements, 1, lambda a, b: [Run(0, a, b - a)])])
+    master = torch.ones(elements)
+    own = FlatOptimizer(master.clone(), make, 0, form, rounding).state
+    stored = {label: tensor.dtype for label, _, _, tensor in own.moments()}
+    into = {
+        label: torch.empty(stored_elements(form, elements), dtype=d).fill_(7) for label, d in stored.items()
+    }
+    made = LargestMade(master, *into.values())
+    with made:
+        state = FlatOptimizer(master, make, 0, form, rounding, into).state
+    for _ in range(2):
+        places = {label: tensor.data_ptr() for label, _, _, tensor in state.moments()}
+        assert places == {label: tensor.data_ptr() for label, tensor in into.items()}
+        assert all(torch.equal(state.read(label), own.read(label)) for label in own.labels)
+        with made:
+            for tensor in into.values():
+                tensor.fill_(7)
+            state.restore({} if state.coded else into, [(elements, None)])
+    assert 0 < made.largest <= 32 * 8

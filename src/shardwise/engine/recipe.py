@@ -14,7 +14,7 @@ from torch import nn, optim
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.kernels.philox import key_of
-from shardwise.optim.classes import Make, from_policy, from_torch, makes_state_late, update_rules
+from shardwise.optim.classes import Make, from_policy, from_torch, makes_state_late, needs_of, update_rules
 from shardwise.optim.coded_moments import refused
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.groups import OptimizerGroups
@@ -49,10 +49,12 @@ class Recipe(NamedTuple):
         with bucket.opened(changes=True):
             assert bucket.weight.master is not None, "a trained bucket has a master"
             group, rounding = bucket.layout.key.optimizer_group, _rounding(bucket, slices)
-            made = FlatOptimizer(bucket.weight.master, self.make, group, form, rounding)
-            if (state := bucket.state) is not None:
-                _check_moves(made, state.tier, bucket.what)
-                made.state.adopt(state.tensors)
+            state, into = bucket.state, None
+            if state is not None:
+                _check_moves(self.make([torch.zeros(1)], group), state.tier, bucket.what)
+                into = state.tensors
+            made = FlatOptimizer(bucket.weight.master, self.make, group, form, rounding, into)
+            if state is not None:
                 state.followers.append(lambda tensors: made.state.point(tensors[state.master], tensors))
         return made
 
@@ -64,12 +66,12 @@ class Recipe(NamedTuple):
         return by_name.__getitem__
 
 
-def _check_moves(optimizer: FlatOptimizer, tier: Tier, what: str) -> None:
+def _check_moves(optimizer: optim.Optimizer, tier: Tier, what: str) -> None:
     """Errors: ConfigError where its state cannot move."""
     why = ""
-    if optimizer.needs != "elements":
+    if needs_of(optimizer) != "elements":
         why = "looks at whole tensors, which are not in memory together"
-    elif optimizer.makes_state_late:
+    elif makes_state_late(optimizer):
         why = "makes state in its first step, which no tier has room for"
     if why:
         raise ConfigError(

@@ -498,5 +498,5 @@ def _restore(
         is_new = optimizer.state.coded is not None or any(scalars is None for _, scalars in pieces)
         with bucket.opened(changes=is_new, kinds=None if is_new else ()):  # else it only lies elsewhere
             tensors = bucket.state.tensors
-            optimizer.state.restore({label: tensors[label] for label in flats}, pieces)
-            optimizer.state.adopt(tensors)
+            labels = () if optimizer.state.coded is not None else optimizer.state.labels
+            optimizer.state.restore({label: tensors[label] for label in labels}, pieces)

@@ -30,7 +30,7 @@ Shapes: N elements of the master, K moments.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +43,6 @@ from shardwise.plan.state_form import BLOCK, StateForm, stored_dtype, stored_ele
 SIGNED = ("exp_avg", "momentum_buffer")
 SQUARES = ("exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
 """Never negative."""
-
-_FILLED_AT_ONCE = 1 << 20
 
 
 def refused(form: StateForm, labels: Sequence[str]) -> str:
@@ -65,15 +63,26 @@ class CodedMoments:
     """The moments of one bucket's owned range, flat, by label. ``rounding``: of the same range."""
 
     def __init__(
-        self, form: StateForm, labels: Sequence[str], elements: int, device: torch.device, rounding: Rounding
+        self,
+        form: StateForm,
+        labels: Sequence[str],
+        elements: int,
+        device: torch.device,
+        rounding: Rounding,
+        into: Mapping[str, Tensor] | None = None,
     ):
+        """``into``: memory that they lie in, by label, instead of their own; its numbers are another's until they are
+        written."""
         assert form != "fp32", "moments as the masters need no code"
         self._form: StateForm = form
         self._elements = elements
         self._rounding = rounding
         dtype, stored = stored_dtype(form, torch.float32), stored_elements(form, elements)
-        self.tensors = {label: torch.zeros(stored, dtype=dtype, device=device) for label in labels}
-        """As they are kept. Their memory may be another's (``FlatState.adopt``)."""
+        self.tensors = {
+            label: torch.zeros(stored, dtype=dtype, device=device) if into is None else into[label].detach()
+            for label in labels
+        }
+        """As they are kept."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -107,15 +116,6 @@ class CodedMoments:
         q, exponents = to_int8(values, bits, label in SQUARES)
         stored[begin:end] = q
         stored[self._elements + first : self._elements + last] = exponents.view(torch.uint8)
-
-    def begin(self, state: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Elements [start, stop) have the moments of ``state``, a fresh one of one element; what else is in it."""
-        for label in self.labels:
-            value = state[label].item()
-            for first in range(start, stop, _FILLED_AT_ONCE):
-                count = min(stop - first, _FILLED_AT_ONCE)
-                self.write(label, first, torch.full((count,), value))
-        return {label: value for label, value in state.items() if label not in self.tensors}
 
     def bits(self, start: int, stop: int, step: int) -> Tensor:
         """To round elements [start, stop) of all of them by, in their order: int16 [K, N]."""

@@ -24,7 +24,7 @@ from torch import Tensor, optim
 from shardwise.kernels.adam import AdamRule, adam_step
 from shardwise.kernels.choice import fused
 from shardwise.optim.by_chunk import ChunkKernel, chunk_kernel, class_kernel, step_by_chunk
-from shardwise.optim.classes import Make, makes_state_late, needs_of
+from shardwise.optim.classes import Make, needs_of
 from shardwise.optim.coded_moments import CodedPart
 from shardwise.optim.flat_state import FlatState
 from shardwise.optim.rounding import Rounding
@@ -51,9 +51,10 @@ class FlatOptimizer:
         group: int,
         form: StateForm = "fp32",
         rounding: Rounding | None = None,
+        into: Mapping[str, Tensor] | None = None,
     ):
-        """``form``: of the moments, whose random numbers are those of ``rounding``."""
-        self.state = FlatState(master, make, group, form, rounding)
+        """As ``FlatState``."""
+        self.state = FlatState(master, make, group, form, rounding, into)
         """Master, moments and step counts."""
         self._optimizer = self.state.optimizer
         self._group = group
@@ -67,11 +68,6 @@ class FlatOptimizer:
     def needs(self) -> Needs:
         """What the update of an element looks at; all but "elements" is done in two halves."""
         return needs_of(self._optimizer)
-
-    @property
-    def makes_state_late(self) -> bool:
-        """Whether some state appears in the first step alone. [Note: state at build] in classes.py"""
-        return makes_state_late(self._optimizer)
 
     def step(
         self,

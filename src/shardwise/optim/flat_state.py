@@ -30,6 +30,9 @@ from shardwise.optim.rounding import Rounding
 from shardwise.optim.two_pass import TwoPass
 from shardwise.plan.state_form import StateForm
 
+_MADE_AT_ONCE = 1 << 20
+"""Elements whose first moments are made, and copied to where they are kept."""
+
 
 class Segment(NamedTuple):
     """A part of the flat master that shares a step count."""
@@ -60,27 +63,30 @@ class FlatState:
         group: int,
         form: StateForm = "fp32",
         rounding: Rounding | None = None,
+        into: Mapping[str, Tensor] | None = None,
     ):
-        """``form``: of the moments, whose random numbers are those of ``rounding``."""
+        """``form``: of the moments, whose random numbers are those of ``rounding``. ``into``: memory that they are made
+        in, flat, by label, instead of their own."""
         self.master = master.detach()
-        leaf = self.master if form == "fp32" else torch.zeros(1, dtype=master.dtype, device=master.device)
-        self.optimizer = make([leaf], group)
-        """torch's, whose leaves are those of the segments."""
         self.remake = lambda leaf: make([leaf], group)
         """The same optimizer as it was made, on another leaf."""
+        is_made_by_torch = form == "fp32" and into is None
+        leaf = self.master if is_made_by_torch else master[:1].detach()
+        self.optimizer = self.remake(leaf)
+        """torch's, whose leaves are those of the segments."""
         # Adagrad has made its state already, and saves it.
         self.segments = [Segment(0, master.numel(), self.master, bool(self.optimizer.state))]
         make_state(self.optimizer)
         self.coded: CodedMoments | None = None
         """[Note: coded moments]"""
-        if form != "fp32":
+        if is_made_by_torch:
+            return
+        labels = labels_of(self.optimizer.state.pop(leaf, {}))
+        if form != "fp32" and labels:
             assert rounding is not None, f"moments in {form} are rounded at random"
-            state = self.optimizer.state.pop(leaf, {})
-            if labels := labels_of(state):
-                self.coded = CodedMoments(form, labels, master.numel(), master.device, rounding)
-                state = self.coded.begin(state, 0, master.numel())
-            self.optimizer.state[self.master] = state
-            self.optimizer.param_groups[0]["params"] = [self.master]
+            self.coded = CodedMoments(form, labels, master.numel(), master.device, rounding, into)
+        self.optimizer.state[self.master] = self._begin(0, master.numel(), into or {})
+        self.optimizer.param_groups[0]["params"] = [self.master]
 
     def of(self, leaf: Tensor) -> dict[str, Any]:
         """What torch's optimizer keeps of a segment; empty before there is anything."""
@@ -93,12 +99,6 @@ class FlatState:
             is_reached = not any(first <= segment.start and segment.stop <= last for first, last in unused)
             self.segments[place] = segment._replace(is_stepped=segment.is_stepped or is_reached)
             yield segment, is_reached
-
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """The moments lie in ``tensors`` from now on, flat, by label, with the numbers that they have."""
-        for label, start, stop, moment in self.moments():
-            tensors[label][start:stop] = moment
-            moment.data = tensors[label][start:stop]
 
     def point(self, master: Tensor, moments: Mapping[str, Tensor]) -> None:
         """Master and moments, by label, are here now; empty ones are nowhere. [Note: state that moves]"""
@@ -171,9 +171,9 @@ class FlatState:
     def restore(
         self, moments: Mapping[str, Tensor], ends: Sequence[tuple[int, dict[str, float] | None]]
     ) -> None:
-        """Take over state from a checkpoint: flat ``moments`` by label, but for coded ones, which were written; and for
-        each parameter in turn where its part ends and its scalars (None: it never got a gradient). Neighbours with
-        equal scalars become one segment."""
+        """Take over state from a checkpoint: flat ``moments`` by label, whose memory they keep, but for coded ones,
+        which were written; and for each parameter in turn where its part ends and its scalars (None: it never got a
+        gradient, and its moments are made anew). Neighbours with equal scalars become one segment."""
         elements, whole = self.master.numel(), self.master
         merged: list[tuple[int, dict[str, float] | None]] = []
         for stop, scalars in ends or [(elements, None)]:
@@ -187,18 +187,13 @@ class FlatState:
         for stop, scalars in merged:
             leaf = whole[start:stop].detach()
             self.segments.append(Segment(start, stop, leaf, scalars is not None))
-            held = {label: flat[start:stop] for label, flat in moments.items()}
-            if scalars is not None:
-                state = {label: _like(kinds.get(label), value) for label, value in scalars.items()}
-                self.optimizer.state[leaf] = state | held
-            elif self.coded is not None:
-                fresh = self._fresh_state(torch.zeros_like(whole[:1]))
-                self.optimizer.state[leaf] = self.coded.begin(fresh, start, stop)
+            if scalars is None:
+                self.optimizer.state[leaf] = self._begin(start, stop, moments)
             else:
-                state = self._fresh_state(leaf)
-                for label in held.keys() & state.keys():
-                    state[label] = held[label].copy_(state[label])
-                self.optimizer.state[leaf] = state
+                state = {label: _like(kinds.get(label), value) for label, value in scalars.items()}
+                self.optimizer.state[leaf] = state | {
+                    label: flat[start:stop] for label, flat in moments.items()
+                }
             start = stop
         self.optimizer.param_groups[0]["params"] = [segment.leaf for segment in self.segments]
 
@@ -214,11 +209,26 @@ class FlatState:
             optimizer.step()
         return dict(optimizer.state.get(probe, {}))
 
-    def _fresh_state(self, leaf: Tensor) -> dict[str, Any]:
-        """That of a part which was never stepped."""
-        optimizer = self.remake(leaf)
-        make_state(optimizer)
-        return dict(optimizer.state.get(leaf, {}))
+    def _begin(self, start: int, stop: int, into: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What torch's optimizer keeps of elements [start, stop) before their first step. Its code makes it, a chunk
+        at a time, so that moments which lie in ``into``, flat, by label, or are coded, are never there twice."""
+        state: dict[str, Any] = {}
+        for first in range(start, stop, _MADE_AT_ONCE) or (start,):
+            leaf = self.master[first : min(first + _MADE_AT_ONCE, stop)].detach()
+            optimizer = self.remake(leaf)
+            make_state(optimizer)
+            fresh = dict(optimizer.state.get(leaf, {}))
+            for label in labels_of(fresh):
+                values = fresh.pop(label)
+                if self.coded is not None:
+                    self.coded.write(label, first, values)
+                    continue
+                if label not in state:
+                    own = into[label][start:stop] if label in into else values.new_empty(stop - start)
+                    state[label] = own
+                state[label][first - start :][: leaf.numel()] = values
+            state |= fresh
+        return state
 
     def split_around(self, start: int, stop: int) -> None:
         """Make [start, stop) a segment of its own. [Note: segments]"""
