@@ -118,7 +118,7 @@ def apply_to_model(
     in_blocks = experts.exchange == "blocks"
     if in_blocks:
         check_blocks(model)
-    if not stacks and (in_blocks or experts.rows is not None):  # whole ones, too
+    if not stacks and (in_blocks or experts.rows is not None or not replay.has_numbers):  # whole ones, too
         stacks = find_stacks(model).stacks
     ranks = ExpertRanks(
         ep or Group.alone("ep"), etp or Group.alone("etp"), tp, layout, levels, experts.rows, in_blocks

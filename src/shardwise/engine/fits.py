@@ -77,10 +77,15 @@ class Fit(NamedTuple):
         """For people."""
         step = self.outlook.step
         assert step is not None, "it was foreseen with an example"
-        said = [f"a step needs {_needs(self.outlook)} on a rank, about {self.seconds.total:.3g} s"]
+        where, steps = "a rank", self.outlook.steps
+        if len(steps) > 1:
+            each = ", ".join(f"{bytes_text(one.bytes_by_tier['device'])} on {one.rank}" for one in steps)
+            where = f"rank {step.rank} (by stage: {each})"
+        said = [f"a step needs {_needs(self.outlook)} on {where}, about {self.seconds.total:.3g} s"]
         rows = sorted(step.peak.rows.items(), key=lambda row: -row[1])
         said += [f"  {row:<14} {bytes_text(size):>10}" for row, size in rows]
         said.append(f"  the peak is at {step.peak.action} of {step.peak.unit}")
+        said += [f"  {assumed}" for assumed in self.outlook.assumes]
         has = ", ".join(f"{bytes_text(size)} of {tier}" for tier, size in self.memory.items())
         if self.fits:
             return [*said, f"it fits: {has}"]
@@ -109,18 +114,17 @@ class Fit(NamedTuple):
         return {
             "memory": dict(self.memory),
             "fits": self.fits,
-            "needs": dict(step.bytes_by_tier),
+            "needs": self.outlook.bytes_by_tier,
             "rows": dict(step.peak.rows),
             "seconds": self.seconds._asdict(),
             "rates": self.rates._asdict(),
             "changes": [
                 {
                     "set": list(change.overrides),
-                    "needs": dict(change.outlook.step.bytes_by_tier),
+                    "needs": change.outlook.bytes_by_tier,
                     "price_s": change.price_s,
                 }
                 for change in self.changes
-                if change.outlook.step is not None
             ],
         }
 
@@ -148,7 +152,7 @@ def fits(
     device = device or torch.device("cpu")
     given, have = load(config), budget(memory)
     known = read(make, given, ranks, device, example, loss)
-    if known.passed is None:
+    if not known.passed:
         raise UsageError("fits: an example is missing: a microbatch, or tensors of its shapes")
     folder = known.settings.offload.disk_path
     rates = rates or measured_rates(device, known.settings.precision.compute_dtype or torch.float32, folder)
@@ -162,7 +166,7 @@ def fits(
         [((), known)], _jobs(given, lambda config: read(make, config, ranks, device, example, loss))
     )
     with_disk = process_bytes("disk" in have) if device.type == "cpu" else 0
-    passes: list[MeasuredPass | None] = []
+    passes: list[Mapping[int, MeasuredPass]] = []
     for overrides, job in jobs:
         if job.passed in passes:  # what was asked for has changed nothing
             continue
@@ -276,27 +280,24 @@ def _ways(job: Known, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPolicy,
 
 
 def _seconds(job: Known, outlook: Outlook, offload: OffloadPolicy, rates: Rates) -> StepSeconds:
-    assert job.passed is not None and outlook.step is not None, "it was foreseen with an example"
+    assert job.passed and outlook.step is not None, "it was foreseen with an example"
     policies = job.policies_with(offload)
     moved = outlook.step.moved_bytes * policies.microbatches
     return step_seconds(outlook.plan, policies, job.passed, rates, job.device.type == "cpu", moved)
 
 
 def _is_within(outlook: Outlook, have: Mapping[Tier, int]) -> bool:
-    assert outlook.step is not None, "it was foreseen with an example"
-    return all(size <= have.get(tier, size) for tier, size in outlook.step.bytes_by_tier.items())
+    return all(size <= have.get(tier, size) for tier, size in outlook.bytes_by_tier.items())
 
 
 def _device_bytes(outlook: Outlook) -> int:
-    assert outlook.step is not None, "it was foreseen with an example"
-    return outlook.step.bytes_by_tier["device"]
+    return outlook.bytes_by_tier["device"]
 
 
 def _needs(outlook: Outlook) -> str:
-    assert outlook.step is not None, "it was foreseen with an example"
     return " and ".join(
         bytes_text(size) + ("" if tier == "device" else f" of {tier}")
-        for tier, size in outlook.step.bytes_by_tier.items()
+        for tier, size in outlook.bytes_by_tier.items()
     )
 
 

@@ -12,7 +12,7 @@ Plan's list is walked with what it held: the peak of a step, by row (simulate/).
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.steps import Folder, open_step, steps_at
 from shardwise.comm.collectives import Clock, Group, NoTransport, Transport
 from shardwise.comm.trace import Traffic
-from shardwise.compose.apply import Stages, apply_to_model, recompute_blocks
+from shardwise.compose.apply import RunStage, Stages, apply_to_model, recompute_blocks
 from shardwise.compose.describe import describe, describe_cut
 from shardwise.compose.plan import Policies, make_plan
 from shardwise.compose.spec import ModelSpec
@@ -43,10 +43,13 @@ from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.observe.memory import resident_bytes
 from shardwise.parallel.expert.loads import ExpertLoads
+from shardwise.parallel.pipeline.messages import pack, unpack
+from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.parallel.zero.modules import repeated_blocks
-from shardwise.plan.errors import CheckpointError, UsageError
+from shardwise.plan.errors import CheckpointError
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.plan import Plan
+from shardwise.plan.placement import Tier
+from shardwise.plan.plan import Plan, class_of
 from shardwise.plan.unit import Unit
 from shardwise.precision.operations import Operations
 from shardwise.precision.policy import PrecisionPolicy
@@ -60,10 +63,27 @@ class Outlook(NamedTuple):
 
     plan: Plan
     """Of all ranks."""
-    step: StepMemory | None = None
-    """What a step takes on the first rank, where an example was given."""
+    steps: tuple[StepMemory, ...] = ()
+    """What a step takes on the first rank of each place on "pp", where an example was given."""
     flops: int = 0
-    """Floating-point operations of a microbatch on that rank, executed; 0 without an example."""
+    """Floating-point operations of a microbatch on one rank of each place on "pp", executed; 0 without an example."""
+    assumes: tuple[str, ...] = ()
+    """What numbers alone would decide, and how it is taken here; for people."""
+
+    @property
+    def step(self) -> StepMemory | None:
+        """Of the rank whose device holds most; None without an example."""
+        return max(self.steps, key=lambda step: step.bytes_by_tier["device"], default=None)
+
+    @property
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """The most of each tier that any rank takes in a step."""
+        tiers = {tier for step in self.steps for tier in step.bytes_by_tier}
+        return {
+            tier: max(step.bytes_by_tier.get(tier, 0) for step in self.steps)
+            for tier in get_args(Tier)
+            if tier in tiers
+        }
 
     def bytes_per_rank(self) -> dict[str, int]:
         """On the rank that holds most; dynamic tables when they are full, those without a limit left out."""
@@ -112,8 +132,8 @@ class Known(NamedTuple):
     tables: Tables
     blocks: Sequence[str]
     device: torch.device
-    passed: MeasuredPass | None
-    """Of one microbatch on the first rank, where an example was given."""
+    passed: Mapping[int, MeasuredPass]
+    """Of one microbatch, by stage; none without an example."""
     process_bytes: int
     """What lies in the rank's memory beside the engine: on CPU ranks what this process held when it was asked."""
 
@@ -127,11 +147,27 @@ class Known(NamedTuple):
         plan = make_plan(self.spec, self.mesh, policies)
         register_tables(plan, self.tables, policies.microbatches)
         plan = replace(plan, notes=(*plan.notes, *self.tables.choices))
-        if self.passed is None:
+        if not self.passed:
             return Outlook(plan)
         moved = check_blocks(self.blocks, offload)
-        step = step_memory(plan, policies, self.passed, self.device.type, 0, moved, self.process_bytes)
-        return Outlook(plan, step, self.passed.flops)
+        steps = (
+            step_memory(plan, policies, self.passed, self.device.type, rank, moved, self.process_bytes)
+            for rank in plan.mesh.ranks("pp", 0)
+        )
+        return Outlook(
+            plan, tuple(steps), sum(each.flops for each in self.passed.values()), self._assumptions()
+        )
+
+    def _assumptions(self) -> tuple[str, ...]:
+        if not self.spec.experts:
+            return ()
+        policy = self.settings.experts
+        if policy.exchange == "blocks" and self.mesh.ep > 1:
+            return ("experts: rows fill the blocks that the routers' capacity allows, whatever is chosen",)
+        at_once = "" if policy.rows is None else f", {policy.rows} pairs at most on a rank at once"
+        return (
+            f"experts: as where routers choose evenly{at_once}; what skewed ones send a rank comes on top",
+        )
 
 
 def read(
@@ -161,10 +197,10 @@ def read(
     policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates)
     starts = spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
-    passed = None
+    passed: Mapping[int, MeasuredPass] = {}
     if example is not None:
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
-        passed = _pass(make(), settings, plan, precision, to_recompute, example, loss)
+        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss)
     check_blocks(blocks, settings.offload)
     beside = process_bytes(settings.offload.optimizer == "disk") if device.type == "cpu" else 0
     return Known(settings, mesh, spec, policies, starts, tables, blocks, device, passed, beside)
@@ -224,24 +260,19 @@ def _cut(
     )
 
 
-def _pass(
-    model: nn.Module,
+def _passes(
+    make: Callable[[], nn.Module],
     settings: RunConfig,
     plan: Plan,
+    starts: tuple[str, ...],
     precision: PrecisionPolicy,
     to_recompute: Sequence[str],
     example: Any,
     loss: Loss | None,
-) -> MeasuredPass:
-    """Of one microbatch on the first rank, on shapes."""
-    if plan.mesh.pp > 1:
-        raise UsageError(
-            f"foresee: the passes of {plan.mesh.pp} stages cannot be foreseen yet; leave the example out, and count "
-            "model state alone"
-        )
-    device = torch.device("cpu")
-    operations = Operations(precision)
-    replay = Replay(operations)
+) -> dict[int, MeasuredPass]:
+    """Of one microbatch on shapes, by stage, each on the first of its ranks."""
+    device, operations = torch.device("cpu"), Operations(precision)
+    replay = Replay(operations, has_numbers=False)
     dtypes = {
         name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
     }
@@ -249,18 +280,70 @@ def _pass(
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
         return dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
 
-    def loss_of(module: nn.Module, batch: Any) -> Tensor:
-        with replay.at(BatchPosition(0, 0)):
-            return find_loss(call_model(module, loss, batch, device))
-
-    (module, _), *_ = _cut(model, (), settings, plan.mesh, 0, replay, NoTransport()).values()
+    stages: dict[int, tuple[nn.Module, RunStage | None, Sequence[Unit]]] = {}
+    for rank in plan.mesh.ranks("pp", 0):
+        ranks = plan.classes[class_of(plan.mesh, rank)]
+        for stage, (module, run) in _cut(
+            make(), starts, settings, plan.mesh, rank, replay, NoTransport()
+        ).items():
+            stages[stage] = module, run, ranks.units_of(stage)
+    found: dict[int, MeasuredPass] = {}
+    text = ""
+    arriving: list[Tensor] = []
     with without_numbers():
-        strip(module, dtype_of, device)
-        operations.apply_to(module)
-        recompute_blocks(module, to_recompute, settings.recompute, replay)
-        cast_at_the_root(module, precision, device, loss is not None)
-        units = {unit.name: _kind_of(unit, module, to_recompute) for unit in plan.units if unit.name}
-        return measure(module.train(), units, stripped(example, device), loss_of)
+        batch = stripped(example, device)
+        for stage, (module, run, units) in sorted(stages.items()):
+            is_last = stage == len(stages) - 1
+            strip(module, dtype_of, device)
+            operations.apply_to(module)
+            recompute_blocks(module, to_recompute, settings.recompute, replay)
+            cast_at_the_root(module, precision, device, loss is not None and is_last)
+            kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
+            one = _OneStage(module.train(), run, replay, batch, loss, text, arriving)
+            is_cut = run is not None  # then the first pass of a kind is watched
+            passed, leaving = measure(module, kinds, batch, one.run, rehearses=is_cut)
+            received = sum(tensor.nbytes for tensor in arriving)
+            answered = 0 if is_last else sum(tensor.nbytes for tensor in leaving if tensor.requires_grad)
+            found[stage] = passed._replace(received_bytes=received, answered_bytes=answered)
+            text, arriving = one.text, leaving
+    return found
+
+
+class _OneStage:
+    """Forward of one stage, or of a whole model where ``run`` is None. ``text``, ``arriving``: what the stage before
+    sends."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: RunStage | None,
+        replay: Replay,
+        batch: Any,
+        loss: Loss | None,
+        text: str,
+        arriving: list[Tensor],
+    ):
+        self._module = module
+        self._run = run
+        self._replay = replay
+        self._batch = batch
+        self._loss = loss
+        self._arrives = text, arriving
+        self.text = ""
+        """What goes on beside tensors."""
+
+    def run(self) -> list[Tensor]:
+        """The loss, or what goes to the next stage."""
+        text, tensors = self._arrives
+        with self._replay.at(BatchPosition(0, 0)):
+            if self._run is None:
+                return [self._loss_of(self._module)]
+            received = unpack(text, [tensor.detach() for tensor in tensors]) if text else None
+            self.text, leaving = pack(self._run(self._loss_of, received, kind_of(self._batch)))
+        return leaving
+
+    def _loss_of(self, module: nn.Module) -> Tensor:
+        return find_loss(call_model(module, self._loss, self._batch, torch.device("cpu")))
 
 
 def _kind_of(unit: Unit, module: nn.Module, to_recompute: Collection[str]) -> Hashable:

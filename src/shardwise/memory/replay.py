@@ -49,9 +49,13 @@ class BatchPosition:
 class Replay:
     """The place that random numbers are drawn at. Outside ``at`` there is none."""
 
-    def __init__(self, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(
+        self, inside: Callable[[], AbstractContextManager[Any]] = nullcontext, has_numbers: bool = True
+    ) -> None:
         self.inside = inside
         """What passes run in: a context that chooses the dtype of each operation, say."""
+        self.has_numbers = has_numbers
+        """False where tensors have shapes alone (simulate/passes.py): nothing is drawn or counted there."""
         self._place: BatchPosition | None = None
         self._calls: dict[str, int] = {}
         self.whole_sequence = False

@@ -11,6 +11,9 @@ A pass is told by Unit. A Unit's share runs from where its forward (backward) be
 
 so the passes of several microbatches, of any order, add up (``timeline.py``).
 
+A stage of a pipeline has a pass of its own: what it receives lies beside it, what it sends is let go of. Experts get as
+many rows as a router sends them that chooses evenly (parallel/expert/row_counts.py).
+
 Units that are alike (blocks, say) run twice and no more: the others hand their input on, and have the second one's
 share.
 
@@ -18,7 +21,7 @@ Cost: a pass of operations on shapes, some 100 µs each, whatever their size and
 that an operation takes and gives back inside itself is not seen, nor an allocator's rounding.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -32,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -65,11 +69,15 @@ class UnitPass(NamedTuple):
 
 
 class MeasuredPass(NamedTuple):
-    """Forward and backward of one microbatch."""
+    """Forward and backward of one microbatch, of one stage."""
 
     shares: Mapping[tuple[Kind, str], UnitPass]
     """By (F or B, name of the Unit)."""
     batch_bytes: int
+    received_bytes: int = 0
+    """Of what the stage before sends, which stays until its backward pass is over."""
+    answered_bytes: int = 0
+    """Of the gradients that come back for what goes to the next stage."""
 
     @property
     def flops(self) -> int:
@@ -123,13 +131,21 @@ def measure(
     module: nn.Module,
     units: Mapping[str, Hashable],
     batch: Any,
-    loss_of: Callable[[nn.Module, Any], Tensor],
-) -> MeasuredPass:
-    """One pass of ``module``. ``units``: by name of a module what those that are alike have in common. Inside
-    ``without_numbers``.
+    forward: Callable[[], Sequence[Tensor]],
+    rehearses: bool = False,
+) -> tuple[MeasuredPass, list[Tensor]]:
+    """One pass of ``module``, and tensors like those that ``forward`` has returned: the loss, or what a stage sends on.
+    ``units``: by name of a module what those that are alike have in common; ``rehearses``: whether a
+    forward pass goes before that is not counted. Inside ``without_numbers``.
 
     Errors: UsageError where what it does depends on numbers.
     """
+    if rehearses:
+        try:
+            with LiveBytes():
+                forward()
+        except _NEEDS_NUMBERS as error:
+            raise UsageError(_why(error)) from error
     live = LiveBytes()
     cuts = _Cuts(live, _seconds(units))
     handles = [
@@ -141,17 +157,22 @@ def measure(
     try:
         with live:
             cuts.begin(Kind.F, "")
-            loss = loss_of(module, batch)
+            ends = forward()
+            edges = [get_gradient_edge(tensor) for tensor in ends if tensor.requires_grad]
+        like = [torch.empty_like(tensor, requires_grad=tensor.requires_grad) for tensor in ends]
+        gradients = [torch.empty_like(tensor) for tensor in ends if tensor.requires_grad]
+        del ends  # it is sent, and stays where autograd keeps it alone
+        with live:
             cuts.begin(Kind.B, "")
-            loss.backward()  # type: ignore[no-untyped-call]
-            del loss
+            torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+            del edges  # and with it the gradient that goes back
             cuts.end()
     except _NEEDS_NUMBERS as error:
         raise UsageError(_why(error)) from error
     finally:
         for handle in handles:
             handle.remove()
-    return MeasuredPass(cuts.by_unit(), sum(tensor.nbytes for tensor in tensors_in(batch)))
+    return MeasuredPass(cuts.by_unit(), sum(tensor.nbytes for tensor in tensors_in(batch))), like
 
 
 def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:
@@ -245,19 +266,23 @@ class _Cuts:
         self._now = None
 
     def by_unit(self) -> dict[tuple[Kind, str], UnitPass]:
-        """All shares. What ran behind a Unit that others are like, in their places, ran behind the last of them."""
+        """All shares. What ran behind a Unit that others are like, in their places, ran behind the last of them; what
+        lies inside it is in each of them."""
         last = {second: name for name, second in self._passed_over.items()}
         found = {
             (kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if not is_behind
         }
+        behind = {(kind, unit): share for (kind, unit, is_behind), share in self._shares.items() if is_behind}
+        for key in [key for key in behind if key[1] not in last]:
+            found[key] = found[key].then(behind.pop(key))
         for unit, second in self._passed_over.items():
             found |= {
-                (kind, unit): found[kind, second] for kind in (Kind.F, Kind.B) if (kind, second) in found
+                (kind, unit + name.removeprefix(second)): share
+                for (kind, name), share in found.items()
+                if name == second or (second and name.startswith(f"{second}."))
             }
-        for (kind, unit, is_behind), share in self._shares.items():
-            if is_behind:
-                key = kind, last.get(unit, unit)
-                found[key] = found[key].then(share)
+        for (kind, second), share in behind.items():
+            found[kind, last[second]] = found[kind, last[second]].then(share)
         return found
 
     def around(self, unit: str, forward: Callable[..., Any]) -> Callable[..., Any]:

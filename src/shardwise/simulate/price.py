@@ -15,6 +15,7 @@ Bytes and operations are counted (``memory/tier_cost.py``, ``passes.py``); rates
 (``rates.py``). What ranks send one another is not among it.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardwise.compose.plan import Policies, strategies_of
@@ -41,7 +42,7 @@ class StepSeconds(NamedTuple):
 def step_seconds(
     plan: Plan,
     policies: Policies,
-    passed: MeasuredPass,
+    passed: Mapping[int, MeasuredPass],
     rates: Rates,
     is_cpu: bool,
     activation_bytes: int = 0,
@@ -51,9 +52,12 @@ def step_seconds(
     ranks = plan.classes[class_of(plan.mesh, rank)]
     strategies = strategies_of(ranks, plan.registry, policies)
     moved = tier_traffic(ranks, plan.mesh, strategies)
-    forward = sum(share.flops for (kind, _), share in passed.shares.items() if kind is Kind.F)
+    stages = [passed[stage] for stage in ranks.stages]
+    forward = sum(
+        share.flops for each in stages for (kind, _), share in each.shares.items() if kind is Kind.F
+    )
     forward_s = policies.microbatches * forward / rates.flops_s
-    compute_s = policies.microbatches * passed.flops / rates.flops_s
+    compute_s = policies.microbatches * sum(each.flops for each in stages) / rates.flops_s
     link = 0.0 if is_cpu else 1 / rates.link_bytes_s
     disk = 1 / rates.disk_bytes_s if moved.read else 0.0
     on_disk = max(moved.updated_on_host / rates.host_bytes_s, (moved.read + moved.written) * disk)

@@ -7,6 +7,7 @@
     loaded                       blocks that state passes through on its way from and to a disk, the most at once
     leaving                      gradients that a disk has not taken yet, the most at once
     kept                         what F leaves for B, of all microbatches under way     (passes.py)
+    received                     of a pipeline, what RECV brought, until the backward pass that it is for is over
     at work                      what the running Unit makes and lets go of
     process                      what was there before the engine
 
@@ -63,18 +64,20 @@ class StepMemory(NamedTuple):
     """The most of each tier; CPU ranks have one memory, which is their device."""
     moved_bytes: int = 0
     """Of activations, the most at once in host memory."""
+    rank: int = 0
+    """Whose it is; others do the same."""
 
 
 def step_memory(
     plan: Plan,
     policies: Policies,
-    passed: MeasuredPass,
+    passed: Mapping[int, MeasuredPass],
     device_type: str,
     rank: int = 0,
     moved: Collection[str] = (),
     process_bytes: int = 0,
 ) -> StepMemory:
-    """Of ``rank``. ``passed``: a pass of one microbatch; ``moved``: blocks whose activations go to the host;
+    """Of ``rank``. ``passed``: a pass of one microbatch by stage; ``moved``: blocks whose activations go to the host;
     ``process_bytes``: what lies in the device's memory beside the engine."""
     held = _WalkedStep(plan, policies, passed, rank, moved, _near(device_type))
     held.rows["process"] = process_bytes
@@ -87,7 +90,7 @@ def step_memory(
     by_tier = bytes_by_tier({row: size for row, size in rows.items() if size})
     if device_type == "cpu":
         by_tier["device"] += by_tier.pop("host", 0)
-    return StepMemory(held.peak, by_tier, held.most_on_host)
+    return StepMemory(held.peak, by_tier, held.most_on_host, rank)
 
 
 def _near(device_type: str) -> list[Tier]:
@@ -102,7 +105,7 @@ class _WalkedStep:
         self,
         plan: Plan,
         policies: Policies,
-        passed: MeasuredPass,
+        passed: Mapping[int, MeasuredPass],
         rank: int,
         moved: Collection[str],
         near: Collection[Tier],
@@ -133,6 +136,8 @@ class _WalkedStep:
         self._limit = 2 * policies.offload.buffers
         self._leaving: deque[int] = deque()
         self._blocks = _KeptBlocks(set(moved))
+        self._received: dict[tuple[int, int, bool], int] = {}
+        """Bytes of what came for a (stage, microbatch), and whether for its backward pass."""
         self.rows |= self._staging_rows()
 
     # Reading the Plan ----------------------------------------------------------------------------------------------
@@ -160,7 +165,17 @@ class _WalkedStep:
 
     def walk(self, actions: Sequence[Action]) -> None:
         """One step."""
+        ending: Action | None = None
+        """The backward pass of a stage that runs: what came for it goes with it."""
         for action in actions:
+            if action.unit < 0 and ending is not None:
+                for is_gradient in (False, True):
+                    self._received.pop((ending.stage, ending.microbatch, is_gradient), None)
+                ending = None
+            if action.kind is Kind.RECV:
+                self._receive(action)
+            elif action.kind is Kind.B and action.unit < 0:
+                ending = action
             if action.unit < 0 or self.ranks.units[action.unit].has_rows:
                 continue
             unit, strategy = action.unit, self._strategies[action.unit]
@@ -187,6 +202,11 @@ class _WalkedStep:
             elif strategy.tier == "device":
                 del self._gradients[unit, place]
 
+    def _receive(self, action: Action) -> None:
+        passed, is_gradient = self._passed[action.stage], action.carries_gradient
+        size = passed.answered_bytes if is_gradient else passed.received_bytes
+        self._received[action.stage, action.microbatch, is_gradient] = size
+
     def _forward(self, action: Action) -> None:
         unit = action.unit
         for place, _, _ in self._buckets(
@@ -212,14 +232,15 @@ class _WalkedStep:
         if self._strategies[action.unit].has_windows:
             self._gather(action.unit)
             self._release("brought", action.unit)
-        name, kind = unit.name, action.kind
-        share = self._passed.of(kind, name)
+        name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
+        share = passed.of(kind, name)
         here = self._blocks.before(kind, name, action.microbatch)
         held = self.rows | {
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
             "leaving": sum(self._leaving),
             **{row: pool.bytes for row, pool in self._slots.items()},
-            "kept": self._passed.batch_bytes + here,
+            "kept": passed.batch_bytes + here,
+            "received": sum(self._received.values()),
             "at work": share.rise_bytes,
         }
         moment = Moment(action, unit.title, {row: size for row, size in held.items() if size})

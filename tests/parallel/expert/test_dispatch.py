@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.comm.collectives import Group
+from shardwise.comm.collectives import Clock, Group
+from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.parallel.expert.cost import elements_sent, expected_rows
 from shardwise.parallel.expert.dispatch import Dispatcher
-from shardwise.parallel.expert.row_counts import block_counts
+from shardwise.parallel.expert.row_counts import block_counts, even_counts
 from shardwise.plan.errors import UsageError
 from tests.parallel.expert.layer import (
     WIDTH,
@@ -310,3 +311,13 @@ def test_nan_in_weights_stays_with_its_token(ranks: Any) -> None:
     first, second = ranks(2).run(with_nan)
     assert first == [token == 2 for token in range(6)]
     assert not any(second)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_even_counts_are_what_is_expected(parts: int) -> None:
+    ep, etp = Group("ep", (0, 1, 2, 3), 0, None, Clock(0.0), Traffic()), Group.alone("etp")
+    found = even_counts(600, parts, 2, EXPERTS, [ep], ep, etp)
+    assert sum(found.experts) == found.fullest == 600 * 2 / parts
+    (counts,) = found.hops
+    assert sum(counts[0][1:]) == pytest.approx(expected_rows(600, 2, EXPERTS, 4) / parts, abs=3)
+    assert found.parts == [sum(row[0] for row in counts)]

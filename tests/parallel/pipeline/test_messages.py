@@ -1,6 +1,8 @@
 """Values travel as a text and tensors, and come back as they were."""
 
+import gc
 import json
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,6 +34,20 @@ def test_what_is_packed_comes_back(value: Any) -> None:
     got = unpack(text, tensors)
     assert got is value if isinstance(value, torch.Tensor) else got == value
     assert type(got) is type(value)
+
+
+def test_what_travelled_is_let_go_of_at_once() -> None:
+    """What called itself inside ``pack`` and ``unpack`` kept a stage's activations until Python looked for cycles."""
+    gc.disable()
+    try:
+        sent = torch.zeros(3)
+        packed = pack((sent, {"more": sent}))
+        got = unpack(packed.text, [torch.zeros(3)])
+        gone = [weakref.ref(sent), weakref.ref(got[0])]
+        del sent, packed, got
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_tensor_that_occurs_twice_travels_once() -> None:

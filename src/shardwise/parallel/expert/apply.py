@@ -142,7 +142,9 @@ class _Dispatched:
         self._replay = replay
         self._surroundings = surroundings
         self._layer = layer
-        self._dispatcher = Dispatcher(ranks.ep, ranks.etp, stack.experts, ranks.rows, name, ranks.levels)
+        self._dispatcher = Dispatcher(
+            ranks.ep, ranks.etp, stack.experts, ranks.rows, name, ranks.levels, replay.has_numbers
+        )
         self._in_blocks = ranks.in_blocks
         self._compute = compute_of(module, adds_bias=ranks.etp.index == 0)
         self._signature = inspect.signature(type(module).forward)

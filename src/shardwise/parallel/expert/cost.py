@@ -35,11 +35,18 @@ def expected_rows(
     ``capacity``: in blocks."""
 
     def reached(places: int) -> float:
-        if capacity is not None:
-            return min(1.0, capacity * top_k / places)
-        return 1 - comb(experts - experts // places, top_k) / comb(experts, top_k)
+        return (
+            expected_reach(experts, top_k, places)
+            if capacity is None
+            else min(1.0, capacity * top_k / places)
+        )
 
     return tokens * ((hosts - 1) * reached(hosts) + (ep - hosts) * reached(ep))
+
+
+def expected_reach(experts: int, top_k: int, places: int) -> float:
+    """The chance that a token has any of its evenly chosen experts on a given one of ``places``."""
+    return 1 - comb(experts - experts // places, top_k) / comb(experts, top_k)
 
 
 def elements_sent(rows: float, width: int, top_k: int) -> float:

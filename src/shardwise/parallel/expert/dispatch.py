@@ -52,7 +52,14 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
 from shardwise.comm.exchange import Counts, back, gather, scatter, send, share
 from shardwise.kernels.grouped import stretches
-from shardwise.parallel.expert.row_counts import RowCounts, block_counts, owner_of, reaches, row_counts
+from shardwise.parallel.expert.row_counts import (
+    RowCounts,
+    block_counts,
+    even_counts,
+    owner_of,
+    reaches,
+    row_counts,
+)
 from shardwise.plan.errors import UsageError
 from shardwise.precision.operations import running_dtypes_again
 
@@ -170,7 +177,8 @@ class Dispatcher:
 
     ``rows`` bounds the pairs that a rank takes at once; None: there is no bound. It should exceed k for each rank that
     sends, for a token's pairs stay together. ``name`` is the layer's in errors and traces. ``levels``: the groups of
-    each hop, as ``World.levels`` gives them for ``ep``; left out, one hop.
+    each hop, as ``World.levels`` gives them for ``ep``; left out, one hop. ``counts_rows``: False where nothing has
+    numbers, and rows are taken to go evenly.
     """
 
     def __init__(
@@ -181,6 +189,7 @@ class Dispatcher:
         rows: int | None = None,
         name: str = "experts",
         levels: Sequence[Group] = (),
+        counts_rows: bool = True,
     ):
         assert experts % ep.size == 0, f"{experts} experts cannot be spread evenly over {ep.size} ranks"
         self.ep = ep
@@ -189,6 +198,7 @@ class Dispatcher:
         self.experts = experts
         self.rows = rows
         self.name = name
+        self._counts_rows = counts_rows
         self._largest: tuple[int, int] | None = None
         """Tokens of a rank, and room with an expert for them, that blocks are made for."""
 
@@ -234,6 +244,10 @@ class Dispatcher:
         return Routes(tuple(map(self._round, parts, self._counts(parts))))
 
     def _counts(self, choices: Sequence[Tensor]) -> list[RowCounts]:
+        if not self._counts_rows:
+            rows, top_k = choices[0].shape
+            even = even_counts(rows, len(choices), top_k, self.experts, self.levels, self.ep, self.etp)
+            return [even] * len(choices)
         return row_counts(choices, self.experts, self.levels, self.ep, self.etp, self.name)
 
     def _blocks(self, index: Tensor, room: int) -> RowCounts:
@@ -241,6 +255,8 @@ class Dispatcher:
         tokens = index.shape[0]
         if self.ep.size == self.etp.size == 1:
             return block_counts(tokens, room, self.experts, self.levels, self.etp)
+        if self._largest is None and not self._counts_rows:
+            self._largest = tokens, room
         if self._largest is None:
             what = f"sizes of {self.name}"
             sizes = share(share(index.new_tensor([tokens, room]), self.ep, what), self.etp, what)

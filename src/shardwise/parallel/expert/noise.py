@@ -32,6 +32,8 @@ def uniform(surroundings: Surroundings, tokens: Tokens, width: int) -> Tensor:
     replay, place, device = surroundings.replay, tokens.place, tokens.place.device
     if replay is None:
         return torch.rand(len(place), width, dtype=torch.float64, device=device).clamp_min(2.0**-54)
+    if not replay.has_numbers:
+        return torch.empty(len(place), width, dtype=torch.float64, device=device)
     at, stream = replay.place, f"router:{surroundings.name}"
     key, call = key_of(surroundings.seed, stream), replay.next_call(stream)
     out = torch.empty(len(place), width, dtype=torch.float64)

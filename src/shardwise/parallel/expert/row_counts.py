@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, share
+from shardwise.parallel.expert.cost import expected_reach
 from shardwise.plan.errors import CommError
 from shardwise.plan.words import named_ranks
 
@@ -97,6 +98,23 @@ def block_counts(tokens: int, room: int, experts: int, levels: Sequence[Group], 
         rows, sources = group.size * block, sources * group.size
     each = etp.size * min(rows, sources * room)
     return RowCounts(tuple(hops), [rows] * etp.size, [each] * local, each * local, is_bound=True)
+
+
+def even_counts(
+    rows: int, parts: int, top_k: int, experts: int, levels: Sequence[Group], ep: Group, etp: Group
+) -> RowCounts:
+    """What each of ``parts`` of a pass has whose ranks bring ``rows`` each and whose router chooses evenly
+    (``cost.py``): for who knows shapes alone. Rounded up."""
+    places, sources, hops = 1, 1, []
+    for group in levels:
+        places *= group.size
+        reaching = rows * sources * expected_reach(experts, top_k, places) / parts
+        hops.append([[math.ceil(reaching)] * group.size] * group.size)
+        sources *= group.size
+    local, pairs = experts // ep.size, -(-etp.size * rows * top_k // parts)
+    each = [pairs * (i + 1) // local - pairs * i // local for i in range(local)]
+    arrived = sum(row[0] for row in hops[-1])
+    return RowCounts(tuple(hops), [arrived] * etp.size, each, pairs)
 
 
 def _check_layers(layers: Sequence[int], ep: Group, name: str) -> None:

@@ -44,31 +44,33 @@ class Packed(NamedTuple):
 def pack(value: Any, where: str = "a stage's output") -> Packed:
     """``where`` names the value in errors: PlanError for what cannot travel."""
     tensors: list[Tensor] = []
-    places: dict[int, int] = {}
+    return Packed(json.dumps(_written(value, where, tensors, {})), tensors)
 
-    def write(part: Any, path: str) -> Any:
-        if part is None or isinstance(part, bool | int | float | str):
-            return part
-        if isinstance(part, Tensor):
-            if id(part) not in places:
-                places[id(part)] = len(tensors)
-                tensors.append(part)
-            return {_TENSOR: places[id(part)], "trained": part.requires_grad}
-        if type(part) in (tuple, torch.Size):
-            return {_TUPLE: [write(each, f"{path}[{i}]") for i, each in enumerate(part)]}
-        if type(part) is list:
-            return {_LIST: [write(each, f"{path}[{i}]") for i, each in enumerate(part)]}
-        if type(part) is dict:
-            for key in part:
-                if not isinstance(key, str):
-                    raise PlanError(f"{where}{path}: key {key!r} of a dictionary is no string; make it one")
-            return {_DICT: {key: write(each, f"{path}[{key!r}]") for key, each in part.items()}}
-        raise PlanError(
-            f"{where}{path}: a {type(part).__module__}.{type(part).__qualname__} cannot travel between stages; "
-            "a block may return tensors, None, numbers and strings, in tuples, lists and dictionaries"
-        )
 
-    return Packed(json.dumps(write(value, "")), tensors)
+# No function inside another that calls itself: what it has to do with lives until Python looks for cycles.
+def _written(part: Any, path: str, tensors: list[Tensor], places: dict[int, int]) -> Any:
+    """``part`` as JSON has it; its tensors join ``tensors``, by identity in ``places``."""
+    if part is None or isinstance(part, bool | int | float | str):
+        return part
+    if isinstance(part, Tensor):
+        if id(part) not in places:
+            places[id(part)] = len(tensors)
+            tensors.append(part)
+        return {_TENSOR: places[id(part)], "trained": part.requires_grad}
+    if type(part) in (tuple, torch.Size, list):
+        written = [_written(each, f"{path}[{i}]", tensors, places) for i, each in enumerate(part)]
+        return {_LIST if type(part) is list else _TUPLE: written}
+    if type(part) is dict:
+        for key in part:
+            if not isinstance(key, str):
+                raise PlanError(f"{path}: key {key!r} of a dictionary is no string; make it one")
+        return {
+            _DICT: {key: _written(each, f"{path}[{key!r}]", tensors, places) for key, each in part.items()}
+        }
+    raise PlanError(
+        f"{path}: a {type(part).__module__}.{type(part).__qualname__} cannot travel between stages; "
+        "a block may return tensors, None, numbers and strings, in tuples, lists and dictionaries"
+    )
 
 
 def is_lasting(text: str) -> bool:
@@ -127,16 +129,17 @@ def unpack(text: str, tensors: list[Tensor]) -> Any:
     """The value again; tensors that had a gradient at the sender have one here."""
     check_refusal(text)
 
-    def read(part: Any) -> Any:
-        if not isinstance(part, dict):
-            return part
-        if _TENSOR in part:
-            tensor = tensors[part[_TENSOR]]
-            return tensor.requires_grad_() if part["trained"] else tensor
-        if _TUPLE in part:
-            return tuple(read(each) for each in part[_TUPLE])
-        if _LIST in part:
-            return [read(each) for each in part[_LIST]]
-        return {key: read(each) for key, each in part[_DICT].items()}
+    return _read(json.loads(text), tensors)
 
-    return read(json.loads(text))
+
+def _read(part: Any, tensors: list[Tensor]) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if _TENSOR in part:
+        tensor = tensors[part[_TENSOR]]
+        return tensor.requires_grad_() if part["trained"] else tensor
+    if _TUPLE in part:
+        return tuple(_read(each, tensors) for each in part[_TUPLE])
+    if _LIST in part:
+        return [_read(each, tensors) for each in part[_LIST]]
+    return {key: _read(each, tensors) for key, each in part[_DICT].items()}

@@ -130,7 +130,9 @@ class StageModule:
         trace = error.__traceback__
         while trace is not None:
             frame = trace.tb_frame
-            for name, value in frame.f_locals.items() if frame.f_globals.get("__name__") not in _OURS else ():
+            where = str(frame.f_globals.get("__name__"))
+            is_models = where not in _OURS and not where.startswith("torch._")
+            for name, value in frame.f_locals.items() if is_models else ():
                 absent = absent_in(value)
                 if absent is not None:
                     return f"It holds {absent.what}"
