@@ -20,7 +20,8 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from queue import SimpleQueue
+from itertools import count
+from queue import PriorityQueue
 from typing import Any
 from unittest.mock import patch
 
@@ -49,11 +50,12 @@ class ClockedDisk:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._held: dict[tuple[str, str], Tensor] = {}
-        self._jobs: SimpleQueue[Any] = SimpleQueue()
+        self._numbers = count()
+        self._jobs: PriorityQueue[Any] = PriorityQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[-1]) is not None:
             done, begun, target, source = job
             takes = target.nbytes / self._link.bytes_per_s
             self._link.free_at = max(self._link.free_at, begun) + takes
@@ -63,9 +65,10 @@ class ClockedDisk:
             self._link.bytes += target.nbytes
             done.set_result(None)
 
-    def _ask(self, target: Tensor, source: Tensor) -> Future[None]:
+    def _ask(self, kind: str, target: Tensor, source: Tensor) -> Future[None]:
         done = Travels()
-        self._jobs.put((done, time.perf_counter(), target, source))
+        # In the order of ``DiskScratch``: weights' first.
+        self._jobs.put((kind != "weight", next(self._numbers), (done, time.perf_counter(), target, source)))
         return done
 
     def reserve(self, wanted: Mapping[str, Mapping[str, int]]) -> None:
@@ -76,15 +79,15 @@ class ClockedDisk:
 
     def read(self, kind: str, owner: str, into: Tensor, first: int = 0) -> Future[None]:
         """As ``DiskScratch.read``."""
-        return self._ask(into.detach().view(torch.uint8), self._held[kind, owner])
+        return self._ask(kind, into.detach().view(torch.uint8), self._held[kind, owner])
 
     def write(self, kind: str, owner: str, source: Tensor, first: int = 0) -> Future[None]:
         """As ``DiskScratch.write``."""
-        return self._ask(self._held[kind, owner], source.detach().view(torch.uint8))
+        return self._ask(kind, self._held[kind, owner], source.detach().view(torch.uint8))
 
     def close(self) -> None:
         """No request comes any more."""
-        self._jobs.put(None)
+        self._jobs.put((True, next(self._numbers), None))
 
 
 class Waits:

@@ -208,9 +208,9 @@ def ahead(world: World, disk: str) -> list[str]:
 
 
 def test_a_gather_finds_the_shard_that_it_sends(ranks: Any, tmp_path: Path) -> None:
-    """The disk is asked a Unit before the gather, which goes a Unit ahead of the use."""
+    """The disk is asked a Unit before the gather, which waits for the Unit's update behind the compute in front."""
     found = ranks(2).run(ahead, str(tmp_path))
-    assert found == [["asked", "root", "sent", "block 0", "block 1", "asked", "sent"]] * 2
+    assert found == [["root", "asked", "block 0", "sent", "block 1", "asked", "sent"]] * 2
 
 
 def resumed(

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import random
@@ -192,16 +193,21 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
+def watched(size: int, seed: int = 0) -> tuple[Tensor, Callable[[], object]]:
+    """A tensor, and what is None as soon as its memory is free, whoever else made a view of it."""
+    array = drawn(size, seed, aligned=False).numpy().copy()
+    return torch.from_numpy(array), weakref.ref(array)
+
+
 def test_a_request_keeps_its_tensor_and_a_thread_none(tmp_path: Path) -> None:
     made = scratch(tmp_path)
-    value = drawn(BLOCK)
-    held = weakref.ref(value)
+    value, held = watched(2 * BLOCK)
     done = made.write("master", "third", value)
     del value
     done.result()
-    found = torch.empty(BLOCK, dtype=torch.uint8)
+    found = torch.empty(2 * BLOCK, dtype=torch.uint8)
     made.read("master", "third", found).result()
-    assert torch.equal(found, drawn(BLOCK))
+    assert torch.equal(found, drawn(2 * BLOCK))
     eventually(lambda: held() is None)
     made.close()
 
@@ -287,6 +293,72 @@ def test_what_waits_behind_a_failure_is_left(tmp_path: Path, monkeypatch: pytest
     assert first is second
     assert len(asked) == 1
     made.close()
+
+
+def test_weights_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one thread is busy while requests come; a read of weights waits for the write before it all the same."""
+    made, may_go = DiskScratch(tmp_path, 0, 1, 1, BLOCK), threading.Event()
+    made.reserve({kind: {"unit": 2 * BLOCK} for kind in ("master", "exp_avg", "weight")})
+    real, moved = DirectFile._write, []
+
+    def slow(file: DirectFile, parts: Sequence[Bytes], offset: int) -> int:
+        may_go.wait(30)
+        return real(file, parts, offset)
+
+    monkeypatch.setattr(DirectFile, "_write", slow)
+    value, found = drawn(2 * BLOCK), torch.empty(2 * BLOCK, dtype=torch.uint8)
+    asked = [made.write(kind, "unit", value) for kind in ("master", "exp_avg", "weight")]
+    asked.append(made.read("weight", "unit", found))
+    for name, done in zip(("master", "exp_avg", "weight", "weight read"), asked, strict=True):
+        done.add_done_callback(lambda _, name=name: moved.append(name))
+    may_go.set()
+    for done in asked:
+        done.result()
+    assert torch.equal(found, value)
+    made.close()
+    assert moved.index("weight read") < moved.index("exp_avg")
+    assert moved.index("weight") < moved.index("weight read")
+
+
+def test_what_waits_behind_a_request_ends_with_the_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in no thread's hands yet; and no future keeps its memory."""
+    made, begun, may_end = scratch(tmp_path, threads=1), threading.Event(), threading.Event()
+    real = DirectFile._write
+
+    def slow(file: DirectFile, parts: Sequence[Bytes], offset: int) -> int:
+        begun.set()
+        may_end.wait(30)
+        return real(file, parts, offset)
+
+    monkeypatch.setattr(DirectFile, "_write", slow)
+    first = made.write("master", "second", drawn(3))
+    begun.wait(30)
+    behind = [made.write("master", "second", drawn(3, 1)), made.read("master", "second", drawn(3))]
+    closing = threading.Thread(target=made.close)
+    closing.start()
+    eventually(lambda: made._threads.failure is not None)
+    may_end.set()
+    closing.join(30)
+    assert first.exception(30) is None
+    assert all(isinstance(done.exception(30), TierError) for done in behind)
+
+
+def test_a_request_behind_another_lets_go_of_its_tensor(tmp_path: Path) -> None:
+    """At once: what waits for the garbage collector may be gigabytes."""
+    made = scratch(tmp_path)
+    gc.disable()
+    try:
+        made.write("master", "third", drawn(2 * BLOCK))
+        value, held = watched(2 * BLOCK, 1)
+        done = made.write("master", "third", value)
+        del value
+        done.result()
+        eventually(lambda: held() is None)
+    finally:
+        gc.enable()
+        made.close()
 
 
 def flip(path: Path, place: int, bit: int) -> None:

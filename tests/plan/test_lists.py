@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.parallel.pipeline.passes import add_sharding
 from shardwise.parallel.zero.layout import strategy_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
@@ -92,6 +93,37 @@ def test_what_a_gather_sends_comes_as_far_ahead_of_it() -> None:
     )
     assert forward_actions(row, strategies) == forward_actions(row, ZERO3)
     assert not strategies[0].brings_shard and not replace(ZERO1[0], tier="disk").brings_shard
+
+
+def test_first_gathers_of_a_step_stay_behind_the_compute_in_front() -> None:
+    """Of Units whose updates run beside it; what is on the device, or frozen, or adopted late, has no such update."""
+    row, ahead, trained = opens(1, 2, 3, 4, 5), Prefetch(1, [10] * 6), [True] * 6
+    away = [replace(each, tier="host") for each in ZERO3]
+    assert text(forward_actions(row, away, ahead.behind_updates(row, away, trained))) == (
+        "UNSHARD(u0) F(u0) UNSHARD(u1) F(u1) RESHARD(u1) UNSHARD(u2) F(u2) RESHARD(u2) UNSHARD(u3) UNSHARD(u4) F(u3) "
+        "RESHARD(u3) UNSHARD(u5) F(u4) RESHARD(u4) F(u5) RESHARD(u5) RESHARD(u0)"
+    )
+    assert ahead.behind_updates(row, [*ZERO3[:2], *away[2:]], [*trained[:3], False, True, True]).held == [
+        2,
+        4,
+        5,
+    ]
+    late = [replace(each, tier="host", is_delayed=True) for each in ZERO3]
+    whole = [replace(each, tier="host") for each in ZERO2]
+    for none in (ZERO3, late, whole):
+        assert ahead.behind_updates(row, none, trained) == ahead._replace(held=[])
+
+
+def test_only_the_first_pass_of_a_step_gathers_behind_updates() -> None:
+    away = [replace(each, tier="host") for each in ZERO3]
+    row, ahead = opens(1, 2), Prefetch(1, [10] * 3)
+
+    def forward(stage: int, first: bool) -> list[Action]:
+        return forward_actions(row, away, ahead.behind_updates(row, away, [True] * 3) if first else ahead)
+
+    passes = [Action(kind, stage=0, microbatch=each) for each in range(2) for kind in (Kind.F, Kind.B)]
+    made = add_sharding({0: passes}, forward, lambda stage, last: [])[0]
+    assert [text(made).count(each) for each in ("UNSHARD(u1,0) F(u0,0)", "UNSHARD(u1,1) F(u0,1)")] == [0, 1]
 
 
 def test_an_update_that_counts_a_step_late() -> None:

@@ -115,7 +115,7 @@ class Planned(NamedTuple):
         known = {stage: orders.get(stage) or registered(plan.own, stage) for stage in plan.own.stages}
 
         @cache
-        def forward(stage: int, last: bool) -> list[Action]:
+        def forward(stage: int, first: bool) -> list[Action]:
             boundaries, fetches = known[stage]
             return with_fetches(forward_actions(boundaries, strategies, ahead), fetches)
 
@@ -188,9 +188,10 @@ def _actions(
     known = {stage: orders.get(stage) or registered(ranks, stage) for stage in ranks.stages}
 
     @cache
-    def forward(stage: int, last: bool) -> list[Action]:
+    def forward(stage: int, first: bool) -> list[Action]:
         boundaries, fetches = known[stage]
-        return with_fetches(forward_actions(boundaries, strategies, prefetch), fetches)
+        ahead = prefetch.behind_updates(boundaries, strategies, trained) if first else prefetch
+        return with_fetches(forward_actions(boundaries, strategies, ahead), fetches)
 
     @cache
     def backward(stage: int, last: bool) -> list[Action]:
@@ -226,7 +227,7 @@ def _prefetch(zero: ZeroPolicy, units: Sequence[Unit]) -> Prefetch:
     return Prefetch(limit, [unit.weight_bytes for unit in units])
 
 
-def _none(stage: int, last: bool) -> list[Action]:
+def _none(stage: int, is_at_end: bool) -> list[Action]:
     return []
 
 

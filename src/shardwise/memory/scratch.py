@@ -8,7 +8,8 @@ The CRC-32 of a block is summed as it is written, kept in memory and compared as
 write is an error before anyone has the value. A part of a block is read by way of the whole.
 
 Requests of one block run in the order in which they were made, so what reads after a write reads what was written.
-Those of different blocks run beside one another.
+Those of different blocks run beside one another, weights' first: the computation waits for them, while masters, moments
+and gradients have until their Unit's next window.
 
 Scratch is scratch: it is removed at the end, and whatever the disk does, the checkpoint survives and not it.
 
@@ -24,9 +25,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Literal
+from queue import PriorityQueue
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,8 +141,8 @@ class DiskScratch:
         assert 0 <= first <= last <= size, f"bytes {first} to {last} of {size} of {kind} of {owner}"
         touched = blocks[first // step : -(-last // step)] if data.nbytes else []
         parts: list[Future[None]] = []
-        jobs: list[_Job] = []
         with self._threads.order:
+            jobs: list[Callable[[Bytes], None]] = []
             for block in touched:
                 begin = block.number * step
                 skip = max(first - begin, 0)
@@ -154,11 +156,11 @@ class DiskScratch:
                         f"{kind} of {owner}: block {block.number} was never written"
                     )
                 done: Future[None] = Future()
-                jobs.append(self._job(operation, block, part, skip, block.last, done))
+                jobs.append(self._job(operation, block, part, skip, done))
                 parts.append(done)
-            for block, done in zip(touched, parts, strict=True):
-                block.last = done
-            self._threads.submit(jobs, parts)
+            for block, job, done in zip(touched, jobs, parts, strict=True):
+                before, block.last = block.last, done
+                self._threads.submit_behind(before, kind == "weight", job, done)
         return _all_done(parts)
 
     def _job(
@@ -167,13 +169,10 @@ class DiskScratch:
         block: _DiskBlock,
         part: Bytes,
         skip: int,
-        before: Future[None] | None,
         done: Future[None],
-    ) -> "_Job":
+    ) -> Callable[[Bytes], None]:
         def run(spare: Bytes) -> None:
             try:
-                if before is not None:
-                    before.exception()  # its own requester hears of it
                 if self._threads.failure is not None:
                     raise self._threads.failure
                 if operation == "write":
@@ -214,34 +213,55 @@ class DiskScratch:
             self.bytes_read[block.kind] += block.size
 
 
-_Job = Callable[[Bytes], None]
-"""Moves one block; given spare memory of its thread. Raises nothing."""
+class _Job(NamedTuple):
+    """Moves one block. The smallest is the next one; one that does nothing is the last of its thread."""
+
+    is_last: bool
+    waits: bool
+    """Whether others go before it."""
+    number: int
+    run: Callable[[Bytes], None] | None = None
+    """Given spare memory of its thread. Raises nothing."""
 
 
 class _DiskThreads:
-    """Threads that run jobs, begun in the order in which they were given."""
+    """Threads that run jobs: of those that nothing holds up the urgent ones, then in the order in which they came."""
 
-    def __init__(self, count: int, block_bytes: int) -> None:
-        self.order = threading.Lock()
+    def __init__(self, threads: int, block_bytes: int) -> None:
+        self.order = threading.RLock()
         self.failure: BaseException | None = None
         """What all jobs that have not begun fail with."""
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._numbers = count()
+        self._jobs: PriorityQueue[_Job] = PriorityQueue()
         self._threads = [
             threading.Thread(
                 target=_run_jobs, args=(self._jobs, block_bytes), name=f"shardwise-disk-{n}", daemon=True
             )
-            for n in range(count)
+            for n in range(threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, jobs: list[_Job], done: list[Future[None]]) -> None:
-        """The caller holds ``order``."""
-        for job, future in zip(jobs, done, strict=True):
-            if self.failure is None:
-                self._jobs.put(job)
-            else:
-                future.set_exception(self.failure)
+    def submit_behind(
+        self, before: Future[None] | None, is_urgent: bool, run: Callable[[Bytes], None], done: Future[None]
+    ) -> None:
+        """As soon as ``before`` is over, of whose error its own requester hears. No thread waits for that."""
+        held = [
+            run
+        ]  # let go of when it begins: a future keeps its callbacks, and ``run`` its tensor's memory
+
+        def submit(_: Future[None] | None) -> None:
+            with self.order:
+                failure = self.failure
+                if failure is None:
+                    self._jobs.put(_Job(False, not is_urgent, next(self._numbers), held.pop()))
+            if failure is not None:
+                done.set_exception(failure)
+
+        if before is None:
+            submit(None)
+        else:
+            before.add_done_callback(submit)
 
     def fail(self, error: BaseException) -> BaseException:
         """The first error."""
@@ -256,17 +276,17 @@ class _DiskThreads:
             TierError("state on disk was closed while requests were under way, or before they were made")
         )
         for _ in self._threads:
-            self._jobs.put(None)
+            self._jobs.put(_Job(True, True, next(self._numbers)))
         for thread in self._threads:
             if thread is not threading.current_thread():  # whose job held the last reference to its scratch
                 thread.join(_EXIT_PATIENCE_S)
 
 
-def _run_jobs(jobs: SimpleQueue[_Job | None], block_bytes: int) -> None:
+def _run_jobs(jobs: PriorityQueue[_Job], block_bytes: int) -> None:
     spare = bytes_of(aligned_empty(block_bytes, torch.uint8))
-    while (job := jobs.get()) is not None:
-        job(spare)
-        del job  # the last job's tensor must not live as long as this thread waits for another
+    while (run := jobs.get().run) is not None:
+        run(spare)
+        del run  # the last job's tensor must not live as long as this thread waits for another
 
 
 def _end(threads: _DiskThreads, folder: ScratchFolder) -> None:

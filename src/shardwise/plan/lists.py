@@ -14,16 +14,29 @@ shard lies on another tier, BRING(u) goes as far ahead of its gather. Vectors of
 asks for them: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their own: ASK(t)
 (``keys_ahead``).
 
+[Note: gathers behind updates]
+Where STEP(u) runs beside the next forward pass, UNSHARD(u) waits for it. In front of F(u-1) it would hold up F(u-1) as
+well, and with it all that STEP(u) could hide behind. So the first few such gathers of a step stay behind the F in front
+of them; a little later updates are done before their gathers go ahead:
+
+    not held    STEP(1) STEP(2) | F(1)    F(2)            two updates are waited for
+    held        STEP(1) | F(1)    | F(2)    F(3)          one is, and the gathers of Units 2 and 3
+                        | STEP(2)   STEP(3)
+
 Cost: one look at each Action; for a gather one at each that it goes ahead of.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.mesh import DENSE, StateAxes
 from shardwise.plan.placement import Placement, Shard, Tier
+
+_HELD = 4
+"""Gathers that stay behind their updates, the step's first one among them: with so many an update may take three
+quarters of its Unit's forward pass and more."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,11 @@ class Strategy:
         return self.cuts_weight and self.weight_tier != "device"
 
     @property
+    def gathers_behind_update(self) -> bool:
+        """True where the weight is gathered from what an update beside the forward pass leaves."""
+        return self.cuts_weight and self.tier != "device" and not self.is_delayed
+
+    @property
     def cuts_weight(self) -> bool:
         """True where a rank keeps its shard of the weights alone."""
         return self.weight[1] == Shard()
@@ -97,10 +115,20 @@ class Prefetch(NamedTuple):
     wait."""
     unit_bytes: Sequence[int] = ()
     """By Unit, its whole weights'."""
+    held: Collection[int] = ()
+    """Units whose gathers go ahead of no compute. [Note: gathers behind updates]"""
 
     def has_room(self, waiting_bytes: int, unit: int) -> bool:
         """Whether ``unit`` may wait beside ``waiting_bytes`` of others."""
         return not waiting_bytes or waiting_bytes + self.unit_bytes[unit] <= self.limit_bytes
+
+    def behind_updates(
+        self, boundaries: Sequence["Boundary"], strategies: Sequence[Strategy], trained: Sequence[bool]
+    ) -> "Prefetch":
+        """That of the first forward pass of a step. [Note: gathers behind updates]"""
+        entered = dict.fromkeys(boundary.unit for boundary in boundaries)
+        beside = [unit for unit in entered if trained[unit] and strategies[unit].gathers_behind_update]
+        return self._replace(held=beside[:_HELD])
 
 
 NO_PREFETCH = Prefetch()
@@ -206,6 +234,8 @@ def _ahead(kind: Kind, actions: Sequence[Action], prefetch: Prefetch) -> list[Ac
                 if before.kind is kind or before[:2] == (Kind.RESHARD, action.unit):
                     break
                 if before.kind.computes and not prefetch.has_room(waiting[i], action.unit):
+                    break
+                if before.kind.computes and kind is Kind.UNSHARD and action.unit in prefetch.held:
                     break
                 if before.kind.computes or before.kind is Kind.UNSHARD:
                     place = i

@@ -21,7 +21,7 @@ from shardwise.plan.action import RECV, SEND, Action, Kind
 from shardwise.plan.dataflow import Lists, stages_of, walk
 
 UnitActions = Callable[[int, bool], Sequence[Action]]
-"""(stage, whether it is its last microbatch) -> Actions of its Units during one pass."""
+"""(stage, whether it is its first forward pass, or its last backward pass, of the step) -> Actions of its Units."""
 
 _NOMINAL_S = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
@@ -115,7 +115,8 @@ def _with_units(
     passes = [
         (i, action) for i, action in enumerate(row) if action.unit < 0 and action.kind in (Kind.F, Kind.B)
     ]
-    last = {(action.kind, action.stage): i for i, action in passes}
+    first = {action.stage: i for i, action in reversed(passes)}
+    last = {action.stage: i for i, action in passes if action.kind is Kind.B}
     last_of_stage = {action.stage: i for i, action in passes}
     begun: set[int] = set()
     done: list[Action] = []
@@ -123,8 +124,11 @@ def _with_units(
         if action.kind not in (Kind.F, Kind.B) or action.unit >= 0:
             done.append(action)
             continue
-        stage, is_last = action.stage, i == last[action.kind, action.stage]
-        served = list((forward if action.kind is Kind.F else backward)(stage, is_last))
+        stage = action.stage
+        if action.kind is Kind.F:
+            served = list(forward(stage, i == first[stage]))
+        else:
+            served = list(backward(stage, i == last[stage]))
         if once:
             if stage not in begun:
                 begun.add(stage)
