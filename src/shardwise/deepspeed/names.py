@@ -278,7 +278,7 @@ NAMES: dict[str, Rows] = {
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": _all(
-        "saved",
+        "whole_states",
         "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
         "load_state_dict_from_zero_checkpoint",
     ),

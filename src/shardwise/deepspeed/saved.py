@@ -6,13 +6,13 @@
                                           client's state
 
 ``torch.load(..., weights_only=True)["module"]`` is the whole model at every stage. It is written from the map of the
-step that was just saved, so no rank ever holds it. Of steps that DeepSpeed itself saved, see their_checkpoint.py.
+step that was just saved, so no rank ever holds it. Of steps that DeepSpeed itself saved, see
+their_checkpoint.py; of a step as fp32 weights, whole_states.py.
 """
 
 import logging
 import os
 import shutil
-import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest
+from shardwise.checkpoint import Manifest
 from shardwise.deepspeed.living import find
 from shardwise.deepspeed.their_checkpoint import convert, find_step
 from shardwise.formats.safetensors import read_header
@@ -52,7 +52,7 @@ def save(
     exclude_frozen: bool,
 ) -> bool:
     """See ``DeepSpeedEngine.save_checkpoint``."""
-    name = _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    name = checked_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
     client, scheduler = _client_data(client_state or {}), _scheduler_data(engine.lr_scheduler)
     ours, folder = engine.ours, Path(save_dir) / name
     counters = vars(engine.counters)
@@ -62,7 +62,7 @@ def save(
         try:
             _write_for_torch(engine, folder, client, scheduler, exclude_frozen)
             if save_latest:
-                _write(Path(save_dir) / LATEST, lambda path: path.write_text(name, encoding="utf-8"))
+                write_whole(Path(save_dir) / LATEST, lambda path: path.write_text(name, encoding="utf-8"))
         except OSError as found:
             error = str(found)
     if ours.agree(bool(error)):
@@ -72,7 +72,8 @@ def save(
     return True
 
 
-def _checked(tag: str) -> str:
+def checked_tag(tag: str) -> str:
+    """``tag``. Errors: UsageError where it is not the name of one folder."""
     if Path(tag).name != tag or tag in ("", ".", "..") or not tag.isprintable():
         raise UsageError(
             f"checkpoint: the tag {tag!r} is not a plain name; a tag is one folder below the checkpoints'"
@@ -155,10 +156,10 @@ def _write_for_torch(
         **{name: vars(engine.counters)[name] for name in ("global_steps", "global_samples", "skipped_steps")},
         "saved_by": "shardwise",
     }
-    _write(folder / FOR_TORCH, lambda path: torch.save(content, path))
+    write_whole(folder / FOR_TORCH, lambda path: torch.save(content, path))
 
 
-def _write(path: Path, write: Any) -> None:
+def write_whole(path: Path, write: Any) -> None:
     """Whole, or not at all."""
     fresh = path.with_name(f".{path.name}.new")
     write(fresh)
@@ -181,7 +182,7 @@ def load(
     if tag is None and not (root / LATEST).is_file():
         _log.warning("load_checkpoint: %s has no file %r; nothing was loaded", root, LATEST)
         return None, {}
-    name = _checked((root / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag))
+    name = checked_tag((root / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag))
     folder = root / name
     is_ours = any(folder.glob("step_*/manifest.json"))
     step = None if is_ours else find_step(root, name)
@@ -247,89 +248,6 @@ def _names_by_group(engine: DeepSpeedEngine) -> list[list[str]] | None:
     return [[each[1] for each in group if each is not None] for group in found]
 
 
-# Whole states out of either kind -----------------------------------------------------------------------------------
-
-
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | Path,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    **ignored: Any,
-) -> dict[str, Tensor]:
-    """The whole model in fp32, from masters where there are any, under all its names. On the CPU, of this process.
-
-    Of steps that we saved and of those that DeepSpeed did. Errors: CheckpointError.
-    """
-    root = Path(checkpoint_dir)
-    name = tag if tag is not None else (root / LATEST).read_text(encoding="utf-8").strip()
-    folder = root / _checked(name)
-    if any(folder.glob("step_*/manifest.json")):
-        return _whole(folder)
-    step = find_step(root, name)
-    if step is None:
-        raise CheckpointError(f"{folder} holds no step, neither ours nor DeepSpeed's")
-    with tempfile.TemporaryDirectory(prefix="shardwise_") as scratch:
-        convert(step, Path(scratch) / "ours")
-        return _whole(Path(scratch) / "ours")
-
-
-def _whole(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    names: dict[str, str] = {}
-
-    def choose(manifest: Manifest) -> list[Item]:
-        masters = {tensor.name for tensor in manifest.tensors if tensor.kind == "master"}
-        items = []
-        for tensor in manifest.tensors:
-            is_asked = tensor.kind in ("master", "buffer") or (
-                tensor.kind == "weight" and tensor.name not in masters
-            )
-            pieces = []
-            if is_asked:
-                wide = torch.float32 if tensor.torch_dtype.is_floating_point else tensor.torch_dtype
-                found[tensor.name] = torch.empty(tensor.shape, dtype=wide)
-                flat = found[tensor.name].view(-1)
-                pieces = [FlatSlice(0, flat.numel(), flat)]
-                names.update({name: tensor.name for name in manifest.names_of(tensor.name)})
-            dtype = found[tensor.name].dtype if is_asked else tensor.torch_dtype
-            items.append(Item(tensor.kind, tensor.name, tuple(tensor.shape), dtype, pieces))
-        return items
-
-    Checkpoints(folder).load(choose)
-    return {name: found[home] for name, home in names.items()}
-
-
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path,
-    output_dir: str | Path,
-    max_shard_size: str = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:
-    """Write the whole fp32 model as ``pytorch_model.bin``, or as ``model.safetensors``, into ``output_dir``."""
-    from safetensors.torch import save_file
-
-    out = Path(output_dir)
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    out.mkdir(parents=True, exist_ok=True)
-    if safe_serialization:
-        _write(
-            out / "model.safetensors", lambda path: save_file({k: v.clone() for k, v in state.items()}, path)
-        )
-    else:
-        _write(out / "pytorch_model.bin", lambda path: torch.save(state, path))
-
-
-def load_state_dict_from_zero_checkpoint(
-    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
-) -> torch.nn.Module:
-    """``model`` on the CPU with the weights of a checkpoint, in fp32."""
-    model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
-    return model
-
-
 def save_16bit(engine: DeepSpeedEngine, save_dir: str | Path, filename: str, exclude_frozen: bool) -> bool:
     """See ``DeepSpeedEngine.save_16bit_model``."""
     dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
@@ -337,7 +255,7 @@ def save_16bit(engine: DeepSpeedEngine, save_dir: str | Path, filename: str, exc
     error = ""
     if engine.ours.is_main:
         try:
-            _write(Path(save_dir) / filename, lambda path: torch.save(state, path))
+            write_whole(Path(save_dir) / filename, lambda path: torch.save(state, path))
         except OSError as found:
             error = str(found)
     if engine.ours.agree(bool(error)):

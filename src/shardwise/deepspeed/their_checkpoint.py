@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
+from shardwise.checkpoint.piece import MODEL_KINDS
 from shardwise.models.torch_file import check_torch_file
 from shardwise.plan.errors import CheckpointError, DamagedError
 
@@ -94,14 +95,17 @@ def find_step(folder: Path, tag: str | None = None) -> Path | None:
     return step if _MODEL in names or any(_SHARD.fullmatch(name) for name in names) else None
 
 
-def convert(step: Path, out: Path, groups: Sequence[Sequence[str]] | None = None) -> list[str]:
+def convert(
+    step: Path, out: Path, groups: Sequence[Sequence[str]] | None = None, weights_only: bool = False
+) -> list[str]:
     """Write the step that DeepSpeed left in ``step`` as one of ours under ``out``, in a process of its own.
 
     ``groups``: names of the parameters by optimizer group, in order. Stage 0 saves moments without names; where nobody
-    says them and they do not follow from the shapes, they are left out. Returns what was left out, in words.
+    says them and they do not follow from the shapes, they are left out. ``weights_only``: moments are not written.
+    Returns what was left out, in words.
     Errors: CheckpointError where the files are not DeepSpeed's or not whole, or hold more than tensors and plain data.
     """
-    task = json.dumps({"step": str(step), "out": str(out), "groups": groups})
+    task = json.dumps({"step": str(step), "out": str(out), "groups": groups, "weights_only": weights_only})
     ended = subprocess.run(
         [sys.executable, "-m", "shardwise.deepspeed.their_checkpoint"],
         input=task,
@@ -494,9 +498,13 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def rewrite(step: Path, out: Path, groups: Sequence[Sequence[str]] | None) -> list[str]:
+def rewrite(
+    step: Path, out: Path, groups: Sequence[Sequence[str]] | None, weights_only: bool = False
+) -> list[str]:
     found = TheirStep(step)
     items, trainer = found.items(groups), found.trainer()
+    if weights_only:
+        items = [item for item in items if item.kind in MODEL_KINDS]
     aliases = found.aliases()
     policy = CheckpointPolicy(asynchronous=False)
     Checkpoints(out, policy=policy, run=step.name).save(
@@ -510,7 +518,9 @@ def main() -> None:
     task = json.load(sys.stdin)
     answer: dict[str, Any] = {"error": "", "left_out": []}
     try:
-        answer["left_out"] = rewrite(Path(task["step"]), Path(task["out"]), task["groups"])
+        answer["left_out"] = rewrite(
+            Path(task["step"]), Path(task["out"]), task["groups"], task["weights_only"]
+        )
     except CheckpointError as error:
         answer["error"] = str(error)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

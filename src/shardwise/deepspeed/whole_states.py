@@ -1,0 +1,245 @@
+"""The whole model in fp32 out of a checkpoint, ours or one of DeepSpeed's: ``zero_to_fp32`` in its names.
+
+    get_fp32_state_dict_from_zero_checkpoint         a dictionary of tensors
+    load_state_dict_from_zero_checkpoint             a model with these weights
+    convert_zero_checkpoint_to_fp32_state_dict       files of torch or safetensors, several where they would be large
+
+Weights come from masters where there are any. For files each block of the step goes to its place as it is read, and
+files of torch are written from maps of safetensors files that stand beside them meanwhile.
+
+Cost: one block of the step (16 MiB) of memory for files, the model for the others; a step of DeepSpeed's is written as
+one of ours first, without moments.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from torch import Tensor
+
+from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest
+from shardwise.checkpoint.manifest import ManifestTensor
+from shardwise.checkpoint.piece import Elsewhere, Flat, Source
+from shardwise.deepspeed.saved import LATEST, checked_tag, write_whole
+from shardwise.deepspeed.their_checkpoint import convert, find_step
+from shardwise.formats.safetensors import SafetensorsWriter, read_header
+from shardwise.plan.errors import CheckpointError, DamagedError, UsageError
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    **ignored: Any,
+) -> dict[str, Tensor]:
+    """The whole model in fp32, from masters where there are any, under all its names. On the CPU, of this process.
+
+    Of steps that we saved and of those that DeepSpeed did. Errors: CheckpointError.
+    """
+    found: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+
+    def choose(manifest: Manifest) -> list[Item]:
+        asked = _asked(manifest)
+        found.update({each.name: torch.empty(each.shape, dtype=_wide(each)) for each in asked})
+        names.update({name: each.name for each in asked for name in manifest.names_of(each.name)})
+        return _items(manifest, lambda each: found[each.name].view(-1))
+
+    with tempfile.TemporaryDirectory(prefix="shardwise_") as scratch:
+        Checkpoints(_as_ours(checkpoint_dir, tag, Path(scratch))).load(choose)
+    return {name: found[home] for name, home in names.items()}
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> torch.nn.Module:
+    """``model`` on the CPU with the weights of a checkpoint, in fp32."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the whole fp32 model into ``output_dir``: ``pytorch_model.bin``, or ``model.safetensors``, where it takes
+    at most ``max_shard_size``; else files ``-00001-of-00002`` of at most so much, or of one tensor, and an index.
+
+    The disk has room for a second copy of a model for torch, and of one that DeepSpeed saved. Errors: CheckpointError;
+    UsageError for what is no size.
+    """
+    out, limit = Path(output_dir), _limit(max_shard_size)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".shardwise_", dir=out) as folder:
+        scratch = Path(folder)
+        step = _as_ours(checkpoint_dir, tag, scratch / "step")
+        if safe_serialization:
+            files = _Files(out, "model", limit, copies_ties=True)
+        else:
+            files = _Files(scratch, "pytorch_model", limit, copies_ties=False)
+        with files:
+            Checkpoints(step).load(files.choose)
+        if not safe_serialization:
+            _write_for_torch(files, out)
+    if len(files.stored) > 1:
+        files.write_index(out, "safetensors" if safe_serialization else "bin")
+
+
+def _limit(size: str | int | None) -> int | None:
+    try:
+        return None if size is None else int(TypeAdapter(ByteSize).validate_python(size))
+    except ValidationError:
+        raise UsageError(f"max_shard_size: {size!r} is no size; expected a number of bytes or 5GB") from None
+
+
+def _as_ours(checkpoint_dir: str | Path, tag: str | None, scratch: Path) -> Path:
+    """The folder of a step as ours; one that DeepSpeed saved is written into ``scratch``. Errors: CheckpointError."""
+    root = Path(checkpoint_dir)
+    name = tag if tag is not None else (root / LATEST).read_text(encoding="utf-8").strip()
+    folder = root / checked_tag(name)
+    if any(folder.glob("step_*/manifest.json")):
+        return folder
+    step = find_step(root, name)
+    if step is None:
+        raise CheckpointError(f"{folder} holds no step, neither ours nor DeepSpeed's")
+    convert(step, scratch, weights_only=True)
+    return scratch
+
+
+def _asked(manifest: Manifest) -> list[ManifestTensor]:
+    """Masters, weights that have none, and buffers."""
+    masters = {each.name for each in manifest.tensors if each.kind == "master"}
+    return [
+        each
+        for each in manifest.tensors
+        if each.kind in ("master", "buffer") or (each.kind == "weight" and each.name not in masters)
+    ]
+
+
+def _wide(each: ManifestTensor) -> torch.dtype:
+    return torch.float32 if each.torch_dtype.is_floating_point else each.torch_dtype
+
+
+def _items(manifest: Manifest, flat_of: Callable[[ManifestTensor], Flat]) -> list[Item]:
+    """All tensors of a step; those that are asked for go into ``flat_of``."""
+    asked = {id(each) for each in _asked(manifest)}
+    items = []
+    for each in manifest.tensors:
+        is_asked = id(each) in asked
+        pieces = [FlatSlice(0, prod(each.shape), flat_of(each))] if is_asked else []
+        dtype = _wide(each) if is_asked else each.torch_dtype
+        items.append(Item(each.kind, each.name, tuple(each.shape), dtype, pieces))
+    return items
+
+
+class _Files:
+    """safetensors files of at most ``limit`` bytes, or one tensor, written as elements come from a step.
+
+    ``copies_ties``: a tied tensor stands there under each of its names, else under its first alone.
+    """
+
+    def __init__(self, folder: Path, stem: str, limit: int | None, copies_ties: bool):
+        self.folder = folder
+        self.stored: dict[str, dict[str, ManifestTensor]] = {}
+        """By file, without its suffix, and name."""
+        self.names: dict[str, tuple[str, ...]] = {}
+        """All names of what is stored under one."""
+        self._stem, self._limit, self._copies_ties = stem, limit, copies_ties
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def choose(self, manifest: Manifest) -> list[Item]:
+        """What is read of a step; of an older one where the first was damaged, whose files go again."""
+        damaged = DamagedError("the files of a step that was damaged")
+        self._stack.__exit__(DamagedError, damaged, None)
+        self._stack, self.names = ExitStack(), {}
+        tensors: dict[str, ManifestTensor] = {}
+        writers: dict[str, SafetensorsWriter] = {}
+        for each in sorted(
+            _asked(manifest), key=lambda each: -_wide(each).itemsize
+        ):  # so that all are aligned
+            ties = manifest.names_of(each.name)
+            found = {name: (name,) for name in ties} if self._copies_ties else {each.name: ties}
+            self.names |= found
+            tensors |= dict.fromkeys(found, each)
+        self.stored = self._cut(tensors)
+        for file, held in self.stored.items():
+            shapes = {name: tuple(each.shape) for name, each in held.items()}
+            dtypes = {name: _wide(each) for name, each in held.items()}
+            writer = SafetensorsWriter(self.folder / f"{file}.safetensors", shapes, dtypes)
+            writers |= dict.fromkeys(held, self._stack.enter_context(writer))
+
+        def flat_of(wanted: ManifestTensor) -> Elsewhere:
+            names = [name for name, each in tensors.items() if each is wanted]
+
+            def read(start: int, stop: int) -> Tensor:
+                assert start == stop, f"{wanted.name} is written here alone"
+                return torch.empty(0, dtype=_wide(wanted))
+
+            def write(start: int, values: Tensor) -> None:
+                for name in names:
+                    writers[name].write_part(name, start, values)
+
+            return Elsewhere(Source(read, write), prod(wanted.shape), _wide(wanted))
+
+        return _items(manifest, flat_of)
+
+    def _cut(self, tensors: Mapping[str, ManifestTensor]) -> dict[str, dict[str, ManifestTensor]]:
+        fills: list[dict[str, ManifestTensor]] = [{}]
+        filled = 0
+        for name, each in tensors.items():
+            size = _bytes(each)
+            if fills[-1] and self._limit is not None and filled + size > self._limit:
+                fills.append({})
+                filled = 0
+            fills[-1][name] = each
+            filled += size
+        count = len(fills)
+        files = (
+            [f"{self._stem}-{i + 1:05d}-of-{count:05d}" for i in range(count)] if count > 1 else [self._stem]
+        )
+        return dict(zip(files, fills, strict=True))
+
+    def write_index(self, folder: Path, suffix: str) -> None:
+        """Which file of ``folder`` has which name."""
+        rows = [(file, home, each) for file, held in self.stored.items() for home, each in held.items()]
+        index = {
+            "metadata": {"total_size": sum(_bytes(each) for _, _, each in rows)},
+            "weight_map": {name: f"{file}.{suffix}" for file, home, _ in rows for name in self.names[home]},
+        }
+        text = json.dumps(index, indent=2) + "\n"
+        write_whole(
+            folder / f"{self._stem}.{suffix}.index.json", lambda path: path.write_text(text, encoding="utf-8")
+        )
+
+
+def _bytes(each: ManifestTensor) -> int:
+    return prod(each.shape) * _wide(each).itemsize
+
+
+def _write_for_torch(files: _Files, out: Path) -> None:
+    """Each of ``files`` as one of torch's, from a map of it."""
+    for file in files.stored:
+        source = files.folder / f"{file}.safetensors"
+        state: dict[str, Tensor] = {}
+        for home, stored in read_header(source).items():
+            state |= dict.fromkeys(files.names[home], stored.mapped())
+        write_whole(out / f"{file}.bin", partial(torch.save, state))
+        source.unlink()
