@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from shardwise.comm.world import World
 from shardwise.observe.memory import resident_bytes
-from shardwise.plan.errors import ConfigError, DamagedError, TierError, UsageError
+from shardwise.plan.errors import CommError, ConfigError, DamagedError, TierError, UsageError
 from tests.engine.test_offload import Case, batches, gpt, state_of
 from tests.ranks import RankPool
 
@@ -200,7 +200,7 @@ def half_way(world: World, folder: str) -> Any:
     engine.train_step(batches(data, 0, 1))
     try:
         engine.offload_states("disk", folder if world.rank == 0 else "/nowhere")
-    except (ConfigError, TierError) as error:
+    except (ConfigError, CommError) as error:
         said = str(error)
     loss = engine.train_step(batches(data, 1, 1)).loss
     engine.close()

@@ -432,6 +432,40 @@ def test_a_flipped_bit_is_seen_before_it_is_used(tmp_path: Path) -> None:
     engine.close(whole=False)
 
 
+def damaged(world: World, folder: str, call: str) -> tuple[str, str]:
+    """A bit of each Unit's state is turned on rank 1 before ``call``: what it raises."""
+    disk = Path(folder) / f"disk {call}"
+    disk.mkdir(exist_ok=True)
+    engine = shardwise.initialize(gpt(), Case(2).config(str(disk)), world=world)
+    engine.train_step(batches(world.rank, 0, 1))
+    engine.save(folder)
+    engine.train_step(batches(world.rank, 1, 1))
+    engine._parts.site.tiers.settle()
+    if world.rank == 1:
+        file = disk / "shardwise.rank1.exp_avg"
+        content = bytearray(file.read_bytes())
+        content[::4096] = bytes(byte ^ 4 for byte in content[::4096])
+        file.write_bytes(content)
+    try:
+        getattr(engine, call)(folder)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        engine.close(whole=False)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_checkpoint_is_not_blamed_for_a_disk(
+    ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], call: str
+) -> None:
+    """State that is damaged while it is saved, or filled, is named on all ranks, and no older step is tried."""
+    for kind, said in ranks(2).run(damaged, str(tmp_path), call):
+        assert kind == "DamagedStateError" and "shardwise.rank1.exp_avg: exp_avg of Unit" in said
+        assert "can be loaded" not in said
+    assert "trying" not in capfd.readouterr().err
+
+
 def test_the_plan_says_what_lies_where(tmp_path: Path) -> None:
     engine = shardwise.initialize(gpt(), Case(fraction=0.5).config(str(tmp_path)))
     rows = engine.state_bytes()

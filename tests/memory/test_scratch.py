@@ -458,7 +458,9 @@ def all_seen(folder: Path, seeds: Sequence[int]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             seen = one_place(folder, seed, patch)
         fault = FAULTS[seed % len(FAULTS)]
-        assert seen == ("DamagedError" if fault in ("flip", "truncate", "lost write") else "TierError"), (
+        assert seen == (
+            "DamagedStateError" if fault in ("flip", "truncate", "lost write") else "TierError"
+        ), (
             seed,
             fault,
         )

@@ -127,6 +127,22 @@ def test_a_lock_that_was_removed_in_between_keeps_nobody_out(
     made.close()
 
 
+def test_files_of_a_run_that_took_the_seat_are_left_alone(tmp_path: Path) -> None:
+    """Somebody cleared the folder under a run, and started another one there: the first one's end removes nothing."""
+    first = DiskScratch(tmp_path, 0, 1)
+    first.reserve(ONE)
+    first.write("master", "unit", torch.ones(MIB, dtype=torch.uint8)).result()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with another_run(tmp_path):
+        theirs = sorted(os.listdir(tmp_path))
+        found = torch.zeros(MIB, dtype=torch.uint8)
+        first.read("master", "unit", found).result()
+        assert found.all(), "files that are open outlive their names"
+        first.close()
+        assert sorted(os.listdir(tmp_path)) == theirs
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [("missing", "does not exist"), ("file", "is not a folder"), ("/proc", "no files can be made")],
@@ -184,10 +200,18 @@ def test_too_little_space_says_what_fits(tmp_path: Path, monkeypatch: pytest.Mon
             if fits:
                 rank.reserve({"master": {"unit": size}})
                 continue
-            with pytest.raises(
-                ConfigError, match=r"needs 16.0 MiB for 4 ranks .* has 10.0 MiB; a fraction of 0.62"
+            for shares, advice in (
+                (
+                    {0.75: 3 * MIB, 0.5: 2 * MIB, 0.25: MIB},
+                    "set offload.fraction: 0.5, which fits, or give a",
+                ),
+                ({0.75: 3 * MIB}, "give a"),
             ):
-                rank.reserve({"master": {"unit": size}})
+                with pytest.raises(
+                    ConfigError,
+                    match=rf"needs 16.0 MiB for 4 ranks .* has 10.0 MiB; {advice} folder on a larger disk",
+                ):
+                    rank.reserve({"master": {"unit": size}}, shares)
         for rank in ranks:
             rank.close()
     assert os.listdir(tmp_path) == []
@@ -199,8 +223,10 @@ def test_a_rank_with_more_than_the_others_is_told_by_the_last(
     free_is(10 * MIB, monkeypatch)
     first, second = (DiskScratch(tmp_path, rank, 2) for rank in range(2))
     first.reserve({"master": {"unit": 4 * MIB}})
-    with pytest.raises(ConfigError, match=r"needs 12.0 MiB for 2 ranks .* has 10.0 MiB; a fraction of 0.83"):
-        second.reserve({"master": {"unit": 8 * MIB}})
+    with pytest.raises(
+        ConfigError, match=r"needs 12.0 MiB for 2 ranks .* has 10.0 MiB; set offload.fraction: 0.8"
+    ):
+        second.reserve({"master": {"unit": 8 * MIB}}, {0.8: 6 * MIB})
     first.close()
     second.close()
 
@@ -208,7 +234,7 @@ def test_a_rank_with_more_than_the_others_is_told_by_the_last(
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (errno.ENOSPC, "No space left on device.*; lower offload.fraction, or"),
+        (errno.ENOSPC, "No space left on device.*; give a folder"),
         (errno.EIO, "rank0.exp_avg: Input/output error"),
     ],
 )

@@ -35,7 +35,7 @@ from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.checkpoint.save import Contents, Saver, Saving
 from shardwise.checkpoint.steps import Folder, StepDirectory
 from shardwise.memory.pinned import pinned_empty
-from shardwise.plan.errors import CheckpointError
+from shardwise.plan.errors import CheckpointError, TierError
 
 
 class HostBuffer:
@@ -201,8 +201,9 @@ class Checkpoints:
     def _save(self, coordinator: Coordinator, contents: Contents) -> None:
         try:
             Saving(self._folder, self._files, self._sizes, self._writer, coordinator, contents).run()
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.root}: step {contents.step} was not saved: {error}") from error
+        except (CheckpointError, TierError) as error:
+            kind = type(error) if isinstance(error, TierError) else CheckpointError
+            raise kind(f"{self.root}: step {contents.step} was not saved: {error}") from error
 
     def _behind(self, coordinator: Coordinator, contents: Contents) -> None:
         self._yield_to_training()

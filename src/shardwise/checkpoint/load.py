@@ -32,7 +32,7 @@ from shardwise.checkpoint.peers import Coordinator
 from shardwise.checkpoint.piece import Flat, Item, bytes_of, check_pieces
 from shardwise.checkpoint.steps import Folder, StepDirectory, open_step, step_of
 from shardwise.kernels.crc import sum_for
-from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
+from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError, TierError
 from shardwise.plan.strict_json import read_object
 
 Choose = Sequence[Item] | Callable[[Manifest], Sequence[Item]]
@@ -297,6 +297,8 @@ class Loading:
         for number, name in enumerate(names):
             try:
                 return self._one(self._folder.root / str(name), choose, str(number), name)
+            except TierError:
+                raise  # what is loaded into is damaged, and not the step
             except DamagedError as damage:
                 problems.append(str(damage))
                 older = (

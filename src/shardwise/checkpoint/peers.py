@@ -15,7 +15,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from shardwise.plan.errors import CheckpointError, DamagedError, MismatchError
+from shardwise.plan.errors import (
+    CheckpointError,
+    DamagedError,
+    DamagedStateError,
+    MismatchError,
+    ShardwiseError,
+    TierError,
+)
 from shardwise.plan.words import in_words
 
 _END_S = 10.0
@@ -91,7 +98,7 @@ _turns = _Turns()
 
 def _story(error: Exception) -> str:
     """What the other ranks and the user read of it."""
-    if isinstance(error, CheckpointError):
+    if isinstance(error, ShardwiseError):
         return str(error)
     return in_words(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
@@ -100,8 +107,14 @@ class Coordinator:
     """The phases of one save or one load. Open it in the caller's thread, use it in any."""
 
     # The order in which failures of several ranks are judged, the same on every rank: what cannot be cured by an
-    # older step comes first.
-    _KINDS: tuple[type[CheckpointError], ...] = (CheckpointError, MismatchError, DamagedError)
+    # older step comes first. State on disk that fails, while it is saved or loaded, is no fault of any step.
+    _KINDS: tuple[type[ShardwiseError], ...] = (
+        TierError,
+        DamagedStateError,
+        CheckpointError,
+        MismatchError,
+        DamagedError,
+    )
 
     def __init__(self, peers: JobRanks, purpose: str, timeout_s: float) -> None:
         self.rank, self.size = peers.rank, peers.size
@@ -121,7 +134,7 @@ class Coordinator:
             text = "+" + json.dumps(work(), separators=(",", ":"))
         except Exception as error:
             failure = error
-            kind = next((k for k in self._KINDS[::-1] if isinstance(error, k)), CheckpointError)
+            kind = next((k for k in type(error).__mro__ if k in self._KINDS), CheckpointError)
             story = _story(error)
             text = "-" + json.dumps({"kind": self._KINDS.index(kind), "story": story[:4000]})
         try:

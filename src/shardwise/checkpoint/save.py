@@ -42,6 +42,7 @@ from shardwise.checkpoint.piece import (
 from shardwise.checkpoint.steps import LATEST, LOCK, Folder, step_name, temporary_of
 from shardwise.formats.safetensors import CODES, DTYPES
 from shardwise.kernels.crc import Sum, sum_for
+from shardwise.observe.progress import bytes_text
 from shardwise.plan.errors import CheckpointError
 from shardwise.plan.words import in_words
 
@@ -212,7 +213,7 @@ class Saving:
         free = self._files.free_bytes(self._folder.root)
         if free < 1.1 * total_bytes:
             raise CheckpointError(
-                f"it takes {total_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are free; a save asks for 1.1 times its "
+                f"it takes {bytes_text(total_bytes)} and {bytes_text(free)} are free; a save asks for 1.1 times its "
                 "size. Free space, keep fewer steps, or choose another folder; the steps there are untouched"
             )
 

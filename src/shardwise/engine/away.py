@@ -24,7 +24,7 @@ from shardwise.memory.tier import Tiers, TierState, TierTensor
 from shardwise.observe.memory import give_back_free
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.errors import TierError, UsageError
+from shardwise.plan.errors import CommError, UsageError
 
 StateKind = Literal["weights", "masters", "moments"]
 AwayTier = Literal["host", "disk"]
@@ -86,7 +86,7 @@ class Away:
             failure = error
         if metrics.agree(parts, failure is not None):
             self.drop()
-            raise failure or TierError(
+            raise failure or CommError(
                 "offload_states: another rank could not move its state, and says why; all ranks have theirs as it was"
             )
         leaving.clear()  # nobody else holds what is let go

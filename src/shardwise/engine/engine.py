@@ -300,7 +300,7 @@ class Engine(StateAccess):
         that ``offload`` keeps off the device stays where it is, and so do tables and buffers. Until
         ``reload_states()`` everything else that needs what has left is a UsageError which names it.
         Errors: UsageError in the middle of a step and where it is away already; ConfigError, TierError of the folder
-        and the disk, after which all state is as it was.
+        and the disk, CommError on ranks whose own did not fail; all state is as it was then.
         """
         self._held.check("offload_states")
         self._held.away.leave(to, None if folder is None else Path(folder), include)

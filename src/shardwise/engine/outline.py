@@ -12,7 +12,6 @@ from shardwise.engine.parts import Site
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.tables import check_mesh
 from shardwise.memory.activations import check_blocks
-from shardwise.memory.alike import Alike
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -36,8 +35,6 @@ class Outline(NamedTuple):
     loads: ExpertLoads
     operations: Operations
     """Their dtypes."""
-    alike: Alike | None
-    """What ranks along "tp" have in common of what blocks save; None where nobody asks."""
 
     @property
     def plan(self) -> Plan:
@@ -64,8 +61,7 @@ def outline_of(
     to_offload = check_blocks(blocks, settings.offload)
     replay = Replay(operations)
     loads = ExpertLoads(described.spec.experts_of, replay)
-    alike = Alike(site.groups["tp"]) if to_offload and mesh.tp > 1 else None
-    return Outline(described, planned, to_recompute, to_offload, replay, loads, operations, alike)
+    return Outline(described, planned, to_recompute, to_offload, replay, loads, operations)
 
 
 def policies_of(

@@ -1,13 +1,16 @@
 """Site: which rank this is, with the groups, the files and the thread that the Plan's state needs here."""
 
 import logging
+from math import floor
 
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts import Site
+from shardwise.memory.direct_io import rounded_up
 from shardwise.memory.ledger import Ledger
+from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.scratch import DiskScratch
 from shardwise.memory.tier import Tiers, threads_beside
 from shardwise.plan.mesh import DENSE
@@ -46,10 +49,26 @@ def with_tiers(site: Site, plan: Plan) -> Site:
     if wanted:
         assert policy.disk_path is not None, "the configuration was checked"
         scratch = DiskScratch(policy.disk_path, site.world.rank, site.world.local_size)
-        scratch.reserve(wanted)
+        scratch.reserve(wanted, _shares(plan, policy))
     tiers = Tiers(scratch, policy.buffers, threads_beside(site.world.device, site.world.local_size))
     site.ledger.take("loaded", "blocks of state", lambda: tiers.staging.nbytes)
     return site._replace(tiers=tiers)
+
+
+def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
+    """Bytes of this rank's files by values of ``offload.fraction`` below this one: of the Units that move, the first
+    ones stay (``parallel/zero/layout.py:moved``)."""
+    sizes: dict[int, int] = {}
+    for (unit, place), rows in plan.own.buffers.items():
+        for row in rows:
+            if row.tier == "disk":
+                size = rounded_up(row.nbytes(plan.own.units[unit].buckets[place], plan.mesh))
+                sizes[unit] = sizes.get(unit, 0) + size
+    moving = [size for _, size in sorted(sizes.items())]
+    return {
+        floor(1000 * policy.fraction * (len(moving) - first) / len(moving)) / 1000: sum(moving[first:])
+        for first in range(1, len(moving))
+    }
 
 
 def with_groups_of_experts(site: Site, plan: Plan) -> Site:

@@ -36,7 +36,7 @@ from torch import Tensor
 from shardwise.kernels.crc import crc32
 from shardwise.memory.direct_io import Bytes, DirectFile, aligned_empty, bytes_of, rounded_up
 from shardwise.memory.scratch_folder import ScratchFolder
-from shardwise.plan.errors import DamagedError, ShardwiseError, TierError
+from shardwise.plan.errors import DamagedStateError, TierError
 from shardwise.plan.words import in_words
 
 __all__ = ["BLOCK_BYTES", "DiskScratch"]
@@ -94,13 +94,15 @@ class DiskScratch:
         self._threads = _DiskThreads(threads, block_bytes)
         self._end = weakref.finalize(self, _end, self._threads, self._folder)
 
-    def reserve(self, wanted: Mapping[str, Mapping[str, int]]) -> None:
+    def reserve(
+        self, wanted: Mapping[str, Mapping[str, int]], shares: Mapping[float, int] | None = None
+    ) -> None:
         """Makes the files: kind -> owner -> bytes. Once, before all requests.
 
-        Errors: ConfigError where the space is not there, with what is needed by all ranks of this host and what is
-        free.
+        ``shares``: bytes of them by other values of ``offload.fraction``. Errors: ConfigError where the space is not
+        there, with what is needed by all ranks of this host, what is free, and which fraction fits.
         """
-        assert not self._blocks, "the space of a scratch is reserved once"
+        assert not self._folder.files, "the space of a scratch is reserved once"
         sizes: dict[str, int] = {}
         for kind, owners in wanted.items():
             start = 0
@@ -112,12 +114,12 @@ class DiskScratch:
                 ]
                 start += rounded_up(size)
             sizes[kind] = start
-        self._folder.reserve(sizes)
+        self._folder.reserve(sizes, shares)
 
     def read(self, kind: str, owner: str, into: Tensor, first: int = 0) -> Future[None]:
         """Fills ``into`` from byte ``first`` of the owner's range. Nobody may touch it until the future is done.
 
-        The future's errors: DamagedError where the bytes are not those that were written; TierError where the disk
+        The future's errors: DamagedStateError where the bytes are not those that were written; TierError where the disk
         fails. After the first error of a scratch every request fails with it.
         """
         return self._ask("read", kind, owner, into, first)
@@ -200,10 +202,10 @@ class DiskScratch:
         file = self._folder.files[block.kind]
         whole = part if part.nbytes == block.size else bytes_of(aligned_empty(block.size, torch.uint8))
         try:
-            if file.size_bytes() < block.offset + block.size:
-                raise _damaged(file, block, "the file has been cut short")
             file.read(whole, block.offset, spare)
         except OSError as error:
+            if file.size_bytes() < block.offset + block.size:
+                raise _damaged(file, block, "the file has been cut short") from error
             raise _disk_failed("read", file, block, error) from error
         if crc32(whole) != block.checksum:
             raise _damaged(file, block, "its bytes are not those that were written (CRC-32)")
@@ -320,7 +322,7 @@ def _all_done(parts: list[Future[None]]) -> Future[None]:
     return whole
 
 
-def _disk_failed(operation: Operation, file: DirectFile, block: _DiskBlock, error: OSError) -> ShardwiseError:
+def _disk_failed(operation: Operation, file: DirectFile, block: _DiskBlock, error: OSError) -> TierError:
     return TierError(
         f"{file.path}: {operation} of {block.kind} of {block.owner}, block {block.number} ({block.size} bytes at "
         f"{block.offset}): {in_words(error)}; look to the disk or give another offload.disk_path, and resume from the "
@@ -328,8 +330,8 @@ def _disk_failed(operation: Operation, file: DirectFile, block: _DiskBlock, erro
     )
 
 
-def _damaged(file: DirectFile, block: _DiskBlock, what: str) -> ShardwiseError:
-    return DamagedError(
+def _damaged(file: DirectFile, block: _DiskBlock, what: str) -> TierError:
+    return DamagedStateError(
         f"{file.path}: {block.kind} of {block.owner}, block {block.number} ({block.size} bytes at {block.offset}): "
         f"{what}; look to the disk or give another offload.disk_path, and resume from the last checkpoint"
     )

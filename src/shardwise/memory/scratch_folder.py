@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from math import floor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,10 +79,11 @@ class ScratchFolder:
             )
         os.register_at_fork(after_in_child=partial(_let_go, weakref.ref(self)))
 
-    def reserve(self, sizes: Mapping[str, int]) -> None:
+    def reserve(self, sizes: Mapping[str, int], shares: Mapping[float, int] | None = None) -> None:
         """Makes a file a kind, of so many bytes, its space on disk reserved.
 
-        Errors: ConfigError says how much is needed, how much is free, and the fraction that fits.
+        ``shares``: what it would take instead, by other values of ``offload.fraction``. Errors: ConfigError says how
+        much is needed, how much is free, and which of them fits.
         """
         assert all(re.fullmatch(r"\w+", kind) and kind != "lock" for kind in sizes), f"kinds {list(sizes)}"
         own = sum(map(rounded_up, sizes.values()))
@@ -94,29 +94,29 @@ class ScratchFolder:
             needed = own * (1 + max(0, to_come))
             found = os.statvfs(self.path)
             free = found.f_bavail * found.f_frsize
+            too_little = partial(self._too_little, needed + theirs, free + theirs, own, shares or {})
             if needed > free:
-                raise self._too_little(needed + theirs, free + theirs)
+                raise too_little()
             try:
                 for kind, size in sizes.items():
                     self.files[kind] = DirectFile(self._path(self._seat, kind), size)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise self._too_little(needed + theirs, free + theirs, in_words(error)) from None
+                    raise too_little(in_words(error)) from None
                 raise ConfigError(
                     f"offload.disk_path: {in_words(error)}; look to the disk, or give another folder"
                 ) from None
 
-    def _too_little(self, needed: int, free: int, said: str | None = None) -> ConfigError:
-        fits = floor(100 * free / needed) / 100
-        share = (
-            f"a fraction of {fits} of that fits: lower offload.fraction so far"
-            if fits < 1
-            else "lower offload.fraction"
-        )
+    def _too_little(
+        self, needed: int, free: int, own: int, shares: Mapping[float, int], said: str = ""
+    ) -> ConfigError:
+        """``needed``: by all ranks of this host; ``own``: by this one of them."""
+        fits = [fraction for fraction, size in shares.items() if needed * size <= free * own and not said]
+        advice = f"set offload.fraction: {max(fits):g}, which fits, or " if fits else ""
         return ConfigError(
             f"offload.disk_path: {self.path} needs {bytes_text(needed)} for "
             f"{counted(self._local_ranks, 'rank')} of this host and has {bytes_text(free)}"
-            f"{f' ({said})' if said else ''}; {share}, or give a folder on a larger disk"
+            f"{f' ({said})' if said else ''}; {advice}give a folder on a larger disk"
         )
 
     def is_ours(self) -> bool:
@@ -128,10 +128,18 @@ class ScratchFolder:
         if not self.is_ours():
             return
         with contextlib.suppress(OSError, UsageError, ConfigError), self._held():
-            self._remove(self._seat)
+            if self._holds_seat():
+                self._remove(self._seat)
             if not self._entries():
                 self._path("lock").unlink()
         self._close()
+
+    def _holds_seat(self) -> bool:
+        """Not where somebody removed our lock: the seat, and files of these names, may be another run's by now."""
+        try:
+            return os.path.samestat(os.fstat(self._locks[0]), os.lstat(self._path(self._seat, "lock")))
+        except FileNotFoundError:
+            return False
 
     def _close(self) -> None:
         for file in self.files.values():

@@ -12,10 +12,11 @@
     ├── CommError          a collective that failed, by rank, operation, Unit and step
     │   └── DeadlineError  ... because another rank did not arrive in time
     ├── RankError          a rank that ``launch`` started, by its traceback
-    ├── TierError          state on disk (``offload``) that cannot be read or written
-    └── CheckpointError    a checkpoint that cannot be written or read
-        ├── MismatchError  ... because it belongs to another model
-        └── DamagedError   ... because its bytes changed: names the file and the tensor; state on disk too
+    ├── TierError               state on disk (``offload``) that cannot be read or written
+    │   └── DamagedStateError   ... because its bytes changed                         (also a DamagedError)
+    └── CheckpointError         a checkpoint that cannot be written or read
+        ├── MismatchError       ... because it belongs to another model
+        └── DamagedError        ... because its bytes changed: names the file and the tensor
 
 A message says where, what was given, what was expected and what to do.
 """
@@ -83,3 +84,7 @@ class MismatchError(CheckpointError):
 
 class DamagedError(CheckpointError):
     """A checkpoint, or state on disk, whose bytes changed after it was written."""
+
+
+class DamagedStateError(TierError, DamagedError):
+    """State on disk whose bytes changed after they were written; the last checkpoint is whole."""
