@@ -8,7 +8,7 @@ as its bytes take. ``--share`` is the time of either link over that of the compu
 
     exposed    the time that the computing thread waited for a link, over what both links took
     STEP       the time that it waited in the forward pass for updates and what they leave on the disk, over that from
-               the norm to the end of the first block's update
+               the norm to when the first block's new weights are where it computes, with nothing else under way
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class Bench:
                 **{key: value for key, value in offload.items() if key != "stay"},
             },
         }  # fmt: skip
-        with patch("shardwise.engine.site.DiskScratch", lambda *given: ClockedDisk(self.disk)):
+        self._held = ClockedDisk(self.disk)
+        with patch("shardwise.engine.site.DiskScratch", lambda *given: self._held):
             self.engine = shardwise.initialize(
                 model, config, loss=lambda model, batch: self._loss(model, batch), world=world
             )
@@ -172,21 +173,29 @@ class Bench:
         return time.perf_counter() - began
 
     def first_update_s(self) -> float:
-        """From the norm to the end of the first block's update, nothing else under way."""
+        """From the norm to when the first block's new weights are where it computes, nothing else under way."""
         times: list[float] = []
         weight = self._first.weight
         begin = weight.begin_update
+
+        def come(update: Future[None]) -> None:
+            if "weight" in self._first.state.kinds:
+                brought = torch.empty(weight.layout.shard_elements, dtype=weight.dtypes.compute)
+                update = self._held.read("weight", self._first.state.what, brought)
+            update.add_done_callback(lambda _: times.append(time.perf_counter()))
 
         def begin_update(begin_in_thread: Any) -> None:
             times.append(time.perf_counter())
             begin(begin_in_thread)
             late = self._first.state.next
             under_way = weight._updating if late is None else late.update
-            under_way.add_done_callback(lambda _: times.append(time.perf_counter()))
+            under_way.add_done_callback(come)
 
         with patch.object(weight, "begin_update", begin_update):
             self.step()
         self.engine._parts.site.tiers.settle()
+        while len(times) < 2:
+            time.sleep(1e-3)
         began, ended = times
         return ended - began
 
