@@ -50,6 +50,13 @@ def test_what_is_refused(given: dict[str, Any], message: str) -> None:
             {"compile": {"scope": "blocks", "cuda_graphs": True}, "zero": {"stage": 3}},
             "set zero.stage: 2 or less",
         ),
+        (
+            {
+                "compile": {"scope": "blocks", "cuda_graphs": True},
+                "offload": {"optimizer": "disk", "parameters": "disk", "disk_path": "/scratch"},
+            },
+            "offload.parameters: device",
+        ),
         ({"compile": {"scope": "blocks", "cuda_graphs": True}, "recompute": "full"}, "and recompute: none"),
     ],
     ids=str,

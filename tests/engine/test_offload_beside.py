@@ -1,5 +1,9 @@
 """State on a disk beside what else a model and its loop may be: the bits of a run in memory, step for step."""
 
+import copy
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.world import World
 from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.errors import UsageError
 from tests.engine import tables_net
 from tests.engine.test_offload import state_of
 
@@ -32,6 +37,27 @@ class Net(nn.Module):
             if place != 1 or not skips:
                 x = x + block(x)
         x = x + self.extra(x) if uses else x
+        return self.out(x).square().mean()
+
+
+class Twice(nn.Sequential):
+    """A block that does not run its forward."""
+
+    def twice(self, x: Tensor) -> Tensor:
+        return x + self(x) + self[0](x)
+
+
+class Methods(Net):
+    """A model that calls it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(Twice(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor, skips: bool = False, uses: bool = False) -> Tensor:
+        for block in self.blocks:
+            x = block.twice(x)  # type: ignore[operator]
         return self.out(x).square().mean()
 
 
@@ -101,6 +127,13 @@ def own_loop(world: World, offload: dict[str, Any], folder: str) -> Found:
     return seen, ended(engine)
 
 
+def methods(world: World, offload: dict[str, Any], folder: str) -> Found:
+    """Weights that are used by way of another method than forward, where nothing but a tier gives them windows."""
+    config = {"zero": {"stage": 0, "units": UNITS, "forward_methods": ["blocks.*.twice"]}, **offload}
+    engine = shardwise.initialize(Methods(), config, loss=lambda model, x: model(x), world=world)
+    return [engine.train_step([piece(world, step)]).loss.hex() for step in range(3)], ended(engine)
+
+
 def experts(world: World, offload: dict[str, Any], folder: str) -> Found:
     torch.manual_seed(0)
     policy = GptPolicy(layers=2, width=8, heads=2, hidden=8, context=6, vocab=11, experts={"count": 4})
@@ -125,6 +158,7 @@ STORIES: list[Callable[[World, dict[str, Any], str], Found]] = [
     frozen_parts,
     unused_parts,
     own_loop,
+    methods,
     experts,
     tables,
 ]
@@ -149,3 +183,35 @@ def test_the_same_bits(ranks: Any, tmp_path: Path, size: int) -> None:
     (tmp_path / "disk").mkdir()
     for found in ranks(size).run(unlike, str(tmp_path)):
         assert found == {name: [] for name in found} and len(found) == 2 * len(STORIES)
+
+
+def test_a_weight_elsewhere_is_named(tmp_path: Path) -> None:
+    """What one rank keeps on a disk was said to lie in pieces on all ranks at stage 3."""
+    offload = {"optimizer": "disk", "parameters": "disk", "disk_path": str(tmp_path)}
+    engine = shardwise.initialize(net(), {"offload": offload}, loss=lambda model, x: model(x))
+    for habit in (engine.module.state_dict, lambda: copy.deepcopy(engine.module)):
+        with pytest.raises(UsageError, match="with offload.parameters: disk the weights lie there"):
+            habit()
+    with pytest.raises(
+        UsageError, match=r"with offload.parameters weights .* edit them, inside engine.full_para"
+    ):
+        engine.module.out.weight.data = torch.zeros(1, 8)
+    engine.close()
+
+
+def test_an_engine_that_nobody_closed(tmp_path: Path) -> None:
+    """It stayed to the end of the process, with all its memory, threads and files: no collector looks into hooks on
+    parameters."""
+    offload = {"optimizer": "disk", "parameters": "disk", "disk_path": str(tmp_path)}
+    for config in ({}, {"offload": offload}):
+        engine = shardwise.initialize(net(), config, loss=lambda model, x: model(x))
+        engine.train_step([torch.ones(3, 8)])
+        gone = weakref.ref(engine), weakref.ref(engine._parts), weakref.ref(engine.module)
+        del engine
+        gc.collect()
+        assert [each() for each in gone] == [None] * 3
+    until = time.monotonic() + 60
+    while any(tmp_path.iterdir()):  # the threads have what is under way in hand
+        assert time.monotonic() < until, list(tmp_path.iterdir())
+        time.sleep(0.01)
+        gc.collect()

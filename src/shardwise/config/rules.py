@@ -53,10 +53,11 @@ RULES = (
     ),
     Rule(
         "CUDA graphs of weights that stay in their place",
-        lambda c: not c.compile.cuda_graphs or c.zero.stage < 3,
+        lambda c: not c.compile.cuda_graphs or (c.zero.stage < 3 and c.offload.parameters == "device"),
         lambda c: (
-            "compile.cuda_graphs: a graph reads weights where they lay when it was recorded, and zero.stage: 3 gathers "
-            "them into other memory each time; set zero.stage: 2 or less, or leave cuda_graphs out"
+            "compile.cuda_graphs: a graph reads weights where they lay when it was recorded, and zero.stage: 3 and "
+            "offload.parameters bring them to other memory each time; set zero.stage: 2 or less and "
+            "offload.parameters: device, or leave cuda_graphs out"
         ),
     ),
     Rule(

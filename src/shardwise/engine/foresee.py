@@ -186,7 +186,7 @@ def read(
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
     spec = described.spec
     units = ("", *spec.units)
-    methods_of({name: model.get_submodule(name) for name in units}, settings.zero, mesh)
+    methods_of({name: model.get_submodule(name) for name in units}, settings, mesh)
     blocks = repeated_blocks(model) or spec.units
     to_recompute = chosen(blocks, settings.recompute)
     if settings.init_from is not None:

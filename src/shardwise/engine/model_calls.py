@@ -1,6 +1,6 @@
 """Calls on the model itself that scripts make by habit between passes: right, or refused where they are made.
 
-    call                              weights whole here         cut (stage 3)                tp or pp above 1
+    call                              weights whole here         cut (stage 3) or elsewhere   tp or pp above 1
     model.state_dict(), torch.save    as ever                    engine.state_dict()          engine.state_dict()
     model.save_pretrained(folder)     as ever                    engine.save_pretrained       engine.save_pretrained
     model.load_state_dict(state)      where no master of         engine.load_state_dict       engine.load_state_dict
@@ -63,7 +63,10 @@ class ModelCalls:
             return f"with mesh.ep {parts.mesh.ep} and mesh.etp {parts.mesh.etp} this rank holds some experts alone"
         has_windows = any(hooks.has_windows for hooks in parts.hooks)
         if has_windows and not all(bucket.weight.is_whole for bucket in state.buckets(parts)):
-            return "at zero stage 3 the weights lie in pieces on all ranks"
+            settings = parts.config
+            if settings.zero.stage == 3:
+                return "at zero stage 3 the weights lie in pieces on all ranks"
+            return f"with offload.parameters: {settings.offload.parameters} the weights lie there between their uses"
         return None
 
     def _check_saving(self) -> None:

@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shardwise.config.run import RunConfig
-from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.names import matching
@@ -46,12 +45,15 @@ def _names_some(pattern: str, model: nn.Module, held: Sequence[str]) -> bool:
     return bool(by_class) or any(fnmatchcase(name, pattern) for name in held)
 
 
-def methods_of(units: Mapping[str, nn.Module], zero: ZeroPolicy, mesh: Mesh) -> list[tuple[str, str]]:
-    """(Unit, method) for every method that ``zero.forward_methods`` names, Units by name; none if weights are whole.
+def methods_of(units: Mapping[str, nn.Module], settings: RunConfig, mesh: Mesh) -> list[tuple[str, str]]:
+    """(Unit, method) for every method that ``zero.forward_methods`` names, Units by name; none if weights are whole
+    and here.
 
     Errors: ConfigError where a pattern names none.
     """
-    if not zero.forward_methods or zero.stage < 3 or (mesh.pp > 1 and mesh.size("dp") == 1):
+    zero = settings.zero
+    is_cut = zero.stage == 3 and (mesh.pp == 1 or mesh.size("dp") > 1)
+    if not zero.forward_methods or not (is_cut or settings.offload.parameters != "device"):
         return []
     if mesh.pp > 1:
         raise ConfigError(

@@ -15,7 +15,7 @@ from shardwise.compose.apply import (
     recompute_blocks,
 )
 from shardwise.compose.plan import dtypes_of, strategies_of
-from shardwise.config.run import CompilePolicy
+from shardwise.config.run import CompilePolicy, RunConfig
 from shardwise.engine.inputs import cast_at_the_root
 from shardwise.engine.named import methods_of
 from shardwise.engine.outline import Outline
@@ -31,7 +31,6 @@ from shardwise.parallel.zero.context import BucketContext
 from shardwise.parallel.zero.hooks import UnitHooks
 from shardwise.parallel.zero.modules import Holding, held
 from shardwise.parallel.zero.order import Order
-from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.parallel.zero.unit_state import UnitState
 from shardwise.parallel.zero.windows import UnitWindows
 from shardwise.plan.errors import ConfigError, UsageError
@@ -78,7 +77,7 @@ def make_stage(
             first,
         )
         made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1)
-        _gather_around_methods(made, settings.zero, mesh)
+        _gather_around_methods(made, settings, mesh)
         return made
 
     def recompute(module: nn.Module) -> None:
@@ -124,11 +123,11 @@ def _gathers_once(site: Site) -> bool:
     return not site.settings.zero.reshard_after_forward and site.mesh.pp > 1
 
 
-def _gather_around_methods(hooks: UnitHooks, zero: ZeroPolicy, mesh: Mesh) -> None:
+def _gather_around_methods(hooks: UnitHooks, settings: RunConfig, mesh: Mesh) -> None:
     """Errors: ConfigError where a pattern names no method of a Unit."""
     units = {state.unit.name: index for index, state in enumerate(hooks.states)}
     modules = {name: hooks.states[index].module for name, index in units.items()}
-    for name, method in methods_of(modules, zero, mesh):
+    for name, method in methods_of(modules, settings, mesh):
         if hooks.states[units[name]].has_windows:
             hooks.gather_around(units[name], method)
 

@@ -7,8 +7,8 @@ device are right) as long as none of its numbers is used. Two marks keep watch o
     Absent     a tensor whose numbers nobody has. What is computed from one is Absent again and remembers whence,
                through comparisons, argmax, nan_to_num and custom functions too: the mark travels below autograd, in
                torch's dispatcher, and has no memory that anybody could read past it
-    withhold   a Parameter whose numbers are not here now: any use of them is an error on the spot. The mark is the
-               Parameter's class, which goes when the numbers come back (``p.data = ...``)
+    withhold   a Parameter whose numbers are not here now: any use of them is an error on the spot, and so are others
+               in their place (``p.data = ...``), which would not stay. The mark is the Parameter's class
     expect     a Parameter whose numbers are on their way: who uses them waits first
 
     of either                                             is
@@ -331,7 +331,7 @@ _VALUES = _words("data T mT H mH real imag")
 def withhold(
     parameters: Sequence[nn.Parameter], told: Callable[[Any], str], classes: dict[type, type]
 ) -> None:
-    """Any use of these numbers is an error from now on, until ``give`` or ``p.data = ...``.
+    """Any use of these numbers is an error from now on, until ``give``.
 
     ``told(parameter)``: what is absent, and in a second line what to do. ``classes`` keeps those that were made, for
     the same ``told``: a release swaps classes and makes none.
@@ -406,9 +406,6 @@ def _of_withheld(func: Any, args: Any, kwargs: Any) -> Any:
     """A call of torch that takes a withheld parameter."""
     name, attribute = func.__name__, _attribute(func)
     with torch._C.DisableTorchFunctionSubclass():
-        if name == "__set__" and attribute == "data":
-            give([args[0]])
-            return func(*args, **kwargs)
         if _takes_no_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Withheld))
@@ -418,5 +415,6 @@ def _of_withheld(func: Any, args: Any, kwargs: Any) -> Any:
         if name == "detach" or (name == "__get__" and attribute == "data"):
             plain: Any = first
             return Absent(Tensor.detach(plain), what, AbsentTrace("", advice, error=UsageError))
-    done = f"is read ({attribute})" if name == "__get__" else f"is used by {name}"
+    accesses = {"__get__": f"is read ({attribute})", "__set__": f"is replaced ({attribute})"}
+    done = accesses.get(name, f"is used by {name}")
     raise UsageError(f"{what} {done}, {place_of_use()}. {advice}")

@@ -170,6 +170,17 @@ def behind_the_engines_back(world: Any) -> None:
             lambda engine=engine, x=x, flag=flag: engine.train_step([(x, flag)]),  # type: ignore[misc]
         )
         engine.close()
+    engine = start(world, 3)
+    first = engine.module.first.weight
+    for value in (
+        torch.zeros(first.shape, dtype=first.dtype),
+        first.data * 2,
+    ):  # the next gather would undo both
+        assert "first.weight' of Unit (root), which is released now, is replaced (data)" in raised(
+            UsageError,
+            lambda value=value: setattr(first, "data", value),  # type: ignore[misc]
+        )
+    engine.close()
     for stage in (0, 1, 2):  # where the weight is its own master, what is loaded stays
         engine = start(world, stage)
         engine.module.load_state_dict(seeded(Net, seed=1).state_dict())

@@ -37,6 +37,7 @@ meanwhile.
 Cost: two hooks per Unit and pass, one per parameter.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum, auto
 from functools import partial, wraps
@@ -332,8 +333,8 @@ class UnitHooks:
                 raise UsageError(
                     "backward: a block was to recompute before the gradient of any of its outputs had come, as for a "
                     "side loss that it put into a list or an object. Return it from the block, keep it in an attribute "
-                    "of its module (self.side_loss = ...), leave the block out of recompute.blocks, or take zero.stage "
-                    f"2. ({error})"
+                    "of its module (self.side_loss = ...), leave the block out of recompute.blocks, or keep weights "
+                    f"there (zero.stage: 2, offload.parameters: device). ({error})"
                 ) from error
             raise
 
@@ -465,7 +466,7 @@ class UnitHooks:
             ]
             for bucket in state.buckets:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
-                    hook = partial(self._accumulate, index, bucket, place)
+                    hook = _landing(self, index, bucket, place)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def gather_around(self, index: int, method: str) -> None:
@@ -492,6 +493,19 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _landing(hooks: UnitHooks, index: int, bucket: BucketState, place: int) -> Callable[[nn.Parameter], None]:
+    """What a parameter calls when its gradient has landed. Python's collector cannot look into hooks of this kind: with
+    the engine in them, one that is dropped unclosed would keep its memory, threads and files to the end."""
+    of, to = weakref.ref(hooks), weakref.ref(bucket)
+
+    def hook(parameter: nn.Parameter) -> None:
+        landed, into = of(), to()
+        if landed is not None and into is not None:
+            landed._accumulate(index, into, place, parameter)
+
+    return hook
 
 
 def _asks_for_gradients(output: Any) -> bool:

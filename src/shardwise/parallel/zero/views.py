@@ -132,9 +132,10 @@ class ParameterViews:
             )
         return (
             f"parameter {names[0] if names else ''!r} of {self._what}, which is released now,\n"
-            "At ZeRO stage 3 weights are there while the forward pass of their Unit runs. Call the module's "
-            "forward, which gathers them; name one Unit around what belongs together (zero.units); call other "
-            "methods through engine.run(...); or look at weights inside engine.full_parameters()"
+            "At ZeRO stage 3 and with offload.parameters weights are there while the forward pass of their Unit runs. "
+            "Call the module's forward, which gathers them; name one Unit around what belongs together (zero.units); "
+            "call other methods through engine.run(...); or look at weights, and edit them, inside "
+            "engine.full_parameters()"
         )
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import DONE, Pending
+from shardwise.memory.absent import give
 from shardwise.memory.streams import to_computation
 from shardwise.memory.tier import NextWeight, TierState
 from shardwise.parallel.zero.context import BucketContext
@@ -372,6 +373,7 @@ class Weight:
             self._enter(_SUMMONED)
         for place, view in whole.items():
             parameter = self.views.parameters[place]
+            give([parameter])
             parameter.data = view
             self._shown[place] = Shown(view, parameter._version)
 
