@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/offload/hidden.py [--share 0.25] [--layers 16] [--rounds 5]
 
 One process acts as rank 0 of eight at stage 3 whose tensors are all alike; it computes in earnest on one core. The
-network is a clock, as in ``benchmarks/overlap``, and so is the disk: it serves one request after another, each as long
-as its bytes take. ``--share`` is the time of either link over that of the computation, which could hide all of it.
+network is a clock (``benchmarks/overlap/links.py``), and so is the disk: it serves one request after another, each as
+long as its bytes take. ``--share`` is the time of either link over that of the computation, which could hide all of it.
 
     exposed    the time that the computing thread waited for a link, over what both links took
     STEP       the time that it waited in the forward pass for updates and what they leave on the disk, over that from
@@ -26,8 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from benchmarks.overlap.run import RANKS, Link, Links
-from tests.accelerator.mirror import mirror_world
+from benchmarks.overlap.links import Link, blocks, world_on
 from torch import Tensor, nn
 
 import shardwise
@@ -57,12 +56,9 @@ class ClockedDisk:
     def _serve(self) -> None:
         while (job := self._jobs.get()[-1]) is not None:
             done, begun, target, source = job
-            takes = target.nbytes / self._link.bytes_per_s
-            self._link.free_at = max(self._link.free_at, begun) + takes
-            time.sleep(max(self._link.free_at - time.perf_counter(), 0.0))
+            arrives = self._link.take(target.nbytes, begun)
+            time.sleep(max(arrives - time.perf_counter(), 0.0))
             target.copy_(source)
-            self._link.busy_s += takes
-            self._link.bytes += target.nbytes
             done.set_result(None)
 
     def _ask(self, kind: str, target: Tensor, source: Tensor) -> Future[None]:
@@ -127,20 +123,8 @@ class Bench:
 
     def __init__(self, offload: Mapping[str, Any], folder: str, options: argparse.Namespace) -> None:
         self.network, self.disk, self.waits = Link(), Link(), Waits()
-        torch.manual_seed(0)
-        width = options.width
-        model = nn.Sequential(
-            nn.Linear(32, width),
-            *(
-                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-                for _ in range(options.layers)
-            ),
-            nn.Linear(width, 32),
-        )
-        world = mirror_world(RANKS, torch.device("cpu"))
-        world.links = Links(self.network)  # type: ignore[assignment]
+        model, units = blocks(options.layers, options.width)
         stay = offload.get("stay", 0)
-        units = [str(place) for place in range(1, options.layers + 1)]
         config = {
             "zero": {"stage": 3, "units": units, "prefetch_bytes": 1, "reductions_under_way": 1},
             "check_first_step": "off",
@@ -154,7 +138,10 @@ class Bench:
         self._held = ClockedDisk(self.disk)
         with patch("shardwise.engine.site.DiskScratch", lambda *given: self._held):
             self.engine = shardwise.initialize(
-                model, config, loss=lambda model, batch: self._loss(model, batch), world=world
+                model,
+                config,
+                loss=lambda model, batch: self._loss(model, batch),
+                world=world_on(self.network),
             )
         self.batch = torch.randn(options.rows, 32)
         away = [bucket for bucket, _ in self.engine._parts.trained if bucket.state is not None]
