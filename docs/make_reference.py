@@ -99,7 +99,8 @@ error at every depth, with the nearest known one. All that is wrong in a file is
 - Offloading: `cpu` is `offload: host`, `nvme` is `disk`. Each Unit is updated where its state lies, beside the next
   forward pass. Weights lie where their masters lie: where one block says `cpu` and the other `nvme`, both are on the
   disk, and `offload_param` alone moves masters and moments too. On CPU ranks `cpu` asks for nothing.
-- `activation_checkpointing.cpu_checkpointing` lets the blocks' inputs wait in host memory (`offload.activations`)."""
+- `activation_checkpointing.cpu_checkpointing` lets the blocks' inputs wait in host memory (`offload.activations`); of
+  what is alike along `tp` each rank keeps a part there, with `partition_activations` and without."""
 """What stands before the tables."""
 
 

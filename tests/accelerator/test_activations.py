@@ -232,7 +232,7 @@ def wrapped(keeps_last: bool = True) -> Iterator[tuple[nn.Sequential, Activation
     with late_copies():
         model = blocks()
         activations = Activations(model, torch.device("cpu"), keeps_last)
-        activations.wrap(list(model))
+        activations.wrap(list(model.named_children()))
         yield model, activations
 
 
@@ -262,7 +262,7 @@ def test_compiled_blocks() -> None:
         for block in model:
             block.came, block.forward = None, torch.compile(block.forward, backend="aot_eager")
         activations = Activations(model, torch.device("cpu"), keeps_last=True)
-        activations.wrap(list(model))
+        activations.wrap(list(model.named_children()))
         found = gradients(model, mean_square)
     assert all((one - other).norm() <= 1e-14 * other.norm() for one, other in zip(found, wanted, strict=True))
     assert activations.bytes.up == activations.bytes.down > 0

@@ -36,6 +36,7 @@ from torch import nn
 from shardwise.comm.collectives import Group
 from shardwise.compose.describe import Described, blocks_of
 from shardwise.memory.activations import Activations
+from shardwise.memory.alike import Alike
 from shardwise.memory.recompute import RecomputePolicy, apply_recompute
 from shardwise.memory.replay import Replay
 from shardwise.memory.tiles import TilesPolicy
@@ -81,10 +82,12 @@ def apply_to_model(
     start: Callable[[], None] | None = None,
     tiles: TilesPolicy | None = None,
     keeps_one_pass: bool = True,
+    alike: Alike | None = None,
 ) -> Stages:
     """Lines 1 to 6, in place. ``starts``: the blocks that begin each stage but the first; ``levels``: of "ep" where it
     spans hosts; ``experts``: how rows go to experts; ``start`` gives the model its first weights and buffers;
-    ``keeps_one_pass``: no forward pass of the last stage waits while another one runs.
+    ``keeps_one_pass``: no forward pass of the last stage waits while another one runs; ``alike`` is told of what ranks
+    along "tp" have in common.
 
     Errors: PlanError where the model cannot be cut so.
     """
@@ -95,7 +98,7 @@ def apply_to_model(
     if start is not None:
         start()
     table, is_cut, tp = described.table, described.cuts_sequence, groups["tp"]
-    region = Region(tp, is_cut, replay)
+    region = Region(tp, is_cut, replay, alike)
     replace_dropout(
         model,
         seed,
@@ -183,7 +186,7 @@ def recompute_blocks(
 
 def offload_blocks(module: nn.Module, names: Collection[str], activations: Activations) -> None:
     """What those of the blocks ``names`` that are in ``module`` save waits in host memory."""
-    activations.wrap([block for _, block in _blocks_here(module, names)])
+    activations.wrap(_blocks_here(module, names))
 
 
 def _blocks_here(module: nn.Module, names: Collection[str]) -> list[tuple[str, nn.Module]]:

@@ -513,7 +513,8 @@ _MEMORY = [
             "partition_activations",
             "bool",
             False,
-            f"{_RECOMPUTED}; a block keeps this rank's share of its inputs",
+            f"{_RECOMPUTED}; along tp a block keeps this rank's share of its input where tensor.sequence_parallel cuts "
+            "the sequence (the default), and beside cpu_checkpointing in any case",
         ),
         does("cpu_checkpointing", "bool", False, f"{_RECOMPUTED}; offload.activations: host"),
         does("contiguous_memory_optimization", "bool", False, _RECOMPUTED),

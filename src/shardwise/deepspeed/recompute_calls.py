@@ -37,7 +37,8 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Nothing: sequence parallelism (``tensor.sequence_parallel``) cuts activations."""
+    """Nothing: sequence parallelism (``tensor.sequence_parallel``) cuts activations, on their way to host memory they
+    are cut without it."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:

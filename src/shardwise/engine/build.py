@@ -225,6 +225,7 @@ def _cut(model: nn.Module, site: Site, outline: Outline, start: StartWeights) ->
         give_start,
         settings.tiles,
         settings.pipeline.keeps_one_pass,
+        outline.alike,
     )
 
 

@@ -38,6 +38,7 @@ from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import Tables, check_mesh, chosen_for, register_tables, tables_of
 from shardwise.kernels.crc import crc32
 from shardwise.memory.activations import check_blocks
+from shardwise.memory.alike import Alike
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import BatchPosition, Replay
@@ -200,7 +201,7 @@ def read(
     passed: Mapping[int, MeasuredPass] = {}
     if example is not None:
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
-        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss)
+        passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
     check_blocks(blocks, settings.offload)
     beside = process_bytes(settings.offload.optimizer == "disk") if device.type == "cpu" else 0
     return Known(settings, mesh, spec, policies, starts, tables, blocks, device, passed, beside)
@@ -238,6 +239,7 @@ def _cut(
     rank: int,
     replay: Replay | None = None,
     transport: Transport | None = None,
+    alike: Alike | None = None,
 ) -> Stages:
     """As the rank would have it: all of it where ``starts`` are none. Without ``replay`` for what cutting refuses."""
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
@@ -257,6 +259,7 @@ def _cut(
         experts=settings.experts,
         tiles=settings.tiles,
         keeps_one_pass=settings.pipeline.keeps_one_pass,
+        alike=alike,
     )
 
 
@@ -269,6 +272,7 @@ def _passes(
     to_recompute: Sequence[str],
     example: Any,
     loss: Loss | None,
+    blocks: Sequence[str],
 ) -> dict[int, MeasuredPass]:
     """Of one microbatch on shapes, by stage, each on the first of its ranks."""
     device, operations = torch.device("cpu"), Operations(precision)
@@ -281,10 +285,11 @@ def _passes(
         return dtypes.get(name) or precision.buffer_dtype(name, tensor.dtype)
 
     stages: dict[int, tuple[nn.Module, RunStage | None, Sequence[Unit]]] = {}
+    alike = Alike(_silent(plan.mesh, "tp", 0)) if plan.mesh.tp > 1 else None
     for rank in plan.mesh.ranks("pp", 0):
         ranks = plan.classes[class_of(plan.mesh, rank)]
         for stage, (module, run) in _cut(
-            make(), starts, settings, plan.mesh, rank, replay, NoTransport()
+            make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike
         ).items():
             stages[stage] = module, run, ranks.units_of(stage)
     found: dict[int, MeasuredPass] = {}
@@ -301,7 +306,7 @@ def _passes(
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one = _OneStage(module.train(), run, replay, batch, loss, text, arriving)
             is_cut = run is not None  # then the first pass of a kind is watched
-            passed, leaving = measure(module, kinds, batch, one.run, rehearses=is_cut)
+            passed, leaving = measure(module, kinds, batch, one.run, is_cut, blocks, alike)
             received = sum(tensor.nbytes for tensor in arriving)
             answered = 0 if is_last else sum(tensor.nbytes for tensor in leaving if tensor.requires_grad)
             found[stage] = passed._replace(received_bytes=received, answered_bytes=answered)

@@ -12,6 +12,7 @@ from shardwise.engine.parts import Site
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.tables import check_mesh
 from shardwise.memory.activations import check_blocks
+from shardwise.memory.alike import Alike
 from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import Replay
 from shardwise.parallel.expert.loads import ExpertLoads
@@ -35,6 +36,8 @@ class Outline(NamedTuple):
     loads: ExpertLoads
     operations: Operations
     """Their dtypes."""
+    alike: Alike | None
+    """What ranks along "tp" have in common of what blocks save; None where nobody asks."""
 
     @property
     def plan(self) -> Plan:
@@ -61,7 +64,8 @@ def outline_of(
     to_offload = check_blocks(blocks, settings.offload)
     replay = Replay(operations)
     loads = ExpertLoads(described.spec.experts_of, replay)
-    return Outline(described, planned, to_recompute, to_offload, replay, loads, operations)
+    alike = Alike(site.groups["tp"]) if to_offload and mesh.tp > 1 else None
+    return Outline(described, planned, to_recompute, to_offload, replay, loads, operations, alike)
 
 
 def policies_of(

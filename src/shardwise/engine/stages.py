@@ -86,7 +86,7 @@ def make_stage(
 
     def offload(module: nn.Module) -> None:
         if outline.to_offload:
-            activations = Activations(module, device, keeps_last=mesh.pp == 1)
+            activations = Activations(module, device, mesh.pp == 1, outline.alike)
             site.ledger.take("activations", f"stage {index}", lambda: activations.bytes.most)
             offload_blocks(module, outline.to_offload, activations)
 

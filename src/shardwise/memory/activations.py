@@ -18,14 +18,30 @@ parallel/zero/views.py checks), storages up to ``SMALL_BYTES``, host memory, ten
 autograd does not check versions of what a hook has packed. So the hooks do, of what stays too: a tensor without memory
 shares the version counter of a moved one.
 
+[Note: parts along tp]
+A storage that is alike on all ranks of "tp" (memory/alike.py), where the sequence is not cut, goes down in parts, one
+on each rank. A part comes back two blocks ahead, and is gathered one ahead, so that no exchange of the running block
+waits for a copy:
+
+    compute    B(b3)         B(b2)         B(b1)
+    up         part of b1    part of b0
+    gather           b2            b1            b0
+
+Ranks gather alike: when the gradient of a block's output is there, all that the block before has saved so, in the order
+in which it was saved, wanted still or not. What is alike may be known when the block's forward is over alone, as of a
+block's input that recomputation saves first; what is not known yet goes down then.
+
 Recomputation has hooks of its own inside of these: they see what it keeps, a block's input under ``full``. A block that
 runs inside of other hooks (a user's own checkpoint) leaves all to them.
 
-Cost: bytes of the storages down and up; some microseconds a saved tensor; pinned memory, in whole powers of two.
+Cost: bytes of the storages down and up, of those that are alike on tp ranks 1/tp, and (tp-1)/tp of them over tp; some
+microseconds a saved tensor; pinned memory, in whole powers of two.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, Protocol
 from weakref import ref
@@ -35,13 +51,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.comm.collectives import Group
 from shardwise.memory.absent import Absent
+from shardwise.memory.alike import Alike, Key, key_of
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.streams import begin_down, down_by_now, to_computation
 from shardwise.plan.errors import ConfigError
+from shardwise.plan.pytree import tensors_in
+
+_log = logging.getLogger(__name__)
 
 SMALL_BYTES = 1 << 16
 """A storage up to this size takes longer to be asked for than to be kept."""
+_WORD = 16
+"""Bytes: parts begin at multiples."""
 
 
 def check_blocks(names: Sequence[str], policy: OffloadPolicy) -> list[str]:
@@ -77,17 +100,47 @@ class MovedBytes:
 
 
 class _Moved:
-    """A storage: on the device until its copy is down, in host memory then, and on the device again once fetched."""
+    """A storage: on the device until its copy is down, in host memory then, and on the device again once fetched.
+
+    Of one that is alike on the ranks of ``over`` each has a part: [Note: parts along tp].
+    """
 
     def __init__(self, memory: Tensor, moved_bytes: MovedBytes):
         self._nbytes = memory.nbytes
         self._device = memory.device
         self._here: Tensor | None = memory
-        self._there: Tensor | None = begin_down(memory)
+        self._part: Tensor | None = None
+        """On the device, or on its way."""
+        self._there: Tensor | None = None
         self._arrive: Callable[[], object] | None = None
+        self._over: Group | None = None
+        self._what = ""
+        self._held = 0
         self._bytes = moved_bytes
-        moved_bytes.down += self._nbytes
-        moved_bytes.held += self._nbytes
+
+    def begin(self, over: Group | None = None, what: str = "") -> None:
+        """Begin to copy it down: all of it, or this rank's part."""
+        assert self._here is not None, "it has not left the device"
+        self._over, self._what = over, what
+        if over is None:
+            self._there = begin_down(self._here)
+        else:
+            first = min(over.index * self._part_bytes, self._nbytes)
+            self._there = begin_down(self._here[first : first + self._part_bytes])
+        self._held = self._there.nbytes
+        self._bytes.down += self._held
+        self._bytes.held += self._held
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the ranks gather it."""
+        return self._over is not None
+
+    @property
+    def _part_bytes(self) -> int:
+        """Of every rank but the last, which may have fewer, in whole words."""
+        assert self._over is not None, "it is in parts"
+        return -(-self._nbytes // (_WORD * self._over.size)) * _WORD
 
     def release(self) -> None:
         """Its copy is down. What was fetched already stays."""
@@ -95,37 +148,60 @@ class _Moved:
             self._here = None
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
-        if self._here is not None:
+        """Begin to bring it back, or this rank's part of it."""
+        if self._here is not None or self._there is None:
             return
-        assert self._there is not None, "what left the device is in host memory"
-        self._here = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        self._arrive = to_computation(self._there, self._here)
+        size = self._nbytes if self._over is None else self._part_bytes
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._arrive = to_computation(self._there, memory[: self._there.nbytes])
+        self._bytes.up += self._there.nbytes
         self._there = None
-        self._bytes.up += self._nbytes
+        if self._over is None:
+            self._here = memory
+        else:
+            self._part = memory
+
+    def gather(self) -> None:
+        """Begin to bring all of it back. In parts: all ranks do so together."""
+        self.fetch()
+        if self._here is not None or self._over is None:
+            return
+        assert self._part is not None and self._arrive is not None, "just fetched"
+        self._arrive()
+        self._here = torch.empty(len(self._part) * self._over.size, dtype=torch.uint8, device=self._device)
+        self._arrive = self._over.all_gather(self._here, self._part, self._what, "activations").wait
+        self._part = None
 
     def memory(self) -> Tensor:
         """On the device, for what the current stream does next."""
-        self.fetch()
+        self.gather()
         assert self._here is not None, "just fetched"
         if self._arrive is not None:
             self._arrive()
         return self._here
 
     def __del__(self) -> None:
-        self._bytes.gone.append(self._nbytes)
+        self._bytes.gone.append(self._held)
 
 
 class _BlockPass:
-    """One forward pass of one block. ``before``: the call of the block before it in the same pass."""
+    """One forward pass of one block. ``before``: the call of the block before it in the same pass; ``holds_before``:
+    however little is wanted of that one still."""
 
-    def __init__(self, place: int, before: "_BlockPass | None", known: dict[Any, Any]):
+    def __init__(
+        self, place: int, before: "_BlockPass | None", known: dict[Any, Any], holds_before: bool = False
+    ):
         self.place = place
         self.known: dict[tuple[StorageWeakRef, int], ref[_Moved]] = known
         """What the pass has moved so far, by storage and version."""
         self.moved: list[ref[_Moved]] = []
+        self.undecided: list[tuple[Key, _Moved]] = []
+        """What does not go down before it is known whether it is alike on all ranks."""
+        self.parts: list[_Moved] = []
+        """What is to be gathered: an object that only some ranks have let go would part them."""
         self.is_down: Callable[[], object] = lambda: None
-        self._before = None if before is None else ref(before)
+        self._before: Callable[[], _BlockPass | None]
+        self._before = (lambda: before) if holds_before or before is None else ref(before)
         self._is_open = False
 
     def release(self) -> None:
@@ -136,22 +212,26 @@ class _BlockPass:
             if moved is not None:
                 moved.release()
 
-    def fetch(self) -> None:
-        """Begin to bring back what is still wanted of it."""
+    def gather(self) -> None:
+        """Begin to bring back what is still wanted of it, and what is in parts."""
         for each in self.moved:
             moved = each()
             if moved is not None:
-                moved.fetch()
+                moved.gather()
+        self.parts.clear()
 
     def open(self) -> None:
         """Its backward pass begins: what it saved comes, and then what the block before it saved."""
         if self._is_open:
             return
         self._is_open = True
-        self.fetch()
-        before = None if self._before is None else self._before()
+        self.gather()
+        before = self._before()
         if before is not None:
-            before.fetch()
+            before.gather()
+            further = before._before()
+            for moved in () if further is None else further.parts:
+                moved.fetch()
 
 
 class _Saved(Protocol):
@@ -209,24 +289,26 @@ def _check(tensor: Tensor, version: int, shape: torch.Size) -> None:
 
 class Activations:
     """See the module's docstring. Of one stage, ``module``, on ``device``; ``keeps_last``: nothing of the last block
-    goes down."""
+    goes down; ``alike``: what the ranks of "tp" have in common, where they are several."""
 
-    def __init__(self, module: nn.Module, device: torch.device, keeps_last: bool):
+    def __init__(self, module: nn.Module, device: torch.device, keeps_last: bool, alike: Alike | None = None):
         self.bytes = MovedBytes()
         self._module = module
         self._device = device
         self._keeps_last = keeps_last
-        self._last = -1
-        """Place of the last block."""
+        self._alike = alike
+        self._has_parts: dict[int, bool] = {}
+        """By place of a block: whether its first pass had the same bits on all ranks in what is alike on them."""
+        self._names: list[str] = []
         self._call: _BlockPass | None = None
         """The last call, of which what it saved is on its way down."""
         self._shown: set[int] = set()
         """Storages of the stage's parameters and buffers, when the pass began."""
 
-    def wrap(self, blocks: Sequence[nn.Module]) -> None:
-        """Let ``blocks``, in the order in which they run, save so."""
-        self._last = len(blocks) - 1
-        for place, block in enumerate(blocks):
+    def wrap(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        """Let ``blocks``, with their names and in the order in which they run, save so."""
+        self._names = [name for name, _ in blocks]
+        for place, (_, block) in enumerate(blocks):
             self._wrap(block, place)
 
     def _wrap(self, block: nn.Module, place: int) -> None:
@@ -244,9 +326,15 @@ class Activations:
                 with torch.no_grad():
                     return self._pack(call, block, tensor)
 
-            with saved_tensors_hooks(pack, self._unpack):
-                output = inner(*args, **kwargs)
+            with nullcontext() if self._alike is None else self._alike.listening():
+                with saved_tensors_hooks(pack, self._unpack):
+                    output = inner(*args, **kwargs)
+                self._decide(call)
             self._end(call)
+            if self._alike is not None:
+                for each in tensors_in(output):
+                    if each.requires_grad:
+                        each.register_hook(lambda grad: self._open(call))
             return output
 
         block.forward = forward  # type: ignore[method-assign]
@@ -255,7 +343,38 @@ class Activations:
         before = self._call
         if before is None or before.place >= place:  # another pass
             before, self._shown = None, _storages(self._module)
-        return _BlockPass(place, before, {} if before is None else before.known)
+        return _BlockPass(place, before, {} if before is None else before.known, self._alike is not None)
+
+    def _decide(self, call: _BlockPass) -> None:
+        """All that is to be known of what ``call`` saved is known."""
+        alike = self._alike
+        if alike is None:
+            return
+        parts = [moved for key, moved in call.undecided if alike.knows(key)]
+        if parts and call.place not in self._has_parts:
+            self._has_parts[call.place] = self._compare(alike, call.place, parts)
+        for key, moved in call.undecided:
+            self._go_down(call, moved, alike.knows(key))
+        call.undecided.clear()
+
+    def _compare(self, alike: Alike, place: int, parts: Sequence[_Moved]) -> bool:
+        what = f"what block {self._names[place]} has saved"
+        same = alike.are_alike((moved.memory() for moved in parts), what)
+        if not same and alike.group.index == 0:
+            _log.warning(
+                "offload.activations: %s should be alike on the ranks of tp, and is not, to the bit: each keeps all of "
+                "it. Kernels that add in any order do that; so does a tensor.table that takes a cut input for a whole "
+                "one (style sequence)",
+                what,
+            )
+        return same
+
+    def _go_down(self, call: _BlockPass, moved: _Moved, is_alike: bool) -> None:
+        if self._alike is not None and is_alike and self._has_parts.get(call.place):
+            moved.begin(self._alike.group, f"what block {self._names[call.place]} has saved")
+            call.parts.append(moved)
+        else:
+            moved.begin()
 
     def _end(self, call: _BlockPass) -> None:
         call.is_down = down_by_now(self._device)
@@ -265,7 +384,8 @@ class Activations:
         self.bytes.count()
 
     def _pack(self, call: _BlockPass, block: nn.Module, tensor: Tensor) -> _Saved:
-        if (self._keeps_last and call.place == self._last) or not self._moves(block, tensor):
+        is_kept = self._keeps_last and call.place == len(self._names) - 1
+        if is_kept or not self._moves(block, tensor):
             return _KeptTensor(call, tensor)
         storage = tensor.untyped_storage()
         key = StorageWeakRef(storage), tensor._version
@@ -275,8 +395,23 @@ class Activations:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
             moved = _Moved(memory, self.bytes)
             call.known[key] = ref(moved)
+            self._note(call, tensor, moved)
+        elif moved.is_in_parts:
+            call.parts.append(moved)
         call.moved.append(ref(moved))
         return _MovedTensor(call, tensor, moved)
+
+    def _note(self, call: _BlockPass, tensor: Tensor, moved: _Moved) -> None:
+        """``tensor`` is saved, whose storage goes down now or when more is known."""
+        if self._alike is None:
+            moved.begin()
+            return
+        self._alike.saved(tensor)
+        key = key_of(tensor)
+        if call.place in self._has_parts and self._alike.knows(key):
+            self._go_down(call, moved, is_alike=True)
+        else:
+            call.undecided.append((key, moved))
 
     def _moves(self, block: nn.Module, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
@@ -287,6 +422,10 @@ class Activations:
         if storage.nbytes() <= SMALL_BYTES or storage._cdata in self._shown:
             return False
         return storage._cdata not in _storages(block)  # gathered for this block
+
+    def _open(self, call: _BlockPass) -> None:
+        with torch.no_grad():
+            call.open()
 
     def _unpack(self, saved: _Saved) -> Tensor:
         with torch.no_grad():

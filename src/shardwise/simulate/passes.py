@@ -13,6 +13,7 @@ so the passes of several microbatches, of any order, add up (``timeline.py``).
 
 A stage of a pipeline has a pass of its own: what it receives lies beside it, what it sends is let go of. Experts get as
 many rows as a router sends them that chooses evenly (parallel/expert/row_counts.py).
+Of a block it is told, too, how much of what autograd saves in it is alike on all ranks of "tp" (memory/alike.py).
 
 Units that are alike (blocks, say) run twice and no more: the others hand their input on, and have the second one's
 share.
@@ -21,8 +22,8 @@ Cost: a pass of operations on shapes, some 100 µs each, whatever their size and
 that an operation takes and gives back inside itself is not seen, nor an allocator's rounding.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -35,11 +36,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.kernels.dropout import dropped_by
+from shardwise.memory.activations import SMALL_BYTES
+from shardwise.memory.alike import Alike, Key, key_of
 from shardwise.models.dropout import KeyedDropout
 from shardwise.observe.flops import flops_of
 from shardwise.plan.action import Kind
@@ -78,6 +81,8 @@ class MeasuredPass(NamedTuple):
     """Of what the stage before sends, which stays until its backward pass is over."""
     answered_bytes: int = 0
     """Of the gradients that come back for what goes to the next stage."""
+    alike_bytes: Mapping[str, int] = {}
+    """By name of a block: what autograd saves in it that is alike on all ranks of "tp"."""
 
     @property
     def flops(self) -> int:
@@ -133,10 +138,13 @@ def measure(
     batch: Any,
     forward: Callable[[], Sequence[Tensor]],
     rehearses: bool = False,
+    blocks: Collection[str] = (),
+    alike: Alike | None = None,
 ) -> tuple[MeasuredPass, list[Tensor]]:
     """One pass of ``module``, and tensors like those that ``forward`` has returned: the loss, or what a stage sends on.
     ``units``: by name of a module what those that are alike have in common; ``rehearses``: whether a
-    forward pass goes before that is not counted. Inside ``without_numbers``.
+    forward pass goes before that is not counted; ``blocks``: Units whose saved tensors may move, of which ``alike`` is
+    told what ranks along "tp" have in common. Inside ``without_numbers``.
 
     Errors: UsageError where what it does depends on numbers.
     """
@@ -147,7 +155,8 @@ def measure(
         except _NEEDS_NUMBERS as error:
             raise UsageError(_why(error)) from error
     live = LiveBytes()
-    cuts = _Cuts(live, _seconds(units))
+    saved = None if alike is None else _SavedAlike(alike, set(blocks))
+    cuts = _Cuts(live, _seconds(units), saved)
     handles = [
         each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
     ]
@@ -172,7 +181,8 @@ def measure(
     finally:
         for handle in handles:
             handle.remove()
-    return MeasuredPass(cuts.by_unit(), sum(tensor.nbytes for tensor in tensors_in(batch))), like
+    batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
+    return MeasuredPass(cuts.by_unit(), batch_bytes, alike_bytes=cuts.alike_bytes()), like
 
 
 def _seconds(units: Mapping[str, Hashable]) -> dict[str, str]:
@@ -233,11 +243,45 @@ class LiveBytes(TorchDispatchMode):
         self.most = max(self.most, self.held)
 
 
+class _SavedAlike:
+    """What autograd saves in ``blocks`` and is alike on all ranks, as memory/activations.py finds it."""
+
+    def __init__(self, alike: Alike, blocks: Collection[str]):
+        self.bytes: dict[str, int] = {}
+        """By block."""
+        self._alike = alike
+        self._blocks = blocks
+
+    @contextmanager
+    def within(self, unit: str) -> Iterator[None]:
+        """The forward of ``unit`` runs."""
+        if unit not in self._blocks or torch._C._autograd._top_saved_tensors_default_hooks(False):
+            yield
+            return
+        seen: dict[Key, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.is_leaf and tensor.requires_grad:
+                return tensor
+            with torch.no_grad():
+                self._alike.saved(tensor)
+            seen[key_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor.detach()  # an output would hold the node that saves it
+
+        with self._alike.listening():
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+            self.bytes[unit] = sum(
+                size for key, size in seen.items() if size > SMALL_BYTES and self._alike.knows(key)
+            )
+
+
 class _Cuts:
     """Cuts a pass where Units begin. ``seconds``: of Units that may be passed over, the one that they are like."""
 
-    def __init__(self, live: LiveBytes, seconds: Mapping[str, str]):
+    def __init__(self, live: LiveBytes, seconds: Mapping[str, str], saved: _SavedAlike | None = None):
         self._live = live
+        self._saved = saved
         self._shares: dict[tuple[Kind, str, bool], UnitPass] = {}
         """By (F or B, Unit, whether behind its forward): the code around a Unit runs on behind it."""
         self._passed_over: dict[str, str] = {}
@@ -285,6 +329,13 @@ class _Cuts:
             found[kind, last[second]] = found[kind, last[second]].then(share)
         return found
 
+    def alike_bytes(self) -> dict[str, int]:
+        """By block."""
+        if self._saved is None:
+            return {}
+        own = self._saved.bytes
+        return own | {unit: own.get(second, 0) for unit, second in self._passed_over.items()}
+
     def around(self, unit: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a Unit, seen. Its backward begins where the gradient of an output is there."""
 
@@ -294,7 +345,8 @@ class _Cuts:
                 self._passed_over[unit] = second
                 return args[0]
             self.begin(Kind.F, unit)
-            output = forward(*args, **kwargs)
+            with nullcontext() if self._saved is None else self._saved.within(unit):
+                output = forward(*args, **kwargs)
             if args and _form(output) == _form(args[0]) != ():
                 self._hands_on.add(unit)
             for tensor in tensors_in(output):

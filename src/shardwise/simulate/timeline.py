@@ -12,7 +12,8 @@
     process                      what was there before the engine
 
 The peak is the largest sum of a step that follows another, all slots made. With activations on the host the device
-holds those of the running block and of its neighbour, as ``memory/activations.py`` keeps them.
+holds those of the running block and of its neighbour, as ``memory/activations.py`` keeps them; of what is alike on all
+ranks of "tp" each has a part there.
 Gradients that CPU ranks keep between steps (``memory/gradient_memory.py``) are not counted there: an eighth of them at
 most.
 
@@ -66,6 +67,8 @@ class StepMemory(NamedTuple):
     """Of activations, the most at once in host memory."""
     rank: int = 0
     """Whose it is; others do the same."""
+    gathered_bytes: int = 0
+    """Of activations, what the rank is sent of parts on other ranks of "tp"."""
 
 
 def step_memory(
@@ -83,14 +86,14 @@ def step_memory(
     held.rows["process"] = process_bytes
     ranks = plan.classes[class_of(plan.mesh, rank)]
     for _ in range(2):  # the first fills the slots
-        held.peak = None
+        held.peak, held.blocks.gathered = None, 0
         held.walk(ranks.actions)
     assert held.peak is not None, "a step computes"
     rows = {**held.peak.rows, "activations": held.most_on_host}
     by_tier = bytes_by_tier({row: size for row, size in rows.items() if size})
     if device_type == "cpu":
         by_tier["device"] += by_tier.pop("host", 0)
-    return StepMemory(held.peak, by_tier, held.most_on_host, rank)
+    return StepMemory(held.peak, by_tier, held.most_on_host, rank, held.blocks.gathered)
 
 
 def _near(device_type: str) -> list[Tier]:
@@ -135,7 +138,8 @@ class _WalkedStep:
         """Of them those of the step before, whose updates are under way beside this one."""
         self._limit = 2 * policies.offload.buffers
         self._leaving: deque[int] = deque()
-        self._blocks = _KeptBlocks(set(moved))
+        alike = {unit: size for each in passed.values() for unit, size in each.alike_bytes.items()}
+        self.blocks = _KeptBlocks(set(moved), alike, plan.mesh.tp)
         self._received: dict[tuple[int, int, bool], int] = {}
         """Bytes of what came for a (stage, microbatch), and whether for its backward pass."""
         self.rows |= self._staging_rows()
@@ -234,7 +238,7 @@ class _WalkedStep:
             self._release("brought", action.unit)
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
         share = passed.of(kind, name)
-        here = self._blocks.before(kind, name, action.microbatch)
+        here = self.blocks.before(kind, name, action.microbatch)
         held = self.rows | {
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
             "leaving": sum(self._leaving),
@@ -246,8 +250,8 @@ class _WalkedStep:
         moment = Moment(action, unit.title, {row: size for row, size in held.items() if size})
         if self.peak is None or moment.bytes_on(self._near) > self.peak.bytes_on(self._near):
             self.peak = moment
-        self._blocks.behind(kind, name, action.microbatch, share.net_bytes)
-        self.most_on_host = max(self.most_on_host, self._blocks.on_host)
+        self.blocks.behind(kind, name, action.microbatch, share.net_bytes)
+        self.most_on_host = max(self.most_on_host, self.blocks.on_host)
 
     def _reduce(self, unit: int, strategy: Strategy) -> None:
         for place, bucket, rows in self._buckets(unit):
@@ -287,29 +291,39 @@ class _WalkedStep:
 
 
 class _KeptBlocks:
-    """Activations of the passes under way: how many bytes are here, and how many on the host."""
+    """Activations of the passes under way: how many bytes are here, and how many on the host. ``alike``: by block,
+    what is alike on ``ranks``, of which each keeps a part there."""
 
-    def __init__(self, moved: set[str]):
+    def __init__(self, moved: set[str], alike: Mapping[str, int], ranks: int):
         self._moved = moved
+        self._parts = {unit: -(-size // ranks) for unit, size in alike.items()}
+        """Bytes of a rank's part."""
+        self._others = {unit: size - self._parts[unit] for unit, size in alike.items()}
+        """Of the parts of other ranks."""
         self._here: dict[tuple[str, int], int] = {}
         """Of blocks that move, (name, microbatch), in the order of their passes."""
         self._there: dict[tuple[str, int], int] = {}
+        """As many as they were here."""
         self._rest = 0
+        self.gathered = 0
+        """What other ranks had, since it was set to 0."""
 
     @property
     def on_host(self) -> int:
         """Bytes there."""
-        return sum(self._there.values())
+        return sum(max(size - self._others.get(unit, 0), 0) for (unit, _), size in self._there.items())
 
     def before(self, kind: Kind, unit: str, microbatch: int) -> int:
         """Bytes here when a Unit's share begins."""
-        key = unit, microbatch
+        key, ahead = (unit, microbatch), 0
         if kind is Kind.B and unit in self._moved:
             passed = [each for each in self._there if each[1] == microbatch and each != key]
             for each in (key, *passed[-1:]):  # its own, and those of the block before it
                 if each in self._there:
                     self._here[each] = self._there.pop(each)
-        return self._rest + sum(self._here.values())
+                    self.gathered += self._others.get(each[0], 0)
+            ahead = sum(self._parts.get(name, 0) for name, _ in passed[-2:-1])  # and a part of the next
+        return self._rest + sum(self._here.values()) + ahead
 
     def behind(self, kind: Kind, unit: str, microbatch: int, net_bytes: int) -> None:
         """A Unit's share is over."""

@@ -6,7 +6,7 @@ smaller one on meta; a real one becomes this rank's piece of the values that eve
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
+from shardwise.comm.duals import uncompiled
 from shardwise.kernels.cross_entropy import IGNORE
+from shardwise.memory.alike import Alike
 from shardwise.memory.replay import Replay
 from shardwise.parallel.tensor.layers import (
     ColumnLinear,
@@ -34,6 +36,7 @@ from shardwise.parallel.tensor.layout import (
     in_region,
     is_transposed,
     places,
+    style_of,
     styles,
 )
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
@@ -41,6 +44,7 @@ from shardwise.parallel.tensor.region import Region, UnmadeLogits
 from shardwise.parallel.tensor.tables import has_causal_loss, is_linear, known_table, whole_table
 from shardwise.plan.errors import PlanError
 from shardwise.plan.placement import Cut, Shard, local_shape, pieces
+from shardwise.plan.pytree import tensors_in
 
 
 def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks: bool = False) -> Table:
@@ -98,6 +102,8 @@ def make_parallel(
         if replaced[id(module)] is not module:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, replaced[id(module)])
+    if region.alike is not None:
+        _note_alike(model, by_module, region, region.alike)
     _watch(model, region, table.causal_loss and any(style.kind == "head" for style in by_module.values()))
     return placed
 
@@ -273,6 +279,41 @@ def _beginning(name: str, region: Region) -> Callable[[Tensor], Tensor]:
         return duals.cut(x, region.group, name) if region.cut else region.outward(x, sees_whole=False)
 
     return begin
+
+
+def _note_alike(model: nn.Module, by_module: Mapping[str, Style], region: Region, alike: Alike) -> None:
+    """Say of what is alike on all ranks wherever the cut itself rests on it: what enters cut layers from a whole
+    sequence, and what modules with whole parameters between them are given, save and give back."""
+
+    def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(first, Tensor) and not (isinstance(module, ColumnLinear) and module.cut):
+            alike.note(first)
+
+    def is_whole(sees_whole: bool) -> bool:
+        return sees_whole or not region.cut
+
+    def begins(sees_whole: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = list(tensors_in((args, kwargs)))
+        if len(given) == 1 and is_whole(sees_whole):
+            alike.note(given[0])
+            alike.enter()
+
+    def ends(sees_whole: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if len(list(tensors_in((args, kwargs)))) == 1 and is_whole(sees_whole):
+            alike.leave()
+            if isinstance(output, Tensor):
+                alike.note(output)
+
+    for name, module in model.named_modules():
+        style = style_of(name, by_module)
+        enters = isinstance(module, ColumnLinear) and module.enters
+        if enters or (name in by_module and "region" in by_module[name].flags):
+            module.register_forward_pre_hook(uncompiled(entered), with_kwargs=True)
+        elif style is not None and style.kind == "sequence" and next(module.children(), None) is None:
+            before, behind = partial(begins, style.sees_whole), partial(ends, style.sees_whole)
+            module.register_forward_pre_hook(uncompiled(before), with_kwargs=True)
+            module.register_forward_hook(uncompiled(behind), with_kwargs=True)
 
 
 def _on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

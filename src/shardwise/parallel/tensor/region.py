@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
 from shardwise.memory.absent import place_of_use
+from shardwise.memory.alike import Alike
 from shardwise.memory.replay import Replay
 from shardwise.plan.errors import UsageError
 
@@ -42,10 +43,14 @@ _LATEST_ONLY = ("cache", "past_key_values", "logits_to_keep")
 class Region:
     """One per model made parallel; its layers ask it in forward."""
 
-    def __init__(self, group: Group, sequence: bool, replay: Replay | None = None) -> None:
+    def __init__(
+        self, group: Group, sequence: bool, replay: Replay | None = None, alike: Alike | None = None
+    ) -> None:
         self.group = group
         self.sequence = sequence
         self.replay = replay or Replay()
+        self.alike = alike
+        """Who is told what the ranks have in common; None where nobody asks."""
         self.model = ""
         """The root's class."""
         self.logits_cut = False
