@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.compose.describe import describe
 from shardwise.compose.plan import Planned, Policies, StageOrder, make_plan, registered
+from shardwise.memory.offload import OffloadPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -28,9 +29,9 @@ from shardwise.precision.policy import PrecisionPolicy
 def planned(model: nn.Module, stage: int = 3, mesh: Mesh | None = None, **more: Any) -> Plan:
     precision = PrecisionPolicy.model_validate(more.pop("precision", {}))
     group_of, microbatches = more.pop("group_of", lambda name: 0), more.pop("microbatches", 1)
-    updates = (UpdateRule(("exp_avg", "exp_avg_sq")),) * 3
+    updates, offload = (UpdateRule(("exp_avg", "exp_avg_sq")),) * 3, OffloadPolicy(**more.pop("offload", {}))
     zero = ZeroPolicy(stage=stage, **more)  # type: ignore[arg-type]
-    policies = Policies(zero, PipelinePolicy(), precision, group_of, updates, microbatches)
+    policies = Policies(zero, PipelinePolicy(), precision, group_of, updates, microbatches, offload=offload)
     return make_plan(describe(model, zero), mesh or Mesh(dp_shard=4), policies)
 
 
@@ -91,6 +92,24 @@ def test_a_plan_reads_as_a_table() -> None:
     assert "weight=R/S grad=P/S" in text
     assert "tied: head.weight share another parameter's slot" in text
     assert len(plan.actions["all"]) == 2 * (2 + 4 * 3 + 4 * 4) + 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "mesh", "is_told"),
+    [
+        (2, {"optimizer": "host"}, Mesh(dp_shard=2), True),
+        (1, {"optimizer": "host"}, Mesh(dp_shard=2), True),
+        (3, {"optimizer": "host"}, Mesh(dp_shard=2), False),
+        (2, {"optimizer": "host"}, Mesh(), False),
+        (2, {"optimizer": "host", "step": "delayed"}, Mesh(dp_shard=2), False),
+        (2, {}, Mesh(dp_shard=2), False),
+    ],
+)
+def test_a_plan_says_what_waits_for_updates(
+    stage: int, offload: dict[str, str], mesh: Mesh, is_told: bool
+) -> None:
+    plan = planned(nn.Linear(4, 4), stage, mesh, offload=offload)
+    assert any("which waits for it" in note for note in plan.notes) == is_told
 
 
 def test_a_plan_for_many_ranks_is_as_small_as_for_few() -> None:

@@ -141,7 +141,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: Policies, rank: int = 0) ->
             spec, stage_of, own, registry, mesh, policies
         )
     exchanges = exchanges_of(spec, mesh, registry, in_blocks=policies.in_blocks)
-    plan = Plan(mesh, registry, classes, rank, _notes(spec, policies.zero), exchanges, policies.tokens)
+    plan = Plan(mesh, registry, classes, rank, _notes(spec, mesh, policies), exchanges, policies.tokens)
     return with_orders(plan, policies)
 
 
@@ -432,8 +432,8 @@ def exchanges_of(
     return tuple(found)
 
 
-def _notes(spec: ModelSpec, zero: ZeroPolicy) -> tuple[str, ...]:
-    notes = []
+def _notes(spec: ModelSpec, mesh: Mesh, policies: Policies) -> tuple[str, ...]:
+    notes, zero, offload = [], policies.zero, policies.offload
     if zero.units == "auto":
         notes.append(
             f"{len(spec.units)} repeated blocks became Units; what lies outside them belongs to the root"
@@ -444,5 +444,15 @@ def _notes(spec: ModelSpec, zero: ZeroPolicy) -> tuple[str, ...]:
     if tied:
         notes.append(
             f"tied: {', '.join(tied[:4])}{' ...' if len(tied) > 4 else ''} share another parameter's slot"
+        )
+    if (
+        zero.stage in (1, 2)
+        and mesh.dp_shard > 1
+        and offload.optimizer != "device"
+        and offload.step == "before_use"
+    ):
+        notes.append(
+            f"offload.optimizer: {offload.optimizer}: at stage {zero.stage} ranks send each other what they have "
+            "updated in the step's end, which waits for it; at zero.stage 3 updates hide behind the next forward pass"
         )
     return tuple(notes)
