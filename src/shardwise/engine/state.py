@@ -395,7 +395,7 @@ def own_buffers(parts: Parts) -> dict[str, Tensor]:
 def assembled(parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInfo]) -> dict[str, Tensor]:
     """Whole tensors on every rank, from pieces that are whole over the ranks that share their state already."""
     model, stages = parts.groups["model"], parts.stage_group
-    if not _is_cut(parts):
+    if not _is_cut(parts, infos):
         return dict(own)
     is_owner = [parts.owner(info) == stages.index and info.name in own for info in infos]
     present = torch.tensor(is_owner, dtype=torch.float64, device=parts.device)
@@ -412,10 +412,10 @@ def assembled(parts: Parts, own: Mapping[str, Tensor], infos: Sequence[TensorInf
     return found
 
 
-def _is_cut(parts: Parts) -> bool:
-    """Whether stages or slices of parameters lie on other ranks."""
-    parameters = parts.registry.of_kind("parameter")
-    return parts.groups["model"].size > 1 or any(map(parts.slices.cut_axes, parameters))
+def _is_cut(parts: Parts, infos: Sequence[TensorInfo] | None = None) -> bool:
+    """Whether stages or slices of these tensors (default: of all parameters) lie on other ranks."""
+    wanted = parts.registry.of_kind("parameter") if infos is None else infos
+    return parts.groups["model"].size > 1 or any(map(parts.slices.cut_axes, wanted))
 
 
 def _put_together(parts: Parts, info: TensorInfo, piece: Tensor, full: Tensor) -> None:
