@@ -221,3 +221,13 @@ class KeyValues:
             or (value is False and row.default is not True)
         )
         return block not in self.off and not is_off
+
+
+def some(**keys: Any) -> dict[str, Any]:
+    """The keys that have a value."""
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def whole_number(value: Any) -> Any:
+    """5e8 as an integer, where it is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
