@@ -12,15 +12,17 @@ import shardwise
 from shardwise.comm.collectives import Group
 from shardwise.engine.foresee import foresee
 from shardwise.memory import activations as module
-from shardwise.memory.activations import Activations
+from shardwise.memory.activations import Activations, _BlockPass
 from shardwise.memory.alike import Alike
 from shardwise.models import Gpt, GptPolicy
+from shardwise.plan.action import Kind
 from tests.accelerator.crew import Crew
 from tests.accelerator.pretend import Bench, register
 from tests.accelerator.test_activations import late_copies
+from tests.engine.conformance import Conformance
 from tests.ranks import RankPool
 
-WIDTH, LAYERS, VOCABULARY, SAMPLES = 8, 3, 13, 2
+WIDTH, LAYERS, VOCABULARY, SAMPLES = 8, 4, 13, 2
 
 
 class Way(NamedTuple):
@@ -84,8 +86,12 @@ def trained(world: Any, way: Way, moves: bool) -> Gradients:
         return step_of()
 
     engine._training.step = with_gradients  # type: ignore[method-assign]
+    conformance = Conformance(engine)
     for step in range(2):
         engine.train_step(batches(way, step, engine.dp_index))
+    recalled = sum(action.kind is Kind.RECALL for action in engine.trace.actions)
+    assert recalled == moves * way.microbatches * LAYERS // way.pp
+    assert not conformance.departures
     engine.close()
     return found
 
@@ -114,6 +120,8 @@ class Outcome(NamedTuple):
     same_bits: bool
     """As where activations stay on the device."""
     misplaced: list[str]
+    late: int
+    """Blocks for which no RECALL came before what they saved was needed."""
     proved: bool
     """Whether any went down in parts, and all that is said to be alike was, in each pass of each block."""
 
@@ -131,8 +139,15 @@ def outcome_of(_: Any, way: Way) -> Outcome:
             memories = [each.memory() for each in call.parts]
             proved.append(self._alike.are_alike(memories, "a proof"))  # type: ignore[union-attr]
 
+    opened, late = _BlockPass.open, []
+
+    def seen(self: _BlockPass) -> None:
+        late.extend([self] * (not self._is_recalled))
+        opened(self)
+
     with ExitStack() as stack:
         stack.enter_context(late_copies())
+        stack.enter_context(patch.object(_BlockPass, "open", seen))
         bench = stack.enter_context(Bench())
         stack.enter_context(patch.object(Activations, "_decide", proving))
         moved = Crew(size, device).run(trained, way, True)
@@ -146,6 +161,7 @@ def outcome_of(_: Any, way: Way) -> Outcome:
         max(worst(each, one) for each in moved),
         all(bits),
         bench.misplaced,
+        len(late),
         bool(proved) and all(proved),
     )
 
@@ -178,7 +194,7 @@ def said(way: Way) -> str:
 def test_gradients_are_those_of_one_process(device_process: RankPool, way: Way) -> None:
     [found] = device_process.run(outcome_of, way)
     assert found.error <= 1e-10
-    assert found[1:] == (True, [], True)
+    assert found[1:] == (True, [], 0, True)
 
 
 def swapped_on(_: Any) -> float:

@@ -99,13 +99,17 @@ def plan(
     on_disk: float = 0.0,
     weights_too: bool = False,
     delayed: bool = False,
+    saves: bool = False,
     **zero: object,
 ) -> Plan:
     """Of the model above; ``on_disk``: share of Units whose state is there, and with ``weights_too`` their weights;
-    ``delayed``: with updates that count one step late; ``zero``: further keys of ZeroPolicy."""
+    ``delayed``: with updates that count one step late; ``saves``: what blocks save waits in host memory; ``zero``:
+    further keys of ZeroPolicy."""
     disk = {"optimizer": "disk", "disk_path": "/", "fraction": on_disk} if on_disk else {}
     disk |= {"parameters": "disk"} if weights_too else {}
     disk |= {"step": "delayed"} if delayed else {}
+    disk |= {"activations": "host"} if saves else {}
+    described = spec or model()
     policies = Policies(
         ZeroPolicy.model_validate({"stage": stage, "prefetch_bytes": 0, **zero}),
         PipelinePolicy.model_validate({"schedule": schedule, "virtual_stages": virtual_stages}),
@@ -114,5 +118,6 @@ def plan(
         updates,
         microbatches,
         offload=OffloadPolicy.model_validate(disk),
+        blocks=described.units,
     )
-    return make_plan(spec or model(), mesh, policies)
+    return make_plan(described, mesh, policies)

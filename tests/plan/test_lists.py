@@ -95,6 +95,24 @@ def test_what_a_gather_sends_comes_as_far_ahead_of_it() -> None:
     assert not strategies[0].brings_shard and not replace(ZERO1[0], tier="disk").brings_shard
 
 
+def test_what_was_saved_elsewhere_comes_one_such_unit_ahead() -> None:
+    """Once for each time that the Unit ran; the first of all with the next one."""
+    saving = [replace(each, saved_tier="host") for each in ZERO1]
+    strategies = [ZERO1[0], *saving[1:3], ZERO1[3], *saving[4:]]
+    assert text(backward_actions(opens(1, 2, 3, 4), strategies, [True] * 5, last=False)) == (
+        "B(u0) RECALL(u4) RECALL(u2) B(u4) B(u3) RECALL(u1) B(u2) B(u1)"
+    )
+    assert text(backward_actions(opens(1, 2, 1), strategies, [True] * 5, last=False)) == (
+        "B(u0) RECALL(u1) RECALL(u2) B(u1) RECALL(u1) B(u2) B(u1)"
+    )
+    cut = [replace(each, saved_tier="host") for each in ZERO3]
+    row = backward_actions(opens(1, 2), [ZERO3[0], *cut[1:]], [True] * 3, False, Prefetch(1, [10] * 3))
+    assert text(row) == (
+        "UNSHARD(u0) UNSHARD(u2) B(u0) RECALL(u2) RECALL(u1) UNSHARD(u1) B(u2) RESHARD(u2) REDUCE(u2) "
+        "B(u1) RESHARD(u1) REDUCE(u1) RESHARD(u0) REDUCE(u0)"
+    )
+
+
 def test_first_gathers_of_a_step_stay_behind_the_compute_in_front() -> None:
     """Of Units whose updates run beside it; what is on the device, or frozen, or adopted late, has no such update."""
     row, ahead, trained = opens(1, 2, 3, 4, 5), Prefetch(1, [10] * 6), [True] * 6

@@ -47,6 +47,7 @@ def good(name: str) -> Plan:
         "leaving": lambda: plan(Mesh(), on_disk=1.0),
         "delayed": lambda: plan(Mesh(dp_shard=2), 1, on_disk=1.0, delayed=True),
         "weights on disk": lambda: plan(Mesh(dp_shard=2), 3, on_disk=0.5, weights_too=True, prefetch_bytes=1),
+        "saved": lambda: plan(Mesh(pp=2, dp_shard=2), 3, saves=True, prefetch_bytes=1),
         "tables": lambda: plan(Mesh(dp_shard=2), 1, spec=with_tables()),
         "tables tp": lambda: plan(Mesh(tp=2), 0, spec=with_tables()),
         "tables pp": lambda: plan(Mesh(pp=2, dp_shard=2), 3, spec=with_tables()),
@@ -252,6 +253,23 @@ PLANTED = [
         lambda rows: rows["all"].insert(1, unit(Kind.BRING, 1, 0)),
         r"BRING\(u1,0\) of a Unit whose shard lies on the device",
     ),
+    ("saved", drop("pp 0", unit(Kind.RECALL, 1, 1)), "0 RECALL and 1 B of Unit 1 in microbatch 1"),
+    ("saved", double("pp 0", unit(Kind.RECALL, 1, 1)), r"RECALL\(u1,1\) twice before B\(u1,1\)"),
+    (
+        "saved",
+        swap("pp 0", unit(Kind.RECALL, 2, 0), unit(Kind.B, 2, 0)),
+        r"RECALL\(u2,0\) behind B\(u2,0\), which needs it",
+    ),
+    (
+        "saved",
+        before("pp 0", unit(Kind.RECALL, 2, 1), unit(Kind.B, 2, 0)),
+        r"RECALL\(u2,1\) outside a pass of stage 0 with microbatch 1",
+    ),
+    (
+        "saved",
+        swap("pp 0", unit(Kind.RECALL, 1, 1), unit(Kind.F, 1, 1)),
+        r"RECALL\(u1,1\) inside F\(0,1\); expected inside B",
+    ),
     ("pp", drop("pp 0", SEND(0, 1, 1)), r"rank 0 has F\(0,1\) without SEND\(0,1,1\) after it"),
     ("pp", double("pp 0", SEND(0, 1, 1)), r"rank 0 has SEND\(0,1,1\) twice"),
     ("pp", drop("pp 1", RECV(1, 0, 0)), r"rank 1 has F\(1,0\) without RECV\(1,0,0\) before it"),
@@ -355,6 +373,7 @@ def test_planted_faults(name: str, broken: Callable[[Rows], None], says: str) ->
         "disk",
         "delayed",
         "weights on disk",
+        "saved",
     ],
 )
 def test_no_action_may_be_left_out_or_doubled(name: str) -> None:
@@ -377,6 +396,7 @@ UNSEEN = {
     "steps in another order": ("zero0", swap("all", STEP0, STEP1)),
     "a gather ahead": ("zero3", swap("all", unit(Kind.F, 0, 0), unit(Kind.UNSHARD, 1, 0))),
     "a gather before the release": ("zero3", swap("all", unit(Kind.RESHARD, 1, 0), unit(Kind.UNSHARD, 2, 0))),
+    "what was saved comes earlier": ("saved", swap("pp 0", unit(Kind.B, 0, 0), unit(Kind.RECALL, 2, 0))),
     "rows that wait for a block": ("tables", swap("all", unit(Kind.FETCH, 5, 0), unit(Kind.F, 1, 0))),
     "a message that waits for a reduction": ("pp", swap("pp 0", unit(Kind.REDUCE, 0, 0), RECV(0, 1, 1))),
 }

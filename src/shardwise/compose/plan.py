@@ -22,7 +22,7 @@ has shown the model's own (``with_orders``); tables are fetched behind the F of 
 Cost: one look at each tensor of the model and at each Action of each class; nothing per rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -91,6 +91,8 @@ class Policies(NamedTuple):
     in_blocks: bool = False
     """Whether rows go to experts with a capacity in blocks."""
     offload: OffloadPolicy = OffloadPolicy()
+    blocks: Collection[str] = ()
+    """Names of those whose saved tensors may move."""
 
 
 class Planned(NamedTuple):
@@ -219,7 +221,9 @@ def _actions(
 def strategies_of(ranks: RankClass, registry: Registry, policies: Policies) -> list[Strategy]:
     """Of each Unit how its state lies."""
     shares = Slices(registry, registry.mesh, 0).shares_gradients(ranks.stages)
-    return layout.strategies_of(policies.zero, registry.mesh, ranks.units, policies.offload, not shares)
+    return layout.strategies_of(
+        policies.zero, registry.mesh, ranks.units, policies.offload, not shares, policies.blocks
+    )
 
 
 def _prefetch(zero: ZeroPolicy, units: Sequence[Unit]) -> Prefetch:

@@ -195,7 +195,7 @@ def read(
     recipe = recipe_of(model, settings)
     precision = resolved(settings.precision, model)[0]
     settings = settings.model_copy(update={"precision": precision})
-    policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates)
+    policies = policies_of(settings, recipe.group_of(model, spec), recipe.updates, blocks)
     starts = spec.stage_starts(settings.pipeline, mesh.pp)
     tables = chosen_for(model, spec.stage_of_tables(starts), settings, mesh.size("dp"), device)
     passed: Mapping[int, MeasuredPass] = {}

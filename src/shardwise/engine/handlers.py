@@ -3,7 +3,7 @@
     F, B           of a stage: its module computes, by the schedule's executor or by the user's own Python
                    of a Unit: nobody announced it, so the cursor went by it
     SEND, RECV     parallel/pipeline/executor.py
-    BRING, UNSHARD, RESHARD, REDUCE              parallel/zero/windows.py
+    BRING, UNSHARD, RESHARD, RECALL, REDUCE      parallel/zero/windows.py
     ASK, FETCH, DELIVER (and STEP of tables)     engine/table_units.py
     SUM, NORM, DIRECT, TRUST, DEAL               engine/step.py
     ADOPT, LOAD, STEP, STORE                     engine/step.py
@@ -46,6 +46,7 @@ def handlers_of(
         Kind.BRING: of_unit(UnitWindows.bring),
         Kind.UNSHARD: of_unit(UnitWindows.unshard),
         Kind.RESHARD: of_unit(UnitWindows.reshard),
+        Kind.RECALL: of_unit(UnitWindows.recall),
         Kind.REDUCE: of_unit(UnitWindows.reduce),
         Kind.ASK: tables.ask,
         Kind.FETCH: tables.passed_by,

@@ -55,10 +55,10 @@ def outline_of(
     described = describe_cut(
         model, mesh, settings.zero, settings.tensor, settings.pipeline, call, site.world.device
     )
-    policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates)
-    planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
     units = [unit for unit in described.spec.units if unit not in described.stacks]
     blocks = (units if isinstance(model, Layers) else ()) or repeated_blocks(model) or units
+    policies = policies_of(settings, recipe.group_of(model, described.spec), recipe.updates, blocks)
+    planned = Planned(described.spec, policies, make_plan(described.spec, mesh, policies, site.world.rank))
     operations = Operations(settings.precision)
     to_recompute = chosen(blocks, settings.recompute)
     to_offload = check_blocks(blocks, settings.offload)
@@ -69,7 +69,7 @@ def outline_of(
 
 
 def policies_of(
-    settings: RunConfig, group_of: Callable[[str], int], updates: Sequence[UpdateRule]
+    settings: RunConfig, group_of: Callable[[str], int], updates: Sequence[UpdateRule], blocks: Sequence[str]
 ) -> Policies:
     """Those of a Plan, out of a resolved configuration."""
     microbatches = settings.batch.accumulation or 1
@@ -83,4 +83,5 @@ def policies_of(
         settings.tokens_per_step,
         settings.experts.exchange == "blocks",
         settings.offload,
+        frozenset(blocks),
     )

@@ -84,11 +84,14 @@ def make_stage(
         outline.operations.apply_to(module)  # inside of what runs again
         recompute_blocks(module, outline.to_recompute, settings.recompute, outline.replay)
 
+    saved: list[Activations] = []
+
     def offload(module: nn.Module) -> None:
         if outline.to_offload:
             activations = Activations(module, device, mesh.pp == 1, outline.alike)
             site.ledger.take("activations", f"stage {index}", lambda: activations.bytes.most)
             offload_blocks(module, outline.to_offload, activations)
+            saved.append(activations)
 
     made, handles = apply_to_stage(
         module,
@@ -100,6 +103,9 @@ def make_stage(
         hooks=hooks,
         casts=lambda module: cast_at_the_root(module, settings.precision, device, casts_output and is_last),
     )
+    for activations in saved:
+        activations.microbatch = lambda: made.microbatch
+        made.windows.on_recall = activations.recall
     if settings.compile.cuda_graphs:  # a pass of all blocks is one round of their graphs
         begins = module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
         handles = [*handles, begins]

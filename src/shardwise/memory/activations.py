@@ -27,8 +27,9 @@ waits for a copy:
     up         part of b1    part of b0
     gather           b2            b1            b0
 
-Ranks gather alike: when the gradient of a block's output is there, all that the block before has saved so, in the order
-in which it was saved, wanted still or not. What is alike may be known when the block's forward is over alone, as of a
+Ranks gather alike: RECALL(u) of the Plan's list gathers all that a block has saved so, in the order in which it was
+saved, wanted still or not. Where a pass departs from the list, what is wanted first in a block brings all of it, and of
+the one before. What is alike may be known when the block's forward is over alone, as of a
 block's input that recomputation saves first; what is not known yet goes down then.
 
 Recomputation has hooks of its own inside of these: they see what it keeps, a block's input under ``full``. A block that
@@ -57,7 +58,6 @@ from shardwise.memory.alike import Alike, Key, key_of
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.streams import begin_down, down_by_now, to_computation
 from shardwise.plan.errors import ConfigError
-from shardwise.plan.pytree import tensors_in
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class _BlockPass:
         self.is_down: Callable[[], object] = lambda: None
         self._before: Callable[[], _BlockPass | None]
         self._before = (lambda: before) if holds_before or before is None else ref(before)
-        self._is_open = False
+        self._is_recalled = False
 
     def release(self) -> None:
         """What it saved has to be down before the computation goes on; the device's memory goes."""
@@ -220,18 +220,22 @@ class _BlockPass:
                 moved.gather()
         self.parts.clear()
 
-    def open(self) -> None:
-        """Its backward pass begins: what it saved comes, and then what the block before it saved."""
-        if self._is_open:
+    def recall(self) -> None:
+        """RECALL: what it saved comes, and parts of what the block before it saved."""
+        if self._is_recalled:
             return
-        self._is_open = True
+        self._is_recalled = True
         self.gather()
         before = self._before()
+        for moved in () if before is None else before.parts:
+            moved.fetch()
+
+    def open(self) -> None:
+        """Its backward pass has begun: what it saved is needed, and then what the block before it saved."""
+        self.recall()
+        before = self._before()
         if before is not None:
-            before.gather()
-            further = before._before()
-            for moved in () if further is None else further.parts:
-                moved.fetch()
+            before.recall()
 
 
 class _Saved(Protocol):
@@ -300,6 +304,10 @@ class Activations:
         self._has_parts: dict[int, bool] = {}
         """By place of a block: whether its first pass had the same bits on all ranks in what is alike on them."""
         self._names: list[str] = []
+        self.microbatch: Callable[[], int] = lambda: -1
+        """The one under way, where several are beside one another."""
+        self._calls: dict[tuple[str, int], list[ref[_BlockPass]]] = {}
+        """By block and microbatch, those whose backward pass has not been recalled for."""
         self._call: _BlockPass | None = None
         """The last call, of which what it saved is on its way down."""
         self._shown: set[int] = set()
@@ -331,10 +339,6 @@ class Activations:
                     output = inner(*args, **kwargs)
                 self._decide(call)
             self._end(call)
-            if self._alike is not None:
-                for each in tensors_in(output):
-                    if each.requires_grad:
-                        each.register_hook(lambda grad: self._open(call))
             return output
 
         block.forward = forward  # type: ignore[method-assign]
@@ -343,7 +347,21 @@ class Activations:
         before = self._call
         if before is None or before.place >= place:  # another pass
             before, self._shown = None, _storages(self._module)
-        return _BlockPass(place, before, {} if before is None else before.known, self._alike is not None)
+        call = _BlockPass(place, before, {} if before is None else before.known, self._alike is not None)
+        calls = self._calls.setdefault((self._names[place], self.microbatch()), [])
+        calls[:] = [each for each in calls if each() is not None]
+        calls.append(ref(call))
+        return call
+
+    def recall(self, name: str) -> None:
+        """RECALL: the backward pass of the block comes, the last of its calls first."""
+        calls = self._calls.get((name, self.microbatch()), [])
+        call = None
+        while calls and call is None:
+            call = calls.pop()()
+        if call is not None:
+            with torch.no_grad():
+                call.recall()
 
     def _decide(self, call: _BlockPass) -> None:
         """All that is to be known of what ``call`` saved is known."""
@@ -422,10 +440,6 @@ class Activations:
         if storage.nbytes() <= SMALL_BYTES or storage._cdata in self._shown:
             return False
         return storage._cdata not in _storages(block)  # gathered for this block
-
-    def _open(self, call: _BlockPass) -> None:
-        with torch.no_grad():
-            call.open()
 
     def _unpack(self, saved: _Saved) -> Tensor:
         with torch.no_grad():

@@ -4,6 +4,7 @@
     SEND, RECV            an activation or its gradient, between pipeline stages
     BRING                 bring a rank's shard of a Unit's weights from the tier where it lies, ahead of its UNSHARD
     UNSHARD, RESHARD      gather a Unit's weights, give the memory back
+    RECALL                bring back what a Unit's forward saved in host memory, from all ranks that keep a part of it
     REDUCE                reduce a Unit's gradients over the data-parallel ranks
     ASK                   tell the owners of rows the keys of a batch, ahead of its step
     FETCH, DELIVER        bring the rows that a batch asks of tables, take their gradients to their owners
@@ -59,6 +60,7 @@ class Kind(Enum):
     BRING = "BRING"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
+    RECALL = "RECALL"
     REDUCE = "REDUCE"
     ASK = "ASK"
     FETCH = "FETCH"

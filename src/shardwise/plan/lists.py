@@ -10,9 +10,10 @@ A microbatch runs a list. In the forward pass Units open and close like brackets
 
 so gathers come in the reverse order of closing and reductions in the reverse order of opening, on every rank alike,
 whatever order the gradients arrive in. Gathers go ahead of their use by bytes, in this order (``Prefetch``); where a
-shard lies on another tier, BRING(u) goes as far ahead of its gather. Vectors of embedding tables come where the model
-asks for them: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their own: ASK(t)
-(``keys_ahead``).
+shard lies on another tier, BRING(u) goes as far ahead of its gather. What a Unit's forward has saved on another tier
+comes one such Unit ahead of its backward: RECALL(u3) RECALL(u2) B(u3) ... RECALL(u1) B(u2) ... B(u1). Vectors of
+embedding tables come where the model asks for them: FETCH(t) behind some F(u). Their keys may go ahead of the step, in
+a list of their own: ASK(t) (``keys_ahead``).
 
 [Note: gathers behind updates]
 Where STEP(u) runs beside the next forward pass, UNSHARD(u) waits for it. In front of F(u-1) it would hold up F(u-1) as
@@ -28,6 +29,7 @@ Cost: one look at each Action; for a gather one at each that it goes ahead of.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.plan.action import Action, Kind
@@ -58,6 +60,8 @@ class Strategy:
     """Where the gradient lies from a reduction to the next one of the step, or to the update."""
     leaves_each: bool = False
     """Whether it goes there after every microbatch though nothing cuts it: one rank has the sum."""
+    saved_tier: Tier = "device"
+    """Where what its forward saves waits for its backward."""
     axes: StateAxes = DENSE
     """The axes, whose ranks together sum the gradient: other ones for other Units (experts, say)."""
 
@@ -170,16 +174,32 @@ def backward_actions(
     """
     mirror = [Boundary(not boundary.enters, boundary.unit) for boundary in reversed(boundaries)]
     last_close = {boundary.unit: i for i, boundary in enumerate(mirror) if not boundary.enters}
+    recalled = _recalls(mirror, strategies)
     actions: list[Action] = []
     for i, ((enters, unit), is_outermost) in enumerate(zip(mirror, _outermost(mirror), strict=True)):
         moves = strategies[unit].has_windows and is_outermost
         if enters:
-            actions += [Action(Kind.UNSHARD, unit)] * moves + [Action(Kind.B, unit)]
+            actions += [Action(Kind.UNSHARD, unit)] * moves
+            actions += [Action(Kind.RECALL, each) for each in recalled.get(i, ())] + [Action(Kind.B, unit)]
             continue
         actions += [Action(Kind.RESHARD, unit)] * moves
         if trained[unit] and (last or strategies[unit].reduces_each) and i == last_close[unit]:
             actions.append(Action(Kind.REDUCE, unit))
     return _moved_ahead(_without_pauses(actions), strategies, prefetch)
+
+
+def _recalls(mirror: Sequence[Boundary], strategies: Sequence[Strategy]) -> dict[int, list[int]]:
+    """By place of a boundary the Units whose saved tensors are recalled before it."""
+    opened = [
+        (i, boundary.unit)
+        for i, boundary in enumerate(mirror)
+        if boundary.enters and strategies[boundary.unit].saved_tier != "device"
+    ]
+    found = {place: [following] for (place, _), (_, following) in pairwise(opened)}
+    if opened:
+        place, unit = opened[0]
+        found[place] = [unit, *found.get(place, ())]
+    return found
 
 
 def _outermost(boundaries: Sequence[Boundary]) -> list[bool]:

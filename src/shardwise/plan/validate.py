@@ -98,7 +98,9 @@ def _is_cut(registry: Registry, kind: RegisteredKind, name: str) -> bool:
     return any(isinstance(where, Shard) and where.dim == FLAT for where in placed)
 
 
-_INSIDE = {Kind.F: (Kind.F,), Kind.FETCH: (Kind.F,), Kind.B: (Kind.B,), Kind.REDUCE: (Kind.B,)}
+_INSIDE = {Kind.F: (Kind.F,), Kind.FETCH: (Kind.F,)} | {
+    kind: (Kind.B,) for kind in (Kind.B, Kind.RECALL, Kind.REDUCE)
+}
 """In which passes of a stage an Action may stand, where not in both."""
 
 
@@ -336,6 +338,12 @@ class _RankList:
         elif kind is Kind.RESHARD:
             self._changes(action, rules, unit not in self._gathered, "while its weights are not gathered")
             self._gathered.discard(unit)
+        elif kind is Kind.RECALL:
+            recalled, opened = (self._counts[Action(each, unit, microbatch)] for each in (kind, Kind.B))
+            if recalled > opened:
+                self._refuse(action, f"twice before {Action(Kind.B, unit, microbatch)}")
+            if opened == self._counts[Action(Kind.F, unit, microbatch)]:
+                self._refuse(action, f"behind {Action(Kind.B, unit, microbatch)}, which needs it")
         elif kind is Kind.REDUCE:
             if not rules.trains:
                 self._refuse(action, "of a Unit in which nothing trains")
@@ -360,6 +368,11 @@ class _RankList:
             self._refuse(action, f"outside a pass of stage {stage} with microbatch {action.microbatch}")
         elif around.kind not in wanted:
             self._refuse(action, f"inside {around}; expected inside {' or '.join(k.value for k in wanted)}")
+
+    @property
+    def _recalled(self) -> set[int]:
+        """Units whose forward saves elsewhere."""
+        return {action.unit for action in self._counts if action.kind is Kind.RECALL}
 
     def _complete(self) -> None:
         self._end_pass()
@@ -392,6 +405,12 @@ class _RankList:
             if not forward or forward != backward:
                 self._refuse(
                     f"{forward} F and {backward} B",
+                    f"of Unit {unit} in microbatch {i}; expected as many of each",
+                )
+            recalled = of[Action(Kind.RECALL, unit, i)]
+            if recalled != backward and unit in self._recalled:
+                self._refuse(
+                    f"{recalled} RECALL and {backward} B",
                     f"of Unit {unit} in microbatch {i}; expected as many of each",
                 )
         if not rules.trains:

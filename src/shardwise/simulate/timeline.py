@@ -194,6 +194,8 @@ class _WalkedStep:
                 self._forward(action)
             elif action.kind is Kind.B:
                 self._backward(action)
+            elif action.kind is Kind.RECALL:
+                self.blocks.recall(self.ranks.units[unit].name, action.microbatch)
             elif action.kind is Kind.REDUCE:
                 self._reduce(unit, strategy)
             elif action.kind is Kind.ADOPT:
@@ -238,7 +240,7 @@ class _WalkedStep:
             self._release("brought", action.unit)
         name, kind, passed = unit.name, action.kind, self._passed[self.ranks.unit_stages[action.unit]]
         share = passed.of(kind, name)
-        here = self.blocks.before(kind, name, action.microbatch)
+        here = self.blocks.here
         held = self.rows | {
             "gradients": sum(self._gradients.values()) + sum(self._late.values()),
             "leaving": sum(self._leaving),
@@ -304,6 +306,8 @@ class _KeptBlocks:
         """Of blocks that move, (name, microbatch), in the order of their passes."""
         self._there: dict[tuple[str, int], int] = {}
         """As many as they were here."""
+        self._coming = 0
+        """Of a part."""
         self._rest = 0
         self.gathered = 0
         """What other ranks had, since it was set to 0."""
@@ -313,17 +317,19 @@ class _KeptBlocks:
         """Bytes there."""
         return sum(max(size - self._others.get(unit, 0), 0) for (unit, _), size in self._there.items())
 
-    def before(self, kind: Kind, unit: str, microbatch: int) -> int:
-        """Bytes here when a Unit's share begins."""
-        key, ahead = (unit, microbatch), 0
-        if kind is Kind.B and unit in self._moved:
-            passed = [each for each in self._there if each[1] == microbatch and each != key]
-            for each in (key, *passed[-1:]):  # its own, and those of the block before it
-                if each in self._there:
-                    self._here[each] = self._there.pop(each)
-                    self.gathered += self._others.get(each[0], 0)
-            ahead = sum(self._parts.get(name, 0) for name, _ in passed[-2:-1])  # and a part of the next
-        return self._rest + sum(self._here.values()) + ahead
+    @property
+    def here(self) -> int:
+        """Bytes here, those of a part that comes ahead among them."""
+        return self._rest + sum(self._here.values()) + self._coming
+
+    def recall(self, unit: str, microbatch: int) -> None:
+        """RECALL: what it has saved is here again, and a part of what the block before it has."""
+        key = unit, microbatch
+        if key in self._there:
+            self._here[key] = self._there.pop(key)
+            self.gathered += self._others.get(unit, 0)
+        left = [name for name, i in self._there if i == microbatch]
+        self._coming = sum(self._parts.get(name, 0) for name in left[-1:])
 
     def behind(self, kind: Kind, unit: str, microbatch: int, net_bytes: int) -> None:
         """A Unit's share is over."""

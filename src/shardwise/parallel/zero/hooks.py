@@ -16,6 +16,7 @@ pass did. All ranks must depart alike: the names of their collectives are compar
 [Note: forced closing]
 A Unit's backward window is over when all its gradients have landed. Where some never will (unused, frozen), the window
 ends when the next Unit of the list opens: autograd runs later calls first, so everything that needs the Unit has run.
+Units whose weights are always there open so where what they have saved waits elsewhere (RECALL), and not at all else.
 In a graph where that is not so, the version check of [Note: stale memory] or the late gradient below stops the step.
 
 [Note: recomputing]
@@ -40,7 +41,7 @@ Cost: two hooks per Unit and pass, one per parameter.
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum, auto
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -183,6 +184,11 @@ class UnitHooks:
         """The stage's Units, in order of their index."""
         return self.windows.states
 
+    @cached_property
+    def _recalls(self) -> bool:
+        """Whether what some Units save waits elsewhere."""
+        return any(state.strategy.saved_tier != "device" for state in self.states)
+
     @property
     def is_idle(self) -> bool:
         """Whether no backward pass runs."""
@@ -249,6 +255,7 @@ class UnitHooks:
             state.calls -= 1
             if state.calls <= 0:
                 self._close_forward(state)  # [step 3]
+        if state.has_windows or self._recalls:
             self._watch(index, output)
         if index == 0:
             self._end_forward(_asks_for_gradients(output))  # [step 4]
@@ -393,6 +400,10 @@ class UnitHooks:
     def _before_backward(self, index: int, grad: Tensor) -> None:
         state = self.states[index]
         if state.is_in_backward:
+            return
+        if not state.has_windows:  # what it has saved is wanted alone
+            if self._is_backward:
+                self._walker.run_to(Kind.B, self.windows.first + index)
             return
         if not self._is_backward and not (self.adopts is not None and self.adopts()):
             self._begin_foreign()

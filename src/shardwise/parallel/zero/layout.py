@@ -15,7 +15,7 @@ Papers: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Zhao et al. 2023, arXi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shardwise.memory.offload import OffloadPolicy
@@ -75,10 +75,12 @@ def strategies_of(
     units: Sequence[Unit],
     offload: OffloadPolicy | None = None,
     gradients_leave: bool = False,
+    blocks: Collection[str] = (),
 ) -> list[Strategy]:
     """Of each Unit the row of its state, all on the device where ``offload`` is left out.
 
-    ``gradients_leave``: whether nothing is added to a gradient that is summed over the data-parallel ranks.
+    ``gradients_leave``: whether nothing is added to a gradient that is summed over the data-parallel ranks; ``blocks``:
+    names of Units whose forward may save elsewhere.
     """
     offload = offload or OffloadPolicy()
     found = []
@@ -96,6 +98,8 @@ def strategies_of(
                 leaves_each=leaves and is_alone,
                 is_delayed=offload.step == "delayed" and any(bucket.key.trained for bucket in unit.buckets),
             )
+        if unit.name in blocks:
+            strategy = replace(strategy, saved_tier=offload.activations)
         found.append(strategy)
     return found
 

@@ -1,4 +1,4 @@
-"""The windows of a stage's Units: what BRING, UNSHARD, RESHARD and REDUCE do here.
+"""The windows of a stage's Units: what BRING, UNSHARD, RESHARD, RECALL and REDUCE do here.
 
 [Note: deferred gathers]
 An UNSHARD ahead of its use finds its memory taken where the order changed since memory was given out. It then waits for
@@ -45,6 +45,8 @@ class UnitWindows:
         self._is_last = True
         self.on_reduced: Callable[[BucketState, bool], None] = lambda bucket, last: None
         """Told of a gradient that may leave the device, and whether nothing more comes to it in this step."""
+        self.on_recall: Callable[[str], None] = lambda name: None
+        """Told of a Unit whose forward pass has saved elsewhere what its backward pass needs, ahead of that."""
         self._is_held = False
         """[Note: second derivatives]"""
         self._deferred: set[int] = set()
@@ -95,6 +97,10 @@ class UnitWindows:
         if state.is_kept and not self._walker.is_aside:
             state.is_kept = False
         self.close(state)
+
+    def recall(self, action: Action) -> None:
+        """RECALL: begin to bring back what its forward has saved."""
+        self.on_recall(self.of(action).unit.name)
 
     def reduce(self, action: Action) -> None:
         """REDUCE: begin to sum the gradients over the ranks, to where the masters lie."""
