@@ -9,19 +9,18 @@
                                and runs norms, activations, masks and plain attention again
 
 A block's forward is wrapped on the instance, so that hooks on the block stay outside: its weights are gathered when its
-backward window opens, once. Recomputation is torch's non-reentrant checkpoint; it puts back torch's random state and
-ours (``memory.replay``), runs on the buffers that the first run saw, and stops at the last tensor that is needed, so
-that a block's last product is not repeated. Ranks that hold experts end together however many rows they had: the last
-exchange keeps its tensors behind it ([Note: the same calls on every rank] in parallel/expert/dispatch.py).
+backward window opens, once. Recomputation is torch's non-reentrant checkpoint. It puts back our random numbers
+(replay.py), torch's, and the buffers that the first run saw (second_run.py), and stops at the last tensor that is
+needed, so that a block's last product is not repeated. Ranks that hold experts end together however many rows they had:
+the last exchange keeps its tensors behind it ([Note: the same calls on every rank] in parallel/expert/dispatch.py).
 Collectives inside run again, in the order of the blocks' backward passes, which is the same on every rank.
 
 Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective).
 Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Annotated, Any, Literal, Self
 
@@ -36,6 +35,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardwise.memory.replay import Replay
+from shardwise.memory.second_run import BlockBuffers, TorchDraws
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.names import chosen_by
 from shardwise.plan.policy import Policy
@@ -45,9 +45,6 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 _ATTENTION = "attention"
 """Name of the attribute that holds a block's attention function."""
-
-_SMALL_BYTES = 1 << 16
-"""Buffers up to this size are copied in every pass, whether they have changed before or not."""
 
 _HUGGING_FACE_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -129,7 +126,7 @@ def recomputed(
     function: Callable[..., Any],
     replay: Replay,
     saves: Callable[..., CheckpointPolicy] | None = None,
-    buffers: "_Buffers | None" = None,
+    buffers: BlockBuffers | None = None,
 ) -> Callable[..., Any]:
     """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps.
 
@@ -144,7 +141,7 @@ def recomputed(
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         devices = {each.device for each in tensors_in((args, kwargs)) if each.device.type != "cpu"}
-        contexts = partial(_contexts, replay, saves, buffers, _Draws(devices))
+        contexts = partial(_contexts, replay, saves, buffers, TorchDraws(devices))
         return checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
         )
@@ -169,168 +166,11 @@ class _Both(AbstractContextManager[None]):
         self._stacks.pop().__exit__(*exception)
 
 
-class _Draws(AbstractContextManager[None]):
-    """What a piece draws from torch's generators, its second run draws, too. Entered around the first run, ``again``
-    around every further one.
-
-    Keyed dropout draws nothing there, so most pieces leave the states alone; then the second run does, too. torch's own
-    checkpoint sets and restores the states of host and device in any case.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]):
-        self._devices = list(devices)
-        self._before: list[Tensor] = []
-        """States that the first run began with, where it has drawn."""
-
-    def __enter__(self) -> None:
-        self._before = self._states()
-
-    def __exit__(self, *exception: Any) -> None:
-        if all(map(torch.equal, self._before, self._states())):
-            self._before = []
-
-    def again(self) -> "_Redrawn":
-        """With the states as they were."""
-        return _Redrawn(self)
-
-    def rewind(self) -> list[Tensor]:
-        """To where the first run began, if it drew; returns the states now, for ``put``."""
-        held = self._states() if self._before else []
-        self.put(self._before)
-        return held
-
-    def _states(self) -> list[Tensor]:
-        on_devices = (torch.get_device_module(each).get_rng_state(each) for each in self._devices)
-        return [torch.get_rng_state(), *on_devices]
-
-    def put(self, states: Sequence[Tensor]) -> None:
-        """Let the generators stand there; nothing where ``states`` is empty."""
-        if states:
-            torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=False):
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-class _Redrawn(AbstractContextManager[None]):
-    def __init__(self, draws: _Draws):
-        self._draws = draws
-        self._held: list[list[Tensor]] = []
-
-    def __enter__(self) -> None:
-        self._held.append(self._draws.rewind())
-
-    def __exit__(self, *exception: Any) -> None:
-        self._draws.put(self._held.pop())
-
-
-class _Buffers:
-    """The buffers of one block: batch statistics, counters, codebooks, the vectors of a spectral norm.
-
-    What the forward pass changes in them stands once: a second run begins with the values that the first one saw, or
-    it would compute other numbers, and what it changes is dropped. The first pass shows which buffers change; of those,
-    and of all that are small, a pass keeps a copy until its backward pass.
-    """
-
-    def __init__(self, block: nn.Module, name: str):
-        self._block = block
-        self._name = name
-        self._modules: list[nn.Module] = []
-        self._changing: set[tuple[int, str]] | None = None
-        """(module by its place, name) of what a pass has changed; None before the first pass."""
-
-    def before(self) -> "_Snapshot":
-        """The values now, at the beginning of a pass."""
-        if self._changing is None:
-            self._modules = list(self._block.modules())
-        held = list(self._each())
-        keeps_all = self._changing is None
-        kept = {
-            (place, name): buffer.detach().clone()
-            for place, name, buffer in held
-            if keeps_all or buffer.nbytes <= _SMALL_BYTES or (place, name) in (self._changing or ())
-        }
-        versions = {(place, name): (buffer, buffer._version) for place, name, buffer in held}
-        return _Snapshot(self, kept, versions, keeps_all)
-
-    def note(self, snapshot: "_Snapshot") -> None:
-        """After the first run: which buffers has it changed?
-
-        Errors: UsageError where a large one changes that did not change in the first pass.
-        """
-        changing = set() if self._changing is None else self._changing
-        for place, name, buffer in self._each():
-            key = (place, name)
-            before, version = snapshot.versions.get(key, (None, 0))
-            changed = buffer is not before or buffer._version != version
-            # A write by way of .data counts no version.
-            if not changed and snapshot.is_first:
-                changed = not torch.equal(buffer, snapshot.kept[key])
-            if not changed:
-                if snapshot.is_first and buffer.nbytes > _SMALL_BYTES:
-                    del snapshot.kept[key]
-                continue
-            if before is not None and key not in snapshot.kept:
-                raise UsageError(
-                    f"recompute: block {self._name} changed its buffer {name!r} ({buffer.nbytes} bytes) in this "
-                    "pass and not in its first one, so that no copy was kept for the second run, which would compute "
-                    "other numbers. Leave the block out of recompute.blocks, or set recompute: none"
-                )
-            changing.add(key)
-        self._changing = changing
-
-    def put(self, values: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], Tensor]:
-        """Let the block hold ``values``; returns what it held in their places."""
-        held = {}
-        for (place, name), value in values.items():
-            buffers = self._modules[place]._buffers
-            held[place, name] = buffers[name]
-            buffers[name] = value
-        return held  # type: ignore[return-value]
-
-    def _each(self) -> Iterator[tuple[int, str, Tensor]]:
-        for place, module in enumerate(self._modules):
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield place, name, buffer
-
-
-@dataclass
-class _Snapshot(AbstractContextManager[None]):
-    """A pass: entered around its first run; ``again`` around every further one."""
-
-    buffers: _Buffers
-    kept: dict[tuple[int, str], Tensor]
-    versions: dict[tuple[int, str], tuple[Tensor, int]]
-    is_first: bool
-
-    def __enter__(self) -> None:
-        """The values were taken already."""
-
-    def __exit__(self, kind: Any, *exception: Any) -> None:
-        if kind is None:
-            self.buffers.note(self)
-        self.versions.clear()
-
-    def again(self) -> "_Before":
-        """With the buffers as they were."""
-        return _Before(self)
-
-
-class _Before(AbstractContextManager[None]):
-    def __init__(self, snapshot: _Snapshot):
-        self._snapshot = snapshot
-        self._held: list[dict[tuple[int, str], Tensor]] = []
-
-    def __enter__(self) -> None:
-        snapshot = self._snapshot
-        self._held.append(snapshot.buffers.put({key: kept.clone() for key, kept in snapshot.kept.items()}))
-
-    def __exit__(self, *exception: Any) -> None:
-        self._snapshot.buffers.put(self._held.pop())
-
-
 def _contexts(
-    replay: Replay, saves: Callable[..., CheckpointPolicy] | None, buffers: _Buffers | None, draws: _Draws
+    replay: Replay,
+    saves: Callable[..., CheckpointPolicy] | None,
+    buffers: BlockBuffers | None,
+    draws: TorchDraws,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the forward pass, and around each recomputation."""
     piece = replay.again()
@@ -350,7 +190,7 @@ def _contexts(
 def _wrap_forward(
     block: nn.Module, name: str, replay: Replay, saves: Callable[..., CheckpointPolicy] | None
 ) -> None:
-    inner = recomputed(block.forward, replay, saves, _Buffers(block, name))
+    inner = recomputed(block.forward, replay, saves, BlockBuffers(block, name))
 
     @wraps(block.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
