@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.memory.streams import clock_of
+from shardwise.memory.device_clock import clock_of
 from shardwise.models.generate import generate
 from shardwise.observe.memory import taken
 from tests.accelerator import budget

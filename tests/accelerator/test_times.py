@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import shardwise
-from shardwise.memory.streams import clock_of
+from shardwise.memory.device_clock import clock_of
 from shardwise.observe.lanes_picture import Lanes
 from tests.accelerator import budget
 from tests.accelerator.mirror import mirror_world

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.memory.streams import clock_of
+from shardwise.memory.device_clock import clock_of
 from shardwise.observe.flops import flops_text
 from shardwise.observe.module_profile import ModuleCounter, ModuleProfilePolicy, ModuleTree
 from shardwise.observe.progress import count_text

@@ -56,7 +56,7 @@ from shardwise.engine.tables import Tables, register_tables, take_over
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.kernels.initializers import Initializer
 from shardwise.memory.absent import withhold
-from shardwise.memory.streams import clock_of
+from shardwise.memory.device_clock import clock_of
 from shardwise.observe.memory import apart_from_the_heap, give_back_free
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.expert.apply import mixtures

@@ -18,15 +18,13 @@ soon as the host lets go of the tensor. Who reads it on another stream says so (
 On a CPU work is done when its call returns: there is nothing to ask, and nothing runs beside.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from shardwise.memory.pinned import pinned_copy, pinned_empty
-from shardwise.plan.trace import HostClock, TraceClock
 
 
 def passed(device: torch.device) -> Callable[[], bool] | None:
@@ -42,61 +40,6 @@ def passed(device: torch.device) -> Callable[[], bool] | None:
     return event.query
 
 
-class DeviceClock:
-    """Times on a device: a mark is an event, resolved against the last one of which the host knows the time.
-
-        anchor    an event in front of the norm, which every step reads: when the read returns, the event is some
-                  microseconds old, and the host's clock says when that is. Nothing is waited for that was not before
-        time(e)   host's time at the anchor + what the device says lies between the two
-
-    Cost: an event a mark, about 2 µs of the host.
-    """
-
-    runs_behind = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._anchor: tuple[torch.Event, float] | None = None
-        self._point()
-
-    def mark(self) -> torch.Event:
-        """See ``TraceClock``: this point of the current stream."""
-        event = self._point()
-        event.record()
-        return event
-
-    def seconds(self, marks: Sequence[torch.Event]) -> list[float]:
-        """See ``TraceClock``."""
-        for mark in marks:
-            if not mark.query():
-                mark.synchronize()
-        if marks and self._anchor is None:  # nothing was read so far
-            mark = self.mark()
-            mark.synchronize()
-            self.anchor(mark)
-        if self._anchor is None:
-            return []
-        anchor, at_s = self._anchor
-        return [at_s + anchor.elapsed_time(mark) / 1e3 for mark in marks]
-
-    def anchor(self, mark: torch.Event) -> None:
-        """See ``TraceClock``."""
-        self._anchor = mark, time.perf_counter()
-
-    def _point(self) -> torch.Event:
-        return torch.Event(self._device, enable_timing=True)
-
-
-def clock_of(device: torch.device) -> TraceClock:
-    """The host's for a CPU, and for a device whose events torch does not time."""
-    if device.type == "cpu":
-        return HostClock()
-    try:
-        return DeviceClock(device)
-    except (RuntimeError, NotImplementedError):
-        return HostClock()
-
-
 def beside(device: torch.device) -> torch.Stream | None:
     """A stream beside the computation, a context to work in; None on a CPU."""
     return None if device.type == "cpu" else torch.Stream(device)
@@ -104,13 +47,13 @@ def beside(device: torch.device) -> torch.Stream | None:
 
 @cache
 def _copies(device: torch.device) -> torch.Stream:
-    """One for all batches, however many engines there are."""
+    """One for all that comes from the host, however many engines there are."""
     return torch.Stream(device)
 
 
 @cache
 def _copies_down(device: torch.device) -> torch.Stream:
-    """One for gradients on their way to the host: what goes up does not wait for them."""
+    """One for all that goes to the host: what comes from it does not wait behind."""
     return torch.Stream(device)
 
 
