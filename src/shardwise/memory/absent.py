@@ -24,6 +24,7 @@ alone; ``withhold`` costs a quarter of a microsecond per parameter and release. 
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -73,25 +74,27 @@ def place_of_use(names: Mapping[int, str] | None = None) -> SourceLine:
     frame, module, line = sys._getframe(1), "", ""
     while frame is not None:
         owner = str(frame.f_globals.get("__name__", ""))
-        if not module and frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self":
-            given = frame.f_locals.get("self")
-            if isinstance(given, nn.Module) and not owner.startswith(
-                ("torch.nn.modules.module", *_NOT_OURS[1:])
-            ):
-                name = (names or {}).get(id(given))
-                module = type(given).__name__ if not name else f"{name!r} ({type(given).__name__})"
+        if not module and not owner.startswith(("torch.nn.modules.module", *_NOT_OURS[1:])):
+            module = _module_that_runs(frame, names or {})
         if not (owner == "torch" or owner.startswith(_NOT_OURS)):
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             break
         frame = frame.f_back  # type: ignore[assignment]
     while frame is not None and not module:  # a line of a function: the module around it
-        if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self":
-            given = frame.f_locals.get("self")
-            if isinstance(given, nn.Module):
-                name = (names or {}).get(id(given))
-                module = type(given).__name__ if not name else f"{name!r} ({type(given).__name__})"
+        module = _module_that_runs(frame, names or {})
         frame = frame.f_back  # type: ignore[assignment]
     return SourceLine(module, line)
+
+
+def _module_that_runs(frame: FrameType, names: Mapping[int, str]) -> str:
+    """The one whose method a frame is of, in words; empty where it is of none."""
+    if not frame.f_code.co_argcount or frame.f_code.co_varnames[0] != "self":
+        return ""
+    given = frame.f_locals.get("self")
+    if not isinstance(given, nn.Module):
+        return ""
+    name = names.get(id(given))
+    return type(given).__name__ if not name else f"{name!r} ({type(given).__name__})"
 
 
 class AbsentTrace:

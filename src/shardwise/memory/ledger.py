@@ -12,8 +12,8 @@
     gradients       the buffers of their sums                        from the first gradient of a step to its end
     gathered        slots of unsharded weights                       as long as the engine; made in the first pass
     staging         slots that a pass's gradients come into          as long as the engine; made in the first pass
-    host            masters and moments in host memory (offload)     as long as the engine
-    disk            masters and moments in files (offload)           as long as the engine
+    host            state of Units in host memory (offload)          as long as the engine
+    disk            state of Units in files (offload)                as long as the engine
     activations     what autograd saves in blocks, in host memory    as long as the engine; grows: the most at once
                     (offload)
     loaded          host memory that they pass through               as long as the engine; made in the first step

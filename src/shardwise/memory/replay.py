@@ -4,7 +4,7 @@ Random numbers that are a function of their place (``kernels.dropout``) need the
 sample of the rows here. The engine sets it around every forward pass; whatever runs a piece of that pass again,
 out of its turn, in the backward pass of another microbatch perhaps, puts it back:
 
-    with replay.at(Place(step, first_sample=8)):           engine, around one microbatch
+    with replay.at(BatchPosition(step, first_sample=8)):   engine, around one microbatch
         loss = model(batch)
     again = replay.again()                                 recomputation, where a block begins
     with again:                                            ... and later, as often as it likes

@@ -72,7 +72,7 @@ def step_seconds(
         (moved.gradients_written + moved.gradients_read) * disk,
     )
     waits += max(leaving_s - (compute_s - forward_s), 0.0)
-    brought_s = max((moved.weights_brought) * link, moved.weights_read * disk)
+    brought_s = max(moved.weights_brought * link, moved.weights_read * disk)
     goes_ahead = policies.zero.prefetch_bytes not in ("auto", 0)
     waits += max(brought_s - compute_s, 0.0) if goes_ahead else brought_s
     waits += max(2 * activation_bytes * link - compute_s, 0.0)
