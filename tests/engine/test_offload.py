@@ -414,8 +414,20 @@ def test_a_step_that_is_skipped_moves_nothing(tmp_path: Path) -> None:
 )
 def test_what_cannot_move_is_refused(tmp_path: Path, optimizer: dict[str, Any], why: str) -> None:
     config = Case().config(str(tmp_path)) | {"optimizer": {"lr": 0.1, **optimizer}}
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as refused:
         shardwise.initialize(gpt(), config)
+    assert not [*tmp_path.iterdir()], f"{refused} is held, as by a notebook, and holds no files"
+
+
+def test_a_disk_that_cannot_be_read_is_let_go_of(tmp_path: Path) -> None:
+    engine = shardwise.initialize(gpt(), Case(parameters="disk").config(str(tmp_path)))
+    engine.train_step(batches(0, 0, 1))
+    engine._parts.site.tiers.settle()
+    (tmp_path / "shardwise.rank0.weight").write_bytes(b"")
+    with pytest.raises(DamagedError, match="weight of Unit"):
+        engine.close()
+    assert not [*tmp_path.iterdir()]
+    engine.close()
 
 
 def test_a_disk_needs_a_folder() -> None:

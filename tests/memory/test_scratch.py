@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.memory import scratch as module
 from shardwise.memory.direct_io import Bytes, DirectFile, aligned_empty
 from shardwise.memory.scratch import DiskScratch
 from shardwise.memory.scratch_folder import _memory_bytes
@@ -220,6 +221,18 @@ def test_a_scratch_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     del made
     eventually(lambda: not os.listdir(tmp_path))
     eventually(lambda: threading.active_count() <= before)
+
+
+def test_threads_without_memory_are_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that found none ended in silence, and whoever asked it waited for ever."""
+
+    def none(*_: object) -> Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(module, "aligned_empty", none)
+    with pytest.raises(MemoryError):
+        DiskScratch(tmp_path, 0, 1)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_closed_scratch_says_so(tmp_path: Path) -> None:

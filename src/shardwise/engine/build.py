@@ -47,7 +47,7 @@ from shardwise.engine.program import ActionLists
 from shardwise.engine.recipe import GivenOptimizer, Recipe, recipe_of
 from shardwise.engine.sharded_init import deal, take_pieces, world_of
 from shardwise.engine.shared import SharedGradients
-from shardwise.engine.site import site_of, with_groups_of_experts, with_tiers
+from shardwise.engine.site import closed_where_refused, site_of, with_groups_of_experts, with_tiers
 from shardwise.engine.stages import make_stage, modules_of, move_buffers
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.step import StepEnd
@@ -140,7 +140,7 @@ def initialize(
     start = start_weights(model, settings, initial, outline.described.spec)
     pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
     start = start.or_later(pieces)
-    with ExitStack() as memory:
+    with closed_where_refused(site), ExitStack() as memory:
         if site.tiers is not None:
             memory.enter_context(apart_from_the_heap())
         cut = _cut(model, site, outline, start)

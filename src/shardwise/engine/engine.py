@@ -464,9 +464,11 @@ class Engine(StateAccess):
         self._training.close()
         self.monitor.close()
         is_calm = sys.exc_info()[0] is None
-        self._held.give_back(whole and is_calm)
-        if self._parts.site.tiers is not None:
-            self._parts.site.tiers.close()
+        try:
+            self._held.give_back(whole and is_calm)
+        finally:  # a disk that cannot be read is let go of all the same
+            if self._parts.site.tiers is not None:
+                self._parts.site.tiers.close()
         if is_calm:  # else a reader may hang on what went wrong
             self._loaders.close()
         if self.world.ends_with_engine:

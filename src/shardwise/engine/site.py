@@ -1,6 +1,8 @@
 """Site: which rank this is, with the groups, the files and the thread that the Plan's state needs here."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import floor
 
 from shardwise.comm.trace import Traffic
@@ -13,6 +15,7 @@ from shardwise.memory.ledger import Ledger
 from shardwise.memory.offload import OffloadPolicy
 from shardwise.memory.scratch import DiskScratch
 from shardwise.memory.tier import Tiers, threads_beside
+from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import DENSE
 from shardwise.plan.plan import Plan
 
@@ -49,7 +52,11 @@ def with_tiers(site: Site, plan: Plan) -> Site:
     if wanted:
         assert policy.disk_path is not None, "the configuration was checked"
         scratch = DiskScratch(policy.disk_path, site.world.rank, site.world.local_size)
-        scratch.reserve(wanted, _shares(plan, policy))
+        try:
+            scratch.reserve(wanted, _shares(plan, policy))
+        except ConfigError:
+            scratch.close()
+            raise
     tiers = Tiers(scratch, policy.buffers, threads_beside(site.world.device, site.world.local_size))
     site.ledger.take("loaded", "blocks of state", lambda: tiers.staging.nbytes)
     return site._replace(tiers=tiers)
@@ -69,6 +76,17 @@ def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
         floor(1000 * policy.fraction * (len(moving) - first) / len(moving)) / 1000: sum(moving[first:])
         for first in range(1, len(moving))
     }
+
+
+@contextmanager
+def closed_where_refused(site: Site) -> Iterator[None]:
+    """No files and no lock are left of an engine that could not be made, and its error holds none."""
+    try:
+        yield
+    except BaseException:
+        if site.tiers is not None:
+            site.tiers.close()
+        raise
 
 
 def with_groups_of_experts(site: Site, plan: Plan) -> Site:

@@ -22,7 +22,7 @@ Cost:  a read or write of each byte; its CRC on the threads here (``kernels/crc.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -90,8 +90,9 @@ class DiskScratch:
         crc32(
             bytes_of(torch.zeros(rounded_up(1), dtype=torch.uint8))
         )  # compiled here, and not in the first step
+        spares = [bytes_of(aligned_empty(block_bytes, torch.uint8)) for _ in range(threads)]
         self._folder = ScratchFolder(folder, rank, local_ranks)
-        self._threads = _DiskThreads(threads, block_bytes)
+        self._threads = _DiskThreads(spares)
         self._end = weakref.finalize(self, _end, self._threads, self._folder)
 
     def reserve(
@@ -229,7 +230,8 @@ class _Job(NamedTuple):
 class _DiskThreads:
     """Threads that run jobs: of those that nothing holds up the urgent ones, then in the order in which they came."""
 
-    def __init__(self, threads: int, block_bytes: int) -> None:
+    def __init__(self, spares: Sequence[Bytes]) -> None:
+        """``spares``: of each thread. One that found no memory for its own would be missed by those that wait."""
         self.order = threading.RLock()
         self.failure: BaseException | None = None
         """What all jobs that have not begun fail with."""
@@ -237,9 +239,9 @@ class _DiskThreads:
         self._jobs: PriorityQueue[_Job] = PriorityQueue()
         self._threads = [
             threading.Thread(
-                target=_run_jobs, args=(self._jobs, block_bytes), name=f"shardwise-disk-{n}", daemon=True
+                target=_run_jobs, args=(self._jobs, spare), name=f"shardwise-disk-{n}", daemon=True
             )
-            for n in range(threads)
+            for n, spare in enumerate(spares)
         ]
         for thread in self._threads:
             thread.start()
@@ -284,8 +286,7 @@ class _DiskThreads:
                 thread.join(_EXIT_PATIENCE_S)
 
 
-def _run_jobs(jobs: PriorityQueue[_Job], block_bytes: int) -> None:
-    spare = bytes_of(aligned_empty(block_bytes, torch.uint8))
+def _run_jobs(jobs: PriorityQueue[_Job], spare: Bytes) -> None:
     while (run := jobs.get().run) is not None:
         run(spare)
         del run  # the last job's tensor must not live as long as this thread waits for another
