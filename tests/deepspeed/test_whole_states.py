@@ -13,14 +13,13 @@ from shardwise.deepspeed.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
 from shardwise.checkpoint.layout import Sizes
 from shardwise.plan.errors import UsageError
 from tests.deepspeed import test_their_checkpoint as theirs
 from tests.deepspeed.test_their_checkpoint import pickled, plain  # noqa: F401  fixtures
+from tests.largest_made import LargestMade
 
 ROWS = 300
 BLOCK_BYTES = 2**12
@@ -114,24 +113,6 @@ def test_files_have_the_same_numbers(saved: Path, tmp_path: Path, is_safe: bool,
         for name, tensor in expected().items()
         if name != "head.weight"
     )
-
-
-class LargestMade(TorchDispatchMode):
-    """Bytes of the largest memory that an operation of torch makes."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            each.untyped_storage().data_ptr()
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, Tensor)
-        }
-        out = call(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, each.untyped_storage().nbytes())
-        return out
 
 
 @pytest.mark.parametrize("is_safe", [True, False])

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.largest_made import LargestMade
 from torch import Tensor, optim
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.optim import flat_state
 from shardwise.optim.classes import from_policy, from_torch, update_rules
@@ -354,22 +353,6 @@ def test_a_started_optimizer_is_refused() -> None:
         from_torch(given)
 
 
-class LargestMade(TorchDispatchMode):
-    """Bytes of the largest memory that an operation makes."""
-
-    def __init__(self, *known: Tensor):
-        super().__init__()
-        self.largest = 0
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = call(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in self._known:
-                self.largest = max(self.largest, each.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad"])
 def test_moments_are_made_where_they_are_to_lie(
@@ -386,7 +369,7 @@ def test_moments_are_made_where_they_are_to_lie(
     into = {
         label: torch.empty(stored_elements(form, elements), dtype=d).fill_(7) for label, d in stored.items()
     }
-    made = LargestMade(master, *into.values())
+    made = LargestMade()
     with made:
         state = FlatOptimizer(master, make, 0, form, rounding, into).state
     for _ in range(2):

@@ -96,18 +96,7 @@ class ClickTrainer(Trainer):
 
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> ClickRecord:
         """The row of metrics.csv."""
-        samples = int(result.weight)
-        self._throughput.count(samples, step_s)
-        return ClickRecord(
-            step=result.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            samples=samples,
-            samples_per_s=samples / step_s,
-            step_s=step_s,
-            **taken(self.world.device)._asdict(),
-        )
+        return ClickRecord(**self._throughput.count(result, step_s), **taken(self.world.device)._asdict())
 
     def evaluate(self) -> float:
         """AUC and log loss over the held-out rows, into ``score``; rows of the tables, into ``tally``."""

@@ -88,18 +88,7 @@ class ImageTrainer(Trainer):
 
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> ImageRecord:
         """The row of metrics.csv."""
-        samples = int(result.weight)
-        self._throughput.count(samples, step_s)
-        return ImageRecord(
-            step=result.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            samples=samples,
-            samples_per_s=samples / step_s,
-            step_s=step_s,
-            **taken(self.world.device)._asdict(),
-        )
+        return ImageRecord(**self._throughput.count(result, step_s), **taken(self.world.device)._asdict())
 
     def evaluate(self) -> float:
         """Everything over the held-out pictures, into ``score``; returns the accuracy."""

@@ -65,10 +65,20 @@ class Throughput:
         self._kind = kind
         self._samples, self.seconds = 0, 0.0
 
-    def count(self, samples: int, step_s: float) -> None:
-        """One more step."""
+    def count(self, result: StepResult, step_s: float) -> dict[str, Any]:
+        """One more step; what a record by samples says of it, but for what is of its kind alone."""
+        samples = int(result.weight)
         self._samples += samples
         self.seconds += step_s
+        return {
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "samples": samples,
+            "samples_per_s": samples / step_s,
+            "step_s": step_s,
+        }
 
     def lines(self) -> list[str]:
         """For the end of a run; none before the first step."""
