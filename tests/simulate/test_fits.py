@@ -19,7 +19,14 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.simulate.rates import Rates
 
-RATES = Rates(flops_s=1e10, host_bytes_s=1e10, device_bytes_s=1e10, link_bytes_s=1e10, disk_bytes_s=1e9)
+RATES = Rates(
+    flops_s=1e10,
+    host_bytes_s=1e10,
+    device_bytes_s=1e10,
+    link_bytes_s=1e10,
+    disk_bytes_s=1e9,
+    exchange_bytes_s=2.5e9,
+)
 TOKENS = torch.empty(4, 64, dtype=torch.int64, device="meta")
 
 
@@ -46,7 +53,8 @@ def test_the_cheapest_change_is_named_with_its_price(alone: None) -> None:
     found = fit(TILED, {"device": "400 MiB"}, rows=32)
     assert not found.fits and found.changes[0].overrides == ("recompute=full",)
     more = found.changes[0].outlook.flops - found.outlook.flops
-    assert found.changes[0].price_s == pytest.approx(more / RATES.flops_s) and more > 0
+    change = found.changes[0].seconds.compute - found.seconds.compute
+    assert found.changes[0].price_s == pytest.approx(change) and change > more / RATES.flops_s > 0
     assert any(line.startswith("  --set recompute=full: 3") and "MiB, +" in line for line in found.lines())
 
 

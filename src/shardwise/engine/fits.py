@@ -26,7 +26,9 @@ from shardwise.config.run import RunConfig, load
 from shardwise.engine.foresee import Known, Outlook, process_bytes, read
 from shardwise.engine.inputs import Loss
 from shardwise.memory.offload import OffloadPolicy
+from shardwise.observe.flops import flops_text
 from shardwise.observe.progress import bytes_text
+from shardwise.plan.action import Kind
 from shardwise.plan.errors import ConfigError, PlanError, UsageError
 from shardwise.plan.placement import Tier
 from shardwise.simulate.passes import MeasuredPass
@@ -41,6 +43,20 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _PARTS = 100
 """Fractions are tried in hundredths."""
+_SHOWN = 4
+"""Changes that people are told of."""
+_ROWS = {
+    "process": "torch and this program, before the model",
+    "kept": "by forward passes for backward ones",
+    "at work": "made and let go of by the Unit that runs",
+    "received": "from the stages beside",
+    "gathered": "whole weights of Units in use",
+    "brought": "shards of weights from another tier",
+    "staging": "gradients before they are reduced",
+    "loaded": "state on its way from and to a disk",
+    "leaving": "gradients on their way to a disk",
+}
+"""What a row holds, where its name does not say so."""
 
 
 class Change(NamedTuple):
@@ -79,30 +95,52 @@ class Fit(NamedTuple):
         assert step is not None, "it was foreseen with an example"
         where, steps = "a rank", self.outlook.steps
         if len(steps) > 1:
-            each = ", ".join(f"{bytes_text(one.bytes_by_tier['device'])} on {one.rank}" for one in steps)
-            where = f"rank {step.rank} (by stage: {each})"
-        said = [f"a step needs {_needs(self.outlook)} on {where}, about {self.seconds.total:.3g} s"]
+            each = ", ".join(f"{bytes_text(one.bytes_by_tier['device'])} on rank {one.rank}" for one in steps)
+            where = f"rank {step.rank}, the most ({each})"
+        spent = ", ".join(f"{part} {each_s:.2g}" for part, each_s in self.seconds._asdict().items() if each_s)
+        said = [f"a step needs {_needs(self.outlook)} on {where}"]
         rows = sorted(step.peak.rows.items(), key=lambda row: -row[1])
-        said += [f"  {row:<14} {bytes_text(size):>10}" for row, size in rows]
-        said.append(f"  the peak is at {step.peak.action} of {step.peak.unit}")
+        said += [f"  {row:<12} {bytes_text(size):>10}  {_ROWS.get(row, '')}".rstrip() for row, size in rows]
+        action = step.peak.action
+        if action is not None:
+            way = "forward" if action.kind is Kind.F else "backward"
+            said.append(f"  at its peak, in the {way} pass of {step.peak.unit}: {action}")
         said += [f"  {assumed}" for assumed in self.outlook.assumes]
+        said += [f"and takes about {self.seconds.total:.3g} s: {spent}", f"  {self._rates_text()}"]
         has = ", ".join(f"{bytes_text(size)} of {tier}" for tier, size in self.memory.items())
         if self.fits:
-            return [*said, f"it fits: {has}"]
-        said.append(f"it does not fit: {has}")
-        for change in self.changes[:4]:
+            return [*said, f"it fits: a rank has {has}"]
+        said.append(f"it does not fit: a rank has {has}")
+        if self.changes:
+            said.append(
+                "what makes it fit, the cheapest first:" if len(self.changes) > 1 else "what makes it fit:"
+            )
+        for change in self.changes[:_SHOWN]:
             words = " ".join(f"--set {override}" for override in change.overrides)
             said.append(f"  {words}: {_needs(change.outlook)}, {change.price_s:+.3g} s a step")
         if not self.changes and self.least is not None:
-            least = self.least
-            words = " ".join(f"--set {override}" for override in least.overrides) or "as it is, the least, it"
-            said.append(f"  nothing known makes it fit; {words} needs {_needs(least.outlook)}")
-        rates = self.rates
-        said.append(
-            f"  by {rates.flops_s:.3g} FLOP/s, {rates.host_bytes_s / 1e9:.3g} GB/s of host memory, "
-            f"{rates.link_bytes_s / 1e9:.3g} GB/s between host and device, {rates.disk_bytes_s / 1e9:.3g} GB/s of disk"
-        )
+            words = " ".join(f"--set {override}" for override in self.least.overrides)
+            least = f"{words} needs least: " if words else "as it is it needs least: "
+            said.append(f"nothing known makes it fit; {least}{_needs(self.least.outlook)}")
+            process = step.peak.rows.get("process", 0)
+            if process > self.memory["device"]:
+                said.append(
+                    f"  (the process alone, torch and this program, takes {bytes_text(process)} of them)"
+                )
         return said
+
+    def _rates_text(self) -> str:
+        """Those that the seconds depend on."""
+        rates, mesh = self.rates, self.outlook.plan.mesh
+        said = [f"{flops_text(rates.flops_s)}/s", f"{rates.host_bytes_s / 1e9:.3g} GB/s of host memory"]
+        tiers = {*self.memory, *self.outlook.bytes_by_tier}
+        if "host" in tiers:
+            said.append(f"{rates.link_bytes_s / 1e9:.3g} GB/s between host and device")
+        if "disk" in tiers:
+            said.append(f"{rates.disk_bytes_s / 1e9:.3g} GB/s of disk")
+        if mesh.world_size > 1:
+            said.append(f"{rates.exchange_bytes_s / 1e9:.3g} GB/s between ranks")
+        return f"by {', '.join(said)}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -280,10 +318,7 @@ def _ways(job: Known, have: Mapping[Tier, int]) -> Iterator[tuple[OffloadPolicy,
 
 
 def _seconds(job: Known, outlook: Outlook, offload: OffloadPolicy, rates: Rates) -> StepSeconds:
-    assert job.passed and outlook.step is not None, "it was foreseen with an example"
-    policies = job.policies_with(offload)
-    moved = outlook.step.moved_bytes * policies.microbatches
-    return step_seconds(outlook.plan, policies, job.passed, rates, job.device.type == "cpu", moved)
+    return step_seconds(outlook.plan, job.policies_with(offload), job.passed, rates, job.device.type == "cpu")
 
 
 def _is_within(outlook: Outlook, have: Mapping[Tier, int]) -> bool:

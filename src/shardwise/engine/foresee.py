@@ -167,7 +167,7 @@ class Known(NamedTuple):
             return ("experts: rows fill the blocks that the routers' capacity allows, whatever is chosen",)
         at_once = "" if policy.rows is None else f", {policy.rows} pairs at most on a rank at once"
         return (
-            f"experts: as where routers choose evenly{at_once}; what skewed ones send a rank comes on top",
+            f"experts: as where routers choose evenly{at_once}; what a skewed one sends to a rank comes on top",
         )
 
 
@@ -240,10 +240,11 @@ def _cut(
     replay: Replay | None = None,
     transport: Transport | None = None,
     alike: Alike | None = None,
+    traffic: Traffic | None = None,
 ) -> Stages:
     """As the rank would have it: all of it where ``starts`` are none. Without ``replay`` for what cutting refuses."""
     described = describe_cut(model, mesh, settings.zero, settings.tensor, settings.pipeline)
-    groups = {axis: _silent(mesh, axis, rank, transport) for axis in ("dp", "tp", "pp", "ep", "etp")}
+    groups = {axis: _silent(mesh, axis, rank, transport, traffic) for axis in ("dp", "tp", "pp", "ep", "etp")}
     if not starts:
         groups["pp"] = Group.alone("pp")
     replay = replay or Replay()
@@ -275,7 +276,7 @@ def _passes(
     blocks: Sequence[str],
 ) -> dict[int, MeasuredPass]:
     """Of one microbatch on shapes, by stage, each on the first of its ranks."""
-    device, operations = torch.device("cpu"), Operations(precision)
+    device, operations, traffic = torch.device("cpu"), Operations(precision), Traffic()
     replay = Replay(operations, has_numbers=False)
     dtypes = {
         name: info.dtype for info in plan.registry.of_kind("parameter") for name in (info.name, *info.aliases)
@@ -289,7 +290,7 @@ def _passes(
     for rank in plan.mesh.ranks("pp", 0):
         ranks = plan.classes[class_of(plan.mesh, rank)]
         for stage, (module, run) in _cut(
-            make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike
+            make(), starts, settings, plan.mesh, rank, replay, NoTransport(), alike, traffic
         ).items():
             stages[stage] = module, run, ranks.units_of(stage)
     found: dict[int, MeasuredPass] = {}
@@ -306,7 +307,7 @@ def _passes(
             kinds = {unit.name: _kind_of(unit, module, to_recompute) for unit in units if unit.name}
             one = _OneStage(module.train(), run, replay, batch, loss, text, arriving)
             is_cut = run is not None  # then the first pass of a kind is watched
-            passed, leaving = measure(module, kinds, batch, one.run, is_cut, blocks, alike)
+            passed, leaving = measure(module, kinds, batch, one.run, traffic, is_cut, blocks, alike)
             received = sum(tensor.nbytes for tensor in arriving)
             answered = 0 if is_last else sum(tensor.nbytes for tensor in leaving if tensor.requires_grad)
             found[stage] = passed._replace(received_bytes=received, answered_bytes=answered)
@@ -358,8 +359,10 @@ def _kind_of(unit: Unit, module: nn.Module, to_recompute: Collection[str]) -> Ha
     return type(own), parameters, unit.name in to_recompute
 
 
-def _silent(mesh: Mesh, axis: str, rank: int, transport: Transport | None = None) -> Group:
+def _silent(
+    mesh: Mesh, axis: str, rank: int, transport: Transport | None = None, traffic: Traffic | None = None
+) -> Group:
     """The ranks along an axis, with nothing between them, or with ``transport`` where they are several."""
     ranks = mesh.ranks(axis, rank)
     between = transport if len(ranks) > 1 else None
-    return Group(axis, ranks, ranks.index(rank), between, Clock(0.0), Traffic())
+    return Group(axis, ranks, ranks.index(rank), between, Clock(0.0), traffic or Traffic())

@@ -16,7 +16,7 @@ A master that is the weight itself counts once. On CPU ranks nothing goes up or 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from shardwise.plan.action import Kind
 from shardwise.plan.lists import Strategy
@@ -54,15 +54,24 @@ class TierTraffic:
 
 def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -> TierTraffic:
     """Of the rank's list; ``strategies``: by Unit."""
-    windows, reductions = [0] * len(ranks.units), [0] * len(ranks.units)
+    found = TierTraffic()
+    for each in unit_traffic(ranks, mesh, strategies):
+        for row in fields(TierTraffic):
+            setattr(found, row.name, getattr(found, row.name) + getattr(each, row.name))
+    return found
+
+
+def unit_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -> list[TierTraffic]:
+    """The same of each Unit."""
+    windows, reductions = ([0] * len(ranks.units) for _ in range(2))
     for action in ranks.actions:
         if action.kind is Kind.UNSHARD:
             windows[action.unit] += 1
         elif action.kind is Kind.REDUCE:
             reductions[action.unit] += 1
-    found = TierTraffic()
+    by_unit = [TierTraffic() for _ in ranks.units]
     for (unit, place), rows in ranks.buffers.items():
-        strategy, bucket = strategies[unit], ranks.units[unit].buckets[place]
+        found, strategy, bucket = by_unit[unit], strategies[unit], ranks.units[unit].buckets[place]
         sizes = {row.kind: row.nbytes(bucket, mesh) for row in rows}
         weight, grad = sizes.pop("weight"), sizes.pop("grad", 0)
         sizes.pop("next weight", None)
@@ -93,4 +102,4 @@ def tier_traffic(ranks: RankClass, mesh: Mesh, strategies: Sequence[Strategy]) -
         found.written += state + weight * (strategy.weight_tier == "disk" and has_master)
         found.gradients_written += grad * leaves * (1 + comes_back)
         found.gradients_read += grad * comes_back
-    return found
+    return by_unit

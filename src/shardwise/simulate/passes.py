@@ -40,6 +40,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.trace import Traffic
 from shardwise.kernels.dropout import dropped_by
 from shardwise.memory.activations import SMALL_BYTES
 from shardwise.memory.alike import Alike, Key, key_of
@@ -64,11 +65,21 @@ class UnitPass(NamedTuple):
     net_bytes: int
     flops: int
     """Executed, those that are computed again among them."""
+    touched_bytes: int = 0
+    """Read and written by operations that are no product."""
+    sent_bytes: int = 0
+    """To other ranks, by what is cut along "tp" and "ep"."""
 
     def then(self, later: "UnitPass") -> "UnitPass":
         """Both as one, ``later`` behind this."""
         rise = max(self.rise_bytes, self.net_bytes + later.rise_bytes)
-        return UnitPass(rise, self.net_bytes + later.net_bytes, self.flops + later.flops)
+        return UnitPass(
+            rise,
+            self.net_bytes + later.net_bytes,
+            self.flops + later.flops,
+            self.touched_bytes + later.touched_bytes,
+            self.sent_bytes + later.sent_bytes,
+        )
 
 
 class MeasuredPass(NamedTuple):
@@ -137,14 +148,15 @@ def measure(
     units: Mapping[str, Hashable],
     batch: Any,
     forward: Callable[[], Sequence[Tensor]],
+    traffic: Traffic | None = None,
     rehearses: bool = False,
     blocks: Collection[str] = (),
     alike: Alike | None = None,
 ) -> tuple[MeasuredPass, list[Tensor]]:
     """One pass of ``module``, and tensors like those that ``forward`` has returned: the loss, or what a stage sends on.
-    ``units``: by name of a module what those that are alike have in common; ``rehearses``: whether a
-    forward pass goes before that is not counted; ``blocks``: Units whose saved tensors may move, of which ``alike`` is
-    told what ranks along "tp" have in common. Inside ``without_numbers``.
+    ``units``: by name of a module what those that are alike have in common; ``traffic``: counts what is sent inside;
+    ``rehearses``: whether a forward pass goes before that is not counted; ``blocks``: Units whose saved tensors may
+    move, of which ``alike`` is told what ranks along "tp" have in common. Inside ``without_numbers``.
 
     Errors: UsageError where what it does depends on numbers.
     """
@@ -156,7 +168,7 @@ def measure(
             raise UsageError(_why(error)) from error
     live = LiveBytes()
     saved = None if alike is None else _SavedAlike(alike, set(blocks))
-    cuts = _Cuts(live, _seconds(units), saved)
+    cuts = _Cuts(live, traffic or Traffic(), _seconds(units), saved)
     handles = [
         each.register_post_accumulate_grad_hook(_drop) for each in module.parameters() if each.requires_grad
     ]
@@ -214,6 +226,8 @@ class LiveBytes(TorchDispatchMode):
         self.held = 0
         self.most = 0
         self.flops = 0
+        self.touched = 0
+        """Bytes read and written by what is no product."""
         self._seen: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -225,7 +239,10 @@ class LiveBytes(TorchDispatchMode):
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor) and id(tensor) not in given:
                     self._see(tensor)
-        self.flops += flops_of(func, args, kwargs or {}, out)
+        flops = flops_of(func, args, kwargs or {}, out)
+        self.flops += flops
+        if not flops and not func.is_view:
+            self.touched += _touched(func, args, kwargs, out)
         return out
 
     def _see(self, tensor: Tensor) -> None:
@@ -276,11 +293,38 @@ class _SavedAlike:
             )
 
 
+def _touched(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that an operation reads and writes, each memory once; of what it picks from, as much as it makes."""
+    name = str(func._overloadpacket).removeprefix("aten.")
+    made = sum(_lying(each) for each in tree_leaves(out) if isinstance(each, Tensor))
+    if not made or name in _TOUCH_NOTHING:
+        return 0
+    read = sum(_lying(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+    return made + (min(read, made) if name in _PICK else read)
+
+
+def _lying(tensor: Tensor) -> int:
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+_TOUCH_NOTHING = frozenset(
+    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}
+)
+_PICK = frozenset({"embedding", "index", "index_select", "gather", "_embedding_bag", "_unsafe_index"})
+
+
 class _Cuts:
     """Cuts a pass where Units begin. ``seconds``: of Units that may be passed over, the one that they are like."""
 
-    def __init__(self, live: LiveBytes, seconds: Mapping[str, str], saved: _SavedAlike | None = None):
+    def __init__(
+        self,
+        live: LiveBytes,
+        traffic: Traffic,
+        seconds: Mapping[str, str],
+        saved: _SavedAlike | None = None,
+    ):
         self._live = live
+        self._traffic = traffic
         self._saved = saved
         self._shares: dict[tuple[Kind, str, bool], UnitPass] = {}
         """By (F or B, Unit, whether behind its forward): the code around a Unit runs on behind it."""
@@ -289,22 +333,29 @@ class _Cuts:
         self._hands_on: set[str] = set()
         """Units whose output is as their first input."""
         self._now: tuple[Kind, str, bool] | None = None
-        self._then = 0, 0
-        """Bytes and operations when the running share began."""
+        self._then = 0, 0, 0, 0
+        """What was held, computed, touched and sent when the running share began."""
 
     def begin(self, kind: Kind, unit: str, is_behind: bool = False) -> None:
         """A Unit's share begins, and the one before ends."""
         self.end()
         live = self._live
         live.most = live.held
-        self._now, self._then = (kind, unit, is_behind), (live.held, live.flops)
+        self._now = kind, unit, is_behind
+        self._then = live.held, live.flops, live.touched, self._traffic.bytes
 
     def end(self) -> None:
         """The running share ends."""
         if self._now is None:
             return
-        live, (held, flops) = self._live, self._then
-        share = UnitPass(live.most - held, live.held - held, live.flops - flops)
+        live, (held, flops, touched, sent) = self._live, self._then
+        share = UnitPass(
+            live.most - held,
+            live.held - held,
+            live.flops - flops,
+            live.touched - touched,
+            self._traffic.bytes - sent,
+        )
         before = self._shares.get(self._now)
         self._shares[self._now] = share if before is None else before.then(share)
         self._now = None

@@ -1,7 +1,9 @@
 """Rates of a rank's hardware, as far as memory tiers and recomputation have a price by them.
 
 ``measured_rates`` takes a tenth of a second for each, on whatever else runs there: right to a factor, good for
-comparing one change with another. Who knows better gives numbers.
+comparing one change with another. One process cannot measure what goes between ranks: CPU ranks of one host copy it
+through memory, whose rate is measured, and devices are taken to send as fast as over their host's link, which is the
+least that two of one host do. Who knows better gives numbers.
 """
 
 import contextlib
@@ -35,6 +37,8 @@ class Rates(NamedTuple):
     """Bytes a second between them, one way."""
     disk_bytes_s: float
     """Bytes read or written a second."""
+    exchange_bytes_s: float
+    """Bytes a second that a rank sends to others while it receives as many."""
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> Rates:
@@ -42,9 +46,11 @@ def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | N
     host = _copy_rate(torch.device("cpu"), torch.device("cpu"))
     disk = 1e9 if disk_path is None else _disk_rate(disk_path)
     if device.type == "cpu":
-        return Rates(measured_peak(dtype), host, host, host, disk)
+        # What goes through shared memory is copied in by one rank and out by the other, read and written both times.
+        return Rates(measured_peak(dtype), host, host, host, disk, host / 4)
     flops = (peak_of(device, dtype) or 100e12) * _REACHED
-    return Rates(flops, host, _copy_rate(device, device), _copy_rate(torch.device("cpu"), device) / 2, disk)
+    link = _copy_rate(torch.device("cpu"), device) / 2
+    return Rates(flops, host, _copy_rate(device, device), link, disk, link)
 
 
 def _copy_rate(source: torch.device, target: torch.device) -> float:

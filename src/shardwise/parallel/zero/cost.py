@@ -11,6 +11,7 @@ Paper: arXiv:1910.02054, section 7.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shardwise.plan.lists import Strategy
 from shardwise.plan.mesh import Mesh
@@ -40,3 +41,33 @@ def elements_sent_per_step(
             total += reductions * elements_sent(Partial(), Shard(), bucket.elements, shards)
             total += elements_sent(Partial(), Replicate(), bucket.shard_elements, replicas)
     return total
+
+
+class UnitBytes(NamedTuple):
+    """What one rank sends of a Unit."""
+
+    gather: int
+    """For an UNSHARD."""
+    reduce: int
+    """For a REDUCE."""
+
+
+def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh) -> UnitBytes:
+    """Bytes that one rank sends for each UNSHARD and REDUCE of a Unit."""
+    gather = reduce = 0
+    replicas, shards = (mesh.size(axis) for axis in strategy.axes)
+    for bucket in unit.buckets:
+        key = bucket.key
+        if strategy.cuts_weight or (strategy.cuts_master and key.trained):
+            gather += elements_sent(Shard(), Replicate(), bucket.elements, shards) * key.dtype.itemsize
+        if not key.trained:
+            continue
+        if strategy.cuts_master:
+            elements = elements_sent(Partial(), Shard(), bucket.elements, shards)
+            elements += elements_sent(Partial(), Replicate(), bucket.shard_elements, replicas)
+        else:
+            elements = elements_sent(Partial(), Replicate(), bucket.elements, shards * replicas)
+        wire = (key.reduce_dtype or key.dtype).itemsize
+        # What is reduced as it comes from autograd has no more bits than autograd gave it.
+        reduce += elements * (min(wire, key.dtype.itemsize) if strategy.cuts_grad else wire)
+    return UnitBytes(gather, reduce)
