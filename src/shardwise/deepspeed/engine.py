@@ -6,49 +6,30 @@
 
 Counters, as such scripts read them: ``micro_steps`` calls of ``step``, ``global_steps`` those at a boundary,
 ``skipped_steps`` of them those that changed no weight, ``global_samples`` global_steps times train_batch_size.
-Whatever is not here is the module's. ``engine.ours`` is our engine, with all that it can do.
+What it says of itself is in engine_facts.py; whatever is in neither is the module's. ``engine.ours`` is our engine,
+with all that it can do.
 """
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn, optim
-from torch.utils.data import IterableDataset
+from torch import Tensor, optim
 
-from shardwise.deepspeed import experts, getters, groups, saved
+from shardwise.deepspeed import saved
+from shardwise.deepspeed.engine_facts import EngineFacts
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
-from shardwise.deepspeed.monitor_events import EngineEvents
-from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
-from shardwise.deepspeed.refusals import INSTEAD
 from shardwise.deepspeed.settings import DeepSpeedConfig
-from shardwise.deepspeed.timers import milliseconds
 from shardwise.engine.away import AwayTier, StateKind
 from shardwise.engine.engine import Engine
 from shardwise.engine.step import StepResult
 from shardwise.plan.errors import UsageError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Counters:
-    """How far a run has come, as DeepSpeed counts."""
-
-    global_steps: int = 0
-    """Calls of ``step`` at a boundary."""
-    global_samples: int = 0
-    """Samples of those."""
-    micro_steps: int = 0
-    """Calls of ``step``."""
-    skipped_steps: int = 0
-    """Those at a boundary that changed no weight."""
 
 
 _PLACES: dict[str, AwayTier | None] = {"cpu": "host", "nvme": "disk", "none": None}
@@ -62,7 +43,7 @@ _KINDS_OF_STATE: dict[str, StateKind | None] = {
 """Theirs; None of what has no memory between steps."""
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(EngineFacts):
     """See the module's docstring. Made by ``initialize``."""
 
     def __init__(
@@ -74,24 +55,13 @@ class DeepSpeedEngine(nn.Module):
         collate_fn: Any = None,
         mpu: Any = None,
     ):
-        super().__init__()
-        self.module = ours.module
-        """The user's model."""
-        self.ours = ours
-        """Our engine."""
-        self._config = config
-        self.optimizer = None if optimizer is None else DeepSpeedOptimizer(optimizer, ours, self._was_skipped)
-        """The optimizer, whose ``param_groups`` are read before each step."""
+        super().__init__(ours, config, optimizer)
         self.lr_scheduler = lr_scheduler
         """Stepped after each applied step."""
         self.collate_fn = collate_fn
         self.mpu = mpu
         self.training_dataloader: DeepSpeedDataLoader | None = None
         """Of ``training_data``."""
-        self.counters = Counters()
-        """How far the run has come."""
-        self._result: StepResult | None = None
-        """Of the last step at a boundary."""
         self._applied = False
         if optimizer is not None and ours.plan.mesh.pp == 1:
             ours.adopt_backward()
@@ -180,9 +150,6 @@ class DeepSpeedEngine(nn.Module):
         """Whether the last ``step()`` changed weights."""
         return self._applied
 
-    def _was_skipped(self) -> bool:
-        return self._result is not None and self._result.skipped
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a microbatch that ``step()`` has not ended, as of another engine's loss that passed
         through this model. After ``step()`` nothing is left to drop.
@@ -210,14 +177,6 @@ class DeepSpeedEngine(nn.Module):
 
     # Batch sizes -----------------------------------------------------------------------------------------------
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Global batch, microbatch, microbatches of a step."""
-        return (
-            self.train_batch_size(),
-            self.train_micro_batch_size_per_gpu(),
-            self.gradient_accumulation_steps(),
-        )
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another global batch from the next step on, by more or fewer microbatches. Errors: UsageError."""
         part = self.train_micro_batch_size_per_gpu() * self.dp_world_size
@@ -235,35 +194,6 @@ class DeepSpeedEngine(nn.Module):
         self._config.change("train_micro_batch_size_per_gpu", micro_batch_size)
         whole = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
         self._config.change("train_batch_size", whole)
-
-    # Numbers of the last step ----------------------------------------------------------------------------------
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradient before clipping; None before the first."""
-        return None if self._result is None else self._result.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each group, for the step that comes."""
-        return self._of_groups("lr")
-
-    def get_type(self) -> list[Any]:
-        """``type`` of each group, where groups have one."""
-        return self._of_groups("type")
-
-    def get_mom(self) -> list[Any]:
-        """Momentum or betas of each group."""
-        return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "sgd", "RMSprop") else "betas")
-
-    def _of_groups(self, name: str) -> list[Any]:
-        groups: Sequence[Any] = () if self.optimizer is None else self.optimizer.param_groups
-        return [group.get(name, 0.0) for group in groups]
-
-    def optimizer_name(self) -> str | None:
-        """As the configuration says it, or the class of the optimizer that was given."""
-        named: str | None = self._config.value("optimizer.type")
-        if named is not None or self.optimizer is None:
-            return named
-        return type(self.optimizer.optimizer).__name__
 
     # Data ------------------------------------------------------------------------------------------------------
 
@@ -301,143 +231,6 @@ class DeepSpeedEngine(nn.Module):
                 len(loader),
                 parts,
             )
-
-    # Who and where ---------------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration as it was given."""
-        return self._config.given
-
-    @property
-    def global_steps(self) -> int:
-        """See ``Counters``."""
-        return self.counters.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """See ``Counters``."""
-        return self.counters.global_samples
-
-    @property
-    def micro_steps(self) -> int:
-        """See ``Counters``."""
-        return self.counters.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """See ``Counters``."""
-        return self.counters.skipped_steps
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.ours.device
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's place on its host."""
-        return self.ours.world.local_rank
-
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
-        return self.ours.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self.ours.world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.ours.dp_size
-
-    @property
-    def mp_world_size(self) -> int:
-        """Ranks that hold one model together."""
-        return self.ours.world.size // self.ours.dp_size
-
-    seq_dp_world_size = dp_world_size
-    seq_parallel_group = None
-    is_deepcompile_enabled = is_deepcompile_active = lambda self: False
-
-    @property
-    def has_moe_layers(self) -> bool:
-        """Whether the model has layers of experts."""
-        return bool(self.num_experts)
-
-    @property
-    def num_experts(self) -> list[int]:
-        """Experts of each layer that has some."""
-        return [layer.num_experts for layer in experts.layers_of(self.module)]
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """torch's group of the data-parallel ranks. Errors: UsageError where those are not all ranks."""
-        return groups.get_data_parallel_group()
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """Of gradients on the wire, where ``communication_data_type`` says one; else that of the weights."""
-        said = self._config.value("communication_data_type")
-        known = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        own = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
-        return known[said or own]
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(of the weights, of accumulated gradients)."""
-        own = (
-            torch.float16
-            if self.fp16_enabled()
-            else torch.bfloat16
-            if self.bfloat16_enabled()
-            else torch.float32
-        )
-        return own, torch.float32
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank's place among the data-parallel ranks."""
-        return self.ours.dp_index
-
-    def get_tensor_parallel_rank(self) -> int:
-        """This rank's place among those that share its matrices."""
-        return self.ours.plan.mesh.index("tp", self.global_rank)
-
-    get_model_parallel_rank = get_tensor_parallel_rank
-
-    # Numbers and clocks ----------------------------------------------------------------------------------------
-
-    @property
-    def monitor(self) -> EngineEvents:
-        """Where a script writes numbers of its own: ``write_events([(tag, value, samples)])``."""
-        return EngineEvents(self.ours.monitor, self.train_batch_size())
-
-    def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last step by what they went to: ``fwd``, ``bwd``, ``step``."""
-        return milliseconds(self.ours.trace)
-
-    def get_sequence_parallel_group(self) -> Any:
-        """None: no sequence is cut over ranks of its own."""
-
-    def is_map_style_dataset(self, obj: Any) -> bool:
-        """Whether samples are found by their place."""
-        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
-
-    def is_iterable_style_dataset(self, obj: Any) -> bool:
-        """Whether samples come one after another."""
-        return isinstance(obj, IterableDataset)
-
-    def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Of the scale that moves."""
-        return {
-            "init_scale": 2 ** self._config.value("fp16.initial_scale_power"),
-            "scale_window": self._config.value("fp16.loss_scale_window"),
-            "min_scale": self._config.value("fp16.min_loss_scale"),
-            "delayed_shift": self._config.value("fp16.hysteresis"),
-            "consecutive_hysteresis": self._config.value("fp16.consecutive_hysteresis"),
-        }
 
     def offload_states(
         self,
@@ -557,22 +350,3 @@ class DeepSpeedEngine(nn.Module):
     def destroy(self) -> None:
         """Give the model back as it came. Collective."""
         self.ours.close()
-
-    # Anything else ---------------------------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        if name in getters.NAMES:
-            return lambda: getters.answer(name, self._config.value)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            pass
-        module = self._modules.get("module") if "_modules" in vars(self) else None
-        if module is not None and hasattr(module, name):
-            return getattr(module, name)
-        if name in INSTEAD:
-            raise AttributeError(f"engine.{name}: not here: {INSTEAD[name]}")
-        raise AttributeError(
-            f"engine.{name}: neither the engine nor the model ({type(module).__name__}) has it; docs/deepspeed.md "
-            "lists what the engine has"
-        )
