@@ -127,6 +127,18 @@ def test_a_lock_that_was_removed_in_between_keeps_nobody_out(
     made.close()
 
 
+def test_a_program_that_goes_to_another_folder_removes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state").mkdir()
+    monkeypatch.chdir(tmp_path)
+    made = DiskScratch(Path("state"), 0, 1)
+    made.reserve(ONE)
+    monkeypatch.chdir("/")
+    made.close()
+    assert os.listdir(tmp_path / "state") == []
+
+
 def test_files_of_a_run_that_took_the_seat_are_left_alone(tmp_path: Path) -> None:
     """Somebody cleared the folder under a run, and started another one there: the first one's end removes nothing."""
     first = DiskScratch(tmp_path, 0, 1)

@@ -55,7 +55,7 @@ class ScratchFolder:
 
         Errors: ConfigError where the folder cannot be used; UsageError names the process that uses it.
         """
-        self.path = path
+        self.path = path = path.absolute()  # whatever folder the program goes to meanwhile
         self.files: dict[str, DirectFile] = {}
         self._rank, self._local_ranks = rank, local_ranks
         self._locks: list[int] = []
