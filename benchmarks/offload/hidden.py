@@ -67,7 +67,7 @@ class ClockedDisk:
         self._jobs.put((kind != "weight", next(self._numbers), (done, time.perf_counter(), target, source)))
         return done
 
-    def reserve(self, wanted: Mapping[str, Mapping[str, int]]) -> None:
+    def reserve(self, wanted: Mapping[str, Mapping[str, int]], shares: object = None) -> None:
         """Room for all."""
         for kind, owners in wanted.items():
             for owner, size in owners.items():
