@@ -17,7 +17,9 @@ Cost:   an all-reduce sends 2·(N-1)/N of the activation per rank, each of the o
 Shapes: activations [B, T, D], cut along ``dim`` (the sequence, 1, unless said otherwise) into N equal pieces.
 """
 
+import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -30,6 +32,21 @@ from shardwise.comm.collectives import Group
 uncompiled = _disable_dynamo
 """Decorator of what runs collectives: torch.compile goes round it. ``torch.compiler.disable`` is the same, but imports
 the compiler where nothing is compiled."""
+
+
+def apart(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook`` of a module that a user may compile, with its hooks: torch.compile goes round it. Loads no compiler."""
+
+    @uncompiled
+    def outside(*args: Any) -> Any:
+        return hook(*args)
+
+    @wraps(hook)
+    def call(*args: Any) -> Any:
+        return outside(*args) if "torch._dynamo" in sys.modules else hook(*args)
+
+    return call
+
 
 SEQUENCE = 1
 """The dim of an activation that is the sequence."""

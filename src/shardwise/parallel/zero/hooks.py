@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.duals import apart
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.marks import Marks
 from shardwise.parallel.zero.order import Order
@@ -467,13 +468,14 @@ class UnitHooks:
     # Hooks -----------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
+        before, after = apart(self._before_forward), apart(self._after_forward)
         for state in self.states:
             index = state.unit.index
             # The lists need a window for the root even where it holds no parameter itself.
             self._handles += [
                 # First of all: a hook of the user's (weight_norm, say) reads the weights.
-                state.module.register_forward_pre_hook(_Hook(self._before_forward, index), prepend=True),
-                state.module.register_forward_hook(_Hook(self._after_forward, index)),
+                state.module.register_forward_pre_hook(_Hook(before, index), prepend=True),
+                state.module.register_forward_hook(_Hook(after, index)),
             ]
             for bucket in state.buckets:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
