@@ -140,5 +140,25 @@ def test_activations_come_back_beside_computation() -> None:
     given = {"offload": {"activations": "host"}, "tiles": {"logits": "off"}}
     known = read(gpt, given, 1, torch.device("cuda"), tokens())
     bare = priced(known, link_bytes_s=1e8)
+    part = priced(known, link_bytes_s=1e8, flops_s=4e9)
     both = priced(known, link_bytes_s=1e8, flops_s=2e8)
-    assert 0 < both.waits < bare.waits / 3
+    assert 0 == both.waits < part.waits < bare.waits
+
+
+def test_parts_along_tp_come_by_the_link_and_from_other_ranks() -> None:
+    given = {
+        "mesh": {"tp": 2},
+        "tensor": {"sequence_parallel": False},
+        "recompute": "full",
+        "offload": {"activations": "host"},
+    }
+    batch = {name: each.repeat(4, 1) for name, each in tokens().items()}
+    known = read(gpt, given, 2, torch.device("cuda"), batch)
+    half = 16 * 64 * 64 * 4 / 2  # of the input of each block but the last
+    assert priced(known, link_bytes_s=1e8).waits == pytest.approx(5 * half / 1e8, rel=0.01)
+    assert known.passed is not None
+    silent = known.passed[0]._replace(
+        shares={key: share._replace(sent_bytes=0) for key, share in known.passed[0].shares.items()}
+    )
+    alone = priced(known._replace(passed={0: silent}), exchange_bytes_s=1e8)
+    assert alone.waits == pytest.approx(5 * half / 1e8, rel=0.01)

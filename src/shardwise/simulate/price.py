@@ -124,8 +124,12 @@ class _Quantities:
         is_cpu: bool,
         rank: int,
     ):
+        self.tp = plan.mesh.tp
         self.ranks = plan.classes[class_of(plan.mesh, rank)]
         self.strategies = strategies_of(self.ranks, plan.registry, policies)
+        saving = [unit for unit, each in enumerate(self.strategies) if each.saved_tier != "device"]
+        self.kept = saving[-1] if saving and plan.mesh.pp == 1 else -1
+        """The Unit whose saved tensors stay all the same: its backward comes at once."""
         self.passed = passed
         self.rates = rates
         self.is_cpu = is_cpu
@@ -149,6 +153,15 @@ class _Quantities:
     def share(self, kind: Kind, unit: int) -> UnitPass:
         """Of a Unit in a pass of one microbatch."""
         return self.passed[self.ranks.unit_stages[unit]].of(kind, self.ranks.units[unit].name)
+
+    def saved(self, unit: int) -> tuple[int, int]:
+        """Bytes that a Unit's forward saves elsewhere: on this rank's host, and of parts on those of others on "tp"."""
+        if unit == self.kept:
+            return 0, 0
+        name, passed = self.ranks.units[unit].name, self.passed[self.ranks.unit_stages[unit]]
+        alike = passed.alike_bytes.get(name, 0)
+        others = alike - -(-alike // self.tp)
+        return max(self.share(Kind.F, unit).net_bytes - others, 0), others
 
     def message(self, action: Action) -> int:
         """Bytes of a SEND or RECV."""
@@ -229,7 +242,8 @@ class _Clocks:
         elif kind in (Kind.F, Kind.B):
             self._compute(action)
         elif kind is Kind.RECALL:
-            self._there["recalled", unit] = self._link("up", self._job.share(Kind.F, unit).net_bytes)
+            own, others = self._job.saved(unit)
+            self._there["recalled", unit] = self._exchange(others, self._link("up", own))
         elif kind is Kind.REDUCE:
             self._reduce(unit)
         elif kind is Kind.ADOPT:
@@ -286,7 +300,7 @@ class _Clocks:
             seconds += times * self._job.gradients[unit] / self._job.near_bytes_s
         self._do(seconds, "compute")
         if action.kind is Kind.F and self._job.strategies[unit].saved_tier != "device":
-            self._link("down", share.net_bytes)
+            self._link("down", self._job.saved(unit)[0])
 
     def _reduce(self, unit: int) -> None:
         moved, times = self._job.moved[unit], self._job.times[Kind.REDUCE, unit]
