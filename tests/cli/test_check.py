@@ -162,6 +162,7 @@ def test_a_check_starts_nothing_and_answers_in_json(
             "zero.forward_methods: 'nothing.encode' names no method of a Unit",
         ),
         ("init_from=/no/such/file", "init_from: /no/such/file is neither a file nor a folder"),
+        ("offload={optimizer: disk, disk_path: /no/such}", "offload.disk_path: /no/such does not exist"),
     ],
 )
 def test_a_check_refuses_what_the_run_would_refuse(

@@ -32,6 +32,7 @@ from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.data.images import ImagePolicy, build_images
 from shardwise.engine.fits import Fit, Memory, budget, fits
 from shardwise.engine.foresee import Outlook, foresee
+from shardwise.memory.scratch_folder import check_folder
 from shardwise.models import BertPolicy, GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
@@ -117,6 +118,8 @@ def check(request: Request, memory: Memory | None = None) -> Foreseen:
     resolved = resolve(wanted, ranks, device.type)
     config, make, samples, held_out = _opened(resolved.config, folder)
     begins = config if start is None else without_start(config)
+    if config.offload.disk_path is not None and config.offload.optimizer == "disk":
+        check_folder(config.offload.disk_path)
     outlook = foresee(make, begins, ranks, device)
     fit = None
     if memory is not None:

@@ -47,6 +47,13 @@ class _SeatFile(NamedTuple):
     kind: str
 
 
+def check_folder(path: Path) -> None:
+    """Errors: ConfigError where it is none."""
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise ConfigError(f"offload.disk_path: {path.absolute()} {what}; give a folder on a local disk")
+
+
 class ScratchFolder:
     """A rank's seat in the folder, and its files."""
 
@@ -59,9 +66,7 @@ class ScratchFolder:
         self.files: dict[str, DirectFile] = {}
         self._rank, self._local_ranks = rank, local_ranks
         self._locks: list[int] = []
-        if not path.is_dir():
-            what = "is not a folder" if path.exists() else "does not exist"
-            raise ConfigError(f"offload.disk_path: {path} {what}; give a folder on a local disk")
+        check_folder(path)
         with self._held():
             self._seat, self._turn = self._claimed()
             try:

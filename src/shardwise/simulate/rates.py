@@ -16,7 +16,11 @@ from typing import NamedTuple
 import torch
 
 from shardwise.memory.direct_io import DirectFile, aligned_empty, bytes_of
+from shardwise.memory.scratch_folder import check_folder
 from shardwise.observe.flops import measured_peak, peak_of
+from shardwise.observe.progress import bytes_text
+from shardwise.plan.errors import ConfigError
+from shardwise.plan.words import in_words
 
 _BYTES = 32 << 20
 _ROUNDS = 3
@@ -42,7 +46,7 @@ class Rates(NamedTuple):
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, disk_path: Path | None = None) -> Rates:
-    """Of this machine; without a ``disk_path`` a disk of 1 GB/s is taken. Errors: OSError of the folder."""
+    """Of this machine; without a ``disk_path`` a disk of 1 GB/s is taken. Errors: ConfigError of the folder."""
     host = _copy_rate(torch.device("cpu"), torch.device("cpu"))
     disk = 1e9 if disk_path is None else _disk_rate(disk_path)
     if device.type == "cpu":
@@ -68,15 +72,20 @@ def _copy_rate(source: torch.device, target: torch.device) -> float:
 
 
 def _disk_rate(folder: Path) -> float:
+    check_folder(folder)
     path = folder / f".shardwise-rate-{os.getpid()}"
-    file = DirectFile(path, _BYTES)
     try:
-        data = bytes_of(aligned_empty(_BYTES, torch.uint8).zero_())
-        spare = bytes_of(aligned_empty(1 << 20, torch.uint8))
-        write_s = _best_s(lambda: file.write(data, 0, spare))
-        read_s = _best_s(lambda: file.read(data, 0, spare))
+        with contextlib.closing(DirectFile(path, _BYTES)) as file:
+            data = bytes_of(aligned_empty(_BYTES, torch.uint8).zero_())
+            spare = bytes_of(aligned_empty(1 << 20, torch.uint8))
+            write_s = _best_s(lambda: file.write(data, 0, spare))
+            read_s = _best_s(lambda: file.read(data, 0, spare))
+    except OSError as error:
+        raise ConfigError(
+            f"offload.disk_path: {in_words(error)}, where the disk's rate is measured with a file of "
+            f"{bytes_text(_BYTES)}; look to the disk, or give another folder"
+        ) from None
     finally:
-        file.close()
         with contextlib.suppress(OSError):
             path.unlink()
     return 2 * _BYTES / (write_s + read_s)
