@@ -98,6 +98,7 @@ def main() -> None:
         name: shardwise.initialize(Gpt(policy(given)), config(given, setting), world=world)
         for name, setting in settings.items()
     }
+    torch.manual_seed(0)  # ranks that share a model have the same batches
     ids = torch.randint(0, given.vocab, (given.rows, given.tokens + 1))
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
     seconds: dict[str, list[float]] = {name: [] for name in settings}

@@ -37,6 +37,7 @@ from shardwise.engine.saving import compare
 from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import Tables, check_mesh, chosen_for, register_tables, tables_of
 from shardwise.kernels.crc import crc32
+from shardwise.kernels.philox import words
 from shardwise.memory.activations import check_blocks
 from shardwise.memory.alike import Alike
 from shardwise.memory.offload import OffloadPolicy
@@ -203,12 +204,18 @@ def read(
         plan = make_plan(spec, mesh, policies._replace(offload=OffloadPolicy()))
         passed = _passes(make, settings, plan, starts, precision, to_recompute, example, loss, blocks)
     check_blocks(blocks, settings.offload)
-    beside = process_bytes(settings.offload.optimizer == "disk") if device.type == "cpu" else 0
+    beside = 0
+    if device.type == "cpu":
+        is_drawn = settings.init_from is None
+        drawn = max((each.numel() for each in model.parameters() if is_drawn and each.is_meta), default=0)
+        beside = process_bytes(settings.offload.optimizer == "disk", drawn)
     return Known(settings, mesh, spec, policies, starts, tables, blocks, device, passed, beside)
 
 
-def process_bytes(with_disk: bool) -> int:
-    """What this process holds, standing for a rank's without its engine; with what a disk's checksums load."""
+def process_bytes(with_disk: bool, drawn_elements: int = 0) -> int:
+    """What this process holds, standing for a rank's without its engine; with what a disk's checksums load, and what
+    start weights of so many elements do that are drawn there."""
+    words(0, 0, min(drawn_elements, 1 << 20))
     if with_disk:
         crc32(np.zeros(1 << 20, dtype=np.uint8))  # fewer bytes load nothing
     return resident_bytes() or 0
