@@ -19,6 +19,7 @@ from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action, Kind
 from shardwise.plan.errors import PlanError
+from shardwise.plan.lists import Boundary
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.registry import UpdateRule
@@ -256,6 +257,27 @@ def test_tables_are_fetched_where_a_step_has_shown() -> None:
     assert "F(u1,0) FETCH(u4,0) FETCH(u3,0)" in " ".join(map(str, asked.own.actions))
     with pytest.raises(PlanError, match="0 FETCH of Unit 3 in microbatch 0"):
         Planned(spec, policies, made).in_order({0: StageOrder(boundaries, {4: 1})})
+
+
+def test_a_block_that_runs_twice_in_a_row_is_recalled_for_both_calls() -> None:
+    """One Unit ahead of the first, in one list: the Plan of a step that had shown this order was refused."""
+    made = described_plan(Mesh(), saves=True)
+    spec, boundaries = described(), list(registered(made.own, 0).boundaries)
+    place = boundaries.index(Boundary(False, 2)) + 1
+    boundaries[place:place] = [Boundary(True, 2), Boundary(False, 2)]
+    policies = Policies(
+        ZeroPolicy(stage=0, prefetch_bytes=0),
+        PipelinePolicy(),
+        PrecisionPolicy(),
+        lambda name: 0,
+        (UpdateRule(("exp_avg",)),),
+        2,
+        offload=OffloadPolicy(activations="host"),
+        blocks=spec.units,
+    )
+    asked = Planned(spec, policies, made).in_order({0: StageOrder(tuple(boundaries), {})})
+    row = " ".join(map(str, asked.own.actions))
+    assert "RECALL(u2,1) B(u3,1)" in row and "RECALL(u2,1) B(u2,1)" in row and "RECALL(u1,1) B(u2,1)" in row
 
 
 def test_a_collection_that_two_stages_use() -> None:

@@ -254,7 +254,7 @@ PLANTED = [
         r"BRING\(u1,0\) of a Unit whose shard lies on the device",
     ),
     ("saved", drop("pp 0", unit(Kind.RECALL, 1, 1)), "0 RECALL and 1 B of Unit 1 in microbatch 1"),
-    ("saved", double("pp 0", unit(Kind.RECALL, 1, 1)), r"RECALL\(u1,1\) twice before B\(u1,1\)"),
+    ("saved", double("pp 0", unit(Kind.RECALL, 1, 1)), r"RECALL\(u1,1\) more often than F\(u1,1\)"),
     (
         "saved",
         swap("pp 0", unit(Kind.RECALL, 2, 0), unit(Kind.B, 2, 0)),

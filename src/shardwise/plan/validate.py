@@ -339,11 +339,13 @@ class _RankList:
             self._changes(action, rules, unit not in self._gathered, "while its weights are not gathered")
             self._gathered.discard(unit)
         elif kind is Kind.RECALL:
-            recalled, opened = (self._counts[Action(each, unit, microbatch)] for each in (kind, Kind.B))
-            if recalled > opened:
-                self._refuse(action, f"twice before {Action(Kind.B, unit, microbatch)}")
-            if opened == self._counts[Action(Kind.F, unit, microbatch)]:
+            recalled, opened, saved = (
+                self._counts[Action(each, unit, microbatch)] for each in (kind, Kind.B, Kind.F)
+            )
+            if opened == saved:
                 self._refuse(action, f"behind {Action(Kind.B, unit, microbatch)}, which needs it")
+            if recalled == saved:  # a Unit that runs twice in a row has both ahead of its first B
+                self._refuse(action, f"more often than {Action(Kind.F, unit, microbatch)}, which saves it")
         elif kind is Kind.REDUCE:
             if not rules.trains:
                 self._refuse(action, "of a Unit in which nothing trains")
