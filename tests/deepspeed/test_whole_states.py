@@ -140,3 +140,12 @@ def test_what_is_no_size_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_shard_size: 'large' is no size; expected"):
         convert_zero_checkpoint_to_fp32_state_dict(saved, tmp_path / "out", "large")
     assert not (tmp_path / "out").exists()
+
+
+def test_leaving_frozen_parameters_out_is_refused(saved: Path, tmp_path: Path) -> None:
+    """It was taken, and they came all the same."""
+    with pytest.raises(UsageError, match="exclude_frozen_parameters: True: a step does not say which"):
+        get_fp32_state_dict_from_zero_checkpoint(saved, exclude_frozen_parameters=True)
+    with pytest.raises(UsageError, match="exclude_frozen_parameters: True"):
+        convert_zero_checkpoint_to_fp32_state_dict(saved, tmp_path / "out", exclude_frozen_parameters=True)
+    assert not (tmp_path / "out").exists()

@@ -41,8 +41,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """The whole model in fp32, from masters where there are any, under all its names. On the CPU, of this process.
 
-    Of steps that we saved and of those that DeepSpeed did. Errors: CheckpointError.
+    Of steps that we saved and of those that DeepSpeed did. Errors: CheckpointError; UsageError for
+    ``exclude_frozen_parameters``.
     """
+    _check_wanted(exclude_frozen_parameters)
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}
 
@@ -78,8 +80,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     at most ``max_shard_size``; else files ``-00001-of-00002`` of at most so much, or of one tensor, and an index.
 
     The disk has room for a second copy of a model for torch, and of one that DeepSpeed saved. Errors: CheckpointError;
-    UsageError for what is no size.
+    UsageError for what is no size, and for ``exclude_frozen_parameters``.
     """
+    _check_wanted(exclude_frozen_parameters)
     out, limit = Path(output_dir), _limit(max_shard_size)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".shardwise_", dir=out) as folder:
@@ -95,6 +98,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             _write_for_torch(files, out)
     if len(files.stored) > 1:
         files.write_index(out, "safetensors" if safe_serialization else "bin")
+
+
+def _check_wanted(excludes_frozen: bool) -> None:
+    # A parameter without masters and moments is frozen, or had no gradient yet, or its optimizer keeps none.
+    if excludes_frozen:
+        raise UsageError(
+            "exclude_frozen_parameters: True: a step does not say which of its parameters train; leave it out and drop "
+            "their names from the result, or have the engine leave them out: "
+            "save_16bit_model(folder, exclude_frozen_parameters=True)"
+        )
 
 
 def _limit(size: str | int | None) -> int | None:
