@@ -111,8 +111,10 @@ def test_the_peak_of_each_stage_is_foreseen(ranks: Any, given: dict[str, Any]) -
 
 @pytest.mark.parametrize("given", [{}, {"experts": {"rows": 128}}, {"recompute": "full"}], ids=str)
 def test_the_peak_of_experts_is_foreseen(given: dict[str, Any]) -> None:
-    step = foresee(lambda: gpt(experts=EXPERTS), given, example=tokens()).step
-    assert step is not None
+    outlook = foresee(lambda: gpt(experts=EXPERTS), given, example=tokens())
+    step = outlook.step
+    assert step is not None and "where routers choose evenly" in outlook.assumes[0]
+    assert ("128 pairs" in outlook.assumes[0]) == ("experts" in given)
     engine = shardwise.initialize(gpt(experts=EXPERTS), given)
     engine.train_step([tokens()])
     with LiveBytes() as live:

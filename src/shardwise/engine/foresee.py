@@ -45,6 +45,7 @@ from shardwise.memory.recompute import chosen
 from shardwise.memory.replay import BatchPosition, Replay
 from shardwise.observe.memory import resident_bytes
 from shardwise.parallel.expert.loads import ExpertLoads
+from shardwise.parallel.expert.stacks import find_stacks
 from shardwise.parallel.pipeline.messages import pack, unpack
 from shardwise.parallel.pipeline.stage_module import kind_of
 from shardwise.parallel.zero.modules import repeated_blocks
@@ -136,6 +137,7 @@ class Known(NamedTuple):
     device: torch.device
     passed: Mapping[int, MeasuredPass]
     """Of one microbatch, by stage; none without an example."""
+    has_experts: bool
     process_bytes: int
     """What lies in the rank's memory beside the engine: on CPU ranks what this process held when it was asked."""
 
@@ -161,7 +163,7 @@ class Known(NamedTuple):
         )
 
     def _assumptions(self) -> tuple[str, ...]:
-        if not self.spec.experts:
+        if not self.has_experts:
             return ()
         policy = self.settings.experts
         if policy.exchange == "blocks" and self.mesh.ep > 1:
@@ -209,7 +211,8 @@ def read(
         is_drawn = settings.init_from is None
         drawn = max((each.numel() for each in model.parameters() if is_drawn and each.is_meta), default=0)
         beside = process_bytes(settings.offload.optimizer == "disk", drawn)
-    return Known(settings, mesh, spec, policies, starts, tables, blocks, device, passed, beside)
+    has_experts = bool(find_stacks(model).stacks)
+    return Known(settings, mesh, spec, policies, starts, tables, blocks, device, passed, has_experts, beside)
 
 
 def process_bytes(with_disk: bool, drawn_elements: int = 0) -> int:
