@@ -167,6 +167,39 @@ def test_the_bits_of_a_run_that_keeps_them(device_process: RankPool, case: Case,
     assert found == [*[[True, False, True]] * (len(found) - 1), [True, []]]
 
 
+class Again(nn.Module):
+    """Its blocks run one after another, and then all of them once more."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, *self.blocks]:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def run_again(world: Any, moves: bool) -> list[str]:
+    with Bench(), late_copies():
+        config = {"offload": {"activations": "host" if moves else "device"}}
+        engine = shardwise.initialize(Again(), config, world=world)
+        x = torch.ones(3, 8).to(world.device)
+        results = [engine.train_step([x]) for _ in range(3)]
+        return [number.hex() for result in results for number in (result.loss, result.grad_norm)]
+
+
+def both_ways(_: Any) -> list[list[str]]:
+    return [Crew(1, register()).run(run_again, moves)[0] for moves in (False, True)]
+
+
+def test_a_stack_that_runs_again(device_process: RankPool) -> None:
+    """The RECALL of its first run passed the REDUCEs of its last one, whose gradients were to come: refused as late."""
+    [[kept, moved]] = device_process.run(both_ways)
+    assert kept == moved
+
+
 def refused_on(_: Any) -> str:
     config = {"offload": {"activations": "host"}}
     with pytest.raises(ConfigError) as caught:

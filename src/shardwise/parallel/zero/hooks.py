@@ -218,7 +218,7 @@ class UnitHooks:
         is_next = self._walker.run_to(Kind.F, self.windows.first + index)  # [step 2]
         if not is_next and (self._pass is Pass.FORWARD or torch.is_grad_enabled()):
             self._walker.diverge(f"forward of {state.unit.title} is not next in the list")
-        if self.has_windows:
+        if self.has_windows or self._recalls:
             self.order.has_departed |= not is_next
         if state.has_windows:
             self.windows.need(state)
