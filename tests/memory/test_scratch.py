@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,6 +222,28 @@ def test_a_scratch_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     del made
     eventually(lambda: not os.listdir(tmp_path))
     eventually(lambda: threading.active_count() <= before)
+
+
+def test_the_collector_may_end_a_scratch_inside_of_its_queue(
+    tmp_path: Path,
+) -> None:
+    """In a thread that takes a job. The lock of the queue was waited for by who held it: nothing was collected more."""
+    made = scratch(tmp_path)
+    jobs = made._threads._jobs
+    ended = threading.Event()
+
+    class Collected(type(jobs._urgent)):  # type: ignore[misc]
+        def get_nowait(self) -> Any:
+            if not ended.is_set():
+                ended.set()
+                made._end()
+            return super().get_nowait()
+
+    jobs._urgent = Collected()
+    done = made.write("master", "first", drawn(SIZES["first"]))
+    with pytest.raises(TierError, match="was closed while requests were under way"):
+        done.result(10)
+    eventually(lambda: not os.listdir(tmp_path))
 
 
 def test_threads_without_memory_are_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from queue import PriorityQueue
-from typing import Literal, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -216,15 +215,37 @@ class DiskScratch:
             self.bytes_read[block.kind] += block.size
 
 
-class _Job(NamedTuple):
-    """Moves one block. The smallest is the next one; one that does nothing is the last of its thread."""
+_Job = Callable[[Bytes], None]
+"""Moves one block. Given spare memory of its thread; raises nothing."""
 
-    is_last: bool
-    waits: bool
-    """Whether others go before it."""
-    number: int
-    run: Callable[[Bytes], None] | None = None
-    """Given spare memory of its thread. Raises nothing."""
+
+class _Jobs:
+    """Jobs that wait for a thread: the urgent ones first, and those of a kind in the order in which they came.
+
+    Python's collector may end a scratch in a thread that is in here: SimpleQueue bears that. A lock would be waited for
+    by who holds it."""
+
+    def __init__(self) -> None:
+        self._urgent: SimpleQueue[_Job] = SimpleQueue()
+        self._others: SimpleQueue[_Job | None] = SimpleQueue()
+        self._came: SimpleQueue[None] = SimpleQueue()
+        """As many as there are jobs in both."""
+
+    def put(self, job: _Job | None, is_urgent: bool = False) -> None:
+        """One more; None is the last of a thread."""
+        if is_urgent and job is not None:
+            self._urgent.put(job)
+        else:
+            self._others.put(job)
+        self._came.put(None)
+
+    def get(self) -> _Job | None:
+        """The next one, as soon as there is one."""
+        self._came.get()
+        try:
+            return self._urgent.get_nowait()
+        except Empty:
+            return self._others.get()
 
 
 class _DiskThreads:
@@ -235,8 +256,7 @@ class _DiskThreads:
         self.order = threading.RLock()
         self.failure: BaseException | None = None
         """What all jobs that have not begun fail with."""
-        self._numbers = count()
-        self._jobs: PriorityQueue[_Job] = PriorityQueue()
+        self._jobs = _Jobs()
         self._threads = [
             threading.Thread(
                 target=_run_jobs, args=(self._jobs, spare), name=f"shardwise-disk-{n}", daemon=True
@@ -258,7 +278,7 @@ class _DiskThreads:
             with self.order:
                 failure = self.failure
                 if failure is None:
-                    self._jobs.put(_Job(False, not is_urgent, next(self._numbers), held.pop()))
+                    self._jobs.put(held.pop(), is_urgent)
             if failure is not None:
                 done.set_exception(failure)
 
@@ -280,14 +300,14 @@ class _DiskThreads:
             TierError("state on disk was closed while requests were under way, or before they were made")
         )
         for _ in self._threads:
-            self._jobs.put(_Job(True, True, next(self._numbers)))
+            self._jobs.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():  # whose job held the last reference to its scratch
                 thread.join(_EXIT_PATIENCE_S)
 
 
-def _run_jobs(jobs: PriorityQueue[_Job], spare: Bytes) -> None:
-    while (run := jobs.get().run) is not None:
+def _run_jobs(jobs: _Jobs, spare: Bytes) -> None:
+    while (run := jobs.get()) is not None:
         run(spare)
         del run  # the last job's tensor must not live as long as this thread waits for another
 
