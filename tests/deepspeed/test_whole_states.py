@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
 from shardwise.checkpoint.layout import Sizes
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import CheckpointError, UsageError
 from tests.deepspeed import test_their_checkpoint as theirs
 from tests.deepspeed.test_their_checkpoint import pickled, plain  # noqa: F401  fixtures
 from tests.largest_made import LargestMade
@@ -140,6 +140,22 @@ def test_what_is_no_size_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_shard_size: 'large' is no size; expected"):
         convert_zero_checkpoint_to_fp32_state_dict(saved, tmp_path / "out", "large")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_files_of_another_number_are_refused(saved: Path, tmp_path: Path, is_safe: bool) -> None:
+    """Both ways round; files of the same names are written anew."""
+    out = tmp_path / "out"
+    for first, second in ((None, 40_000), (40_000, None)):
+        out = tmp_path / f"{first}"
+        for _ in range(2):
+            convert_zero_checkpoint_to_fp32_state_dict(saved, out, first, is_safe)
+        before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+        with pytest.raises(
+            CheckpointError, match=r"holds (pytorch_)?model.* of a model in another number"
+        ):
+            convert_zero_checkpoint_to_fp32_state_dict(saved, out, second, is_safe)
+        assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
 def test_leaving_frozen_parameters_out_is_refused(saved: Path, tmp_path: Path) -> None:

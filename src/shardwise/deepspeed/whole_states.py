@@ -13,7 +13,7 @@ one of ours first, without moments.
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -79,8 +79,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the whole fp32 model into ``output_dir``: ``pytorch_model.bin``, or ``model.safetensors``, where it takes
     at most ``max_shard_size``; else files ``-00001-of-00002`` of at most so much, or of one tensor, and an index.
 
-    The disk has room for a second copy of a model for torch, and of one that DeepSpeed saved. Errors: CheckpointError;
-    UsageError for what is no size, and for ``exclude_frozen_parameters``.
+    The disk has room for a second copy of a model for torch, and of one that DeepSpeed saved. Errors: CheckpointError,
+    also where ``output_dir`` holds such files of another number; UsageError for what is no size, and for
+    ``exclude_frozen_parameters``.
     """
     _check_wanted(exclude_frozen_parameters)
     out, limit = Path(output_dir), _limit(max_shard_size)
@@ -88,16 +89,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     with tempfile.TemporaryDirectory(prefix=".shardwise_", dir=out) as folder:
         scratch = Path(folder)
         step = _as_ours(checkpoint_dir, tag, scratch / "step")
+        suffix = "safetensors" if safe_serialization else "bin"
+        check = partial(_check_folder, out, suffix)
         if safe_serialization:
-            files = _Files(out, "model", limit, copies_ties=True)
+            files = _Files(out, "model", limit, copies_ties=True, check=check)
         else:
-            files = _Files(scratch, "pytorch_model", limit, copies_ties=False)
+            files = _Files(scratch, "pytorch_model", limit, copies_ties=False, check=check)
         with files:
             Checkpoints(step).load(files.choose)
         if not safe_serialization:
             _write_for_torch(files, out)
     if len(files.stored) > 1:
-        files.write_index(out, "safetensors" if safe_serialization else "bin")
+        files.write_index(out, suffix)
 
 
 def _check_wanted(excludes_frozen: bool) -> None:
@@ -107,6 +110,24 @@ def _check_wanted(excludes_frozen: bool) -> None:
             "exclude_frozen_parameters: True: a step does not say which of its parameters train; leave it out and drop "
             "their names from the result, or have the engine leave them out: "
             "save_16bit_model(folder, exclude_frozen_parameters=True)"
+        )
+
+
+def _check_folder(out: Path, suffix: str, files: Collection[str]) -> None:
+    """``files``: names that are to be written, without ``suffix``. Others beside them would be taken for theirs."""
+    stem = next(iter(files)).partition("-")[0]
+    mine = {f"{file}.{suffix}" for file in files}
+    mine |= {f"{stem}.{suffix}.index.json"} if len(files) > 1 else set()
+    found = {
+        path.name
+        for pattern in (f"{stem}*.{suffix}", f"{stem}.{suffix}.index.json")
+        for path in out.glob(pattern)
+    }
+    if left := sorted(found - mine):
+        raise CheckpointError(
+            f"output_dir: {out} holds {left[0]}{f' and {len(left) - 1} more' * (len(left) > 1)}, of a model in another "
+            f"number of files than the {len(files)} to be written; a reader may take them for it: remove them, or give "
+            "another folder"
         )
 
 
@@ -160,16 +181,24 @@ def _items(manifest: Manifest, flat_of: Callable[[ManifestTensor], Flat]) -> lis
 class _Files:
     """safetensors files of at most ``limit`` bytes, or one tensor, written as elements come from a step.
 
-    ``copies_ties``: a tied tensor stands there under each of its names, else under its first alone.
+    ``copies_ties``: a tied tensor stands there under each of its names, else under its first alone. ``check``: is told
+    their names, without a suffix, before any is made.
     """
 
-    def __init__(self, folder: Path, stem: str, limit: int | None, copies_ties: bool):
+    def __init__(
+        self,
+        folder: Path,
+        stem: str,
+        limit: int | None,
+        copies_ties: bool,
+        check: Callable[[Collection[str]], None],
+    ):
         self.folder = folder
         self.stored: dict[str, dict[str, ManifestTensor]] = {}
         """By file, without its suffix, and name."""
         self.names: dict[str, tuple[str, ...]] = {}
         """All names of what is stored under one."""
-        self._stem, self._limit, self._copies_ties = stem, limit, copies_ties
+        self._stem, self._limit, self._copies_ties, self._check = stem, limit, copies_ties, check
         self._stack = ExitStack()
 
     def __enter__(self) -> "_Files":
@@ -193,6 +222,10 @@ class _Files:
             self.names |= found
             tensors |= dict.fromkeys(found, each)
         self.stored = self._cut(tensors)
+        self._check(self.stored)
+        names_of: dict[int, list[str]] = {}
+        for name, each in tensors.items():
+            names_of.setdefault(id(each), []).append(name)
         for file, held in self.stored.items():
             shapes = {name: tuple(each.shape) for name, each in held.items()}
             dtypes = {name: _wide(each) for name, each in held.items()}
@@ -200,7 +233,7 @@ class _Files:
             writers |= dict.fromkeys(held, self._stack.enter_context(writer))
 
         def flat_of(wanted: ManifestTensor) -> Elsewhere:
-            names = [name for name, each in tensors.items() if each is wanted]
+            names = names_of[id(wanted)]
 
             def read(start: int, stop: int) -> Tensor:
                 assert start == stop, f"{wanted.name} is written here alone"
