@@ -151,9 +151,7 @@ def test_files_of_another_number_are_refused(saved: Path, tmp_path: Path, is_saf
         for _ in range(2):
             convert_zero_checkpoint_to_fp32_state_dict(saved, out, first, is_safe)
         before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-        with pytest.raises(
-            CheckpointError, match=r"holds (pytorch_)?model.* of a model in another number"
-        ):
+        with pytest.raises(CheckpointError, match=r"holds (pytorch_)?model.* of a model in another number"):
             convert_zero_checkpoint_to_fp32_state_dict(saved, out, second, is_safe)
         assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
 

@@ -2,8 +2,10 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import shardwise
 from shardwise.engine import state
 from shardwise.formats.safetensors import StoredTensor
+from shardwise.memory.scratch import DiskScratch
 from shardwise.models import Gpt, GptPolicy
 from shardwise.plan.errors import CheckpointError, UsageError
 
@@ -74,7 +77,9 @@ def built(make: Callable[[], nn.Module], folder: Path, start: Path | None = None
     given = {"zero": {"stage": 3}, "offload": offload, "check_first_step": "off"} | (
         {"init_from": str(start)} if start else {}
     )
-    with Allocated() as found:
+    # Memory of a block a thread does not grow with the model, which is smaller here.
+    of_pages = patch("shardwise.engine.site.DiskScratch", partial(DiskScratch, block_bytes=4096))
+    with of_pages, Allocated() as found:
         for parameter in model.parameters():
             found.note(parameter.detach())
         own = found.now

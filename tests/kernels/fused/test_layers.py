@@ -19,14 +19,19 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
 def compare(
-    fused: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor], bound: float
+    fused: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    bound: float,
+    least: float = 1,
 ) -> None:
-    """Values and gradients, against the reference in fp64 on the same rounded inputs."""
+    """Values and gradients, against the reference in fp64 on the same rounded inputs; ``least``: of terms that may
+    cancel each other."""
     found = given_and_gradients(fused, inputs)
     expected = given_and_gradients(reference, [x.detach().double() for x in inputs])
     for a, b, x in zip(found, expected, [inputs[0], *inputs], strict=True):
         assert a.dtype == x.dtype
-        assert away(a, b, least=1) < bound
+        assert away(a, b, least=least) < bound
 
 
 @DRAWN
@@ -34,8 +39,10 @@ def compare(
 def test_rms_norm(sizes: list[int], width: int, dtype: torch.dtype, wide_weight: bool) -> None:
     x = torch.randn(*sizes, width, device=DEVICE).to(dtype)
     weight = torch.randn(width, device=DEVICE).to(torch.float32 if wide_weight else dtype)
-    bound = BOUNDS[dtype]
-    compare(lambda x, w: rms_norm(x, w, 1e-3), lambda x, w: plain_rms_norm(x, w, 1e-3), [x, weight], bound)
+    # Terms of x's gradient are so large, and cancel in a row of one element.
+    largest = float((x.double().square().mean(-1) + 1e-3).rsqrt().max())
+    both = (lambda x, w: rms_norm(x, w, 1e-3)), (lambda x, w: plain_rms_norm(x, w, 1e-3))
+    compare(*both, [x, weight], BOUNDS[dtype], max(1.0, largest))
 
 
 def test_rms_norm_over_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
