@@ -38,7 +38,8 @@ EXIT_CODES: dict[str, str] = {
     "0": "It went through; also: Ctrl-C between two steps of ``shardwise train``, after which the step is saved.",
     "1": "The run failed: data, a checkpoint, a rank, a number that is not finite; or a defect, which keeps its "
     "traceback. ``inspect``: a step is damaged.",
-    "2": "The configuration or the call is at fault, and nothing was started or written.",
+    "2": "The configuration or the call is at fault, and nothing was started or written; also: "
+    "``train --check --memory`` finds that a step does not fit.",
     "143": "SIGTERM: the running step was finished and saved. A scheduler takes the run for an interrupted one.",
     "129": "SIGHUP, as when a terminal closes: the running step was finished and saved.",
     "128 + n": "Killed by signal n; 137 is SIGKILL, as the kernel does when memory runs out. A second Ctrl-C or "
