@@ -1,12 +1,16 @@
 """Rank processes for tests: started once, as forks of a server that has torch already, then fed calls over pipes."""
 
+import faulthandler
 import importlib
 import multiprocessing
+import os
+import signal
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -74,7 +78,8 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout_s or self._patience_s)
             if not ready:
-                failures |= {rank: "did not answer in time" for rank in waiting.values()}
+                stacks = self._stacks()
+                failures |= {rank: f"did not answer in time\n{stacks[rank]}" for rank in waiting.values()}
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]
@@ -88,6 +93,14 @@ class RankPool:
             raise RanksError("\n".join(f"--- rank {rank}: {text}" for rank, text in failures.items()))
         return [results[rank] for rank in range(self.size)]
 
+    def _stacks(self) -> list[str]:
+        """By rank, where its threads are."""
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or os.getpid(), signal.SIGUSR1)
+        time.sleep(1)
+        return [_stacks_of(self._folder.name, rank).read_text() for rank in range(self.size)]
+
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
@@ -99,6 +112,10 @@ class RankPool:
                 process.join()
         self._pipes = []
         self._folder.cleanup()
+
+
+def _stacks_of(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"stacks-{rank}.txt"
 
 
 class RanksError(AssertionError):
@@ -119,6 +136,9 @@ def _serve(
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     stack = ExitStack()
+    faulthandler.register(
+        signal.SIGUSR1, stack.enter_context(_stacks_of(Path(store).parent, rank).open("w")), all_threads=True
+    )
     if is_late:
         stack.enter_context(late.installed())
     if device != "cpu":
