@@ -38,7 +38,6 @@ meanwhile.
 Cost: two hooks per Unit and pass, one per parameter.
 """
 
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum, auto
 from functools import cached_property, partial, wraps
@@ -479,7 +478,7 @@ class UnitHooks:
             ]
             for bucket in state.buckets:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
-                    hook = _landing(self, index, bucket, place)
+                    hook = partial(self._accumulate, index, bucket, place)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def gather_around(self, index: int, method: str) -> None:
@@ -506,19 +505,6 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _landing(hooks: UnitHooks, index: int, bucket: BucketState, place: int) -> Callable[[nn.Parameter], None]:
-    """What a parameter calls when its gradient has landed. Python's collector cannot look into hooks of this kind: with
-    the engine in them, one that is dropped unclosed would keep its memory, threads and files to the end."""
-    of, to = weakref.ref(hooks), weakref.ref(bucket)
-
-    def hook(parameter: nn.Parameter) -> None:
-        landed, into = of(), to()
-        if landed is not None and into is not None:
-            landed._accumulate(index, into, place, parameter)
-
-    return hook
 
 
 def _asks_for_gradients(output: Any) -> bool:
