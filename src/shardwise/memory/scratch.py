@@ -270,9 +270,8 @@ class _DiskThreads:
         self, before: Future[None] | None, is_urgent: bool, run: Callable[[Bytes], None], done: Future[None]
     ) -> None:
         """As soon as ``before`` is over, of whose error its own requester hears. No thread waits for that."""
-        held = [
-            run
-        ]  # let go of when it begins: a future keeps its callbacks, and ``run`` its tensor's memory
+        # Let go of when it begins: a future keeps its callbacks, and ``run`` its tensor's memory.
+        held = [run]
 
         def submit(_: Future[None] | None) -> None:
             with self.order:
