@@ -1,5 +1,6 @@
 # Both main targets do all the set-up from a fresh clone:  make train   make test
 PYTHON ?= python3
+TORCH  ?= torch>=2.11,<2.14
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -11,7 +12,7 @@ help:
 	@echo "make train    train a GPT on two ranks for about two minutes, into runs/"
 	@echo "make test     linters and the whole test suite"
 	@echo "make soak     the long fault campaigns, and late collectives under all parallel tests"
-	@echo "make reference  docs/reference from the code"
+	@echo "make reference  docs/reference and the page of errors from the code"
 	@echo "make gpu      the tests that need an accelerator, then the first run's table (ten minutes)"
 	@echo "make install  the virtual environment in .venv alone"
 
@@ -19,7 +20,7 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	@# torch first and by itself: with it in place nothing else pulls another build of it
-	$(BIN)/pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet -e ".[dev,hf,kernels,tables]"
 	@touch $@
 
@@ -44,6 +45,7 @@ walls: $(READY)
 
 reference: $(READY)
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_errors.py
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)

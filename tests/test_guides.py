@@ -4,8 +4,9 @@ A page is one folder. In the order of the page:
     ```python   first line ``# NAME.py``: written under that name; others are cells of one script, run at the end
     ```yaml     first line ``# NAME.yaml``: written; all are checked as configurations
     ```bash     run, line by line; ``shardwise train`` takes a few steps of a small model; ranks are forks (forked.py)
-    ```bash elsewhere    needs what is not here (several hosts, a cluster): parsed, and its flags of ours are known
     ```text     shown
+After the line <!-- shown, not run --> a block needs something that is not here (several hosts, a cluster), or fails on
+purpose: it is parsed, and its flags of ours are known.
 """
 
 import inspect
@@ -39,7 +40,16 @@ from tests import forked
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/techniques/*.md"), ROOT / "README.md"])
-READ = sorted([*PAGES, *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"])
+READ = sorted(
+    {
+        *PAGES,
+        *(
+            page
+            for folder in (".", "docs", "benchmarks", "examples")
+            for page in (ROOT / folder).glob("*.md")
+        ),
+    }
+)
 """Pages without blocks that run are held to what they name."""
 PARTS = [
     "The problem",
@@ -51,7 +61,8 @@ PARTS = [
     "Limits and risks",
     "Beside others",
 ]
-KINDS = {"python", "yaml", "bash", "bash elsewhere", "text", ""}
+KINDS = {"python", "python shown", "yaml", "bash", "bash shown", "text", ""}
+SHOWN = "<!-- shown, not run -->"
 SMALL = "train.steps=2 train.eval_every=0 train.sample_tokens=4 data.validation_samples=8 checkpoint.every=2"
 SMALL_TEXT = "model.layers=2 model.width=16 model.heads=2 model.context=16 data.pattern=ab*.py schedule.total_steps=100"
 SMALL_CLICKS = "data.synthetic.samples=4000 data.synthetic.validation_samples=200 batch.global_size=256"
@@ -64,11 +75,14 @@ def small(words: list[str]) -> list[str]:
         return words
     text = Path(words[2]).read_text() if words[2].endswith(".yaml") else words[2]
     more = f"{SMALL} {SMALL_CLICKS if 'dlrm' in text else SMALL_TEXT}".split()
+    words = [
+        re.sub(r"^train\.steps=\d+$", "train.steps=4", word) for word in words
+    ]  # a page resumes after 400 steps
     return [*words[:3], *(part for each in more for part in ("--set", each)), *words[3:]]
 
 
 def name_of(page: Path) -> str:
-    """``techniques/zero``."""
+    """Return the name of a page in the names of tests, such as ``techniques/zero``."""
     return "/".join(page.relative_to(ROOT).with_suffix("").parts[-2:])
 
 
@@ -90,6 +104,8 @@ def blocks(page: Path) -> list[Block]:
     for number, line in enumerate(lines, 1):
         if line.startswith("```") and not opened:
             opened, kind = number, line[3:].strip()
+            if number > 1 and lines[number - 2] == SHOWN:
+                kind += " shown"
         elif line.startswith("```"):
             found.append(Block(opened, kind, "\n".join(lines[opened : number - 1]) + "\n"))
             opened = 0
@@ -115,7 +131,7 @@ def test_every_block_is_of_a_kind_and_in_good_form(page: Path) -> None:
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
         assert block.kind in KINDS, f"{where}: {block.kind!r}"
-        if block.kind == "python":
+        if block.kind.startswith("python"):
             compile(block.text, where, "exec")
         if block.kind == "yaml":
             for each in block.text.split("\n---\n"):
@@ -237,6 +253,43 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
                 if words := shlex.split(line, comments=True):
                     call(words, f"{page.name}:{block.line}: {line}", monkeypatch)
     run_cells()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_first_program_prints_the_same_digits_on_any_number_of_ranks(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """README prints the line that the program writes; it once printed another loss on two ranks than on one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = blocks(ROOT / "README.md")
+    program = next(block for block in found if block.kind == "python")
+    printed = next(block for block in found if block.kind == "text")
+    Path(program.file).write_text(program.text, encoding="utf-8")
+    assert forked.run(forked.Program("script", program.file, ()), ranks) == 0
+    assert printed.text.strip() in capfd.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("index", "named"),
+    [
+        (
+            "docs",
+            [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/reference/*.md")],
+        ),
+        ("benchmarks", [*ROOT.glob("benchmarks/*/README.md")]),
+        ("examples", [*ROOT.glob("examples/*.py"), *ROOT.glob("examples/*.yaml")]),
+    ],
+    ids=["docs", "benchmarks", "examples"],
+)
+def test_an_index_names_every_page_of_its_folder(index: str, named: list[Path]) -> None:
+    page = ROOT / index / "README.md"
+    linked = {
+        (page.parent / target).resolve()
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    }
+    missing = sorted(str(path.relative_to(ROOT)) for path in named if path.resolve() not in {page, *linked})
+    assert not missing, f"add to {index}/README.md: {missing}"
 
 
 def test_pictures_are_what_the_code_draws() -> None:

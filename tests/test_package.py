@@ -1,9 +1,11 @@
 """The wheel runs an example by itself; the source archive is the whole project."""
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -70,7 +72,24 @@ def test_the_wheel_holds_the_package_and_its_examples_alone(built: dict[str, Pat
     assert mine <= set(names), f"missing: {sorted(mine - set(names))[:10]} of {source}"
     assert {name.partition("/")[0] for name in names} <= {"shardwise", Path(metadata).parts[0]}
     assert "License-Expression: Apache-2.0" in about and "Classifier: Typing :: Typed" in about
-    assert "Project-URL" not in about, "an address that is not ours would be somebody else's tomorrow"
+    addresses = re.findall(r"^Project-URL: \w+, (\S+)$", about, re.M)
+    assert addresses, "the metadata has project URLs"
+    # The top-level domain .invalid can belong to nobody (RFC 2606): any other placeholder may be somebody's tomorrow.
+    assert all(address.startswith("https://repository.invalid/shardwise") for address in addresses)
+
+
+def test_continuous_integration_runs_what_the_metadata_promises() -> None:
+    """The matrix has every Python of the classifiers and every torch minor that the requirement admits."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
+    matrix = workflow["jobs"]["test"]["strategy"]["matrix"]
+    classified = re.findall(r"Python :: (3\.\d+)", " ".join(about["classifiers"]))
+    assert matrix["python"] == classified
+    low, high = re.findall(
+        r"2\.(\d+)", next(each for each in about["dependencies"] if each.startswith("torch"))
+    )
+    assert matrix["torch"] == [f"2.{minor}" for minor in range(int(low), int(high))]
+    assert workflow["jobs"]["test"]["steps"][-1]["run"].startswith("make test ")
 
 
 def test_examples_are_run_by_name_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

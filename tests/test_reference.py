@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import json
 import re
+import runpy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,12 @@ def maker() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_page_of_errors_is_what_the_code_raises() -> None:
+    errors = runpy.run_path(str(ROOT / "docs" / "make_errors.py"))
+    written = (ROOT / "docs" / "guides" / "errors.md").read_text(encoding="utf-8")
+    assert errors["page"]() == written, "run `make reference` and commit docs/guides/errors.md"
 
 
 def test_the_pages_are_what_the_code_says(maker: ModuleType) -> None:
