@@ -2,8 +2,8 @@
 
     python docs/make_errors.py         (part of: make reference)
 
-Each case is a program of a few lines, the error that it ends with, and what to do. The text of the error is the one that
-the code raises today: tests/test_reference.py compares the page with what this program makes.
+Each case is a program of a few lines, the error that it ends with, and what to do. The text of the error is what the
+code raises today: tests/test_reference.py compares the page with what this program makes.
 """
 
 import os
@@ -29,8 +29,9 @@ SHOWN = "<!-- shown, not run -->"
 OPENING = """# Common errors
 
 Each error of Shardwise says where it happened, what was given, what was expected and what to do. This page lists the
-frequent ones, so that a search for their words leads here: the program that raises it, the message, and the way out. All
-classes: [every public name](../reference/engine.md). What a whole run returns: [exit codes](../reference/exit_codes.md).
+frequent ones, so that a search for their words leads here: the program that raises an error, the message, and the way
+out. All classes: [every public name](../reference/engine.md). What a run returns: [exit
+codes](../reference/exit_codes.md).
 """
 
 
