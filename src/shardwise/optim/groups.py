@@ -6,7 +6,7 @@
 
 The update itself is the flat optimizers' (flat.py); the user's object lends its class and its numbers and never steps.
 Its numbers are part of a checkpoint and come back into it, as with ``optimizer.load_state_dict``. What it cannot do is
-refused: its hooks would never be called, and its ``state_dict`` has no moments.
+refused: its hooks would never be called, and its ``state`` and ``state_dict`` have no moments.
 """
 
 import zlib
@@ -33,6 +33,23 @@ _HOOKS = (
 )
 
 
+class _MomentsOfTheEngine(dict[Any, Any]):
+    """The ``state`` of a user's optimizer while an engine steps in its place: any use of it raises.
+
+    A loop over an empty dictionary would do nothing without a word, such as one that resets moments in mid-run.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "optimizer.state: the moments are the engine's, this object has none; engine.full_tensor(name, 'exp_avg') "
+            "returns one and engine.set_full_tensor(name, value, 'exp_avg') writes one, whole and by the "
+            "parameter's name"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
+    get = setdefault = pop = popitem = keys = values = items = update = clear = copy = _refuse  # type: ignore[assignment]
+
+
 class OptimizerGroups:
     """See the module's docstring."""
 
@@ -55,6 +72,7 @@ class OptimizerGroups:
         self._first_lr = 0.0 if given is None else float(given.param_groups[0]["lr"])
         self._count = len(self._options if given is None else given.param_groups)
         self._ours: list[RemovableHandle] = []
+        self._state: Any = None
         if given is not None:
             self._check_hooks()
 
@@ -65,11 +83,14 @@ class OptimizerGroups:
                 self.given.register_state_dict_pre_hook(_refuse_state_dict),
                 self.given.register_load_state_dict_pre_hook(_refuse_load_state_dict),
             ]
+            self._state, self.given.state = self.given.state, _MomentsOfTheEngine()  # type: ignore[assignment]
 
     def release(self) -> None:
         """Give the user's optimizer back."""
         for handle in self._ours:
             handle.remove()
+        if self.given is not None and self._ours:
+            self.given.state = self._state
         self._ours = []
 
     def _check_hooks(self) -> None:
