@@ -1,8 +1,8 @@
 """Forty habits of training scripts: each is right to 1e-9 of one plain process in fp64, or refused by name.
 
 A habit is one function that is run twice: on plain torch with the whole batch, and on an engine on two ranks. It trains
-through ``run``, which is the only thing that differs, and edits the model, its optimizer or its losses as scripts do. What
-is compared: the losses of all steps, and all weights at the end. A ShardwiseError is a refusal; anything else is a failure.
+through ``run``, which alone differs, and edits the model, its optimizer or its losses as scripts do. The losses of all
+steps and all weights at the end are compared. A ShardwiseError is a refusal; anything else is a failure.
 """
 
 import os
