@@ -13,10 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.comm.groups import backends
-from shardwise.comm.world import JOIN_S, World, join
-
-_MADE_BY: list[World] = []
-"""The World that made torch's default group: its store serves that group, and so lives as long as it."""
+from shardwise.comm.world import JOIN_S, join
 
 
 def begin(timeout_s: float = JOIN_S, device: str = "auto") -> None:
@@ -25,7 +22,6 @@ def begin(timeout_s: float = JOIN_S, device: str = "auto") -> None:
         return
     world = join(timeout_s=timeout_s, device=device, quiet=True)
     world.release()
-    _MADE_BY.append(world)
     if not dist.is_initialized():  # one process
         dist.init_process_group(
             backends(world.device, world.backend or "gloo"), store=dist.HashStore(), rank=0, world_size=1
@@ -41,7 +37,6 @@ def end() -> None:
     """All ranks leave torch's groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    _MADE_BY.clear()
 
 
 def rank(group: Any = None) -> int:

@@ -13,6 +13,7 @@ names, for ever. Here the name follows from the job, the members and their purpo
 Cost: nothing is connected for the groups that a rank is not in.
 """
 
+import weakref
 from datetime import timedelta
 
 import torch
@@ -37,6 +38,16 @@ def is_bound() -> bool:
     """Whether torch's default group is bound to a device, so that new groups are split off its communicator by all
     of its ranks together."""
     return getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None) is not None
+
+
+def keep_with_default(store: dist.Store) -> None:
+    """Keep ``store`` alive until torch's default group, which was made over ``store``, is gone.
+
+    torch keeps the C++ half of a store alone. The Python half of a SealedStore answers every call, so without this the
+    default group, and every group and World made from it, fails as soon as the World that made the store is collected.
+    """
+    # The finalizer does nothing: it is the reference that counts.
+    weakref.finalize(dist.group.WORLD, bool, store).atexit = False
 
 
 def make_group(name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> dist.ProcessGroup | None:

@@ -27,7 +27,7 @@ from shardwise.comm import handshake
 from shardwise.comm.board import Board
 from shardwise.comm.collectives import Clock, Group, TorchTransport
 from shardwise.comm.device import choose_device
-from shardwise.comm.groups import GROUP_TIMEOUT_S, backend_of_default, backends, is_bound
+from shardwise.comm.groups import GROUP_TIMEOUT_S, backend_of_default, backends, is_bound, keep_with_default
 from shardwise.comm.hosts import levels_of, numbered
 from shardwise.comm.jobs import JobThread
 from shardwise.comm.links import Links
@@ -350,6 +350,7 @@ def _meet(
             world_size=seat.world_size,
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
+        keep_with_default(met.store)
     hosts = numbered([each.host for each in met.who])
     return Board(seat.rank, met.store, met.word, watch), hosts, is_first
 
