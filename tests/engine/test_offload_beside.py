@@ -1,6 +1,9 @@
 """State on a disk beside what else a model and its loop may be: the bits of a run in memory, step for step."""
 
 import copy
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,3 +197,21 @@ def test_a_weight_elsewhere_is_named(tmp_path: Path) -> None:
     ):
         engine.module.out.weight.data = torch.zeros(1, 8)
     engine.close()
+
+
+def test_an_engine_that_nobody_closed(tmp_path: Path) -> None:
+    """It stayed to the end of the process, with all its memory, threads and files: no collector looks into hooks on
+    parameters."""
+    offload = {"optimizer": "disk", "parameters": "disk", "disk_path": str(tmp_path)}
+    for config in ({}, {"offload": offload}):
+        engine = shardwise.initialize(net(), config, loss=lambda model, x: model(x))
+        engine.train_step([torch.ones(3, 8)])
+        gone = weakref.ref(engine), weakref.ref(engine._parts), weakref.ref(engine.module)
+        del engine
+        gc.collect()
+        assert [each() for each in gone] == [None] * 3
+    until = time.monotonic() + 60
+    while any(tmp_path.iterdir()):  # the threads have what is under way in hand
+        assert time.monotonic() < until, list(tmp_path.iterdir())
+        time.sleep(0.01)
+        gc.collect()

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.memory import scratch as module
 from shardwise.memory.direct_io import Bytes, DirectFile, aligned_empty
 from shardwise.memory.scratch import DiskScratch
-from shardwise.memory.scratch_folder import _memory_bytes
+from shardwise.memory.scratch_folder import ScratchFolder, _memory_bytes
 from shardwise.plan.errors import DamagedError, TierError
 
 BLOCK = 8192
@@ -217,32 +217,66 @@ def test_a_request_keeps_its_tensor_and_a_thread_none(tmp_path: Path) -> None:
 def test_a_scratch_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     before = threading.active_count()
     made = scratch(tmp_path)
-    assert made._end.atexit, "the end of the interpreter is an end too"
     made.write("master", "first", drawn(SIZES["first"])).result()
     del made
     eventually(lambda: not os.listdir(tmp_path))
     eventually(lambda: threading.active_count() <= before)
 
 
-def test_the_collector_may_end_a_scratch_inside_of_its_queue(
-    tmp_path: Path,
-) -> None:
+def test_a_scratch_is_removed_when_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(module.atexit, "register", at_exit.append)
+    made = scratch(tmp_path)
+    made.write("master", "first", drawn(SIZES["first"])).result()
+    (end,) = at_exit
+    end()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_collector_takes_no_lock(tmp_path: Path) -> None:
+    """The collector ran in a thread that made the next scratch and held the folder's lock, and waited for that lock:
+    600 s on each of two ranks."""
+    made = scratch(tmp_path)
+    made.write("master", "first", drawn(SIZES["first"])).result()
+    next_one = ScratchFolder(tmp_path, 0, 1)
+    busy, may_end = threading.Event(), threading.Event()
+
+    def hold_order(order: Any) -> None:
+        with order:
+            busy.set()
+            may_end.wait(30)
+
+    holder = threading.Thread(target=hold_order, args=(made._threads.order,))
+    holder.start()
+    busy.wait(30)
+    gone = weakref.ref(made)
+    with next_one._held():
+        del made
+        gc.collect()
+        assert gone() is None
+        assert any(name.endswith(".master") for name in os.listdir(tmp_path))
+    may_end.set()
+    holder.join()
+    eventually(lambda: not any(name.endswith(".master") for name in os.listdir(tmp_path)))
+    next_one.end()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_collector_may_run_inside_of_the_queue(tmp_path: Path) -> None:
     """In a thread that takes a job. The lock of the queue was waited for by who held it: nothing was collected more."""
     made = scratch(tmp_path)
-    jobs = made._threads._jobs
-    ended = threading.Event()
+    threads = made._threads
+    asked = threading.Event()
 
-    class Collected(type(jobs._urgent)):  # type: ignore[misc]
+    class Collected(type(threads._jobs._urgent)):  # type: ignore[misc]
         def get_nowait(self) -> Any:
-            if not ended.is_set():
-                ended.set()
-                made._end()
+            if not asked.is_set():
+                asked.set()
+                threads.ask_to_leave()
             return super().get_nowait()
 
-    jobs._urgent = Collected()
-    done = made.write("master", "first", drawn(SIZES["first"]))
-    with pytest.raises(TierError, match="was closed while requests were under way"):
-        done.result(10)
+    threads._jobs._urgent = Collected()
+    made.write("master", "first", drawn(SIZES["first"])).result(10)
     eventually(lambda: not os.listdir(tmp_path))
 
 

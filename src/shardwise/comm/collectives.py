@@ -436,6 +436,7 @@ class TorchTransport:
         alarm: Callable[[], None] | None = None,
     ):
         self._group = group
+        self._is_closed = False
         on_host = device is None or device.type == "cpu"
         self._communicator = None if on_host else Communicator(group)
         self._alarm = alarm
@@ -447,13 +448,13 @@ class TorchTransport:
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> Pending:
         if not self._composed:
-            work = self._all_gather(output, shard, group=self._group, async_op=True)
+            work = self._all_gather(output, shard, group=self._open_group, async_op=True)
             return self._waiting([work], timeout_s, output)
         parts = output.view(len(self._ranks), -1)
         if parts[self._index].data_ptr() != shard.data_ptr():
             parts[self._index].copy_(shard)
         works = [
-            dist.broadcast(part, src=rank, group=self._group, async_op=True)
+            dist.broadcast(part, src=rank, group=self._open_group, async_op=True)
             for part, rank in zip(parts, self._ranks, strict=True)
         ]
         return self._waiting(works, timeout_s, output)
@@ -467,7 +468,7 @@ class TorchTransport:
         if shard_out.dtype != full.dtype:
             return self._exchange_then_sum(shard_out, full, timeout_s, accumulate)
         received = torch.empty_like(shard_out) if accumulate else shard_out
-        work = self._reduce_scatter(received, full, group=self._group, async_op=True)
+        work = self._reduce_scatter(received, full, group=self._open_group, async_op=True)
 
         def finish() -> None:
             self._wait([work], timeout_s, full)
@@ -481,7 +482,7 @@ class TorchTransport:
     ) -> Pending:
         """A backend sums in the dtype that travels: here each rank gets narrow parts and sums them in the wide one."""
         received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self._group, async_op=True)
+        work = dist.all_to_all_single(received, full, group=self._open_group, async_op=True)
 
         def finish() -> None:
             self._wait([work], timeout_s, full)
@@ -501,7 +502,7 @@ class TorchTransport:
         for start in range(0, parts.shape[1], piece):
             sent = parts[:, start : start + piece]
             received = sent.new_empty(sent.shape)
-            work = dist.all_to_all_single(received, sent.contiguous(), group=self._group, async_op=True)
+            work = dist.all_to_all_single(received, sent.contiguous(), group=self._open_group, async_op=True)
             self._wait([work], timeout_s, sent)
             total = shard_out[start : start + piece]
             if accumulate:
@@ -510,10 +511,10 @@ class TorchTransport:
                 _sum_in_order(received, total)
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
-        return self._waiting([dist.all_reduce(tensor, group=self._group, async_op=True)], timeout_s, tensor)
+        return self._waiting([dist.all_reduce(tensor, group=self._open_group, async_op=True)], timeout_s, tensor)
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
-        work = dist.broadcast(tensor, src=self._ranks[root], group=self._group, async_op=True)
+        work = dist.broadcast(tensor, src=self._ranks[root], group=self._open_group, async_op=True)
         return self._waiting([work], timeout_s, tensor)
 
     def all_to_all(
@@ -524,13 +525,24 @@ class TorchTransport:
             sent,
             [row[self._index] for row in counts],
             list(counts[self._index]),
-            group=self._group,
+            group=self._open_group,
             async_op=True,
         )
         return self._waiting([work], timeout_s, sent)
 
     def barrier(self, timeout_s: float, what: str) -> Pending:
         return self.all_reduce(torch.ones(1), timeout_s, what)  # the host waits for those of the host alone
+
+    def close(self) -> None:
+        """Let go of the group, which ends where the last reference to it does."""
+        self._is_closed = True
+        self._group = self._communicator = None
+
+    @property
+    def _open_group(self) -> dist.ProcessGroup | None:
+        if self._is_closed:  # None means torch's default group
+            raise CommError("the group was closed earlier")
+        return self._group
 
     def _waiting(self, works: list[Any], timeout_s: float, tensor: Tensor) -> Pending:
         return self._pending(lambda: self._wait(works, timeout_s, tensor), works, tensor)

@@ -9,10 +9,12 @@ names, for ever. Here the name follows from the job, the members and their purpo
                                                                   it, a collective of members and others alike
     a group has a backend for host tensors and one for devices    whatever the user's default group was made with
     its time-out is longer than our deadlines                     so that our error, which names ranks, comes first
+    it ends in ``close``, destructors included                    never in Python's collector, which may run in a fork
 
 Cost: nothing is connected for the groups that a rank is not in.
 """
 
+import threading
 import weakref
 from datetime import timedelta
 
@@ -21,6 +23,9 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 24 * 3600.0
 """Of torch's own groups: beyond every deadline of ours, whose errors say more."""
+
+_END_PATIENCE_S = 2.0
+"""For the destructors of groups that end."""
 
 
 def backends(device: torch.device, backend: str) -> str:
@@ -76,7 +81,25 @@ def make_group(name: str, ranks: tuple[int, ...], backend: str, timeout_s: float
     return made
 
 
-def end_group(group: dist.ProcessGroup) -> None:
-    """Let go of one; nothing happens where torch's default group, and with it every other, has ended before."""
-    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
+def end_groups(groups: list[dist.ProcessGroup]) -> None:
+    """End ``groups`` and empty the list; nothing happens to a group that torch has ended before.
+
+    The list holds the last references besides torch's own, so the C++ destructors run in this call. They join threads:
+    in a fork, whose collector might meet the groups later, those threads do not exist (a segmentation fault, or a wait
+    for ever). A destructor whose group still has an exchange in flight, because an error ended the step on one rank,
+    waits for the peers; the destructors therefore run in a thread, which is left behind after ``_END_PATIENCE_S``.
+    """
+    for group in groups:
+        if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+    if not groups:
+        return
+    del group
+    thread = threading.Thread(target=_drop, args=([groups.pop() for _ in range(len(groups))],), daemon=True)
+    thread.start()
+    thread.join(_END_PATIENCE_S)
+
+
+def _drop(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        groups.pop()

@@ -9,17 +9,19 @@ another, under the name of its *lane*. Memory, descriptors and groups of torch's
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.board import Board
 from shardwise.comm.collectives import Group, TorchTransport, Transport
-from shardwise.comm.groups import GROUP_TIMEOUT_S, backends, end_group, make_group
+from shardwise.comm.groups import GROUP_TIMEOUT_S, backends, end_groups, make_group
 from shardwise.comm.peers import RING, Peers, SharedMemoryWire, TorchWire, Wire
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.comm.shared_ring import meet
+from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.plan.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Links:
         """By ranks, policy and lane; None on a rank that is not one of them."""
         self._wires: dict[tuple[int, int, str], Wire | None] = {}
         self._groups: list[dist.ProcessGroup] = []
+        self._end_groups = LEFTOVERS.keep(self, partial(end_groups, self._groups))
         self._everyone: list[dist.ProcessGroup | None] = []
 
     @property
@@ -80,8 +83,7 @@ class Links:
                 close()
         self.transports.clear()
         self._everyone.clear()
-        while self._groups:
-            end_group(self._groups.pop())
+        end_groups(self._groups)
 
     # Collectives -----------------------------------------------------------------------------------------------------
 

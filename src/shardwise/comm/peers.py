@@ -351,7 +351,8 @@ class TorchWire:
         self._rank = rank
         self._outward = outward
         self._inward = inward
-        self._communicators = Communicator(outward), Communicator(inward)
+        self._communicators: tuple[Communicator, ...] = Communicator(outward), Communicator(inward)
+        self._is_closed = False
 
     def send(self, header: bytes, tensors: Sequence[Tensor], call: Call) -> Pending:
         """A message of fixed size with the header's length and beginning, its rest, the tensors."""
@@ -374,6 +375,8 @@ class TorchWire:
         parts = [_bytes_of(each) for each in tensors]
         if not parts:
             return DONE
+        if self._is_closed:
+            raise CommError(f"message to or from rank {self._rank}: the group was closed earlier")
         if outward:
             works = [dist.isend(part, dst=self._rank, group=self._outward, tag=_TAG) for part in parts]
         else:
@@ -410,6 +413,8 @@ class TorchWire:
     def give_up(self) -> None:
         """Wake a thread that waits for a message, from another one. A wait of gloo's that runs out of time closes
         the connections of its group, and with them every other wait."""
+        if self._is_closed:
+            return
         group = self._inward or dist.group.WORLD
         if dist.get_backend(group) == "gloo":
             nothing = dist.irecv(torch.zeros(1), src=self._rank, group=group, tag=_TAG + 1)
@@ -417,7 +422,10 @@ class TorchWire:
             nothing.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """The groups end with the World."""
+        """Let go of the groups, which end where the last reference to each does."""
+        self._is_closed = True
+        self._outward = self._inward = None
+        self._communicators = ()
 
 
 class _Outgoing:

@@ -19,6 +19,7 @@ Cost:  a read or write of each byte; its CRC on the threads here (``kernels/crc.
        page (``aligned_empty`` makes those that do).
 """
 
+import atexit
 import threading
 import weakref
 from collections import Counter
@@ -91,8 +92,9 @@ class DiskScratch:
         )  # compiled here, and not in the first step
         spares = [bytes_of(aligned_empty(block_bytes, torch.uint8)) for _ in range(threads)]
         self._folder = ScratchFolder(folder, rank, local_ranks)
-        self._threads = _DiskThreads(spares)
-        self._end = weakref.finalize(self, _end, self._threads, self._folder)
+        self._threads = _DiskThreads(spares, self._folder)
+        # Dropped and not closed: the threads leave and remove the files. [Note: finalizers]
+        weakref.finalize(self, self._threads.ask_to_leave).atexit = False
 
     def reserve(
         self, wanted: Mapping[str, Mapping[str, int]], shares: Mapping[float, int] | None = None
@@ -133,7 +135,7 @@ class DiskScratch:
 
     def close(self) -> None:
         """Removes the files. Requests that have not begun fail; safe to call twice."""
-        self._end()
+        self._threads.end()
 
     def _ask(self, operation: Operation, kind: str, owner: str, tensor: Tensor, first: int) -> Future[None]:
         assert (kind, owner) in self._blocks, f"no space was reserved for {kind} of {owner}"
@@ -222,8 +224,7 @@ _Job = Callable[[Bytes], None]
 class _Jobs:
     """Jobs that wait for a thread: the urgent ones first, and those of a kind in the order in which they came.
 
-    Python's collector may end a scratch in a thread that is in here: SimpleQueue bears that. A lock would be waited for
-    by who holds it."""
+    A finalizer puts jobs too, so the queues are SimpleQueues, which the collector may enter at any point."""
 
     def __init__(self) -> None:
         self._urgent: SimpleQueue[_Job] = SimpleQueue()
@@ -249,22 +250,26 @@ class _Jobs:
 
 
 class _DiskThreads:
-    """Threads that run jobs: of those that nothing holds up the urgent ones, then in the order in which they came."""
+    """Threads that run jobs: of those that nothing holds up the urgent ones, then in the order in which they came.
 
-    def __init__(self, spares: Sequence[Bytes]) -> None:
+    The last thread to leave ends the folder: no file is closed while a thread may still use its descriptor.
+    """
+
+    def __init__(self, spares: Sequence[Bytes], folder: ScratchFolder) -> None:
         """``spares``: of each thread. One that found no memory for its own would be missed by those that wait."""
         self.order = threading.RLock()
         self.failure: BaseException | None = None
         """What all jobs that have not begun fail with."""
+        self._folder = folder
         self._jobs = _Jobs()
+        self._left = 0
         self._threads = [
-            threading.Thread(
-                target=_run_jobs, args=(self._jobs, spare), name=f"shardwise-disk-{n}", daemon=True
-            )
+            threading.Thread(target=self._run, args=(spare,), name=f"shardwise-disk-{n}", daemon=True)
             for n, spare in enumerate(spares)
         ]
         for thread in self._threads:
             thread.start()
+        atexit.register(self.end)
 
     def submit_behind(
         self, before: Future[None] | None, is_urgent: bool, run: Callable[[Bytes], None], done: Future[None]
@@ -293,28 +298,34 @@ class _DiskThreads:
                 self.failure = error
             return self.failure
 
+    def ask_to_leave(self) -> None:
+        """Have each thread leave after the jobs that were put before. Called by a finalizer: takes no lock and waits
+        for nothing; a scratch that is collected has no jobs left, because each of them refers to it."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
     def end(self) -> None:
-        """Waits for the jobs in hand; the others fail."""
+        """Remove the files, after the jobs in hand; the others fail. Does nothing in a fork."""
+        if not self._folder.is_ours():
+            return
         self.fail(
             TierError("state on disk was closed while requests were under way, or before they were made")
         )
-        for _ in self._threads:
-            self._jobs.put(None)
+        self.ask_to_leave()
         for thread in self._threads:
-            if thread is not threading.current_thread():  # whose job held the last reference to its scratch
-                thread.join(_EXIT_PATIENCE_S)
+            thread.join(_EXIT_PATIENCE_S)
 
-
-def _run_jobs(jobs: _Jobs, spare: Bytes) -> None:
-    while (run := jobs.get()) is not None:
-        run(spare)
-        del run  # the last job's tensor must not live as long as this thread waits for another
-
-
-def _end(threads: _DiskThreads, folder: ScratchFolder) -> None:
-    if folder.is_ours():
-        threads.end()
-        folder.end()
+    def _run(self, spare: Bytes) -> None:
+        """One thread."""
+        while (run := self._jobs.get()) is not None:
+            run(spare)
+            del run  # the last job's tensor must not live as long as this thread waits for another
+        with self.order:
+            self._left += 1
+            is_last = self._left == len(self._threads)
+        if is_last:
+            self._folder.end()
+            atexit.unregister(self.end)
 
 
 def _all_done(parts: list[Future[None]]) -> Future[None]:

@@ -38,6 +38,7 @@ meanwhile.
 Cost: two hooks per Unit and pass, one per parameter.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum, auto
 from functools import cached_property, partial, wraps
@@ -478,7 +479,7 @@ class UnitHooks:
             ]
             for bucket in state.buckets:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
-                    hook = partial(self._accumulate, index, bucket, place)
+                    hook = _accumulation_hook(self, index, bucket, place)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def gather_around(self, index: int, method: str) -> None:
@@ -505,6 +506,24 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _accumulation_hook(
+    hooks: UnitHooks, index: int, bucket: BucketState, place: int
+) -> Callable[[nn.Parameter], None]:
+    """Return the hook that a parameter calls after its gradient has been accumulated.
+
+    The hook holds the engine weakly. Python's collector cannot look into a hook that autograd holds in C++: with a
+    strong reference, an engine that is dropped without ``close`` would keep its memory, threads and files until exit.
+    """
+    hooks_of, bucket_of = weakref.ref(hooks), weakref.ref(bucket)
+
+    def hook(parameter: nn.Parameter) -> None:
+        living_hooks, living_bucket = hooks_of(), bucket_of()
+        if living_hooks is not None and living_bucket is not None:
+            living_hooks._accumulate(index, living_bucket, place, parameter)
+
+    return hook
 
 
 def _asks_for_gradients(output: Any) -> bool:
