@@ -511,7 +511,9 @@ class TorchTransport:
                 _sum_in_order(received, total)
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> Pending:
-        return self._waiting([dist.all_reduce(tensor, group=self._open_group, async_op=True)], timeout_s, tensor)
+        return self._waiting(
+            [dist.all_reduce(tensor, group=self._open_group, async_op=True)], timeout_s, tensor
+        )
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> Pending:
         work = dist.broadcast(tensor, src=self._ranks[root], group=self._open_group, async_op=True)

@@ -10,12 +10,14 @@ that is bound to 127.0.0.1; without it rank 0 binds one itself, because a TCPSto
 interface.
 """
 
+import contextlib
 import logging
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -283,6 +285,42 @@ def join(
         print("shardwise: " + (many if seat.world_size > 1 else f"one process, {found.type}"))
         sys.stdout.flush()
     return world
+
+
+@contextlib.contextmanager
+def sole_builder(world: World | None) -> Iterator[None]:
+    """Refuse to build an engine in one thread while another thread of this rank builds one.
+
+    Args:
+        world: The World of the engine; None for one that ``join`` is going to make.
+
+    Raises:
+        UsageError: if another thread of this rank is inside this context. A job of one process never raises.
+    """
+    if world is None:
+        seat = _adopted() if dist.is_initialized() else find_seat(os.environ)
+        rank, size = seat.rank, seat.world_size
+    else:
+        rank, size = world.members[world.rank], world.size
+    own = threading.current_thread()
+    if size == 1 or _BUILDERS.get(rank) is own:  # an engine that is built inside of another one's build
+        yield
+        return
+    found = _BUILDERS.setdefault(rank, own)
+    if found is not own:
+        raise UsageError(
+            f"initialize: thread {own.name!r} of rank {rank} was to build an engine while thread {found.name!r} builds "
+            f"another one. The {size} ranks meet in the order in which each rank builds its engines, and two threads have "
+            "no order: build engines one after another, in the same order on all ranks"
+        )
+    try:
+        yield
+    finally:
+        del _BUILDERS[rank]
+
+
+_BUILDERS: dict[int, threading.Thread] = {}
+"""The thread that builds an engine, by rank. torch's default group, over which builds meet, is the process's too."""
 
 
 def own_seat() -> Seat:

@@ -87,6 +87,10 @@ class BatchedFeed:
     def identity(self) -> dict[str, Any]:
         return {"kind": "batched", "samples": len(self._data), "content": self._data.fingerprint()}
 
+    def ask(self, pool: ThreadPoolExecutor, position: int) -> list[Future[Any]]:
+        """Begin to read the blocks of the step at ``position``."""
+        return [pool.submit(self._read, position, block) for block in self._share.blocks()]
+
     def _read(self, position: int, block: range) -> Any:
         start, stop = position + block.start, position + block.stop
         if self.end is not None:
@@ -98,18 +102,38 @@ class BatchedFeed:
         return batch
 
     def steps(self, cursor: Cursor) -> Iterator[Fetched]:
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="shardwise-data")
-        asked = cursor["position"]
-        waiting: deque[list[Future[Any]]] = deque()
+        return _Steps(self, cursor, self._threads, self._ahead)
+
+
+class _Steps:
+    """The steps of a reader from ``cursor`` on, each read by the threads of a pool ``ahead`` steps early.
+
+    An object and no generator: ``close`` waits for the threads, which the collector must not. [Note: finalizers]
+    """
+
+    def __init__(self, reader: BatchedFeed, cursor: Cursor, threads: int, ahead: int) -> None:
+        self._reader, self._cursor, self._ahead = reader, cursor, ahead
+        self._asked = cursor["position"]
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardwise-data")
+        self._waiting: deque[list[Future[Any]]] = deque()
+
+    def __iter__(self) -> Iterator[Fetched]:
+        return self
+
+    def __next__(self) -> Fetched:
         try:
-            while True:
-                while len(waiting) <= self._ahead:
-                    waiting.append([pool.submit(self._read, asked, block) for block in self._share.blocks()])
-                    asked += self._share.global_batch
-                cursor = self.advance(cursor, 1)
-                yield Fetched([future.result() for future in waiting.popleft()], cursor)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            while len(self._waiting) <= self._ahead:
+                self._waiting.append(self._reader.ask(self._pool, self._asked))
+                self._asked = self._reader.advance({"position": self._asked}, 1)["position"]
+            self._cursor = self._reader.advance(self._cursor, 1)
+            return Fetched([future.result() for future in self._waiting.popleft()], self._cursor)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the threads, after the reads in hand."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def evaluation_blocks(

@@ -149,7 +149,7 @@ class Loader:
         """
         if self._open is None:
             steps = self._feed.steps(self._cursor)
-            self._open = _read_ahead(steps) if self._reads_ahead else steps
+            self._open = _ReadAhead(steps) if self._reads_ahead else steps
         try:
             return next(self._open)
         except BaseException:
@@ -231,14 +231,30 @@ class Loader:
             opened.close()
 
 
-def _read_ahead(steps: Iterator[Fetched]) -> Iterator[Fetched]:
-    """The same steps, read by one thread before they are asked for."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise-data")
-    try:
-        waiting = deque(pool.submit(next, steps) for _ in range(_STEPS_AHEAD))
-        while True:
-            current = waiting.popleft().result()
-            waiting.append(pool.submit(next, steps))
-            yield current
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+class _ReadAhead:
+    """The same steps, read by one thread before they are asked for.
+
+    An object and no generator: ``close`` waits for the thread, which the collector must not. [Note: finalizers] One
+    that is dropped unclosed ends with its pool, whose thread then leaves by itself.
+    """
+
+    def __init__(self, steps: Iterator[Fetched]) -> None:
+        self._steps = steps
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise-data")
+        self._waiting = deque(self._pool.submit(next, steps) for _ in range(_STEPS_AHEAD))
+
+    def __iter__(self) -> Iterator[Fetched]:
+        return self
+
+    def __next__(self) -> Fetched:
+        try:
+            current = self._waiting.popleft().result()
+            self._waiting.append(self._pool.submit(next, self._steps))
+        except BaseException:
+            self.close()
+            raise
+        return current
+
+    def close(self) -> None:
+        """End the thread, after the read in hand."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.steps import steps_at
-from shardwise.comm.world import World, join
+from shardwise.comm.world import World, join, sole_builder
 from shardwise.compose.apply import Stages, apply_to_model, check_stages
 from shardwise.compose.plan import exchanges_of
 from shardwise.config.run import RunConfig, load
@@ -47,7 +47,7 @@ from shardwise.engine.program import ActionLists
 from shardwise.engine.recipe import GivenOptimizer, Recipe, recipe_of
 from shardwise.engine.sharded_init import deal, take_pieces, world_of
 from shardwise.engine.shared import SharedGradients
-from shardwise.engine.site import closed_where_refused, site_of, with_groups_of_experts, with_tiers
+from shardwise.engine.site import site_of, with_groups_of_experts, with_tiers
 from shardwise.engine.stages import make_stage, modules_of, move_buffers
 from shardwise.engine.start_weights import StartWeights, start_weights, take_rank_0
 from shardwise.engine.step import StepEnd
@@ -57,6 +57,7 @@ from shardwise.engine.vocabulary import Vocabulary
 from shardwise.kernels.initializers import Initializer
 from shardwise.memory.absent import withhold
 from shardwise.memory.device_clock import clock_of
+from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import apart_from_the_heap, give_back_free
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.expert.apply import mixtures
@@ -104,11 +105,38 @@ def initialize(
     Errors: ConfigError, MeshError, PlanError, UsageError.
     """
     policies = load({} if config is None else config)
-    take_back(model)
-    world = world or world_of(model)
-    if world is None:
-        world = join(timeout_s=policies.comm.join_timeout_s, device=policies.comm.device)
-        world.ends_with_engine = True
+    with sole_builder(world or world_of(model)), ExitStack() as refused:
+        LEFTOVERS.end_dropped()
+        take_back(model)
+        world = world or world_of(model)
+        if world is None:
+            world = join(timeout_s=policies.comm.join_timeout_s, device=policies.comm.device)
+            world.ends_with_engine = True
+            refused.callback(world.release)
+        engine = _built(
+            model, policies, loss, optimizer, elementwise, initial, world, on_step, example, refused
+        )
+        refused.pop_all()
+    return engine
+
+
+def _built(
+    model: nn.Module,
+    policies: RunConfig,
+    loss: Loss | None,
+    optimizer: GivenOptimizer,
+    elementwise: bool,
+    initial: Mapping[str, Initializer] | None,
+    world: World,
+    on_step: Sequence[OnStep],
+    example: Any,
+    refused: ExitStack,
+) -> Engine:
+    """Build the engine; see ``initialize``.
+
+    ``refused`` collects what an engine that cannot be made gives back at once: files, reserved space, locks. They
+    would otherwise stay as long as somebody holds the error, whose traceback refers to them.
+    """
     site = site_of(world, policies)
     check_named(model, site.settings)
     precision, notes = resolved(site.settings.precision, model)
@@ -136,11 +164,13 @@ def initialize(
             "example"
         )
     site = with_tiers(with_groups_of_experts(site, outline.plan), outline.plan)
+    if site.tiers is not None:
+        refused.callback(site.tiers.close)
     uncut = _uncut(model, site)
     start = start_weights(model, settings, initial, outline.described.spec)
     pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
     start = start.or_later(pieces)
-    with closed_where_refused(site), ExitStack() as memory:
+    with ExitStack() as memory:
         if site.tiers is not None:
             memory.enter_context(apart_from_the_heap())
         cut = _cut(model, site, outline, start)

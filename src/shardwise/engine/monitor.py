@@ -8,13 +8,13 @@ goes on in its ``metrics.csv``, and so does one that loads a step in between.
 """
 
 import time
-import weakref
 from collections.abc import Mapping
 
 import torch
 
 from shardwise.config.run import RunConfig
 from shardwise.engine.step import StepResult
+from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ClickRecord, Record, Sink, StepRecord
 from shardwise.observe.progress import PrintedLines
@@ -35,7 +35,7 @@ class Monitor:
         self._asked = config.monitor.asked()
         self._watches = is_main and not self._asked.is_silent
         self._sinks = Sinks([], [])
-        self._close = weakref.finalize(self, self._sinks.close)  # at the latest when the process ends
+        self._close = LEFTOVERS.keep(self, self._sinks.close, at_exit=True)
         self._last: tuple[int, float] | None = None
         """The last step that was noted, and when it was over."""
 
@@ -119,7 +119,7 @@ class Monitor:
             self._naming,
             isinstance(config.schedule, RangeTestPolicy),
         )
-        self._close = weakref.finalize(self, self._sinks.close)
+        self._close = LEFTOVERS.keep(self, self._sinks.close, at_exit=True)
 
 
 def _naming(config: RunConfig) -> Naming:

@@ -1,8 +1,6 @@
 """Site: which rank this is, with the groups, the files and the thread that the Plan's state needs here."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import floor
 
 from shardwise.comm.trace import Traffic
@@ -76,17 +74,6 @@ def _shares(plan: Plan, policy: OffloadPolicy) -> dict[float, int]:
         floor(1000 * policy.fraction * (len(moving) - first) / len(moving)) / 1000: sum(moving[first:])
         for first in range(1, len(moving))
     }
-
-
-@contextmanager
-def closed_where_refused(site: Site) -> Iterator[None]:
-    """No files and no lock are left of an engine that could not be made, and its error holds none."""
-    try:
-        yield
-    except BaseException:
-        if site.tiers is not None:
-            site.tiers.close()
-        raise
 
 
 def with_groups_of_experts(site: Site, plan: Plan) -> Site:
