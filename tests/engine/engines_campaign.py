@@ -16,7 +16,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from torch import nn
 import shardwise
 from shardwise.plan.errors import ShardwiseError
 
+__all__ = ["campaign", "fresh_job"]
+
 WIDTH = 96
 REFUSALS: tuple[dict[str, Any], ...] = (
     {"mesh": {"dp": 5}},
@@ -33,6 +36,14 @@ REFUSALS: tuple[dict[str, Any], ...] = (
     {"batch": {"global_size": 7, "micro_size": 2}},
 )
 MiB = 1 << 20
+
+
+def fresh_job(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(*args)`` on two ranks of a job of their own; results by rank."""
+    shardwise.initialize  # noqa: B018  imported once, and not in every rank
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread
+        return shardwise.launch(function, *args, ranks=2, every=True)
 
 
 class Held(NamedTuple):
@@ -125,7 +136,7 @@ def campaign(engines: int, seed: int, folder: str) -> list[tuple[int, Held]]:
 def main(engines: int = 100, seed: int = 0) -> None:
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
-        for rank, found in enumerate(shardwise.launch(campaign, engines, seed, folder, ranks=2, every=True)):
+        for rank, found in enumerate(fresh_job(campaign, engines, seed, folder)):
             for number, each in found:
                 print(
                     f"rank {rank} after {number:3d} engines: {each.resident_bytes / MiB:.1f} MiB resident, "

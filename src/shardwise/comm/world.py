@@ -310,8 +310,8 @@ def sole_builder(world: World | None) -> Iterator[None]:
     if found is not own:
         raise UsageError(
             f"initialize: thread {own.name!r} of rank {rank} was to build an engine while thread {found.name!r} builds "
-            f"another one. The {size} ranks meet in the order in which each rank builds its engines, and two threads have "
-            "no order: build engines one after another, in the same order on all ranks"
+            f"another one. The {size} ranks meet in the order in which each rank builds its engines, and two threads "
+            "have no order: build engines one after another, in the same order on all ranks"
         )
     try:
         yield
