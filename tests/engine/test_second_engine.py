@@ -124,7 +124,9 @@ def built_by_two_threads() -> list[str]:
         return torch.optim.SGD(parameters, 0.1)
 
     def first() -> None:
-        engine = shardwise.initialize(nn.Linear(4, 1), {}, loss=lambda net, x: net(x).sum(), optimizer=optimizer)
+        engine = shardwise.initialize(
+            nn.Linear(4, 1), {}, loss=lambda net, x: net(x).sum(), optimizer=optimizer
+        )
         said.append(f"first {engine.train_step([torch.ones(1, 4)]).step}")
 
     thread = threading.Thread(target=first, name="first")
@@ -142,7 +144,9 @@ def built_by_two_threads() -> list[str]:
 def test_two_threads_that_build_at_once_are_refused() -> None:
     for first, refused in fresh_job(built_by_two_threads):
         assert first == "first 1"
-        assert "thread 'MainThread' of rank" in refused and "while thread 'first' builds another one" in refused
+        assert (
+            "thread 'MainThread' of rank" in refused and "while thread 'first' builds another one" in refused
+        )
 
 
 # Forks -------------------------------------------------------------------------------------------------------------
@@ -233,3 +237,24 @@ def dropped(folder: str) -> dict[str, list[bool]]:
 def test_a_dropped_engine_is_collected(tmp_path: Path) -> None:
     for found in fresh_job(dropped, str(tmp_path)):
         assert found == {name: [True] * 9 for name in SHAPES}
+
+
+# The end of a job --------------------------------------------------------------------------------------------------
+
+
+def said_at_the_end(folder: str) -> str:
+    """Rank 0, which serves the store, ends as soon as the training is over; rank 1 goes on for a while."""
+    rank, path = int(os.environ["RANK"]), Path(folder) / "said"
+    if rank:
+        file = os.open(path, os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 2)
+    engine = build({})  # and stays unclosed, as in most scripts
+    step(engine)
+    if rank:
+        time.sleep(3.5)
+    return path.read_text() if rank else ""
+
+
+def test_a_good_run_ends_in_silence(tmp_path: Path) -> None:
+    """The watch of rank 1 asked the store of a process that had ended: a warning and 15 lines of C++ frames."""
+    assert fresh_job(said_at_the_end, str(tmp_path)) == ["", ""]

@@ -9,6 +9,7 @@ the same class.
 Cost: 32 bytes a value, and about 5 us to seal or to check it.
 """
 
+import contextlib
 import hashlib
 import hmac
 import time
@@ -88,6 +89,54 @@ class SealedStore(dist.Store):
         # Only TCP has connections; a FileStore takes the end of a clone for the end of a rank and removes its file.
         clone = getattr(self._base, "clone", None) if isinstance(inner, dist.TCPStore) else None
         return SealedStore(self._base if clone is None else clone(), self._key)
+
+
+_TALKERS, _OVER = "shardwise/talkers", "shardwise/over"
+_FAREWELL_S = 2.5
+"""More than two ticks of a watch."""
+
+
+class Talker:
+    """A thread that asks the store now and then, until the process that serves the store is about to end.
+
+    A call that meets the end of its server has torch print a warning and a stack of C++ frames, after a good run too.
+    ``root`` counts the talkers of a job, and ``say_farewell`` waits until there is none.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        root = root_of(store)
+        self._root = root if isinstance(root, dist.TCPStore) else None
+        if self._root is not None:
+            self._root.add(_TALKERS, 1)
+
+    def must_leave(self) -> bool:
+        """Return whether the server is about to end."""
+        return self._root is not None and self._root.check([_OVER])
+
+    def leave(self) -> None:
+        """Count this talker no longer. It may not use the store afterwards; a second call does nothing."""
+        root, self._root = self._root, None
+        if root is not None:
+            root.add(_TALKERS, -1)
+
+
+def say_farewell(store: dist.Store) -> None:
+    """Wait until no talker uses ``store`` any more, which this process serves and takes along as it ends.
+
+    A rank that was killed cannot leave: the wait ends after some seconds.
+    """
+    end = time.monotonic() + _FAREWELL_S
+    with contextlib.suppress(RuntimeError):  # it has ended already
+        store.set(_OVER, "")
+        while store.add(_TALKERS, 0) > 0 and time.monotonic() < end:
+            time.sleep(0.02)
+
+
+def root_of(store: dist.Store) -> dist.Store:
+    """The store below all seals and prefixes."""
+    while isinstance(store, SealedStore | dist.PrefixStore):
+        store = store._base if isinstance(store, SealedStore) else store.underlying_store
+    return store
 
 
 def missing_keys(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[int]:

@@ -35,12 +35,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from shardwise.comm.flights import Flights
 from shardwise.comm.handshake import Who
 from shardwise.comm.process import Pulse, seconds_of, stack_of, state_of
-from shardwise.comm.store import SealedStore
+from shardwise.comm.store import SealedStore, Talker
 from shardwise.plan.errors import CommError, DeadlineError
 
 _log = logging.getLogger(__name__)
@@ -93,10 +94,15 @@ class _Questions:
         """When this rank last had its answers."""
         self.answered_s = -_RECENT_S
 
-    def connect(self) -> None:
-        """Over a connection of its own from now on: a call that blocks holds nobody else up."""
+    def connect(self) -> Talker:
+        """Use a connection of its own from now on, so that a call that blocks holds nobody else up.
+
+        Returns:
+            The talker of that connection, for the thread that is going to use it.
+        """
         self._store = self._store.again()
         self.contact_s = time.monotonic()
+        return Talker(self._store)
 
     @property
     def is_asked(self) -> bool:
@@ -155,6 +161,7 @@ class Watch:
         self._suspects: frozenset[int] = frozenset()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._at_exit: Callable[[], None] = lambda: None
 
     # The main thread's side ------------------------------------------------------------------------------------
 
@@ -163,16 +170,20 @@ class Watch:
         if self._threads or len(self._who) < 2:
             return False
         self._pulse = Pulse(threading.get_ident(), threading.get_native_id())
-        self._questions.connect()
+        talker = self._questions.connect()
         # The threads hold no reference between two ticks: a World that is dropped and not closed ends them.
         own, ended = weakref.ref(self), self._ended
-        for name, tick in (("observe", Watch._observe), ("talk", Watch._talk)):
-            thread = threading.Thread(
-                target=_run, args=(own, ended, tick), name=f"shardwise-watch-{name}", daemon=True
+        self._at_exit = partial(_stop, own)
+        self._threads = [
+            threading.Thread(target=run, args=arguments, name=f"shardwise-watch-{name}", daemon=True)
+            for name, run, arguments in (
+                ("observe", _observe, (own, ended)),
+                ("talk", _talk, (own, ended, talker, self._at_exit)),
             )
-            self._threads.append(thread)
+        ]
+        for thread in self._threads:
             thread.start()
-        atexit.register(_stop, own)  # the interpreter does not end well beneath a thread in torch
+        atexit.register(self._at_exit)  # the interpreter does not end well beneath a thread in torch
         return True
 
     def stop(self) -> None:
@@ -182,6 +193,7 @@ class Watch:
             thread.join(2.0)
         self._threads = []
         self.flights = Flights()
+        atexit.unregister(self._at_exit)
 
     def begin(
         self,
@@ -412,6 +424,28 @@ def _run(own: "weakref.ref[Watch]", ended: threading.Event, tick: Callable[["Wat
             _log.debug("the watch ends: %s", error)
             return
         del watch
+
+
+def _observe(own: "weakref.ref[Watch]", ended: threading.Event) -> None:
+    """The thread that looks at this process and at the clock."""
+    _run(own, ended, Watch._observe)
+
+
+def _talk(
+    own: "weakref.ref[Watch]", ended: threading.Event, talker: Talker, at_exit: Callable[[], None]
+) -> None:
+    """The thread that speaks with the store, and stops before the store does."""
+
+    def tick(watch: Watch) -> None:
+        if talker.must_leave():
+            raise EOFError("the process that serves the store ends")
+        watch._talk()
+
+    _run(own, ended, tick)
+    with contextlib.suppress(Exception):  # the store has ended
+        talker.leave()
+    if own() is None:
+        atexit.unregister(at_exit)
 
 
 def _stop(own: "weakref.ref[Watch]") -> None:

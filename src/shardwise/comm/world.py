@@ -12,11 +12,13 @@ interface.
 
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import socket
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +39,7 @@ from shardwise.comm.peers import Peers
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.seat import LOOPBACK, Seat, find_seat
 from shardwise.comm.shared_memory import SharedMemoryTransport
+from shardwise.comm.store import SealedStore, root_of, say_farewell
 from shardwise.comm.trace import Traffic
 from shardwise.comm.watch import Watch
 from shardwise.plan.errors import CommError, UsageError
@@ -389,8 +392,17 @@ def _meet(
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         keep_with_default(met.store)
+        if store is None and _serves(seat):
+            # Not atexit, whose handlers the ranks of shardwise.launch(function) never run.
+            multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
     hosts = numbered([each.host for each in met.who])
     return Board(seat.rank, met.store, met.word, watch), hosts, is_first
+
+
+def _end_of_job(store: "weakref.ref[SealedStore]") -> None:
+    served = store()
+    if served is not None:
+        say_farewell(root_of(served))
 
 
 def _private_candidates() -> list[Path]:
@@ -404,10 +416,18 @@ def _private_candidates() -> list[Path]:
     ]
 
 
+def _is_under_agent() -> bool:
+    """Return whether torchrun's agent serves the store."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _serves(seat: Seat) -> bool:
+    return seat.rank == 0 and not _is_under_agent()
+
+
 def _connect(seat: Seat, timeout_s: float) -> dist.Store:
     descriptor = os.environ.get("SHARDWISE_STORE_FD")
-    under_agent = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's agent serves the store already
-    listens = seat.rank == 0 and not under_agent
+    under_agent, listens = _is_under_agent(), _serves(seat)
     # All ranks here: nobody else shall reach the store, whatever name of this host the environment gives.
     address = LOOPBACK if seat.local_size == seat.world_size and not under_agent else seat.address
     listening: dict[str, Any] = {}
