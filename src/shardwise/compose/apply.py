@@ -133,6 +133,7 @@ def apply_to_model(
     here = range(groups["pp"].index, len(starts) + 1, groups["pp"].size)
     stages = cut(model, starts, here, described.uses)
     for stage in stages.values():  # what a LayerSpec has built here has not been seen before
+        stage.draws = replay.draws
         replace_dropout(stage.module, seed, replay)
         surround(stage.module, seed, replay, loads, tp, layout)
         cut_experts(stage.module, stacks, ranks, replay)

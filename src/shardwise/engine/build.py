@@ -197,6 +197,7 @@ def _built(
     schedule = None if pipeline is None else pipeline.schedule
     walker.handlers.update(handlers_of(parts.hooks, end, parts.program.tables, schedule))
     parts.program.begin(parts.program.microbatches)
+    outline.replay.draws.share(site.groups["tp"], site.groups["pp"], model, device)
     site.traffic.clear()
     if site.world.rank == 0 and site.world.size > 1:
         _log.info("the ranks exchange through %s", site.world.transports())

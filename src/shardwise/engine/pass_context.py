@@ -1,6 +1,7 @@
 """What stands around every pass of a model: where its random numbers are drawn, and what is looked at on the way.
 
 replay        random numbers belong to the samples' place in the run                           memory/replay.py
+draws         those of the model's own are alike on the ranks of one model                     memory/draws.py
 vocabulary    tokens outside the model's are named before a device works on them               vocabulary.py
 loads         what goes to which expert is counted by microbatch                               parallel/expert
 own_use       slices are used by their owners alone, in the first passes                       parallel/tensor
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from shardwise.comm.collectives import Clock, Group
 from shardwise.engine.module_profile import ModuleProfile
@@ -48,7 +51,8 @@ class PassContext:
         self.loads.microbatch = microbatch
         place, looked_at = self.place(step, microbatch, batch, rows), self.own_use.looked_at()
         counted = self.profile.forward()
-        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at, counted:
+        draws = self.replay.draws.at(microbatch, torch.is_grad_enabled())
+        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at, counted, draws:
             yield
 
     def place(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> BatchPosition:

@@ -96,7 +96,8 @@ class Pipeline:
             self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1, self._rows
         )
         likes = self._likes(batches, "train") if is_whole else ()
-        results = self.schedule.run(self._parts.walker, runner, likes=likes)
+        with self._parts.passes.replay.draws.walk(step, trains=True):
+            results = self.schedule.run(self._parts.walker, runner, likes=likes)
         for i, weight in enumerate(each):
             if i:
                 accumulation.end_microbatch()
@@ -213,7 +214,8 @@ class Pipeline:
     ) -> dict[int, Any]:
         actions, walker = self._parts.program.forward(len(batches)), self._parts.walker
         runner = _Forward(self._parts, self._parts.progress.step_count + 1, batches, call, wants, rows)
-        with torch.no_grad(), walker.aside(actions):
+        draws = self._parts.passes.replay.draws.walk(self._parts.progress.step_count + 1, trains=False)
+        with torch.no_grad(), draws, walker.aside(actions):
             # A user's own call may make other activations of the same batch; so may parts of batches, which differ.
             likes = self._likes(batches, wants) if wants == "loss" and not self._is_list else ()
             return self.schedule.run(walker, runner, trains=False, likes=likes)

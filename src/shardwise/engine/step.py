@@ -86,6 +86,8 @@ class Local(NamedTuple):
     """A 32-bit mark of the numbers that its optimizer groups work with (``optim.groups.mark_of``)."""
     batches: int | None
     """In a process's first step the fingerprint of its batches (0: none); later None."""
+    draws: bool = False
+    """Whether passes have drawn from random generators of torch, Python or numpy."""
 
 
 class Totals(NamedTuple):
@@ -106,6 +108,8 @@ class Totals(NamedTuple):
     """Standard deviation of the mean loss over the ranks of one model that report it."""
     experts: Sequence[float] = ()
     """What went to which expert (parallel/expert/loads.py)."""
+    draws: bool = False
+    """Whether passes on the ranks of this model have drawn from random generators."""
 
 
 def finish_reductions(trained: Sequence[Trained]) -> None:
@@ -185,11 +189,12 @@ def exchange(
     )
     if not above:
         return totals
-    reports, mean_sum, mean_squares = above["losses"]
+    reports, mean_sum, mean_squares, draws = above["losses"]
     return totals._replace(
         rates_agree=totals.rates_agree and are_equal(model.size, above["rates"]),
         batches_agree=are_equal(model.size, above["batches"]),
         loss_spread=math.sqrt(max(mean_squares / reports - (mean_sum / reports) ** 2, 0.0)),
+        draws=draws > 0,
     )
 
 
@@ -204,7 +209,7 @@ def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict
     own: dict[str, Sequence[Number] | Tensor] = {
         "sums": (squares, weight * brings_loss, loss * brings_loss, flags),
         "faults": torch.stack([differ(parts.dp.size, total[name]) for name in _COMPARED]),
-        "losses": (float(knows), mean, mean * mean),
+        "losses": (float(knows), mean, mean * mean, float(local.draws)),
         "rates": terms(local.rates, _BITS),
         "batches": terms(local.batches or 0),
         "experts": total["experts"],

@@ -268,13 +268,16 @@ class TrainingStep:
         for hooks in parts.hooks:
             hooks.marks.clear(at_step=True)
         stops = float(self.stop.wanted)
-        end.local = Local(weight, parts.accumulation.loss, stops, mark_of(rates), self._record.fingerprint)
+        draws = parts.passes.replay.draws
+        rates_mark, prints = mark_of(rates), self._record.fingerprint
+        end.local = Local(weight, parts.accumulation.loss, stops, rates_mark, prints, bool(draws.drew))
         parts.walker.run(until=_is_update)  # DELIVER, SUM and NORM
         totals = end.totals
         assert totals is not None, "NORM has run"
         divisor = parts.accumulation.divisor_of(totals.weight)
         norm = gradient_norm(totals, divisor)
         finite = math.isfinite(norm)
+        draws.note(totals.draws)
         check_alike(totals, parts.config.batch.duplicates, finite, self._loss_tolerance)
         if self._record.check is not None and finite and totals.weight and not math.isnan(totals.loss):
             self._record.check.compare(self._number, totals, divisor)

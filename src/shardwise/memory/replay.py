@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.memory.draws import PassDraws
 from shardwise.plan.errors import UsageError
 
 T = TypeVar("T")
@@ -67,6 +68,8 @@ class Replay:
         self.scale: float | Tensor = 1.0
         """What the loss of the microbatch was multiplied by whose backward pass runs; 1 where none does. A term that a
         layer adds to the gradients by itself, and not to the loss, is multiplied by it there."""
+        self.draws = PassDraws()
+        """What passes draw from generators that are not keyed."""
         self._runs: list[_Run] = []
         """Pieces that run now, for the first time or again, each inside of those before it."""
 

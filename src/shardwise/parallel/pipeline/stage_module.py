@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.memory.absent import AbsentTrace, absent_in
+from shardwise.memory.draws import PassDraws
 from shardwise.parallel.pipeline.blocks import ROWS
-from shardwise.parallel.pipeline.stand_in import AbsentBlock, AbsentLeaf, Relay, call_until_ended
+from shardwise.parallel.pipeline.stand_in import AbsentBlock, AbsentLeaf, Foreign, Relay, call_until_ended
 from shardwise.plan.errors import PlanError
 from shardwise.plan.pytree import tensors_in
 from shardwise.plan.ragged import Ragged
@@ -40,6 +41,9 @@ class StageModule:
         self.stages = stages
         self._relay = relay
         self._blocks = list(blocks)
+        self.draws = PassDraws()
+        """What passes draw from generators that are not keyed."""
+        self._parts: list[tuple[str, nn.Module]] | None = None
         self._seen: dict[Hashable, bool] = {}
         """Kinds of passes that were watched, the latest of them, and whether the model writes into outputs of blocks in
         place."""
@@ -56,6 +60,16 @@ class StageModule:
         stage before returned. ``kind`` of the batch: the first pass of each is watched.
         Errors: PlanError where the model cannot be cut so; the first pass of a kind names what it uses that is absent.
         """
+        with self.draws.around(self._own_parts() if self.draws.isolates else ()):
+            return self._run(call, received, kind)
+
+    def _own_parts(self) -> list[tuple[str, nn.Module]]:
+        """What stand-ins on other stages stand for: blocks, and modules outside of them that have weights."""
+        if self._parts is None:
+            self._parts = parts_of(self.module, self._blocks)
+        return self._parts
+
+    def _run(self, call: Callable[[nn.Module], Any], received: Any, kind: Hashable) -> Any:
         kind = (kind, kind_of(received), torch.is_grad_enabled(), self.module.training)
         if kind in self._seen:
             self._relay.load(received, writes=self._seen[kind])
@@ -237,6 +251,18 @@ def kind_of(value: Any) -> Hashable:
     if isinstance(value, float):
         return float, value == 0
     return type(value), tuple(kind_of(each) for each in tensors_in(value))
+
+
+def parts_of(root: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules of ``root`` that one stage alone runs, with their names: ``blocks``, and modules outside of
+    them that hold weights and no other modules. Stand-ins are none of them."""
+    inside = tuple(f"{name}." for name in blocks)
+    found = [(name, root.get_submodule(name)) for name in blocks]
+    for name, module in root.named_modules():
+        is_leaf = next(module.children(), None) is None and bool(vars(module)["_parameters"])
+        if name and is_leaf and not isinstance(module, Foreign) and not f"{name}.".startswith(inside):
+            found.append((name, module))
+    return found
 
 
 def _parent(root: nn.Module, name: str) -> nn.Module:
