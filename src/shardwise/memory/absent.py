@@ -46,7 +46,14 @@ _SHAPE_ONLY = _words(
 _OTHER_SHAPE = _words("type_as view_as expand_as reshape_as to sum_to_size is_same_size to_copy _to_copy")
 """Operations that take a second tensor for its shape or dtype alone."""
 _DECIDES_A_SHAPE = _words("nonzero nonzero_numpy unique_dim unique_consecutive _unique _unique2 bincount")
-_NOT_OURS = ("torch.", "shardwise.memory.", "shardwise.parallel.", "shardwise.engine.", "shardwise.compose.")
+_NOT_OURS = (
+    "torch.",
+    "shardwise.memory.",
+    "shardwise.parallel.",
+    "shardwise.engine.",
+    "shardwise.compose.",
+    "shardwise.plan.",
+)
 
 
 class SourceLine(NamedTuple):

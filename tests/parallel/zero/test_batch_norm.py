@@ -52,7 +52,7 @@ def mine(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x[start : start + SIZES[rank]], target[start : start + SIZES[rank]]
 
 
-def synchronized(world: Any, stage: int) -> None:
+def synchronized(world: Any, stage: int, compile: str = "none") -> None:
     plain = seeded(Images)
     truth = train(
         plain,
@@ -63,6 +63,7 @@ def synchronized(world: Any, stage: int) -> None:
     config = {
         "zero": {"stage": stage},
         "batch_norm": "synchronized",
+        "compile": {"scope": compile, "backend": "aot_eager"} if compile != "none" else {},
         "optimizer": {"type": "sgd", "lr": 0.05},
     }
     engine = shardwise.initialize(seeded(Images), config, world=world)
@@ -91,6 +92,11 @@ def synchronized(world: Any, stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_synchronized_equals_one_process(ranks: Any, stage: int) -> None:
     ranks(2).run(synchronized, stage)
+
+
+def test_synchronized_in_compiled_blocks(ranks: Any) -> None:
+    """The compiler traced into the collective and ended in "all_reduce of batch statistics failed"."""
+    ranks(2).run(synchronized, 0, "blocks")
 
 
 def test_per_rank_is_the_mean_of_the_ranks(ranks: Any) -> None:

@@ -136,8 +136,10 @@ class _Skeleton:
         twin.__dict__.update(_absent=absent, _relay=self.relay)
         twin._parameters.update(copied)
         twin._modules.update(children)
-        if not name and "forward" in twin.__dict__ and isinstance(twin, StageRoot):
-            twin.__dict__["_own_forward"] = twin.__dict__.pop("forward")
+        if isinstance(twin, StageRoot):
+            twin.leave_out_hooks()
+            if "forward" in twin.__dict__:
+                twin.__dict__["_own_forward"] = twin.__dict__.pop("forward")
         return twin  # type: ignore[no-any-return]
 
     def _vectors_elsewhere(self, name: str, tables: Any) -> nn.Module:

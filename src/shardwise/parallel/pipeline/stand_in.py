@@ -22,15 +22,18 @@ import contextlib
 import copy
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.memory.absent import Absent, AbsentTrace, place_of_use
 from shardwise.plan.errors import PlanError
+from shardwise.plan.user_hooks import is_users, user_hooks
 
 _PLAIN = (bool, int, float, str, type(None))
 _CHANGES = (list, dict, set)
@@ -433,9 +436,39 @@ class LastBlock:
 class StageRoot(Foreign):
     """Mixed into the root of a stage that is not the last.
 
-    Hooks on the root see an ordinary pass that returns the stage's output; the pass of whoever called the root, a
-    user's loss function, say, ends thereafter.
+    The pass of whoever called the root, a user's loss function, say, ends when the root has returned.
+
+    A user's hooks on the root's output and on its gradient run on the last stage alone, where that output is: here they
+    are left out, and those that are registered later are not taken. Hooks on the root's inputs run on every stage.
     """
+
+    def leave_out_hooks(self) -> None:
+        """Drop the user's hooks on the output that the root has."""
+        for kind, number, _ in list(user_hooks(self)):  # type: ignore[arg-type]
+            if kind == "_forward_pre_hooks":
+                continue
+            del vars(self)[kind][number]
+            for beside in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+                if kind == "_forward_hooks":
+                    vars(self)[beside].pop(number, None)
+
+    def register_forward_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
+        """See ``nn.Module``."""
+        if is_users(hook):
+            return RemovableHandle(OrderedDict())
+        return super().register_forward_hook(hook, **kwargs)  # type: ignore[misc, no-any-return]
+
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See ``nn.Module``."""
+        if is_users(hook):
+            return RemovableHandle(OrderedDict())
+        return super().register_full_backward_hook(hook, prepend)  # type: ignore[misc, no-any-return]
+
+    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See ``nn.Module``."""
+        if is_users(hook):
+            return RemovableHandle(OrderedDict())
+        return super().register_full_backward_pre_hook(hook, prepend)  # type: ignore[misc, no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, up to the stage's last block."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.collectives import Group
@@ -37,6 +38,14 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
+@_disable_dynamo
+def _sum_over_ranks(value: Tensor, group: Group) -> Tensor:
+    """``_SumOverRanks`` outside of compiled graphs: a compiler would trace the collective with tensors that hold no
+    numbers."""
+    total: Tensor = _SumOverRanks.apply(value, group)
+    return total
+
+
 class _Normalize:
     """Takes the place of one module's forward. Holds the group, so that no attribute is hung on the module."""
 
@@ -55,11 +64,11 @@ class _Normalize:
         shape = [1, -1] + [1] * (x.dim() - 2)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         sums = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.shape[1])])
-        sums = _SumOverRanks.apply(sums, self._group)
+        sums = _sum_over_ranks(sums, self._group)
         count = sums[-1]
         mean = sums[:-1] / count
         centred = wide - mean.view(shape)
-        var = _SumOverRanks.apply(centred.square().sum(dims), self._group) / count
+        var = _sum_over_ranks(centred.square().sum(dims), self._group) / count
         self._update_running(mean.detach(), var.detach(), count.detach())
         y = centred * torch.rsqrt(var + module.eps).view(shape)
         if module.weight is not None:

@@ -1,0 +1,25 @@
+"""The hooks on modules that are a user's own: not those of torch's utilities, nor of this package."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module that hold hooks by number."""
+
+
+def is_users(hook: Any) -> bool:
+    """Return True if ``hook`` was made neither by torch's utilities nor by this package."""
+    made = hook.func if isinstance(hook, functools.partial) else hook
+    where = getattr(made, "__module__", None) or ""
+    return not where.startswith(("torch.nn.utils", "torch.ao.", "shardwise."))
+
+
+def user_hooks(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
+    """Yield (attribute, number, hook) of each hook of a user's on ``module``."""
+    for kind in HOOKS:
+        for number, hook in list(vars(module).get(kind, {}).items()):
+            if is_users(hook):
+                yield kind, number, hook
