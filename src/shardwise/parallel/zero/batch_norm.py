@@ -38,22 +38,18 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-@_disable_dynamo
-def _sum_over_ranks(value: Tensor, group: Group) -> Tensor:
-    """``_SumOverRanks`` outside of compiled graphs: a compiler would trace the collective with tensors that hold no
-    numbers."""
-    total: Tensor = _SumOverRanks.apply(value, group)
-    return total
-
-
 class _Normalize:
-    """Takes the place of one module's forward. Holds the group, so that no attribute is hung on the module."""
+    """Takes the place of one module's forward. Holds the group, so that no attribute is hung on the module.
+
+    No compiled graph contains it: a compiler would trace the collectives with tensors that hold no numbers.
+    """
 
     def __init__(self, module: _BatchNorm, group: Group):
         self._module = module
         self._group = group
         self._alone = module.forward
 
+    @_disable_dynamo
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
         if (
@@ -64,11 +60,11 @@ class _Normalize:
         shape = [1, -1] + [1] * (x.dim() - 2)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         sums = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.shape[1])])
-        sums = _sum_over_ranks(sums, self._group)
+        sums = _SumOverRanks.apply(sums, self._group)
         count = sums[-1]
         mean = sums[:-1] / count
         centred = wide - mean.view(shape)
-        var = _sum_over_ranks(centred.square().sum(dims), self._group) / count
+        var = _SumOverRanks.apply(centred.square().sum(dims), self._group) / count
         self._update_running(mean.detach(), var.detach(), count.detach())
         y = centred * torch.rsqrt(var + module.eps).view(shape)
         if module.weight is not None:
