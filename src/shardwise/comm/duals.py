@@ -159,12 +159,17 @@ def scale(x: Tensor, factor: float) -> Tensor:
 class _Dual(torch.autograd.Function):
     """Keeps the group, the name and the dim; nothing of the activation is saved."""
 
+    gives = ""
+    """What the result holds on a rank, for a walk over the graph (parallel/tensor/outputs.py)."""
+
     @staticmethod
     def keep(ctx: Any, *place: Any) -> None:
         ctx.place = place
 
 
 class _Copy(_Dual):
+    gives = "HEADS"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, what: str) -> Tensor:
         _Dual.keep(ctx, group, what)
@@ -177,6 +182,8 @@ class _Copy(_Dual):
 
 
 class _Reduce(_Dual):
+    gives = "WHOLE"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, what: str) -> Tensor:
         return _summed(x, group, what)
@@ -188,6 +195,8 @@ class _Reduce(_Dual):
 
 
 class _Gather(_Dual):
+    gives = "HEADS"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
         _Dual.keep(ctx, group, what, dim)
@@ -200,6 +209,8 @@ class _Gather(_Dual):
 
 
 class _Scatter(_Dual):
+    gives = "TOKENS"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
         _Dual.keep(ctx, group, what, dim)
@@ -212,6 +223,8 @@ class _Scatter(_Dual):
 
 
 class _PieceOf(_Dual):
+    gives = "TOKENS"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
         _Dual.keep(ctx, group, what, dim)
@@ -224,6 +237,8 @@ class _PieceOf(_Dual):
 
 
 class _Join(_Dual):
+    gives = "WHOLE"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, what: str, dim: int) -> Tensor:
         _Dual.keep(ctx, group, dim)
@@ -238,7 +253,7 @@ class _Join(_Dual):
 class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+        ctx.factor, ctx.gives = factor, "ADDENDS" if factor > 1 else "WHOLE"
         return x.view_as(x)
 
     @staticmethod

@@ -1,5 +1,6 @@
 """The closed forms against what is really sent and kept."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,10 +87,11 @@ def test_collectives_of_a_pass(ranks: Any, size: int, sequence: bool) -> None:
 
 
 class Pair(nn.Module):
-    """w2(gelu(w1(x)))."""
+    """w2(gelu(w1(x))), and ``behind`` of it."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.behind: Callable[[Tensor], Tensor] = lambda y: y
         generator = torch.Generator().manual_seed(0)
         self.w1, self.w2 = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
         with torch.no_grad():
@@ -98,7 +100,7 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.w2(nn.functional.gelu(self.w1(x)))
-        return y
+        return self.behind(y)
 
 
 def pair(world: World, columns_first: bool) -> list[int]:
@@ -109,9 +111,9 @@ def pair(world: World, columns_first: bool) -> list[int]:
     x = torch.randn(1, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     given = ours if columns_first else duals.cut(ours, group, "input", dim=2)
-    y = model(given)
     if not columns_first:
-        y = duals.join(y, group, "output", dim=2)
+        model.behind = lambda y: duals.join(y, group, "output", dim=2)
+    y = model(given)
     forward = sum(count.calls for count in group.traffic.counts.values())
     expected = whole(theirs)
     y.square().sum().backward()

@@ -5,6 +5,7 @@ smaller one on meta; a real one becomes this rank's piece of the values that eve
 """
 
 import inspect
+import os.path
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
@@ -40,6 +41,7 @@ from shardwise.parallel.tensor.layout import (
     styles,
 )
 from shardwise.parallel.tensor.loss import vocabulary_cross_entropy
+from shardwise.parallel.tensor.outputs import CutOutputs
 from shardwise.parallel.tensor.region import Region, UnmadeLogits
 from shardwise.parallel.tensor.tables import has_causal_loss, is_linear, known_table, whole_table
 from shardwise.plan.errors import PlanError
@@ -104,8 +106,25 @@ def make_parallel(
             setattr(model.get_submodule(owner), leaf, replaced[id(module)])
     if region.alike is not None:
         _note_alike(model, by_module, region, region.alike)
+    _make_outputs_whole(model, by_module, region)  # before the region's own hooks, which end the pass
     _watch(model, region, table.causal_loss and any(style.kind == "head" for style in by_module.values()))
     return placed
+
+
+def _make_outputs_whole(model: nn.Module, by_module: Mapping[str, Style], region: Region) -> None:
+    """Let the modules around all cut layers return whole tensors."""
+    cut = [
+        name.split(".")
+        for name, style in by_module.items()
+        if style.kind not in (None, "replicate") or style.flags & {"enter", "leave", "region"}
+    ]
+    if not cut:
+        return
+    heads_in_order = all(len(style.parts) <= 3 for style in by_module.values())
+    prefix = list(os.path.commonprefix(cut))
+    for length in range(len(prefix), -1, -1):
+        name = ".".join(prefix[:length])
+        CutOutputs(model.get_submodule(name), name, region, heads_in_order)
 
 
 def _watch(model: nn.Module, region: Region, knows_loss: bool) -> None:

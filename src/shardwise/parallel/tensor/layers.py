@@ -328,7 +328,7 @@ class _Column(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bool, what: str
     ) -> Tensor:
-        ctx.group, ctx.cut, ctx.what = group, cut, what
+        ctx.group, ctx.cut, ctx.what, ctx.gives = group, cut, what, "HEADS"
         ctx.save_for_backward(x, weight)
         full = duals.start_gather(x, group, what)() if cut else x
         return F.linear(full, weight, bias)
@@ -360,7 +360,7 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: None, group: Group, cut: bool, what: str
     ) -> Tensor:
-        ctx.group, ctx.cut, ctx.what = group, cut, what
+        ctx.group, ctx.cut, ctx.what, ctx.gives = group, cut, what, "TOKENS" if cut else "WHOLE"
         ctx.save_for_backward(x, weight)
         addend = F.linear(x, weight).contiguous()
         return (duals.start_scatter if cut else duals.start_sum)(addend, group, what)()

@@ -111,6 +111,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
         columns, counts, owned = _placed(targets, first, logits.shape[1], vocabulary)
         lse, at_target = _of_all_ranks(numbers_of(logits, columns, owned), group)()
         ctx.counted_rows = counts.sum()  # for who weighs a loss made of it
+        ctx.gives = "WHOLE"
         ctx.save_for_backward(logits, columns[:, None], lse, counts, owned)
         return (at_target - lse).masked_fill_(~counts, 0)
 

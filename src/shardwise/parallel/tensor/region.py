@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import duals
 from shardwise.comm.collectives import Group
@@ -63,6 +64,8 @@ class Region:
         """Whether the head's output goes to a loss that is known, where labels are given."""
         self.loss_follows = False
         """True in a training pass with labels of a model whose head's output goes to a loss that is known."""
+        self.tokens: int | None = None
+        """The length of the whole sequence in the running pass; None where it is not known."""
         self._without_gradients = False
         self._running = 0
         """Forward passes of the root that run now, one in another perhaps."""
@@ -125,6 +128,7 @@ class Region:
             given |= given.get("kwargs", {})
             training = torch.is_grad_enabled()
             self._running += 1
+            self.tokens = _tokens(given)
             self._without_gradients = not training
             if training:
                 self.replay.whole_sequence = self.replay.stays_whole or not _can_cut(given, self.group.size)
@@ -132,7 +136,7 @@ class Region:
             self.logits_cut = (self.loss_follows and self.takes_cut_logits) or self.keeps_cut_logits
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            logits = getattr(output, "logits", None)
+            logits = None if isinstance(output, WithheldValue) else getattr(output, "logits", None)
             if type(logits) is UnmadeLogits:
                 output.logits = WithheldLogits(_BY_TILES)
             elif self.logits_cut and not self.keeps_cut_logits and logits is not None:
@@ -157,13 +161,10 @@ _BY_TILES = (
 )
 
 
-class WithheldLogits:
-    """Stands where a training pass with labels would give logits that nobody has.
+class WithheldValue:
+    """A stand-in for an output whose whole value no rank has. Any use is an error that says ``reason``."""
 
-    Any use is an error that names the ways to what was wanted.
-    """
-
-    def __init__(self, reason: str = _CUT) -> None:
+    def __init__(self, reason: str) -> None:
         self._reason = reason
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -177,10 +178,10 @@ class WithheldLogits:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """In a function of torch."""
-        for each in (*args, *(kwargs or {}).values()):
-            if isinstance(each, WithheldLogits):
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, WithheldValue):
                 each._refuse()
-        cls()._refuse()
+        raise UsageError(_CUT)
 
     __getitem__ = __len__ = __iter__ = __array__ = __float__ = __bool__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = (
@@ -189,7 +190,14 @@ class WithheldLogits:
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def __repr__(self) -> str:
-        return "<logits: withheld>"
+        return "<withheld>"
+
+
+class WithheldLogits(WithheldValue):
+    """A stand-in for the logits of a training pass with labels, which no rank has."""
+
+    def __init__(self, reason: str = _CUT) -> None:
+        super().__init__(reason)
 
 
 class UnmadeLogits(WithheldLogits):
@@ -249,7 +257,7 @@ class UnmadeLogits(WithheldLogits):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch's tanh; see ``WithheldLogits`` of all others."""
+        """torch's tanh; see ``WithheldValue`` of all others."""
         if function in (torch.tanh, Tensor.tanh) and len(args) == 1 and not kwargs:
             return args[0].tanh()
         return super().__torch_function__(function, types, args, kwargs)

@@ -1,0 +1,269 @@
+"""Outputs of a cut model, given back whole: hidden states, attentions, and whatever else a forward pass returns.
+
+Between the cut layers a rank holds part of an activation. A model that returns such a part (``hidden_states`` and
+``attentions`` of transformers, features of a user's own model) would give each rank a loss of its own tokens or heads.
+So each tensor that leaves the module around all cut layers is looked at. The graph of the tensor tells the state: the
+nearest functions of the cut layers that the tensor was computed from.
+
+    nearest functions                        the tensor holds               given back
+    row layer, scatter, slice of tokens      this rank's tokens             joined along the sequence
+    column layer, copy, gather               this rank's heads              joined along the heads, dim 1 of four
+                                             this rank's features           withheld: any use is an error
+    sum, join                                everything                     as it is
+    scale by tp                              everything; gradient: addend   gradient divided by tp (region.py, the note)
+
+A tensor without a graph is compared over the ranks: where values differ, the shape tells what was cut. The first pass
+of each kind decides; later passes of the kind repeat the decision.
+
+Cost: a walk over some nodes of the graph and one small all-gather for each kind of pass; in later passes the gathers of
+the tensors that are joined. A model that returns a loss or whole logits pays nothing.
+Shapes: B batch, T sequence, H heads, tp ranks.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import duals
+from shardwise.memory.absent import Absent
+from shardwise.parallel.tensor.region import Region, WithheldValue
+from shardwise.plan.pytree import rebuilt
+
+_NODES = 4096
+"""Graph nodes that a walk looks at; a tensor whose graph is longer is compared over the ranks."""
+_WORDS = 1 << 18
+"""Elements of a projection that are multiplied at once."""
+_HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "heads")
+_ROUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""How far the projections of tensors of two ranks may lie apart, of their norms; 2^-5 for 16 bits."""
+
+
+class _State(Enum):
+    """States of a tensor on a rank: the part of the whole that the tensor holds."""
+
+    WHOLE = "everything"
+    ADDENDS = "everything, with gradients that are addends"
+    TOKENS = "this rank's tokens"
+    HEADS = "this rank's heads or features"
+    UNKNOWN = "unknown"
+
+
+class _Decision(Enum):
+    KEEP = "as it is"
+    SCALE = "divide the gradient"
+    JOIN_TOKENS = "join along the sequence"
+    JOIN_HEADS = "join along the heads"
+    WITHHOLD = "refuse any use"
+
+
+class CutOutputs:
+    """Makes the outputs of one module whole. ``heads_in_order``: rank r holds heads [r·H/tp, (r+1)·H/tp)."""
+
+    def __init__(self, module: nn.Module, name: str, region: Region, heads_in_order: bool) -> None:
+        self._region = region
+        self._what = name or type(module).__name__
+        self._heads_in_order = heads_in_order
+        config = getattr(module, "config", None)
+        counts = {getattr(config, key, None) for key in _HEAD_COUNTS}
+        self._heads = {count for count in counts if isinstance(count, int)}
+        self._decided: dict[Any, list[_Decision]] = {}
+        module.register_forward_hook(duals.apart(lambda *given: self._after(*given)))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with whole tensors; None where nothing changes."""
+        if self._region.keeps_cut_logits or vars(module).get(
+            "_has_ended"
+        ):  # a stage's output goes to the next stage
+            return None
+        found = [(path, each) for path, each in _tensors(output) if each.is_floating_point() and each.dim()]
+        if not found:
+            return None
+        region = self._region
+        mode = (region.cut, region.adds, torch.is_grad_enabled())
+        kind = (mode, tuple((path, each.dim(), each.requires_grad) for path, each in found))
+        decisions = self._decided.get(kind)
+        if decisions is None:
+            decisions = self._decide(found)
+            if not any(isinstance(each, Absent) for _, each in found):
+                self._decided[kind] = decisions
+        made: dict[int, Any] = {}
+        for (path, each), decision in zip(found, decisions, strict=True):
+            if decision is not _Decision.KEEP and id(each) not in made:
+                made[id(each)] = self._made(path, each, decision)
+        return _replaced(output, made) if made else None
+
+    # Decisions -------------------------------------------------------------------------------------------------
+
+    def _decide(self, found: list[tuple[str, Tensor]]) -> list[_Decision]:
+        decisions = [self._by_graph(path, each) for path, each in found]
+        marks = self._differ([each for _, each in found])
+        for i, (path, each) in enumerate(found):
+            if decisions[i] is None:
+                decisions[i] = self._by_shape(path, each) if marks[i] else _Decision.KEEP
+            elif marks[i] and decisions[i] in (_Decision.KEEP, _Decision.SCALE):
+                decisions[i] = _Decision.WITHHOLD  # made from slices past the cut layers
+        return [each for each in decisions if each is not None]
+
+    def _by_graph(self, path: str, tensor: Tensor) -> _Decision | None:
+        """Return the decision that the graph tells; None where the graph tells nothing."""
+        if isinstance(tensor, Absent):
+            return _Decision.KEEP
+        state = _state_of(tensor)
+        if state is _State.UNKNOWN:
+            return None
+        if state is _State.WHOLE:
+            return _Decision.KEEP
+        if state is _State.ADDENDS:
+            return _Decision.SCALE
+        if state is _State.TOKENS and not _is_attention(path):
+            return _Decision.JOIN_TOKENS if self._is_cut_sequence(tensor) else _Decision.WITHHOLD
+        is_heads = tensor.dim() == 4 and self._heads_in_order and not _is_cache(path)
+        return _Decision.JOIN_HEADS if is_heads else _Decision.WITHHOLD
+
+    def _by_shape(self, path: str, tensor: Tensor) -> _Decision:
+        """Return the decision for a tensor without a graph that differs from rank to rank."""
+        ranks = self._region.group.size
+        if _is_cache(path):
+            return _Decision.KEEP if not torch.is_grad_enabled() else _Decision.WITHHOLD
+        if tensor.dim() == 4 and self._heads_in_order:
+            if _is_attention(path) or tensor.shape[1] * ranks in self._heads:
+                return _Decision.JOIN_HEADS
+        elif self._region.cut and self._is_cut_sequence(tensor):
+            return _Decision.JOIN_TOKENS
+        return _Decision.WITHHOLD
+
+    def _is_cut_sequence(self, tensor: Tensor) -> bool:
+        tokens = self._region.tokens
+        dim = duals.SEQUENCE
+        return tensor.dim() > dim and (
+            tokens is None or tensor.shape[dim] * self._region.group.size == tokens
+        )
+
+    def _differ(self, tensors: list[Tensor]) -> list[bool]:
+        """Compare the tensors over the ranks: a projection and the norm of each. Collective."""
+        group = self._region.group
+        own = torch.stack([_projected(each.detach()) for each in tensors]).to(tensors[0].device)  # [n, 2]
+        every = own.new_empty(group.size, *own.shape)
+        with _uncounted(group):
+            group.all_gather(every.view(-1), own.view(-1), "outputs of the ranks", "control").wait()
+        spread = (every.amax(0) - every.amin(0)).amax(1).tolist()
+        norms = every[:, :, 1].amax(0).tolist()
+        return [
+            far > _ROUNDS.get(each.dtype, 2.0**-5) * norm  # NaN of absent values differs from nothing
+            for far, norm, each in zip(spread, norms, tensors, strict=True)
+        ]
+
+    def _made(self, path: str, tensor: Tensor, decision: _Decision) -> Any:
+        region = self._region
+        if decision is _Decision.SCALE:
+            return region.inward(tensor, sees_whole=False)
+        if decision is _Decision.JOIN_TOKENS:
+            return duals.join(tensor, region.group, path)
+        if decision is _Decision.JOIN_HEADS:
+            return duals.join(tensor, region.group, path, dim=1)
+        return WithheldValue(
+            f"{path or 'the output'} of {self._what}: under tensor parallelism each rank holds a part of it (its "
+            f"heads, features or tokens, {list(tensor.shape)} here), and how parts make the whole is not known. Hidden "
+            "states and attention weights of the blocks are given back whole; take those, compute what you need from "
+            "the model's final output, or set mesh.tp: 1"
+        )
+
+
+def _is_attention(path: str) -> bool:
+    return "attentions" in path
+
+
+def _is_cache(path: str) -> bool:
+    return "past_key_values" in path
+
+
+# Graphs ------------------------------------------------------------------------------------------------------------
+
+
+def _state_of(tensor: Tensor) -> _State:
+    """Return what a rank's tensor holds, by the nearest functions of cut layers in its graph."""
+    if tensor.grad_fn is None:
+        return _State.UNKNOWN
+    waiting: deque[Any] = deque([tensor.grad_fn])
+    seen: set[Any] = set()
+    states: set[_State] = set()
+    while waiting:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > _NODES:
+            return _State.UNKNOWN
+        state = _state_after(node)
+        if state is not None:
+            states.add(state)
+        else:
+            waiting.extend(parent for parent, _ in node.next_functions)
+    if _State.TOKENS in states and _State.HEADS in states:
+        return _State.HEADS
+    for state in (_State.HEADS, _State.TOKENS, _State.ADDENDS, _State.WHOLE):
+        if state in states:
+            return state
+    return _State.UNKNOWN
+
+
+def _state_after(node: Any) -> _State | None:
+    """Return what a function of the cut layers gives; None for any other node."""
+    gives = getattr(node, "gives", None) or getattr(getattr(type(node), "_forward_cls", None), "gives", None)
+    return _State[gives] if gives else None
+
+
+# Values ------------------------------------------------------------------------------------------------------------
+
+
+def _projected(tensor: Tensor) -> Tensor:
+    """Return (projection on a fixed direction, norm) of a tensor, in fp64."""
+    flat = tensor.reshape(-1)
+    total = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    for start in range(0, len(flat), _WORDS):
+        part = flat[start : start + _WORDS].double()
+        place = torch.arange(start, start + len(part), dtype=torch.float64, device=tensor.device)
+        total += torch.stack([(part * torch.cos(place * 2.399963)).sum(), part.square().sum()])
+    total[1] = total[1].sqrt()
+    return total
+
+
+@contextmanager
+def _uncounted(group: Any) -> Iterator[None]:
+    """Leave the group's counts of traffic as they are."""
+    traffic = group.traffic
+    counts, sequence = dict(traffic.counts), traffic.sequence
+    try:
+        yield
+    finally:
+        traffic.counts.clear()
+        traffic.counts.update(counts)
+        traffic.sequence = sequence
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of what a model returned, with its place: ``hidden_states[1]``."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple | list):
+        for i, inner in enumerate(value):
+            yield from _tensors(inner, f"{path}[{i}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+
+
+def _replaced(value: Any, made: Mapping[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return made.get(id(value), value)
+    change: Callable[[Any], Any] = lambda inner: _replaced(inner, made)  # noqa: E731
+    return rebuilt(value, change)
