@@ -60,11 +60,11 @@ def test_a_nan_loss_of_finite_gradients_is_an_error_on_all_ranks(ranks: Any, pre
         assert kept and not skipped and all(math.isfinite(loss) for loss in losses)
 
 
-def sliced_losses(world: World, penalty: float, precision: str) -> tuple[str, float]:
+def sliced_losses(world: World, penalty: float, precision: str, factor: float = 1.0) -> tuple[str, float]:
     """A penalty on what each rank has for itself."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        result: Tensor = model(**batch) + penalty * (1 + world.rank)
+        result: Tensor = factor * (model(**batch) + penalty * (1 + world.rank))
         return result
 
     policy = GptPolicy(layers=2, width=16, heads=4, context=8, vocab=19)
@@ -90,6 +90,16 @@ def test_a_loss_of_slices_is_an_error(ranks: Any, precision: str) -> None:
     assert said == other and "the ranks of one model (along tp) report losses that differ by" in said
     for quiet, loss in ranks(2).run(sliced_losses, 0.0, precision):
         assert quiet == "" and math.isfinite(loss)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_a_small_loss_of_slices_is_an_error(ranks: Any, precision: str) -> None:
+    """The limit was absolute below 1, so that a loss of 1e-3 might differ by 10 %."""
+    (said, _), _ = ranks(2).run(sliced_losses, 0.6, precision, 1e-3)
+    assert "the ranks of one model (along tp) report losses that differ by" in said
+    for factor in (1e-3, 0.0):
+        for quiet, loss in ranks(2).run(sliced_losses, 0.0, precision, factor):
+            assert quiet == "" and math.isfinite(loss)
 
 
 def given(world: World, kind: str) -> str:

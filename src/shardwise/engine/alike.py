@@ -6,7 +6,7 @@ the loss that is reported        equal on the ranks of one model: one that adds 
                                  is a loss of slices
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -18,20 +18,30 @@ from shardwise.plan.errors import DataError, UsageError
 if TYPE_CHECKING:
     from shardwise.engine.parts import Parts
 
-_TOLERANCE, _TOLERANCE_16_BITS = 1e-4, 2.0**-5
-"""Of two reported losses, relative above 1 and absolute below. Ranks of one model compute a loss from the same bits, or
-from bits that were rounded once more or less: 2^-8 of each other in bf16, 2^-24 in fp32."""
+
+class LossTolerance(NamedTuple):
+    """The largest difference between the losses that ranks of one model report.
+
+    Ranks of one model compute a loss from the same bits, or from bits that were rounded once more or less: 2^-8 of each
+    other in bf16, 2^-24 in fp32.
+    """
+
+    relative: float
+    """Of the mean loss."""
+    absolute: float
+    """Of a loss whose terms cancel, which may be 0."""
 
 
-def loss_tolerance(parts: "Parts", config: RunConfig) -> float:
-    """How far apart the losses that ranks of one model report may lie."""
+def loss_tolerance(parts: "Parts", config: RunConfig) -> LossTolerance:
+    """Return the tolerance for the dtypes that the model computes in."""
     dtypes = {config.precision.dtypes(e.name, e.dtype).compute for e in parts.spec.parameters.values()}
-    rounds = config.precision.operations is not None or dtypes & {torch.bfloat16, torch.float16}
-    return _TOLERANCE_16_BITS if rounds else _TOLERANCE
+    if config.precision.operations is not None or dtypes & {torch.bfloat16, torch.float16}:
+        return LossTolerance(2.0**-5, 1e-5)
+    return LossTolerance(1e-4, 1e-12 if dtypes == {torch.float64} else 1e-8)
 
 
 def check_alike(
-    totals: Totals, duplicates: Literal["error", "allow"], finite: bool, tolerance: float
+    totals: Totals, duplicates: Literal["error", "allow"], finite: bool, tolerance: LossTolerance
 ) -> None:
     """``duplicates``: what to do about equal batches. Errors: UsageError, DataError."""
     if not totals.rates_agree:
@@ -53,7 +63,7 @@ def check_alike(
             "share of its own, or, where that is meant, set batch.duplicates: allow"
         )
     mean = abs(totals.loss / totals.weight) if totals.weight else 0.0
-    if finite and totals.loss_spread > tolerance * max(mean, 1.0):
+    if finite and totals.loss_spread > max(tolerance.relative * mean, tolerance.absolute):
         raise UsageError(
             f"the ranks of one model (along tp) report losses that differ by {totals.loss_spread:.3g} around "
             f"{mean:.6g}, so the loss is made of what each rank holds alone, a slice of the weights or of the "
