@@ -26,11 +26,13 @@ class BatchPolicy(Policy):
     """Samples per rank and forward pass."""
     accumulation: PositiveInt | None = None
     """Microbatches per optimizer step; follows from the other two where both are given."""
-    weigh_by: Literal["auto", "tokens", "batches"] = "auto"
-    """What a microbatch counts in a step where its weight is not given. ``auto``: the labels that a cross entropy is
-    the mean of, ignored ones (-100) left out, so that uneven ranks and microbatches give the gradient of one batch; all
-    alike where no labels are seen or the loss is a sum. ``tokens``: the same, and an error where none are seen.
-    ``batches``: all alike."""
+    weigh_by: Literal["auto", "tokens", "shifted_tokens", "batches"] = "auto"
+    """The weight of a microbatch in a step where none is given. ``auto``: the number of labels that the loss is the
+    mean of, by the graph of the loss, ignored ones (-100) left out, so that uneven ranks and microbatches give the
+    gradient of one batch; all alike where no labels are seen or the loss is a sum; an error where the graph does not
+    show the number (a compiled model, a custom loss function) and numbers of labels are uneven. ``tokens``: there the
+    labels that are not -100 count, and no labels are an error. ``shifted_tokens``: there all but the first label of
+    each row count, for a model that shifts its labels. ``batches``: all alike."""
     duplicates: Literal["error", "allow"] = "error"
     """What two data-parallel ranks with the same batches in the first step are: an error, since usually a DataLoader
     was not divided among the ranks, or allowed."""

@@ -13,6 +13,7 @@ import torch
 from shardwise.config.run import RunConfig
 from shardwise.engine.fingerprint import same
 from shardwise.engine.step import Totals
+from shardwise.engine.weighing import UNEVEN, are_uneven
 from shardwise.plan.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def check_alike(
             "the ranks that share a model (along tp and pp) were given different batches in the first step, so the "
             "parts of the model worked on different samples; use engine.loader(...), which gives them the same ones"
         )
+    if are_uneven(totals.guesses):
+        raise UsageError(UNEVEN)
     pair = next(same(list(totals.batches)), None)
     if pair is not None and duplicates == "error":
         raise DataError(

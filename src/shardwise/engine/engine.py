@@ -69,7 +69,7 @@ class Engine(StateAccess):
         """What microbatches count where nothing is said."""
         self.monitor = Monitor(parts.config, parts.world.rank == 0, parts.device)
         """Where numbers go after every step."""
-        self._discard = StepDiscard(parts, end, record)
+        self._discard = StepDiscard(parts, end, record, self.weighing)
         self._forward = Forward(parts, loss, pipeline, record, self.weighing, self._discard.on_error)
         self._training = TrainingStep(
             parts, end, pipeline, self._forward, record, self.weighing, self._discard, self._step_ended

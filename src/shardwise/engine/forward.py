@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class Forward:
         if trains:
             self._make_room()
             record.sees(step.passes, args, kwargs)
-        output = self._called(args, kwargs, step.passes)
+        with self._weighing.seen_through(args, kwargs) if trains else nullcontext():
+            output = self._called(args, kwargs, step.passes)
         if trains:
             if record.check is not None:
                 record.check.returned(output)

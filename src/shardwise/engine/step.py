@@ -88,6 +88,8 @@ class Local(NamedTuple):
     """In a process's first step the fingerprint of its batches (0: none); later None."""
     draws: bool = False
     """Whether passes have drawn from random generators of torch, Python or numpy."""
+    guesses: Sequence[float] = (0.0,) * 5
+    """Sums over microbatches whose weights are guessed (``engine.weighing.Guesses``)."""
 
 
 class Totals(NamedTuple):
@@ -110,6 +112,8 @@ class Totals(NamedTuple):
     """What went to which expert (parallel/expert/loads.py)."""
     draws: bool = False
     """Whether passes on the ranks of this model have drawn from random generators."""
+    guesses: Sequence[float] = (0.0,) * 5
+    """Sums over all ranks' microbatches whose weights are guessed."""
 
 
 def finish_reductions(trained: Sequence[Trained]) -> None:
@@ -149,6 +153,7 @@ def exchange(
         "order": terms(sum(hooks.order.hash for hooks in parts.hooks), _BITS),
         "sequence": terms(dp.traffic.sequence, _BITS),
         "rates": terms(local.rates, _BITS),
+        "guesses": local.guesses,
         "batches": seats,
         "used": used,
         "experts": parts.passes.loads.numbers(parts.device),
@@ -186,6 +191,7 @@ def exchange(
         rates_agree=faults[2] == 0,
         batches=tuple(map(int, found["batches"])),
         experts=above.get("experts", found["experts"]),
+        guesses=above.get("guesses", found["guesses"]),
     )
     if not above:
         return totals
@@ -212,6 +218,7 @@ def _over_model(parts: Parts, local: Local, total: Mapping[str, Tensor]) -> dict
         "losses": (float(knows), mean, mean * mean, float(local.draws)),
         "rates": terms(local.rates, _BITS),
         "batches": terms(local.batches or 0),
+        "guesses": total["guesses"] * brings_loss,
         "experts": total["experts"],
     }
     return summed(parts.groups["model"], own, "the gradient norm over the model", parts.device)

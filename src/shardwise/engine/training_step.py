@@ -59,10 +59,11 @@ class Stop:
 class StepDiscard:
     """Drops the running step of one engine."""
 
-    def __init__(self, parts: Parts, end: StepEnd, record: StepInputs) -> None:
+    def __init__(self, parts: Parts, end: StepEnd, record: StepInputs, weighing: Weighing) -> None:
         self._parts = parts
         self._end = end
         self._record = record
+        self._weighing = weighing
 
     def __call__(self) -> None:
         """See ``Engine.discard``."""
@@ -75,6 +76,7 @@ class StepDiscard:
         self._parts.tables.drop()
         self._parts.passes.loads.forget()
         self._parts.accumulation.clear()
+        self._weighing.take_guesses()
         self._record.discard()
 
     @contextmanager
@@ -269,8 +271,15 @@ class TrainingStep:
             hooks.marks.clear(at_step=True)
         stops = float(self.stop.wanted)
         draws = parts.passes.replay.draws
-        rates_mark, prints = mark_of(rates), self._record.fingerprint
-        end.local = Local(weight, parts.accumulation.loss, stops, rates_mark, prints, bool(draws.drew))
+        end.local = Local(
+            weight,
+            parts.accumulation.loss,
+            stops,
+            mark_of(rates),
+            self._record.fingerprint,
+            bool(draws.drew),
+            self._weighing.take_guesses(),
+        )
         parts.walker.run(until=_is_update)  # DELIVER, SUM and NORM
         totals = end.totals
         assert totals is not None, "NORM has run"
