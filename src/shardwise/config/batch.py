@@ -37,6 +37,10 @@ class BatchPolicy(Policy):
     """What two data-parallel ranks with the same batches in the first step are: an error, since usually a DataLoader
     was not divided among the ranks, or allowed."""
 
+    scaled_losses: Literal["error", "allow"] = "error"
+    """A loss that the first step gives to ``engine.backward`` multiplied by 1/accumulation or by a power of two of 2^10
+    or more: an error, since the engine averages microbatches and scales fp16 losses itself, or allowed."""
+
     def derived(self, dp: int) -> "BatchPolicy":
         """All three numbers on ``dp`` data-parallel ranks, as far as they are determined.
 

@@ -21,7 +21,7 @@ def _batch(v: KeyValues) -> dict[str, Any]:
         micro_size=whole_number(v("train_micro_batch_size_per_gpu")),
         accumulation=whole_number(v("gradient_accumulation_steps")),
     )
-    return {**sizes, "weigh_by": "batches"}
+    return {**sizes, "weigh_by": "batches", "scaled_losses": "allow"}
 
 
 def _clip(v: KeyValues) -> float | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.engine.check import Check
 from shardwise.engine.fingerprint import Fingerprint
+from shardwise.plan.pytree import part_named
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ class StepInputs:
         """(args, kwargs) of the running step's passes, by microbatch."""
         self.check = check
         """None after the first step."""
+        self.loss_node: Any = None
+        """The graph node of the loss that the last pass returned, in the first step."""
         self._compares = compares
         self._fingerprint: Fingerprint | None = Fingerprint()
         """None after the first step."""
@@ -56,7 +59,7 @@ class StepInputs:
         if self._fingerprint is not None and weight != 0 and self._compares:
             self._fingerprint.add(self._since if batches is None else batches)
         self._own_passes += bool(self._since)
-        self._since = []
+        self._since, self.loss_node = [], None
 
     def end_microbatch(self, accumulation: int) -> None:
         """``step()`` was called, and more microbatches come. A plain loop calls it once a step, which is told here."""
@@ -69,6 +72,20 @@ class StepInputs:
                 accumulation,
             )
         self._own_passes = 0
+
+    def returned(self, output: Any) -> None:
+        """The forward pass with gradients has returned ``output``."""
+        if self.check is not None:
+            self.check.returned(output)
+        if self.is_first_step:
+            loss = part_named(output, "loss")
+            is_loss = isinstance(loss, Tensor) and loss.numel() == 1
+            self.loss_node = loss.grad_fn if is_loss else None
+
+    @property
+    def is_first_step(self) -> bool:
+        """True until the ranks have compared their first batches."""
+        return self._fingerprint is not None
 
     @property
     def fingerprint(self) -> int | None:

@@ -28,6 +28,7 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.plain_backward import PlainBackward
 from shardwise.engine.record import StepInputs
+from shardwise.engine.scaled import check_unscaled
 from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
 from shardwise.engine.sums import Number, filled_like
 from shardwise.engine.weighing import Weighing
@@ -141,6 +142,8 @@ class TrainingStep:
                 "that trains; return the tensor that the model computed (a rank without data runs any batch with "
                 "weight 0)"
             )
+        if self._record.is_first_step and parts.config.batch.scaled_losses == "error":
+            check_unscaled(loss, self._record.loss_node, step.microbatches)
         counted, scale = self._enter_backward(
             weight, lambda: self._weighing.of_loss(loss, self._record.batch(step.passes))
         )
