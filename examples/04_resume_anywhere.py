@@ -32,7 +32,7 @@ def main() -> None:
     }
     engine = shardwise.initialize(lesson_1.Model(), config)
     rank, ranks = engine.world.rank, engine.world.size
-    found = engine.load(arguments.folder)  # the newest whole step; None where there is none yet
+    found = engine.load(arguments.folder, required=False)  # the newest whole step; None if there is none yet
     if rank == 0:
         print("a new run" if found is None else f"going on after step {engine.step_count}: {found['note']}")
     while engine.step_count < arguments.until:

@@ -269,6 +269,7 @@ class Checkpoints:
         partial: bool = False,
         is_checked: bool = False,
         examine: Callable[[StepReader], None] | None = None,
+        look_first: Callable[[], None] | None = None,
     ) -> Loaded | None:
         """Fill ``items`` from the newest whole step, or from the step at ``path`` and no other.
 
@@ -276,12 +277,13 @@ class Checkpoints:
         allows the step to hold more tensors of a kind than are asked for. ``is_checked``: every block was checked a
         moment ago, in an earlier load of parts of the same step; what is read now is checked as it is read.
         ``examine`` may read what it likes of a step before anything is filled, and refuse it on this rank, and so on
-        all, by raising DamagedError. None where the folder has no step.
+        all, by raising DamagedError. ``look_first`` runs on rank 0 before it looks for steps, and ends the load on all
+        ranks by raising CheckpointError. None where the folder has no step.
         """
         coordinator = self._open("load")
         self.wait()
         load = Loading(self._folder, self._files, coordinator, self._warn, partial, is_checked, examine)
-        return load.newest(items) if path is None else load.exactly(Path(path), items)
+        return load.newest(items, look_first) if path is None else load.exactly(Path(path), items)
 
     def steps(self) -> list[StepDirectory]:
         """What lies in the folder, newest first; asks this process's view of the disk alone."""

@@ -282,12 +282,14 @@ class Loading:
         self._warn = warn if coordinator.rank == 0 else lambda line: None
         self._touched = False
 
-    def newest(self, choose: Choose) -> Loaded | None:
+    def newest(self, choose: Choose, look_first: Callable[[], None] | None = None) -> Loaded | None:
         """The newest step that is whole, older ones where newer are damaged; None where there is no step at all."""
         steps: list[StepDirectory] = []
 
         def scan() -> list[str]:
             if self._coordinator.rank == 0:
+                if look_first is not None:
+                    look_first()
                 steps.extend(self._folder.scan())
                 self._pass_over(steps)
             return [one.path.name for one in steps if one.manifest is not None]

@@ -251,7 +251,7 @@ class Trainer(ABC):
 
     def go_on_from(self, start: Path) -> None:
         """Load the step at ``start``, or the newest whole one in it, with the position in the data."""
-        state = self.engine.load(start)
+        state = self.engine.load(start, required=False)
         if state is None:
             return
         if "loader" not in state:

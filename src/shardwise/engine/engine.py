@@ -10,6 +10,7 @@
 ``train_step(batches)`` runs all microbatches of one optimizer step and is the only way on meshes with a pipeline.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -44,6 +45,8 @@ from shardwise.engine.weighing import Weighing
 from shardwise.memory.recompute import recomputed
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.parallel.expert.loads import summary_of
+
+_log = logging.getLogger(__name__)
 
 OnStep = Callable[["Engine", StepResult], None]
 
@@ -422,21 +425,30 @@ class Engine(StateAccess):
         weights_only: bool = False,
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
+        required: bool | None = None,
     ) -> dict[str, Any] | None:
         """Load a step, or the newest whole one of a folder, whatever layout saved it. Collective.
+
+        A running step ends: its microbatches and their gradients are dropped, as by ``discard()``.
 
         ``missing``: patterns of names (``head.*``, ``tables.user``; ``*`` stands for anything) of weights, buffers and
         embedding tables that the step may lack or hold in another shape. They stay as they start, their optimizer
         state is fresh, and all else is restored exactly; of a table that only grew, the first rows load.
         ``unexpected``: patterns of names that the step may hold and the model lacks. A warning lists both, and
-        ``not_loaded`` the first.
+        ``not_loaded`` the first. ``required``: True if a folder without a step is an error; False if a folder that does
+        not exist yet is none, for a run that goes on from its own folder where there is something to go on from.
 
         Returns what ``save`` got as ``trainer``; None where the folder holds no step.
-        Errors: MismatchError names the first tensors that differ, or a pattern that matches nothing; DamagedError the
-        damaged file and tensor.
+        Errors: CheckpointError where the path does not exist or is a file; MismatchError names the first tensors that
+        differ, or a pattern that matches nothing; DamagedError the damaged file and tensor.
         """
         self._held.away.check("load")
-        return self._saves.load(directory, weights_only, missing, unexpected)
+        if self._parts.accumulation.passes:
+            _log.warning(
+                "load: %d backward passes of the running step are dropped", self._parts.accumulation.passes
+            )
+        self._discard()
+        return self._saves.load(directory, weights_only, missing, unexpected, required)
 
     def wait_for_save(self) -> None:
         """Return when a save that runs behind training is committed; raises what went wrong with it."""

@@ -3,7 +3,49 @@
 from pathlib import Path
 
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, Solo
+from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.world import World
+from shardwise.plan.errors import CheckpointError
+from shardwise.plan.policy import nearest
+
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a path that no run can have saved steps in.
+
+    Raises:
+        CheckpointError: if nothing is there, if it is a file, or if the steps lie in a folder inside.
+    """
+    inside = steps_at(path) if path.is_dir() else None
+    if inside not in (None, path):
+        raise CheckpointError(
+            f"load: {path} is the folder of a run and holds no step itself; load({str(inside)!r}) takes its newest one"
+        )
+    if path.is_dir():
+        return
+    if not path.exists():
+        near = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise CheckpointError(
+            f"load: there is no folder {path}{nearest(path.name, near) if near else ''}. Give the folder that "
+            "engine.save was given, or one step of it; for a run that goes on from its own folder as soon as there is "
+            "one: load(folder, required=False)"
+        )
+    raise CheckpointError(f"load: {path} is a file; expected a folder of steps, or a step. {_instead(path)}")
+
+
+def _instead(file: Path) -> str:
+    """Return the call that takes a file which ``engine.load`` does not."""
+    step = next((each for each in file.absolute().parents if (each / "manifest.json").is_file()), None)
+    if step is not None:
+        return f"It belongs to the step {step}: load({str(step)!r})"
+    if file.suffix == ".safetensors":
+        read = f"safetensors.torch.load_file({str(file)!r})"
+    elif file.suffix in _OF_TORCH:
+        read = f"torch.load({str(file)!r}, map_location='cpu', weights_only=True)"
+    else:
+        read = "the tensors by name"
+    return f"Weights in a file: engine.load_state_dict({read}), or init_from: {file} in the configuration"
 
 
 class Folders:

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from pydantic import Field
@@ -96,14 +96,26 @@ def is_of_tables(kind: str) -> bool:
 # Saving ------------------------------------------------------------------------------------------------------------
 
 
-def items_to_save(tables: Tables) -> tuple[list[Item], dict[str, Any]]:
-    """What this rank writes of the tables here, and what ``trainer.json`` is to say of them: of what neighbours along
-    "tp" hold too, the first of them. Collective."""
+class TablesToSave(NamedTuple):
+    """Rows of the tables on this rank for a checkpoint."""
+
+    items: list[Item]
+    notes: dict[str, Any]
+    """What ``trainer.json`` is to say of them."""
+    fault: str
+    """Why no load would take them; empty if one would."""
+
+
+def items_to_save(tables: Tables) -> TablesToSave:
+    """Return what this rank writes of the tables here, as the last step left them: of what neighbours along "tp" hold
+    too, the first of them. Collective."""
     items: list[Item] = []
     notes: dict[str, Any] = {"collections": {}, "tables": {}}
+    fault = ""
     if not tables.is_first_copy:
-        return items, notes
+        return TablesToSave(items, notes, fault)
     notes["collections"] = {name: each.saved.progress() for name, each in tables.collections.items()}
+    steps = max((each["steps"] for each in notes["collections"].values()), default=0)
     for name, collection, table in tables.each():
         if not tables.is_here(collection):
             continue
@@ -113,13 +125,20 @@ def items_to_save(tables: Tables) -> tuple[list[Item], dict[str, Any]]:
         if table.dynamic is not None:
             note["buckets"] = stretch.counts.tolist()
             note["eviction"] = table.dynamic.eviction.type
+            assert stretch.rows.scores is not None, "rows of a dynamic table have scores"
+            wrong = _fault_of_rows(
+                stretch.rows.keys, stretch.rows.scores, stretch.counts, stretch.first, steps, note["eviction"]
+            )
+            fault = fault or (wrong and f"table {name!r}: {wrong}")
         if waiting is not None:
             assert waiting.rows.scores is not None, "those who wait have a count"
             pairs = torch.stack([waiting.rows.keys, waiting.rows.scores], 1)
             items.append(_item(_WAITING, name, (waiting.total, 2), waiting.first, pairs))
             note["waiting"] = waiting.counts.tolist()
+            wrong = _fault_of_waiting(pairs, waiting.counts, waiting.first, steps)
+            fault = fault or (wrong and f"table {name!r}: {wrong}")
         notes["tables"][name] = note
-    return items, notes
+    return TablesToSave(items, notes, fault)
 
 
 def _items_of(name: str, table: TablePolicy, stretch: Stretch) -> list[Item]:
@@ -277,13 +296,7 @@ def _check_keys(reader: StepReader, name: str, note: TableNote, part: tuple[int,
                 for kind, held in ((_KEY, keys), (_SCORE, scores))
             ]
         )
-        _check_buckets(reader, name, keys, counts, start)
-        most = torch.iinfo(torch.int64).max if note.eviction in ("lfu", None) else steps
-        if keys.numel() and not 0 <= int(scores.min()) <= int(scores.max()) <= most:
-            raise DamagedError(
-                f"{reader.path}: table {name[:80]!r}: scores from {int(scores.min())} to {int(scores.max())} after "
-                f"{steps} steps"
-            )
+        _refuse_rows(reader, name, _fault_of_rows(keys, scores, counts, start, steps, note.eviction))
 
 
 def _check_waiting(
@@ -296,26 +309,43 @@ def _check_waiting(
             continue
         pairs = torch.empty((stop - start) * 2, dtype=torch.int64)
         reader.fill([Item(_WAITING, name, (total, 2), torch.int64, [FlatSlice(start * 2, stop * 2, pairs)])])
-        keys, scores = pairs.view(-1, 2).unbind(1)
-        _check_buckets(reader, name, keys, counts, start)
-        last, count = step_of(scores), count_of(scores)
-        if bool(((last > steps) | (count < 1) | (count > last)).any()):
-            raise DamagedError(
-                f"{reader.path}: table {name[:80]!r}: keys wait with counts and steps that {steps} steps do not give"
-            )
+        _refuse_rows(reader, name, _fault_of_waiting(pairs.view(-1, 2), counts, start, steps))
 
 
-def _check_buckets(reader: StepReader, name: str, keys: Tensor, counts: Tensor, start: int) -> None:
-    """Each key lies in its bucket, and behind the one before."""
+def _refuse_rows(reader: StepReader, name: str, fault: str) -> None:
+    if fault:
+        raise DamagedError(f"{reader.path}: table {name[:80]!r}: {fault}")
+
+
+def _fault_of_rows(
+    keys: Tensor, scores: Tensor, counts: Tensor, start: int, steps: int, eviction: str | None
+) -> str:
+    """Return why rows of a dynamic table, from row ``start`` on, are none that ``steps`` steps leave; empty if they
+    are. A save asks as a load does."""
+    most = torch.iinfo(torch.int64).max if eviction in ("lfu", None) else steps
+    if keys.numel() and not 0 <= int(scores.min()) <= int(scores.max()) <= most:
+        return f"scores from {int(scores.min())} to {int(scores.max())} after {steps} steps"
+    return _fault_of_buckets(keys, counts, start)
+
+
+def _fault_of_waiting(pairs: Tensor, counts: Tensor, start: int, steps: int) -> str:
+    """As ``_fault_of_rows`` for keys that wait for admission and their scores [m, 2]."""
+    keys, scores = pairs.unbind(1)
+    last, count = step_of(scores), count_of(scores)
+    if bool(((last > steps) | (count < 1) | (count > last)).any()):
+        return f"keys wait with counts and steps that {steps} steps do not give"
+    return _fault_of_buckets(keys, counts, start)
+
+
+def _fault_of_buckets(keys: Tensor, counts: Tensor, start: int) -> str:
+    """Return why keys do not lie in their buckets, each behind the one before; empty if they do."""
     ends = counts.cumsum(0)
     place = torch.arange(start, start + keys.numel())
     buckets = torch.searchsorted(ends, place, right=True)
     follows = (keys[1:] > keys[:-1]) | (buckets[1:] != buckets[:-1])
-    if not bool((dynamic_bucket(keys) == buckets).all()) or not bool(follows.all()):
-        raise DamagedError(
-            f"{reader.path}: table {name[:80]!r}: keys of rows {start} to {start + keys.numel() - 1} are not those of "
-            "their buckets in rising order"
-        )
+    if bool((dynamic_bucket(keys) == buckets).all()) and bool(follows.all()):
+        return ""
+    return f"keys of rows {start} to {start + keys.numel() - 1} are not those of their buckets in rising order"
 
 
 def load(

@@ -39,10 +39,17 @@ class Saves:
         return score > best[1] if higher_is_better else score < best[1]
 
     def load(
-        self, directory: str | Path, weights_only: bool, missing: Sequence[str], unexpected: Sequence[str]
+        self,
+        directory: str | Path,
+        weights_only: bool,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        required: bool | None,
     ) -> dict[str, Any] | None:
         """See ``Engine.load``."""
-        loaded = saving.load(self._parts, self._loaders, Path(directory), weights_only, missing, unexpected)
+        loaded = saving.load(
+            self._parts, self._loaders, Path(directory), weights_only, missing, unexpected, required
+        )
         if loaded is None:
             return None
         self.not_loaded = loaded.not_loaded

@@ -32,6 +32,7 @@ from shardwise.checkpoint.piece import Elsewhere, Flat, Source
 from shardwise.compose.spec import ModelSpec
 from shardwise.engine import saved_tables
 from shardwise.engine.differences import Differences
+from shardwise.engine.folders import check_folder
 from shardwise.engine.loaders import Loaders
 from shardwise.engine.parts import Parts
 from shardwise.engine.saved_state import SavedState
@@ -62,7 +63,8 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
     progress = parts.progress
     settle(parts, "save")
     finish_updates(parts)
-    common, stateless, labels = _agree_on_scalars(parts)
+    tables = saved_tables.items_to_save(parts.tables) if parts.tables else None
+    common, stateless, labels = _agree_on_scalars(parts, "" if tables is None else tables.fault)
     state = {
         "step": progress.step_count,
         "applied": progress.applied_steps,
@@ -75,10 +77,9 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         "optimizer": {"common": common[0], "exceptions": common[1]},
         "layout": {"mesh": str(parts.mesh), "zero_stage": parts.config.zero.stage},
     }
-    of_tables: list[Item] = []
-    if parts.tables:
-        of_tables, notes = saved_tables.items_to_save(parts.tables)
+    if tables is not None:
         # Rank 0 writes them, and may have none itself.
+        notes = tables.notes
         state["tables"] = notes if parts.stage_group.size == 1 else _of_all_stages(parts, notes)
     aliases = {e.name: list(e.aliases) for e in parts.spec.parameters.values() if e.aliases}
     with closing(OpenState(parts, changes=False)) as opened:
@@ -90,7 +91,7 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
             items,
             {"engine": state, "user": trainer},
             aliases=aliases,
-            copies=of_tables,
+            copies=() if tables is None else tables.items,
             best=None if progress.best is None else progress.best[0],
             **options,
         )
@@ -172,8 +173,9 @@ def load(
     weights_only: bool,
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
+    required: bool | None = None,
 ) -> LoadedStep | None:
-    """See ``Engine.load``. None where the folder holds no step."""
+    """See ``Engine.load``. None if the folder holds no step."""
     is_step = (folder / "manifest.json").is_file()
     settle(parts, "load")
     finish_updates(parts)
@@ -203,8 +205,17 @@ def load(
             saved_tables.examine(reader, (parts.world.rank, parts.world.size))
 
     with closing(opened):
-        loaded = checkpoints.load(choose, path=folder if is_step else None, examine=examine)
+        loaded = checkpoints.load(
+            choose,
+            path=folder if is_step else None,
+            examine=examine,
+            look_first=None if required is False else lambda: check_folder(folder),
+        )
     if loaded is None:
+        if required:
+            raise CheckpointError(
+                f"load: {folder} holds no step; give the folder that engine.save was given, or leave out required=True"
+            )
         return None
     for bucket in buckets(parts):
         bucket.settle()
@@ -356,9 +367,17 @@ def _pieces(
 
 
 def _agree_on_scalars(
-    parts: Parts,
+    parts: Parts, fault: str = ""
 ) -> tuple[tuple[dict[str, float], dict[str, dict[str, float]]], frozenset[str], dict[str, list[str]]]:
-    """((common scalars, exceptions by name), parameters without state, labels of moments by name) over all ranks."""
+    """Return ((common scalars, exceptions by name), parameters without state, labels of moments by name) over all
+    ranks.
+
+    Args:
+        fault: why no load would take what this rank is about to save; empty if one would.
+
+    Raises:
+        CheckpointError: on all ranks, if a rank has a ``fault`` or ranks count unlike; nothing is written.
+    """
     own: dict[str, dict[str, float] | None] = {}
     labels: dict[str, list[str]] = {}
     for bucket, optimizer in parts.trained:
@@ -368,8 +387,14 @@ def _agree_on_scalars(
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             row = next(row for row in rows if row.start < local + stop - start and local < row.stop)
             own[slot.name] = row.scalars if row.has_state else None
-    mine = json.dumps({"scalars": own, "labels": labels})
+    mine = json.dumps({"scalars": own, "labels": labels, "fault": fault})
     answers: list[dict[str, Any]] = [json.loads(text) for text in parts.folders.exchange("scalars", mine)]
+    for rank, answer in enumerate(answers):
+        if answer["fault"]:
+            raise CheckpointError(
+                f"save: no load would take the rows of rank {rank}, so nothing is written: {answer['fault']}. Save "
+                "between two steps"
+            )
     told: dict[str, dict[str, float] | None] = {}
     for rank, answer in enumerate(answers):
         for name, scalars in answer["scalars"].items():

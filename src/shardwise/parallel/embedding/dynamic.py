@@ -80,10 +80,12 @@ class Dynamic:
     def rows_after(self, step: int) -> int:
         """Rows that are left when ``step`` is over and what is too old has gone."""
         max_age = self.policy.eviction.max_age_steps
-        if max_age is None or not self._came:
+        if max_age is None:
             return len(self.index)
         old = self.index.below(step - max_age + 1)
-        return len(self.index) - int((~torch.isin(old, torch.cat(self._came))).sum())
+        # A rank that no key of the table has come to in this step has rows that go too.
+        came = torch.cat(self._came) if self._came else old.new_empty(0)
+        return len(self.index) - int((~torch.isin(old, came)).sum())
 
     @property
     def nbytes(self) -> int:
@@ -154,14 +156,32 @@ class Dynamic:
             kept = torch.isin(keys, self._pinned)
             self.index.pin(rows[kept])
 
+    def rows_of_last_step(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, rows and scores as the last step left them: without the keys that have come since."""
+        keys, rows = self.index.items()
+        if self._new:
+            is_old = ~torch.isin(keys, torch.cat(self._new))
+            keys, rows = keys[is_old], rows[is_old]
+        return keys, rows, self.index.scores_of(rows)
+
     @property
     def candidates(self) -> Tensor | None:
-        """Keys that wait for admission, and their scores: int64 [m, 2], by key."""
+        """Keys that wait for admission, and their scores, as the last step left them: int64 [m, 2], by key."""
         if self._candidates is None:
             return None
         keys, rows = self._candidates.items()
+        scores = self._candidates.scores_of(rows)
+        if self._waited:
+            asked, before = (torch.cat(each) for each in zip(*self._waited, strict=True))
+            asked, order = asked.sort(stable=True)
+            is_first = torch.ones_like(asked, dtype=torch.bool)
+            is_first[1:] = asked[1:] != asked[:-1]
+            asked, before = asked[is_first], before[order][is_first]
+            is_other, has_waited = ~torch.isin(keys, asked), before >= 0
+            keys = torch.cat([keys[is_other], asked[has_waited]])
+            scores = torch.cat([scores[is_other], before[has_waited]])
         order = keys.argsort()
-        return torch.stack([keys[order], self._candidates.scores_of(rows[order])], 1)
+        return torch.stack([keys[order], scores[order]], 1)
 
     def wait(self, candidates: Tensor) -> None:
         """Let these wait too, where the policy admits by frequency."""

@@ -279,12 +279,12 @@ class Store:
     # Rows in and out ---------------------------------------------------------------------------------------------
 
     def rows_here(self, place: int, part: tuple[int, int] | None = None) -> Rows:
-        """What this rank holds of a table by (bucket, key); with ``part`` (i, n) of the i-th n-th of the buckets."""
+        """Return what this rank holds of a table by (bucket, key), as the last step left it; with ``part`` (i, n) of
+        the i-th n-th of the buckets."""
         scores = candidates = None
         if self._dynamic:
             table = self._dynamic[place]
-            keys, rows = table.index.items()
-            scores = table.index.scores_of(rows)
+            keys, rows, scores = table.rows_of_last_step()
             candidates = table.candidates
             rows = rows + table.base
             buckets = dynamic_bucket(keys)
