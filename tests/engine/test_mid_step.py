@@ -202,3 +202,25 @@ def ages(world: World, placement: str) -> list[bool]:
 def test_rows_that_go_by_age_are_not_counted_on_a_rank_without_keys(ranks: Any, placement: str) -> None:
     """Two of four steps were refused on two ranks, and none on one."""
     assert ranks(2).run(ages, placement) == [[False] * 4] * 2
+
+
+def test_more_rows_than_a_table_holds_are_refused_when_they_are_loaded(tmp_path: Path) -> None:
+    """They were taken, and every later step was refused."""
+    world = join(quiet=True)
+    engine = click(world, Click())
+    engine.train_step([{"keys": [[1, 2, 3, 4, 5]]}])
+    engine.save(tmp_path, asynchronous=False)
+    rows = engine.tables["tables"].rows_here("t")
+    engine.close()
+    small = click(world, Click(capacity=3))
+    with pytest.raises(MismatchError, match=r"has 5 rows in the checkpoint, may hold 3 here"):
+        small.load(tmp_path)
+    with pytest.raises(MismatchError, match="5 rows for a table of at most 3 that evicts none"):
+        small.tables["tables"].load_rows("t", rows)
+    small.train_step([{"keys": [[7, 8]]}])
+    small.close()
+    evicts = click(world, Click(capacity=3, eviction=EvictionPolicy(type="lru")))
+    evicts.load(tmp_path)
+    evicts.train_step([{"keys": [[5]]}])
+    assert evicts.table_tallies()["tables.t"].rows <= 3
+    evicts.close()

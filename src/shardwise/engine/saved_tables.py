@@ -193,6 +193,12 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
             how = f"is {rows} x {width} in the checkpoint and {table.rows or 'dynamic'} x {table.width} in this model"
             found.lacks(KIND, name, how + hint)
             continue
+        most = collection.saved.most_rows(table.name) if tables.is_here(collection) else None
+        if most is not None and rows > most:
+            found.fault(
+                f"table {name!r} has {rows} rows in the checkpoint, may hold {most} here and evicts none, so that every "
+                "later step would be refused; raise dynamic.capacity (or budget_bytes), or set dynamic.eviction.type"
+            )
         if not weights_only:
             theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]
             ours = sorted(state_names(table, collection.optimizer))

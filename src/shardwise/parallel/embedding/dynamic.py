@@ -17,7 +17,7 @@ from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.keys import mix
 from shardwise.kernels.tables.unique import unique
 from shardwise.parallel.embedding.policy import DynamicPolicy
-from shardwise.plan.errors import PlanError, TableFullError
+from shardwise.plan.errors import MismatchError, PlanError, TableFullError
 
 _SLACK_ROWS = 1 << 20
 """Rows beyond its capacity that a table may have until the step is over: before it, all ranks learn that it is full."""
@@ -76,6 +76,12 @@ class Dynamic:
     def is_capped(self) -> bool:
         """More rows than the capacity are an error, which is known before the step: nothing is evicted for it."""
         return self.capacity is not None and self.policy.eviction.type in ("none", "age")
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that the table may hold between two steps over all ranks; None if nothing limits them, or what is too
+        much goes."""
+        return self.capacity if self.policy.eviction.type == "none" else None
 
     def rows_after(self, step: int) -> int:
         """Rows that are left when ``step`` is over and what is too old has gone."""
@@ -143,7 +149,20 @@ class Dynamic:
         return rows, new
 
     def load(self, keys: Tensor, scores: Tensor | None, step: int) -> Tensor:
-        """Rows of keys that are given from outside; without scores, new ones count as used once, in ``step``."""
+        """Return rows of keys that are given from outside; without scores, new ones count as used once, in ``step``.
+
+        Raises:
+            MismatchError: if the table would hold more rows than its capacity and evicts none.
+        """
+        most = self.most_rows
+        if most is not None and len(self.index) + keys.numel() > most:
+            total = len(self.index) + int((self.index.find(unique(keys).keys) < 0).sum())
+            if total > most:
+                raise MismatchError(
+                    f"table {self.name!r}: {total} rows for a table of at most {most} that evicts none, so that every "
+                    "later step would be refused; raise dynamic.capacity (or budget_bytes), load fewer rows, or set "
+                    "dynamic.eviction.type: lru or lfu"
+                )
         rows, _ = self.index.find_or_insert(keys, 1 if self.policy.eviction.type == "lfu" else step)
         if scores is not None:
             self.index.set_scores(rows, scores)

@@ -34,6 +34,11 @@ class SavedRows:
         """Optimizer state that a row of a table has beside its weights."""
         return self._placed.find(table)[0].store.state_names()
 
+    def most_rows(self, table: str) -> int | None:
+        """Return how many rows a dynamic table may hold; None if nothing limits them, or it is not dynamic."""
+        part, place = self._placed.find(table)
+        return part.store.most_rows(place)
+
     def buckets(self, table: str, keys: Tensor) -> Tensor:
         """Logical bucket of each key of a table, 0 to ``layout.BUCKETS`` - 1: the same on any number of ranks."""
         part, _ = self._placed.find(table)

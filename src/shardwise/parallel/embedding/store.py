@@ -145,6 +145,10 @@ class Store:
         """Tables that may be too full."""
         return [each for each in self._dynamic if each.is_capped]
 
+    def most_rows(self, place: int) -> int | None:
+        """Return how many rows a table may hold over all ranks; None if nothing limits them, or they are fixed."""
+        return self._dynamic[place].most_rows if self._dynamic else None
+
     # Reading -----------------------------------------------------------------------------------------------------
 
     def rows(self, keys: Tensor, stretches: Sequence[TableRange], learns: bool) -> Tensor:
