@@ -76,7 +76,11 @@ def make_stage(
             int(settings.zero.prefetch_bytes),
             first,
         )
-        made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1)
+        is_compiled = settings.compile.scope != "none" or any(
+            hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
+            for each in module.modules()
+        )
+        made = UnitHooks(windows, order, walker, index, is_driven=mesh.pp > 1, is_compiled=is_compiled)
         _gather_around_methods(made, settings, mesh)
         return made
 

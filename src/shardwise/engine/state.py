@@ -76,6 +76,7 @@ def settle(parts: Parts, call: str = "") -> None:
 
     Errors: UsageError there of a ``call`` that needs more than these weights; TierError, DamagedError.
     """
+    take_up_edits(parts)
     late = [bucket for bucket, _ in parts.trained if bucket.weight.is_late]
     if late and parts.accumulation.passes:
         if call:
@@ -88,6 +89,26 @@ def settle(parts: Parts, call: str = "") -> None:
         bucket.weight.adopt()
     for pending in [bucket.weight.gather_updated() for bucket in late]:
         pending.wait()
+
+
+def take_up_edits(parts: Parts) -> None:
+    """Let parameters that were edited in place since the last update (``p.data.clamp_()``, ``p.copy_()``) be their
+    masters, which would overwrite the edits else. Every rank takes up its own part, edited alike on all.
+
+    Raises:
+        TierError, DamagedError: of a disk with masters.
+    """
+    for bucket, _ in parts.trained:
+        places = bucket.weight.edited_places()
+        if not places:
+            continue
+        with bucket.opened(kinds=NUMBERS):
+            differs = bucket.weight.differs_from_master(places)
+        if differs:
+            with bucket.opened(changes=True, kinds=NUMBERS), torch.no_grad():
+                bucket.weight.take_up_edits(places)
+        else:
+            bucket.weight.renew()
 
 
 def gradients(parts: Parts, divisor: float) -> dict[str, Tensor]:

@@ -270,6 +270,7 @@ class TrainingStep:
         """The list up to its first update: (what all ranks brought, what sums are divided by, the norm)."""
         parts, end = self._parts, self._end
         views.end_passes(parts)
+        state.take_up_edits(parts)
         for hooks in parts.hooks:
             hooks.marks.clear(at_step=True)
         stops = float(self.stop.wanted)

@@ -113,11 +113,14 @@ class AbsentTrace:
         advice: str,
         names: Mapping[int, str] | None = None,
         error: type[ShardwiseError] = PlanError,
+        refuses_edits: bool = False,
     ):
         self.where = where
         self.advice = advice
         self.names = names or {}
         self._error = error
+        self.refuses_edits = refuses_edits
+        """Whether an edit in place is an error: of what is elsewhere, and would not stay."""
         self.counts = True
         """Whether a meeting with a value that is there is worth remembering."""
         self.refusal: ShardwiseError | None = None
@@ -249,6 +252,8 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, Tensor) and not isinstance(target, Absent):
             done = f"is written into a tensor of shape {tuple(target.shape)} that is not absent ({name})"
             watch.refuse(first._what, done, first._met)
+        if isinstance(target, Absent) and target._watch.refuses_edits:
+            target._watch.refuse(target._what, f"is edited in place ({name.rstrip('_')}_)")
     inner_args, inner_kwargs = present_fill((args, kwargs))
     try:
         result = func(*inner_args, **inner_kwargs)
@@ -424,7 +429,7 @@ def _of_withheld(func: Any, args: Any, kwargs: Any) -> Any:
         what, advice = first._told(first).split("\n")
         if name == "detach" or (name == "__get__" and attribute == "data"):
             plain: Any = first
-            return Absent(Tensor.detach(plain), what, AbsentTrace("", advice, error=UsageError))
+            return Absent(Tensor.detach(plain), what, AbsentTrace("", advice, error=UsageError, refuses_edits=True))
     accesses = {"__get__": f"is read ({attribute})", "__set__": f"is replaced ({attribute})"}
     done = accesses.get(name, f"is used by {name}")
     raise UsageError(f"{what} {done}, {place_of_use()}. {advice}")

@@ -123,7 +123,15 @@ def unhooked(*args: Any, **kwargs: Any) -> None:
 class UnitHooks:
     """See the module's docstring. ``is_driven``: a schedule's loop enters the passes of ``stage``; else hooks do."""
 
-    def __init__(self, windows: UnitWindows, order: Order, walker: Walker, stage: int, is_driven: bool):
+    def __init__(
+        self,
+        windows: UnitWindows,
+        order: Order,
+        walker: Walker,
+        stage: int,
+        is_driven: bool,
+        is_compiled: bool = False,
+    ):
         self.windows = windows
         self.order = order
         self.marks = Marks([bucket for state in self.states for bucket in state.buckets])
@@ -133,6 +141,8 @@ class UnitHooks:
         self._stage = stage
         self._is_driven = is_driven
         self._pass = Pass.NONE
+        self._watched = [bucket for state in self.states for bucket in state.buckets] if is_compiled else []
+        """Buckets whose parameters are of their own classes while a pass runs, which a compiler looks at."""
         self._is_aside = False
         """Whether the forward pass walks a list of its own."""
         self._interrupted: _ForwardUnderWay | None = None
@@ -227,6 +237,16 @@ class UnitHooks:
         else:
             for bucket in state.buckets:
                 bucket.weight.finish_update()
+                if self._watched:
+                    bucket.views.unwatch()
+
+    def _watch(self, is_on: bool) -> None:
+        """Let the reading of ``p.data`` be seen, or not, where blocks are compiled."""
+        for bucket in self._watched:
+            if is_on:
+                bucket.weight.watch()
+            else:
+                bucket.views.unwatch()
 
     def _begin_forward(self) -> None:
         self.marks.clear()
@@ -248,7 +268,7 @@ class UnitHooks:
         if self._is_backward:
             if state.window is Window.RECOMPUTING:
                 self.windows.close(state)
-                self._watch(index, output)
+                self._watch_output(index, output)
             return
         if self._pass is Pass.FORWARD:
             self.order.saw(False, index)
@@ -257,13 +277,14 @@ class UnitHooks:
             if state.calls <= 0:
                 self._close_forward(state)  # [step 3]
         if state.has_windows or self._recalls:
-            self._watch(index, output)
+            self._watch_output(index, output)
         if index == 0:
             self._end_forward(_asks_for_gradients(output))  # [step 4]
 
     def _end_forward(self, has_backward: bool) -> None:
         self._walker.finish_pass()
         self._enter(Pass.NONE)
+        self._watch(True)
         if self._is_aside:
             self._walker.turn_back()
             self._is_aside = False
@@ -271,7 +292,7 @@ class UnitHooks:
             self._walker.withdraw()
         self.order.end(self.microbatch if has_backward else None)
 
-    def _watch(self, index: int, output: Any) -> None:
+    def _watch_output(self, index: int, output: Any) -> None:
         """Whichever output's gradient comes first opens the Unit's backward window."""
         if torch.is_grad_enabled():
             for tensor in (*tensors_in(output), *self._kept(index)):
@@ -320,6 +341,7 @@ class UnitHooks:
         if order != self.order.agreed:
             self._walker.replan(self.order.backward(order, last), "the forward pass took another way")
         self.windows.begin_backward(last, self._is_differentiated_twice)
+        self._watch(False)
         self._enter(Pass.BACKWARD)
 
     def run_backward(self, run: Callable[[], None]) -> None:
@@ -361,6 +383,7 @@ class UnitHooks:
     def end_backward(self) -> None:
         """[step 9] After autograd has run: whatever did not close by itself closes now."""
         self._walker.finish_pass()
+        self._watch(True)
         is_foreign = self._pass is Pass.FOREIGN
         if not is_foreign:
             self.windows.end_backward()
@@ -397,6 +420,7 @@ class UnitHooks:
         self._is_differentiated_twice = False
         self.order.forget()
         self.windows.drop()
+        self._watch(True)
 
     def _before_backward(self, index: int, grad: Tensor) -> None:
         state = self.states[index]

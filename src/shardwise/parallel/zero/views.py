@@ -11,12 +11,14 @@ backward pass that reaches a weight which is not there fails in autograd's own c
 Cost: a quarter of a microsecond per parameter and move; no memory but the views.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.memory.absent import expect, give, withhold
+from shardwise.memory.watched import unwatch_data, watch_data
 from shardwise.plan.errors import UsageError
 from shardwise.plan.unit import Bucket
 
@@ -45,6 +47,9 @@ class ParameterViews:
         self._expected: dict[type, type] = {}
         self.is_away = False
         """Whether the whole engine's weights are elsewhere (engine/away.py)."""
+        self._watched: dict[type, type] = {}
+        self._read: dict[int, Tensor | None] = {}
+        """Parameters, by identity, whose ``data`` was read since the values changed last, and what they held then."""
         self._fresh = [parameter._version for parameter in parameters]
         self._stale = [version + 1 for version in self._fresh]
 
@@ -82,6 +87,31 @@ class ParameterViews:
         """It has come."""
         give(self.parameters)
 
+    def watch(self, keeps_copies: bool) -> None:
+        """Note from now on whose ``data`` is read; ``keeps_copies``: and what it held before."""
+        of = weakref.ref(self)  # a class is no reason for memory to stay
+
+        def seen(parameter: Tensor) -> None:
+            views = of()
+            if views is not None and id(parameter) not in views._read:
+                with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                    views._read[id(parameter)] = parameter.clone() if keeps_copies else None
+
+        watch_data(self.parameters, seen, self._watched)
+
+    def unwatch(self) -> None:
+        """End ``watch``."""
+        unwatch_data(self.parameters)
+
+    def perhaps_edited(self) -> list[int]:
+        """Return the places of the parameters that were edited, or whose ``data`` was read, since the values changed
+        last."""
+        return [
+            place
+            for place, (parameter, version) in enumerate(zip(self.parameters, self._fresh, strict=True))
+            if parameter._version != version or id(parameter) in self._read
+        ]
+
     def restore_versions(self) -> None:
         """Values are back that autograd may have saved. [Note: stale memory]"""
         _set_versions(self.parameters, self._fresh)
@@ -102,6 +132,7 @@ class ParameterViews:
         self._fresh = [version + 2 for version in self._fresh]
         self._stale = [version + 1 for version in self._fresh]
         _set_versions(self.parameters, self._fresh if is_shown else self._stale)
+        self._read.clear()
 
     def check(self, full: Tensor, overwritten_by: torch.dtype | None) -> None:
         """What the user did to a parameter behind the engine's back would be lost in silence.
@@ -117,7 +148,11 @@ class ParameterViews:
                     f"{self._what}: parameter {slot.name} does not lie in the engine's memory any more, so it would "
                     "not train. Move or convert the model (model.to(), .half(), p.data = ...) before initialize()"
                 )
-            if overwritten_by is not None and parameter._version != version:
+            before = self._read.get(id(parameter))
+            is_edited = parameter._version != version or (
+                before is not None and not torch.equal(_bits(before), _bits(view))
+            )
+            if overwritten_by is not None and is_edited:
                 raise UsageError(
                     f"{self._what}: parameter {slot.name} was changed in place, which its {overwritten_by} master "
                     "would overwrite. Edit inside engine.full_parameters(write=True), or load before initialize()"
@@ -137,6 +172,11 @@ class ParameterViews:
             "call other methods through engine.run(...); or look at weights, and edit them, inside "
             "engine.full_parameters()"
         )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, by which NaN equals itself."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ empty between updates (memory/tier.py).
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum
 from typing import NamedTuple
@@ -191,6 +191,12 @@ class Weight:
         else:
             self._enter(_UNSHARDED)
             self.views.point_into(self._full)
+            self.watch()
+
+    def watch(self) -> None:
+        """Let a reading of ``p.data`` be seen, where a master would overwrite what is written there."""
+        if self.state is _UNSHARDED and not self.shares_master and not self.has_window:
+            self.views.watch(keeps_copies=self._next is not None)
 
     @property
     def in_the_way(self) -> Hashable | None:
@@ -428,6 +434,7 @@ class Weight:
     def give_back(self, dtypes: Sequence[torch.dtype]) -> None:
         """The engine ends: the parameters hold their values, whole, in these dtypes, from the master where it is more
         precise than the weight. Collective where what they are made of is cut."""
+        self.views.unwatch()
         if self.is_summoned:
             return
         self.finish_update()
@@ -448,6 +455,37 @@ class Weight:
         if self.shares_master:
             return None
         return self.shard[self._own] if self._updates_range else self.shard
+
+    def edited_places(self) -> list[int]:
+        """Return the places of the parameters that may have been edited beside a master since the last update: where
+        the parameters show the kept weight, which the next update would overwrite."""
+        if self.shares_master or self.has_window or self._next is not None or self.state is not _UNSHARDED:
+            return []
+        return self.views.perhaps_edited()
+
+    def differs_from_master(self, places: Collection[int]) -> bool:
+        """Return True if this rank's part of these parameters is not what its master rounds to."""
+        return any(not bool(kept.all()) for kept, _, _ in self._beside_master(places))
+
+    def take_up_edits(self, places: Collection[int]) -> None:
+        """Let this rank's part of edited parameters be their masters. An element that stayed as it was keeps its
+        master, which is more precise."""
+        for kept, master, shown in self._beside_master(places):
+            master.copy_(torch.where(kept, master, shown.to(master.dtype)))
+        self.renew()
+
+    def _beside_master(self, places: Collection[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (which elements are what the master rounds to, the master, the weight beside it) by parameter."""
+        master, rounded = self.master, self.rounded
+        assert master is not None and rounded is not None, "the weight is its own master"
+        first = 0 if master.numel() == self.layout.elements else self._own.start
+        for place in places:
+            slot = self.layout.slots[place]
+            start, stop, local = _overlap(slot, first, first + master.numel())
+            if start < stop:
+                mine = master[local : local + stop - start]
+                shown = rounded[local : local + stop - start].to(mine.device)
+                yield mine.to(shown.dtype) == shown, mine, shown
 
     def copy_from_master(self, is_rounded: bool = False) -> None:
         """After an update of the master: round it into the weight, where that is not done yet."""

@@ -1,0 +1,159 @@
+"""Edits of a model between steps: in place, by way of ``p.data``, and of its tree of modules."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.comm.world import World, join
+from shardwise.memory.watched import Watched
+from shardwise.plan.errors import UsageError
+from tests.engine.nets import Language, seeded
+from tests.engine.plain import worst
+
+
+def piece(number: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(number))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def start(world: World, model: nn.Module | None = None, **config: Any) -> Any:
+    model = seeded(Language, dtype=torch.float32) if model is None else model
+    config = {"comm": {"timeout_s": 10.0}, "optimizer": {"type": "adamw", "lr": 1e-3}, **config}
+    return shardwise.initialize(model, config, world=world)
+
+
+# Numbers -----------------------------------------------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "p.data.clamp_": lambda model: [p.data.clamp_(-0.05, 0.05) for p in model.parameters()],
+    "p.data.copy_": lambda model: model.norm.weight.data.copy_(torch.linspace(0, 1, 6)),
+    "nn.init": lambda model: nn.init.constant_(model.blocks[0].up.weight.data, 0.25),
+    "p.clamp_": lambda model: [p.detach().clamp_(-0.05, 0.05) for p in model.parameters()],
+    "a slice": lambda model: model.norm.weight.data.view(-1)[:2].fill_(0.125),
+}
+
+
+def edited(world: World, config: dict[str, Any], edit: str, in_context: bool) -> dict[str, Tensor]:
+    """Return the state after a step, an edit and two more steps."""
+    engine = start(world, **config)
+    for number in range(3):
+        engine.train_step([piece(number)])
+        if number == 0 and in_context:
+            with engine.full_parameters(write=True):
+                EDITS[edit](engine.module)
+        elif number == 0:
+            EDITS[edit](engine.module)
+    found = engine.state_dict() | {
+        f"{name} master": engine.full_tensor(name) for name in ("norm.weight", "blocks.0.up.weight")
+    }
+    engine.close()
+    assert not any(isinstance(p, Watched) for p in engine.module.parameters())
+    return found
+
+
+def taken_up(world: World, config: dict[str, Any], edit: str) -> float:
+    """Return the largest difference from the same edit inside ``engine.full_parameters(write=True)``."""
+    return worst(edited(world, config, edit, False), edited(world, config, edit, True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at every input
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("setting", ["bf16", "host", "disk", "compiled"])
+def test_an_edit_beside_a_master_becomes_the_master(tmp_path: Path, setting: str, edit: str) -> None:
+    """The next update rounded the old master over it."""
+    config: dict[str, Any] = {
+        "bf16": {"precision": "bf16"},
+        "host": {"offload": {"optimizer": "host"}},
+        "disk": {"offload": {"optimizer": "disk", "disk_path": str(tmp_path)}},
+        "compiled": {"precision": "bf16", "compile": {"scope": "blocks", "backend": "eager"}},
+    }[setting]
+    assert taken_up(join(quiet=True), config, edit) == 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_edit_on_all_ranks_becomes_the_master_of_each_range(ranks: Any, stage: int) -> None:
+    config = {"precision": "bf16", "zero": {"stage": stage}, "batch": {"duplicates": "allow"}}
+    assert ranks(2).run(taken_up, config, "p.data.clamp_") == [0.0, 0.0]
+
+
+def test_an_edit_after_the_last_step_is_saved_and_given_back(tmp_path: Path) -> None:
+    world = join(quiet=True)
+    engine = start(world, precision="bf16")
+    engine.train_step([piece(0)])
+    engine.module.norm.weight.data.fill_(0.125)
+    engine.save(tmp_path, asynchronous=False)
+    engine.module.norm.weight.data.fill_(0.25)
+    engine.close()
+    assert (engine.module.norm.weight == 0.25).all()
+    other = start(world, precision="bf16")
+    other.load(tmp_path)
+    assert (other.full_tensor("norm.weight") == 0.125).all()
+    other.close()
+
+
+def test_reading_data_changes_no_number() -> None:
+    world = join(quiet=True)
+
+    def run(reads: bool) -> dict[str, Tensor]:
+        engine = start(world, precision="bf16")
+        for number in range(3):
+            engine.train_step([piece(number)])
+            if reads:
+                assert all(p.data.isfinite().all() for p in engine.module.parameters())
+        found: dict[str, Tensor] = {"master": engine.full_tensor("norm.weight"), **engine.state_dict()}
+        engine.close()
+        return found
+
+    assert worst(run(True), run(False)) == 0.0
+
+
+def test_a_copy_of_the_model_is_not_watched() -> None:
+    engine = start(join(quiet=True), precision="bf16")
+    assert all(isinstance(p, Watched) for p in engine.module.parameters())
+    copied = copy.deepcopy(engine.module)
+    assert {type(p) for p in copied.parameters()} == {nn.Parameter}
+    engine.close()
+
+
+def test_an_edit_under_a_late_update_is_refused() -> None:
+    """The update under way was made of the numbers before the edit."""
+    engine = start(join(quiet=True), precision="bf16", offload={"optimizer": "host", "step": "delayed"})
+    engine.train_step([piece(0)])
+    engine.module.norm.weight.data.clamp_(-0.5, 0.5)
+    with pytest.raises(UsageError, match="norm.weight was changed in place, which its torch.float32 master"):
+        engine.train_step([piece(1)])
+    engine.close(whole=False)
+
+
+def released(world: World) -> list[str]:
+    engine = start(world, zero={"stage": 3})
+    weight, said = engine.module.norm.weight, []
+    average = torch.zeros_like(weight)
+    for edit in (
+        lambda: weight.data.clamp_(-1, 1),
+        lambda: weight.data.copy_(torch.zeros(6)),
+        lambda: weight.data.mul_(0.9).add_(average),
+        lambda: weight.detach().zero_(),
+        lambda: nn.init.normal_(weight.data),
+        lambda: average.data.copy_(weight.data),
+    ):
+        with pytest.raises(UsageError) as error:
+            edit()
+        said.append(str(error.value))
+    engine.close()
+    return said
+
+
+def test_an_edit_of_a_released_weight_by_way_of_data_names_what_to_do(ranks: Any) -> None:
+    """torch said that elements of the written-to tensor refer to a single memory location."""
+    for said in ranks(2).run(released):
+        for text in said:
+            assert "parameter 'norm.weight' of Unit" in text and "engine.full_parameters()" in text
+            assert "test_edits.py:" in text
+        assert all("edited in place" in text for text in said[:5])
