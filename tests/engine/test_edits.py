@@ -157,3 +157,119 @@ def test_an_edit_of_a_released_weight_by_way_of_data_names_what_to_do(ranks: Any
             assert "parameter 'norm.weight' of Unit" in text and "engine.full_parameters()" in text
             assert "test_edits.py:" in text
         assert all("edited in place" in text for text in said[:5])
+
+
+# The tree of modules -----------------------------------------------------------------------------------------------
+
+
+def _replace_head(model: Any) -> None:
+    model.norm = nn.LayerNorm(6)
+
+
+def _replace_parameter(model: Any) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(6))
+
+
+def _append(model: Any) -> None:
+    model.blocks.append(copy.deepcopy(seeded(Language, dtype=torch.float32).blocks[0]))
+
+
+def _delete(model: Any) -> None:
+    del model.blocks[1]
+
+
+def _add(model: Any) -> None:
+    model.blocks[0].extra = nn.Linear(2, 2)
+
+
+def _tie(model: Any) -> None:
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+
+
+CHANGES = {
+    "parameters replaced since initialize.* norm.weight, norm.bias": _replace_head,
+    "parameters replaced since initialize.* norm.weight": _replace_parameter,
+    "new parameters .* blocks.3": _append,
+    "parameters that left the model .* blocks.1.norm.weight": _delete,
+    "new parameters .* blocks.0.extra.weight": _add,
+    "parameters that left the model .* blocks.1.up.weight": _tie,
+}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_is_another_than_at_initialize_is_refused(tmp_path: Path, stage: int, said: str) -> None:
+    """The new module computed and never trained, and a saved model held the old one."""
+    engine = start(join(quiet=True), zero={"stage": stage})
+    engine.train_step([piece(0)])
+    CHANGES[said](engine.module)
+    for name, call in {
+        "save": lambda: engine.save(tmp_path),
+        "state_dict": engine.state_dict,
+        "train_step": lambda: engine.train_step([piece(1)]),
+    }.items():
+        with pytest.raises(UsageError, match=f"^{name}: .*{said}"):
+            call()
+    assert not any(tmp_path.iterdir())
+    engine.close(whole=False)
+
+
+def test_a_change_in_a_users_own_loop_is_refused_at_the_step() -> None:
+    engine = start(join(quiet=True))
+    _replace_head(engine.module)
+    engine.backward(engine(*piece(0)))
+    with pytest.raises(UsageError, match=r"^step: parameters replaced since initialize.* norm.weight, norm.bias"):
+        engine.step()
+    engine.close(whole=False)
+
+
+def test_what_has_nothing_to_train_comes_and_goes() -> None:
+    engine = start(join(quiet=True))
+    model = engine.module
+    model.metric = nn.Softmax(dim=-1)
+    model.teacher = nn.Linear(2, 2).requires_grad_(False)
+    engine.train_step([piece(0)])
+    del model.metric
+    norm = model.norm
+    model.norm = nn.Identity()
+    engine.evaluate([(piece(1), None)])
+    model.norm = norm
+    engine.train_step([piece(1)])
+    assert "teacher.weight" not in engine.state_dict()
+    engine.close()
+
+
+# Gradients ---------------------------------------------------------------------------------------------------------
+
+
+def halved(world: World, stage: int, late: bool) -> dict[str, Tensor]:
+    """Return the state after two steps with the gradient of one parameter halved by a user's hook."""
+    model = seeded(Language)
+
+    def register() -> None:
+        def halve(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+        model.blocks[0].up.weight.register_post_accumulate_grad_hook(halve)
+
+    if not late:
+        register()
+    engine = start(world, model, zero={"stage": stage}, batch={"accumulation": 2})
+    if late:
+        register()
+    for number in range(2):
+        engine.train_step([piece(number + 10 * world.rank), piece(number + 7 + 10 * world.rank)])
+    found: dict[str, Tensor] = engine.state_dict()
+    engine.close()
+    return found
+
+
+def late_hook(world: World, stage: int) -> float:
+    return worst(halved(world, stage, True), halved(world, stage, False))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_hook_on_a_gradient_acts_whenever_it_was_registered(ranks: Any, stage: int) -> None:
+    """One registered after initialize found p.grad taken over already, and did nothing."""
+    assert ranks(2).run(late_hook, stage) == [0.0, 0.0]

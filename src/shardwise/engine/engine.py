@@ -118,6 +118,8 @@ class Engine(StateAccess):
         Errors: UsageError where there was none, and inside ``no_sync``.
         """
         self._held.away.check("step")
+        if self._parts.accumulation.is_last:
+            self._held.known.check("step")
         return self._training.step(weight)
 
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
@@ -131,6 +133,7 @@ class Engine(StateAccess):
         stage lacks what it reads.
         """
         self._held.check("train_step")
+        self._held.known.check("train_step")
         return self._training.train_step(batches, weights)
 
     def _step_ended(self, result: StepResult) -> None:
@@ -413,6 +416,7 @@ class Engine(StateAccess):
         Errors: CheckpointError where `checkpoint.tolerate_failures` saves and one more failed in a row.
         """
         self._held.away.check("save")
+        self._held.known.check("save")
         self._saves.save(directory, trainer, score, higher_is_better, asynchronous=asynchronous, texts=texts)
 
     def is_best(self, score: float, higher_is_better: bool = False) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.engine import state
 from shardwise.engine.away import Away
+from shardwise.engine.known_modules import KnownModules
 from shardwise.engine.model_calls import ModelCalls
 from shardwise.engine.original import Original
 from shardwise.engine.parts import Parts, Progress
@@ -38,6 +39,8 @@ class Held:
         self._calls = ModelCalls(parts)
         self.away = Away(parts)
         """What left the device between two steps."""
+        self.known = KnownModules([parts.model, *(stage.module for stage in parts.stages)])
+        """What the model was made of."""
 
         def before_any_pass() -> None:
             self.away.check("forward", reads_weights_alone=True)

@@ -272,6 +272,7 @@ class StateAccess:
         Errors: UsageError where the model does not fit the host's free memory, with its bytes.
         """
         self._held.away.check("state_dict", reads_weights_alone=True)
+        self._held.known.check("state_dict")
         return state.state_dict(self._parts, trained_only)
 
     def mapped_state_dict(
@@ -285,6 +286,7 @@ class StateAccess:
         Errors: CheckpointError where it cannot be written.
         """
         self._held.away.check("mapped_state_dict", reads_weights_alone=True)
+        self._held.known.check("mapped_state_dict")
         return mapped_state.mapped_state_dict(self._parts, Path(folder), trained_only, dtype)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -304,6 +306,7 @@ class StateAccess:
         not in memory; ``options`` go to it (``max_shard_size``: what is in memory at a time).
         """
         self._held.away.check("save_pretrained", reads_weights_alone=True)
+        self._held.known.check("save_pretrained")
         views.save_pretrained(self._parts, folder, options)
 
     def __repr__(self) -> str:

@@ -155,6 +155,8 @@ class UnitHooks:
         self._inside = [list(_own_modules(state.module, units)) for state in self.states]
         """Modules of each Unit, those of Units inside it left out."""
         self._handles: list[Any] = []
+        self._landing: list[tuple[nn.Parameter, int]] = []
+        """Trained parameters, and the key of the hook that takes their gradients over."""
         self._install()
 
     @property
@@ -333,6 +335,7 @@ class UnitHooks:
         """[step 5] Before autograd runs. ``last``: the last backward pass of the step."""
         self.marks.clear()
         self.marks.check_frozen()
+        self._land_last()
         self.recover()
         if not self._is_driven:
             is_entered = self._walker.enter(Kind.B, self._stage)
@@ -504,7 +507,17 @@ class UnitHooks:
             for bucket in state.buckets:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
                     hook = _accumulation_hook(self, index, bucket, place)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    handle = parameter.register_post_accumulate_grad_hook(hook)
+                    self._handles.append(handle)
+                    self._landing.append((parameter, handle.id))
+
+    def _land_last(self) -> None:
+        """Let gradients be taken over behind the user's own hooks, also those that were registered later."""
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer by way of Python
+            for parameter, key in self._landing:
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                if len(hooks) > 1 and next(reversed(hooks)) != key and key in hooks:
+                    hooks[key] = hooks.pop(key)
 
     def gather_around(self, index: int, method: str) -> None:
         """Let ``method`` of a Unit's module be called as its forward is: its weights are there while it runs."""
