@@ -32,6 +32,7 @@ import numpy.typing as npt
 from shardwise.data.token_file import SUFFIX, TokenFile, TokenWriter, is_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.plan.errors import DataError, SourceError
+from shardwise.plan.regular_files import open_regular
 from shardwise.plan.words import in_words
 
 STDLIB = "stdlib"
@@ -153,7 +154,7 @@ class TextPiece(NamedTuple):
 
 def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[TextPiece]:
     """One file, piece by piece. Text is cut after a line end, so no token is torn that stays within a line."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if isinstance(tokenizer, ByteTokenizer):
             while read := file.read(_PIECE_BYTES):
                 yield TextPiece(np.frombuffer(read, dtype=np.uint8), len(read))

@@ -24,6 +24,7 @@ from pydantic import Field
 
 from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
 from shardwise.plan.errors import DataError
+from shardwise.plan.regular_files import open_regular
 from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 SUFFIX = ".tokens"
@@ -142,7 +143,7 @@ class TokenFile:
         self.path = Path(path)
         try:
             size_bytes = self.path.stat().st_size
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 page = file.read(_TOKENS_START_BYTES)
         except OSError as error:
             raise DataError(f"token file {self.path} cannot be read ({error.strerror})") from error
@@ -259,5 +260,5 @@ def is_token_file(path: Path) -> bool:
     """Whether a file starts as a token file does; one that only carries the suffix counts too and fails on opening."""
     if path.suffix == SUFFIX:
         return True
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC

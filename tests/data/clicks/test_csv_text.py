@@ -168,3 +168,71 @@ def test_from_the_keys_of_data(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     headed = written(tmp_path / "headed.txt", "\t".join(["label", *"x" * 39]) + "\n")
     with pytest.raises(DataError, match="the label is 'label'; expected 0 or 1; text with a header"):
         build_clicks(ClickPolicy(source=str(headed)), tmp_path / "cache")
+
+
+def _rows_with(changes: dict[int, str], count: int = 2000) -> str:
+    """``count`` rows; ``changes`` replaces the key of some, by number of the row from 0."""
+    keys = [changes.get(i, f"k{i}") for i in range(count)]
+    return "label,k,x\n" + "".join(f"{i % 2},{key},{i / 8}\n" for i, key in enumerate(keys))
+
+
+SCHEMA = Schema(("x",), (SparseFeature("k"),))
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz"])
+def test_a_stray_quote_takes_no_rows(tmp_path: Path, name: str) -> None:
+    """One quote at the beginning of a field took all rows up to the next one into one key."""
+    stray = written(tmp_path / name, _rows_with({1000: '"k1000'}))
+    with pytest.raises(DataError, match=r"line 1002: a quote does not close in its line"):
+        one(stray, SCHEMA)
+    with pytest.raises(DataError, match=r"the quote that opens in line 1002 does not close before the end"):
+        one(stray, SCHEMA, limit=5000)
+    two = written(tmp_path / name, _rows_with({1000: '"k1000', 1499: '"k1499'}))
+    with pytest.raises(DataError, match=r"11 malformed rows.*line 1012: a quote does not close of line 1002"):
+        one(two, SCHEMA, limit=10)
+    # The second stray quote stands at the beginning of a field too: to a reader of RFC 4180 it closes the first.
+    rows, malformed = one(two, SCHEMA, limit=500)
+    assert rows.labels.size == 1500 and malformed.count == 500
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 20])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_quotes_within_a_line_are_read(
+    tmp_path: Path, end: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.data.clicks.whole_rows._PIECE_BYTES", piece)
+    keys = ['"a, b"', '"say ""hi"""', '5" pipe', '""', '"a"b', "plain", '"""x"""', '" , "']
+    text = f"label,k,x{end}" + "".join(f'1,{key},"{i}.5"{end}' for i, key in enumerate(keys))
+    rows, malformed = one(written(tmp_path / "x.csv", text), SCHEMA)
+    expected = ["a, b", 'say "hi"', '5" pipe', None, "ab", "plain", '"x"', " , "]
+    assert lists(rows.keys[0]) == [[] if key is None else [key_of_text(key)] for key in expected]
+    assert rows.dense[:, 0].tolist() == [i + 0.5 for i in range(len(keys))] and not malformed.count
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_field_with_a_line_end_is_malformed(tmp_path: Path, end: str) -> None:
+    text = f'label,k,x{end}1,a,1{end}0,"two{end}lines, 7",3{end}1,c,5'
+    path = written(tmp_path / "x.csv", text)
+    with pytest.raises(DataError, match="line 3: a quote does not close in its line"):
+        one(path, SCHEMA)
+    rows, malformed = one(path, SCHEMA, limit=2)
+    assert rows.dense[:, 0].tolist() == [1, 5] and malformed.count == 2
+
+
+def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.data.clicks.whole_rows._LONGEST_LINE_BYTES", 1000)
+    monkeypatch.setattr("shardwise.data.clicks.whole_rows._PIECE_BYTES", 100)
+    path = written(tmp_path / "x.csv", "label,k,x\n1,a,1\n0," + "b" * 5000)
+    with pytest.raises(DataError, match="line 3 has more than 1000 bytes"):
+        one(path, SCHEMA)
+
+
+def test_a_header_of_many_columns(tmp_path: Path) -> None:
+    names = [f"c{i}" for i in range(100_000)]
+    path = written(tmp_path / "x.csv", ",".join(names) + "\n")
+    with pytest.raises(DataError, match="no column 'label'.* c19 and 99980 more") as caught:
+        csv_schema(path, ",")
+    assert len(str(caught.value)) < 1000
+    twice = written(tmp_path / "x.csv", ",".join(["label", *names, *names]) + "\n")
+    with pytest.raises(DataError, match="more than one column 'c0'.* and 99980 more"):
+        csv_schema(twice, ",")

@@ -30,6 +30,7 @@ from shardwise.data.clicks.synthetic import Best, SyntheticClicks
 from shardwise.data.text import Progress, find_files, locked
 from shardwise.observe.auc import ClickMetrics, ClickScore
 from shardwise.plan.errors import DataError
+from shardwise.plan.regular_files import open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ def _schema_of(file: Path, kind: str, schema: Schema | None, label: str, separat
 
 
 def _kind(file: Path, separator: str | None = None) -> str:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         head = opened.read(4)
     if head == PARQUET:
         return "parquet"

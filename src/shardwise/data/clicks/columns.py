@@ -16,6 +16,7 @@ bits.
 """
 
 import hashlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys, Schema, SparseFe
 from shardwise.plan.errors import ConfigError, DataError
 
 _WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")
+_SHOWN = 20
+"""Columns that an error lists."""
 _MANY_ROWS = 100
 """Rows from which on a column of one value tells something."""
 
@@ -47,13 +50,19 @@ def arrow() -> Any:
 
 def check_names(path: Path, names: list[str], label: str) -> None:
     """Each column has a name of its own, and one is the label."""
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise DataError(f"{path} has more than one column {', '.join(map(repr, twice))}; rename them")
+        raise DataError(f"{path} has more than one column {listed(list(map(repr, twice)))}; rename them")
     if label not in names:
         raise DataError(
-            f"{path} has no column {label!r} for the label; its columns are {', '.join(names)}. data.label names it"
+            f"{path} has no column {label!r} for the label; its columns are {listed(names)}. data.label names it"
         )
+
+
+def listed(names: list[str]) -> str:
+    """Return the names with commas between, at most twenty of them and none longer than 40 characters."""
+    shown = ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def is_criteo(names: list[str]) -> bool:

@@ -10,7 +10,6 @@ not fit is read again by hand, which either finds what it means or says what is 
 Cost: with packing (packed.py) 160 MB of text a second, by numpy 65, on one core; memory some 5 times the piece.
 """
 
-import gzip
 import math
 import re
 import zlib
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys
+from shardwise.data.clicks.whole_rows import opened_text
 from shardwise.kernels.tables.compiled import is_installed, loop
 from shardwise.plan.errors import DataError
 
@@ -98,7 +98,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
     """The text in pieces that end with a line."""
     rest = b""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with opened_text(path) as file:
             while read := file.read(_PIECE_BYTES):
                 cut = read.rfind(b"\n") + 1
                 if not cut:

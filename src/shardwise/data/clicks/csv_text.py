@@ -1,29 +1,30 @@
 """Click logs as text with a header: CSV, TSV, plain or gzip.
 
-    user,age,city,label                the first line names the columns; quotes as in RFC 4180
+    user,age,city,label                the first line names the columns; quotes as in RFC 4180, within one line
     17,34,Rome,1                       an empty field is missing
 
 Which column becomes what: columns.py, by the texts of the first rows where nobody named it: numbers with a point or an
 exponent are numbers, all else are keys. A key that is a whole number in its plain form (7 or, as pandas writes it
 beside gaps, 7.0), of 64 bits, is that number; any other text is the first 63 bits of its SHA-256. A field that is no
-number where one is expected makes its row malformed, and so does another number of fields. Memory: one batch of rows.
+number where one is expected makes its row malformed, and so does another number of fields. A quote that does not close
+in its line makes all lines up to the one in which it closes malformed (whole_rows.py). Memory: one batch of rows.
 """
 
 import csv
-import gzip
 import io
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, key_of_text, row_of
+from shardwise.data.clicks.columns import arrow, check_names, infer, is_criteo, key_of_text, listed, row_of
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Schema, SparseFeature
+from shardwise.data.clicks.whole_rows import WholeRows, opened_text
 from shardwise.plan.errors import DataError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -51,7 +52,7 @@ def csv_schema(path: Path, separator: str, label: str = "label", given: Schema |
         return Schema(given.dense, tuple(SparseFeature(f.name) for f in given.features))
     if is_criteo(names):
         return CRITEO
-    first = next(_batches(path, separator, names, names, []), None)
+    first = next(_batches(path, separator, names, names, [], lambda line, reason: None), None)
     if first is None:
         raise DataError(f"{path} has a header and no rows")
     api = arrow()
@@ -72,11 +73,16 @@ def read_csv(
     names = _header(path, separator)
     check_names(path, names, label)
     wanted = [label, *schema.dense, *(feature.name for feature in schema.features)]
-    if absent := [name for name in wanted if name not in names]:
-        raise DataError(f"{path} has no column {', '.join(absent)}; its columns are {', '.join(names)}")
+    known = set(names)
+    if absent := [name for name in wanted if name not in known]:
+        raise DataError(f"{path} has no column {listed(absent)}; its columns are {listed(names)}")
     first_row, skipped = 0, 0
     bad_lines: list[str] = []
-    for batch in _batches(path, separator, names, wanted, bad_lines, progress):
+
+    def skip(line: int, reason: str) -> None:
+        malformed.skip(f"{path}: line {line}", reason)
+
+    for batch in _batches(path, separator, names, wanted, bad_lines, skip, progress):
         for reason in bad_lines[skipped:]:
             malformed.skip(f"{path}", reason)
         skipped = len(bad_lines)
@@ -104,7 +110,7 @@ def read_csv(
 def _header(path: Path, separator: str) -> list[str]:
     """Names of the columns. Errors: DataError where the first line names none."""
     try:
-        with _opened(path) as file:
+        with opened_text(path) as file:
             line = file.readline(_PIECE_BYTES)
         names = next(csv.reader(io.StringIO(line.decode("utf-8-sig")), delimiter=separator), [])
     except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:
@@ -119,37 +125,20 @@ def _header(path: Path, separator: str) -> list[str]:
     return names
 
 
-def _opened(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(path)  # type: ignore[return-value]  # noqa: SIM115
-    return path.open("rb")
-
-
-class _Counted(io.RawIOBase):
-    """A file that tells how much of it was read."""
-
-    def __init__(self, file: IO[bytes], progress: Callable[[int], None] | None) -> None:
-        self._file, self._progress = file, progress
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        if self._progress is not None and data:
-            self._progress(len(data))
-        return data
-
-
 def _batches(
     path: Path,
     separator: str,
     names: list[str],
     wanted: list[str],
     bad_lines: list[str],
+    skip: Callable[[int, str], None],
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Any]:
-    """Batches of texts, null where a field is empty; what is said of lines with other numbers of fields."""
+    """Yield batches of texts, null where a field is empty.
+
+    ``bad_lines`` receives a sentence for each line with another number of fields; ``skip`` is called with number and
+    reason for each line that a quote joins to another.
+    """
     api = arrow()
 
     def wrong(row: Any) -> str:
@@ -165,10 +154,9 @@ def _batches(
         strings_can_be_null=True,
     )
     try:
-        with _opened(path) as file:
-            reader = api.csv.open_csv(
-                _Counted(file, progress), read_options=read, parse_options=parse, convert_options=convert
-            )
+        with opened_text(path) as file:
+            rows = WholeRows(file, path, separator, skip, progress)
+            reader = api.csv.open_csv(rows, read_options=read, parse_options=parse, convert_options=convert)
             yield from reader
     except (OSError, EOFError, zlib.error, api.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error)

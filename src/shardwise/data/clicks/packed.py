@@ -33,6 +33,7 @@ from pydantic import Field, model_validator
 from shardwise.data.checked_file import PREFIX, CheckedWriter, cannot_write
 from shardwise.data.clicks.rows import ClickRows, Keys, Schema, SparseFeature
 from shardwise.plan.errors import DataError
+from shardwise.plan.regular_files import open_regular
 from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
 
 SUFFIX = ".clicks"
@@ -274,7 +275,7 @@ class PackedClicks:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 size_bytes = os.fstat(file.fileno()).st_size
                 header = self._read_header(file, size_bytes)
                 self._map = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
@@ -430,7 +431,7 @@ def _places(begins: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> np
 
 def is_packed(path: Path) -> bool:
     """Whether a file starts as packed clicks do."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
