@@ -87,5 +87,5 @@ def test_a_signal_is_named_and_counts_as_in_a_shell(status: int) -> None:
 def test_a_record_is_read_back_whole(tmp_path: Path) -> None:
     told = raised(ValueError("ünïcödé and \udcff"))
     failure.write(told, tmp_path / "rank_00002.json")
-    assert failure.read(tmp_path / "rank_00002.json") == told
+    assert failure.read(tmp_path / "rank_00002.json", told.rank, 0.0) == told
     assert [path.name for path in tmp_path.iterdir()] == ["rank_00002.json"]

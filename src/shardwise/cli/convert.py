@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.plan.errors import ConfigError, DamagedError, UsageError
+from shardwise.plan.regular_files import expanded
 from shardwise.plan.words import printable
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _export(source: Path, out: Path) -> None:
     write_huggingface(out, policy, ((name, _whole(weights, name)) for name in weights.names()))
     assert isinstance(config.data, DataPolicy), "a language model's data is text"
     if (tokenizer := tokenizer_of(config)) != "bytes":
-        given = Path(tokenizer).expanduser()
+        given = expanded(tokenizer)
         shutil.copyfile(given / "tokenizer.json" if given.is_dir() else given, out / "tokenizer.json")
     typer.echo(f"{out}: step {step.step} of {source}, for transformers' from_pretrained")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.plan.errors import UsageError
+from shardwise.plan.regular_files import read_small_file
 from shardwise.plan.words import counted
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ _HOSTS = "Hosts and slots"
 _RANKS = "Ranks"
 _ELSEWHERE = "Refused, with what to do instead"
 _PORT = 29500
+_LAST_PORT = 65535
+_NUMBERS_OF_RANKS = ("--ranks", "--num_gpus", "--num_accelerators", "--nproc-per-node", "--nproc_per_node")
+"""Names of the option that says how many ranks are started, but -n, which many scripts have."""
 
 
 def _refused(name: str, instead: str) -> Any:
@@ -51,7 +55,13 @@ def command(
     ranks: Annotated[
         int | None,
         typer.Option(
-            "--ranks", "-n", "--num_gpus", "--num_accelerators", help="Processes to start on each host."
+            "--ranks",
+            "-n",
+            "--num_gpus",
+            "--num_accelerators",
+            "--nproc-per-node",
+            "--nproc_per_node",
+            help="Processes to start on each host.",
         ),
     ] = None,
     is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
@@ -167,6 +177,10 @@ def command(
     if is_module and is_program:
         raise UsageError("launch: --module and --no_python exclude one another; give one of them")
     _check_level(log_level)
+    if not is_program and not (ranks or hostfile or include or exclude or num_nodes):
+        _check_order(program, arguments or ())
+    if not 0 <= master_port <= _LAST_PORT:
+        raise UsageError(f"launch: --master_port {master_port}; expected a port from 0 to {_LAST_PORT}")
     is_quiet = is_quiet or log_level.lower() in ("warning", "error", "critical")
     here = _ranks_here(
         ranks, hostfile, include, exclude, num_nodes, node_rank, master_addr, master_port, as_deepspeed
@@ -204,6 +218,29 @@ def command(
         if pids is not None:
             pids.unlink(missing_ok=True)
     raise typer.Exit(code)
+
+
+def _check_order(program: str, arguments: Sequence[str]) -> None:
+    """Refuse the number of ranks behind the script, unless the script has an option of that name.
+
+    Raises:
+        UsageError: if ``launch train.py --ranks 2`` is about to start one rank; gives the right order.
+    """
+    behind = [name for each in arguments if (name := each.partition("=")[0]) in _NUMBERS_OF_RANKS]
+    if not behind:
+        return
+    try:
+        text = read_small_file(program)
+    except OSError:  # a module; or there is no such script, of which the user is told next
+        text = b""
+    # A script may make its options from fields, without the dashes in its text.
+    names = [name if name == "--ranks" else name.strip("-").replace("-", "_") for name in behind]
+    if any(name.encode() in text for name in names):
+        return
+    raise UsageError(
+        f"launch: {behind[0]} stands behind the script, which would get it, and one rank would start; put it in front: "
+        f"shardwise launch {behind[0]} N {program}. If it is an option of the script's own, put --ranks 1 in front"
+    )
 
 
 def _ranks_here(

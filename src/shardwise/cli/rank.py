@@ -100,7 +100,7 @@ def _train(trainer: Trainer, console: Console, request: Request) -> int:
         console.print(f"stopped after step {engine.step_count}, which is saved. Resume with:", style="bold")
         console.print(f"    {request.command()}", markup=False, highlight=False, soft_wrap=True)
         # A scheduler must not take a run that it interrupted for one that finished.
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if engine.agree(stop.signal == number):
                 return 128 + number
         return 0

@@ -23,7 +23,9 @@ import fcntl
 import json
 import os
 import platform
+import reprlib
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -36,13 +38,19 @@ import yaml
 
 from shardwise.checkpoint.files import Files, lies_at
 from shardwise.checkpoint.steps import Folder, steps_at
-from shardwise.config.run import RunConfig
+from shardwise.config.run import RunConfig, read_file
 from shardwise.observe.log import log_path
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.regular_files import read_small_file, read_small_text, write_small_file
 from shardwise.plan.words import in_words, printable
 
 _STARTS = 100
 """Earlier starts that run.json keeps."""
+_STARTS_BYTES = 16 << 20
+_REFERENCE_BYTES = 4096
+"""Of a file of git that names a commit."""
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 3, 20, 20, 200, 200
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,12 @@ class RunFolder:
         while True:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+                descriptor = os.open(
+                    path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644
+                )
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    os.close(descriptor)
+                    raise OSError(errno.EINVAL, "not a regular file; remove it", str(path))
             except (OSError, ValueError) as error:
                 why = in_words(error) if isinstance(error, OSError) else str(error)
                 raise UsageError(
@@ -196,7 +209,7 @@ class RunFolder:
         """Add this start to run.json: what ran, where, and in which versions; one that cannot be read starts anew."""
         path = self.root / "run.json"
         try:
-            starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+            starts = json.loads(read_small_file(path, _STARTS_BYTES))["starts"]
             starts = starts[-_STARTS:] if isinstance(starts, list) else []
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             starts = []
@@ -216,23 +229,22 @@ class RunFolder:
             "system": platform.platform(),
             "versions": versions,
         }
-        fresh = path.with_name("run.json.new")
-        fresh.write_text(json.dumps({"starts": [*starts, about]}, indent=2) + "\n", encoding="utf-8")
-        fresh.replace(path)
+        write_small_file(path, (json.dumps({"starts": [*starts, about]}, indent=2) + "\n").encode())
 
     def keep_config(self, text: str) -> list[str]:
         """Write config.yaml; returns how it differs from the one that was there, a line per key."""
         changes: list[str] = []
-        if self.config.exists():
+        if os.path.lexists(self.config):
             try:
-                before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-            except yaml.YAMLError as error:
-                raise ConfigError(f"{self.config} of the earlier start is no longer YAML: {error}") from None
+                before = read_file(self.config)
+            except ConfigError as error:
+                said = str(error).removeprefix("config: ")
+                raise ConfigError(
+                    f"the configuration of the earlier start: {said}; mend it, or move it away"
+                ) from None
             changes = differences(before, yaml.safe_load(text))
         self.root.mkdir(parents=True, exist_ok=True)
-        fresh = self.config.with_name("config.yaml.new")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(self.config)
+        write_small_file(self.config, text.encode())
         return changes
 
 
@@ -241,11 +253,13 @@ def _commit(folder: Path) -> str | None:
     for place in (folder, *folder.parents):
         head = place / ".git" / "HEAD"
         with contextlib.suppress(OSError, ValueError):
-            said = head.read_text(encoding="utf-8")[:400].strip()
+            said = read_small_text(head, _REFERENCE_BYTES).strip()
             if not said.startswith("ref: "):
                 return said[:64]
             reference = place / ".git" / said[5:]
-            return reference.read_text(encoding="utf-8")[:64].strip() if reference.is_file() else said[5:]
+            return (
+                read_small_text(reference, _REFERENCE_BYTES)[:64].strip() if reference.is_file() else said[5:]
+            )
     return None
 
 
@@ -255,7 +269,11 @@ def differences(before: Any, now: Any, key: str = "") -> list[str]:
         names = sorted(before.keys() | now.keys())
         lists = (differences(before.get(n), now.get(n), f"{key}.{n}" if key else str(n)) for n in names)
         return [line for lines in lists for line in lines]
-    return [] if before == now else [f"{key}: {before} -> {now}"]
+    return [] if before == now else [f"{key}: {_shown(before)} -> {_shown(now)}"]
+
+
+def _shown(value: Any) -> str:
+    return _SHORT.repr(value) if isinstance(value, dict | list) else str(value)
 
 
 def without_start(config: RunConfig) -> RunConfig:

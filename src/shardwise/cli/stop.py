@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP during training: remembered, and acted on between two steps."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP during training: remembered, and acted on between two steps."""
 
 import contextlib
 import signal

@@ -409,11 +409,10 @@ def _private_candidates() -> list[Path]:
     """Folders in which ranks of one user and host may share a secret."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folders = [Path(runtime) / "shardwise"] if runtime else []
-    return [
-        *folders,
-        Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}",
-        Path.home() / ".cache" / "shardwise" / "jobs",
-    ]
+    folders.append(Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}")
+    with contextlib.suppress(RuntimeError):  # a container's user without HOME and without an entry in passwd
+        folders.append(Path.home() / ".cache" / "shardwise" / "jobs")
+    return folders
 
 
 def _is_under_agent() -> bool:

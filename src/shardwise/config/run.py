@@ -5,6 +5,7 @@ nearest known key. A key given twice is an error. ``load(path, ["zero.stage=3"])
 command line does. A DeepSpeed configuration is recognised by its keys and translated (``config/deepspeed.py``).
 """
 
+import errno
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import MeshPolicy
 from shardwise.plan.policy import UNKNOWN, Policy
+from shardwise.plan.regular_files import read_small_file
 from shardwise.precision.policy import PrecisionPolicy
 
 ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope", "init_from": "path"}
@@ -43,6 +45,10 @@ ONE_WORD = {"precision": "compute", "compile": "scope", "recompute": "scope", "i
 
 
 _FILE_LIMIT_BYTES = 256 << 10
+_VALUE_LIMIT = 200_000
+"""Values of a configuration, aliases written out."""
+_MERGE_LIMIT = 10_000
+"""Keys of one mapping, those that ``<<`` merges into it among them."""
 """No configuration is larger."""
 _SHOWN = 300
 """Characters of a value that an error repeats."""
@@ -249,16 +255,15 @@ def _found(source: str | Path) -> tuple[dict[str, Any], str]:
 def read_file(path: Path) -> dict[str, Any]:
     """The dictionary in a YAML or JSON file. Errors: ConfigError with the line where it does not parse."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_FILE_LIMIT_BYTES + 1)
+        data = read_small_file(path, _FILE_LIMIT_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ConfigError(
+                f"config: {path} has more than {_FILE_LIMIT_BYTES >> 10} KiB; is it a configuration?"
+            ) from None
         raise ConfigError(
             f"config: cannot read {path}: {error.strerror}; give the path of a YAML or JSON file"
         ) from None
-    if len(data) > _FILE_LIMIT_BYTES:
-        raise ConfigError(
-            f"config: {path} has more than {_FILE_LIMIT_BYTES >> 10} KiB; is it a configuration?"
-        )
     try:
         text = data.decode("utf-8-sig")
         given = _parsed(text, is_json=path.suffix in (".json", ".jsonc", ".json5", ".hjson"))
@@ -274,7 +279,23 @@ def read_file(path: Path) -> dict[str, Any]:
         given = {}
     if not isinstance(given, dict):
         raise ConfigError(f"config: {path} holds a {type(given).__name__}; expected keys and values")
+    if _has_more_values_than(given, _VALUE_LIMIT):
+        raise ConfigError(
+            f"config: {path} has more than {_VALUE_LIMIT} values once its aliases are written out; is it a "
+            "configuration?"
+        )
     return given
+
+
+def _has_more_values_than(content: Any, limit: int) -> bool:
+    """Return True if nested dictionaries and lists, aliases written out, have more than ``limit`` values."""
+    waiting, count = [content], 0
+    while waiting and count <= limit:
+        value = waiting.pop()
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | set) else ()
+        count += 1 + len(inner)
+        waiting.extend(each for each in inner if isinstance(each, dict | list | set))
+    return count > limit
 
 
 def _parsed(text: str, is_json: bool) -> Any:
@@ -308,6 +329,14 @@ def _short(text: str) -> str:
 
 class _UniqueKeys(yaml.SafeLoader):
     """YAML's plain types; a key given twice is an error."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Take over merged keys; merges of merges of merges multiply."""
+        super().flatten_mapping(node)
+        if len(node.value) > _MERGE_LIMIT:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"more than {_MERGE_LIMIT} keys are merged into one mapping", node.start_mark
+            )
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

@@ -9,6 +9,7 @@ from shardwise.data.text import Progress, open_source
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.data.windows import TokenSpan, Windows, hold_out
 from shardwise.plan.errors import DataError
+from shardwise.plan.regular_files import expanded
 from shardwise.plan.target import call_target
 
 
@@ -38,7 +39,7 @@ def build(policy: DataPolicy, context: int, cache: Path, progress: Progress | No
     if policy.target is not None:
         return _from_target(policy)
     tokenizer = load_tokenizer(policy.tokenizer)
-    cache = cache if policy.cache is None else Path(policy.cache).expanduser()
+    cache = cache if policy.cache is None else expanded(policy.cache)
     sources = [policy.source] if isinstance(policy.source, str) else policy.source
     files = [
         file

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from shardwise.data.token_file import SUFFIX, TokenFile, TokenWriter, is_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.plan.errors import DataError, SourceError
-from shardwise.plan.regular_files import open_regular
+from shardwise.plan.regular_files import expanded, open_regular
 from shardwise.plan.words import in_words
 
 STDLIB = "stdlib"
@@ -73,7 +73,7 @@ def find_files(source: str, pattern: str = "*") -> TextFiles:
             )
         return TextFiles(STDLIB, root, _in_order(root, paths))
     try:
-        return _files_at(source, Path(source).expanduser(), pattern)
+        return _files_at(source, expanded(source), pattern)
     except OSError as error:
         raise SourceError(f"data source {source!r} cannot be read: {in_words(error)}") from None
     except ValueError as error:

@@ -10,13 +10,12 @@ a tokenizer.json it carries the first digits of the file's SHA-256, so the file 
 """
 
 import hashlib
-import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.plan.errors import DataError, SourceError
+from shardwise.plan.regular_files import expanded, read_small_file
 from shardwise.plan.words import in_words
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
@@ -105,26 +104,21 @@ class JsonTokenizer:
 
 
 def _read(path: Path) -> bytes:
-    """The whole of a regular file that may be a tokenizer: whose path it is may be a stranger's choice."""
+    """Return the whole of a file that may be a tokenizer: a stranger may have chosen its path."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not hang us
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _LIMIT_BYTES:
-                raise SourceError(
-                    f"tokenizer {path} is no regular file of at most {_LIMIT_BYTES >> 20} MiB; expected a "
-                    "tokenizer.json"
-                )
-            return file.read(_LIMIT_BYTES)
+        return read_small_file(path, _LIMIT_BYTES)
     except OSError as error:
-        raise SourceError(f"tokenizer {in_words(error)}; expected a tokenizer.json") from error
+        raise SourceError(
+            f"tokenizer {in_words(error)}; expected a tokenizer.json, a regular file of at most "
+            f"{_LIMIT_BYTES >> 20} MiB"
+        ) from error
 
 
 def load_tokenizer(given: str) -> Tokenizer:
     """The tokenizer that ``data.tokenizer`` names: ``bytes``, a tokenizer.json, or a folder that holds one."""
     if given == "bytes":
         return ByteTokenizer()
-    path = Path(given).expanduser()
+    path = expanded(given)
     try:
         path = path / "tokenizer.json" if path.is_dir() else path
         is_there = path.exists()

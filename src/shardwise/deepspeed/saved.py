@@ -24,9 +24,11 @@ from torch import Tensor
 
 from shardwise.checkpoint import Manifest
 from shardwise.deepspeed.living import find
-from shardwise.deepspeed.their_checkpoint import convert, find_step
+from shardwise.deepspeed.their_checkpoint import convert, find_step, read_latest
 from shardwise.formats.safetensors import read_header
 from shardwise.plan.errors import CheckpointError, UsageError
+from shardwise.plan.regular_files import open_regular, read_small_file
+from shardwise.plan.strict_json import JSON_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +143,7 @@ def _write_for_torch(
     for file in sorted((newest / "model").glob("*.safetensors")):
         for name, stored in read_header(file).items():
             tensors[name] = stored.mapped()
-    manifest = Manifest.decode((newest / "manifest.json").read_bytes(), str(newest))
+    manifest = Manifest.decode(read_small_file(newest / "manifest.json", JSON_BYTES), str(newest))
     for name, others in manifest.aliases.items():
         tensors |= {other: tensors[name] for other in others if name in tensors}
     frozen = {
@@ -162,6 +164,7 @@ def _write_for_torch(
 def write_whole(path: Path, write: Any) -> None:
     """Whole, or not at all."""
     fresh = path.with_name(f".{path.name}.new")
+    fresh.unlink(missing_ok=True)  # a link would have the file behind it overwritten
     write(fresh)
     with fresh.open("rb") as file:
         os.fsync(file.fileno())
@@ -179,10 +182,10 @@ def load(
 ) -> tuple[str | None, dict[str, Any]]:
     """See ``DeepSpeedEngine.load_checkpoint``."""
     root = Path(load_dir)
-    if tag is None and not (root / LATEST).is_file():
+    if tag is None and not os.path.lexists(root / LATEST):
         _log.warning("load_checkpoint: %s has no file %r; nothing was loaded", root, LATEST)
         return None, {}
-    name = checked_tag((root / LATEST).read_text(encoding="utf-8").strip() if tag is None else str(tag))
+    name = checked_tag(read_latest(root) if tag is None else str(tag))
     folder = root / name
     is_ours = any(folder.glob("step_*/manifest.json"))
     step = None if is_ours else find_step(root, name)
@@ -195,6 +198,7 @@ def load(
     extra = {} if strict else {"missing": ["*"], "unexpected": ["*"]}
     if step is None:
         user = engine.ours.load(folder, weights_only=weights_only, **extra)
+        open_regular(folder / FOR_TORCH).close()
         told = torch.load(folder / FOR_TORCH, map_location="cpu", weights_only=True, mmap=True)
         told.pop("module")
         client = {key: value for key, value in told.items() if key not in _RESERVED}

@@ -33,6 +33,8 @@ from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
 from shardwise.checkpoint.piece import MODEL_KINDS
 from shardwise.models.torch_file import check_torch_file
 from shardwise.plan.errors import CheckpointError, DamagedError
+from shardwise.plan.regular_files import read_small_text
+from shardwise.plan.words import in_words
 
 _LATEST = "latest"
 _MODEL = "mp_rank_00_model_states.pt"
@@ -84,8 +86,7 @@ def find_step(folder: Path, tag: str | None = None) -> Path | None:
     None where ``folder`` is not of DeepSpeed's making. Errors: CheckpointError where the step that is named is not
     there."""
     if tag is None and (folder / _LATEST).is_file() and not (folder / _LATEST).is_symlink():
-        with (folder / _LATEST).open("rb") as file:
-            tag = file.read(_TAG_LIMIT).decode(errors="replace").strip()
+        tag = read_latest(folder)
     step = folder if tag is None else folder / tag
     if tag is not None and (Path(tag).name != tag or tag in (".", "..")):
         raise CheckpointError(f"{folder}: the tag {tag!r} is not a plain name")
@@ -93,6 +94,20 @@ def find_step(folder: Path, tag: str | None = None) -> Path | None:
         return None
     names = [path.name for path in step.iterdir()]
     return step if _MODEL in names or any(_SHARD.fullmatch(name) for name in names) else None
+
+
+def read_latest(folder: Path) -> str:
+    """Return the tag that ``folder/latest`` names.
+
+    Raises:
+        CheckpointError: if the file does not open, is no small regular file, or holds no text.
+    """
+    try:
+        return read_small_text(folder / _LATEST, _TAG_LIMIT).strip()
+    except OSError as error:
+        raise CheckpointError(
+            f"{in_words(error)}; expected a file that holds the newest tag, which save_checkpoint writes; give the tag"
+        ) from None
 
 
 def convert(

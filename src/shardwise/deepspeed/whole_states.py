@@ -27,8 +27,8 @@ from torch import Tensor
 from shardwise.checkpoint import Checkpoints, FlatSlice, Item, Manifest
 from shardwise.checkpoint.manifest import ManifestTensor
 from shardwise.checkpoint.piece import Elsewhere, Flat, Source
-from shardwise.deepspeed.saved import LATEST, checked_tag, write_whole
-from shardwise.deepspeed.their_checkpoint import convert, find_step
+from shardwise.deepspeed.saved import checked_tag, write_whole
+from shardwise.deepspeed.their_checkpoint import convert, find_step, read_latest
 from shardwise.formats.safetensors import SafetensorsWriter, read_header
 from shardwise.plan.errors import CheckpointError, DamagedError, UsageError
 
@@ -141,7 +141,7 @@ def _limit(size: str | int | None) -> int | None:
 def _as_ours(checkpoint_dir: str | Path, tag: str | None, scratch: Path) -> Path:
     """The folder of a step as ours; one that DeepSpeed saved is written into ``scratch``. Errors: CheckpointError."""
     root = Path(checkpoint_dir)
-    name = tag if tag is not None else (root / LATEST).read_text(encoding="utf-8").strip()
+    name = tag if tag is not None else read_latest(root)
     folder = root / checked_tag(name)
     if any(folder.glob("step_*/manifest.json")):
         return folder

@@ -11,6 +11,8 @@ Nothing is installed, a DeepSpeed that is stays as it is, and the folder ends wi
 import os
 from pathlib import Path
 
+from shardwise.plan.regular_files import read_small_text
+
 VERSION = "0.19.8"
 """Of the DeepSpeed whose names and keys are answered."""
 
@@ -44,10 +46,10 @@ def names_of_deepspeed(folder: Path, path: str) -> dict[str, str]:
 
 def read_env_file() -> dict[str, str]:
     """The variables in ``.deepspeed_env``, of this folder, else of the home folder: a line ``NAME=VALUE`` each."""
-    for folder in (Path.cwd(), Path.home()):
+    for place in (Path.cwd, Path.home):
         try:
-            text = (folder / _ENV_FILE).read_text(encoding="utf-8")
-        except OSError:
+            text = read_small_text(place() / _ENV_FILE)
+        except (OSError, RuntimeError):  # RuntimeError: a user without HOME and without an entry in passwd
             continue
         pairs = (
             line.strip().partition("=") for line in text.splitlines() if not line.lstrip().startswith("#")

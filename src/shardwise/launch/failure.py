@@ -8,16 +8,19 @@ Times are of the monotonic clock, which all processes of one host share.
 """
 
 import json
+import math
 import os
 import signal
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from shardwise.plan.errors import CommError, ConfigError, MeshError, PlanError, ShardwiseError, UsageError
+from shardwise.plan.regular_files import read_small_file
 
 CLOSE_S = 1.0
 """Failures no further apart than this may be one the cause of the other, in either order of arrival."""
@@ -31,6 +34,9 @@ _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGSEGV: ": a native library read memory that is not its own",
     signal.SIGBUS: ", often because /dev/shm or the disk of a memory-mapped file is full",
 }
+_RECORD_BYTES = 64 << 20
+_KINDS: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), str: (str,), bool: (bool,)}
+"""Types that the fields of a record may have in JSON, by their own."""
 _PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError", CommError.__name__)
 
 
@@ -41,6 +47,7 @@ EXIT_CODES: dict[str, str] = {
     "2": "The configuration or the call is at fault, and nothing was started or written; also: "
     "``train --check --memory`` finds that a step does not fit.",
     "143": "SIGTERM: the running step was finished and saved. A scheduler takes the run for an interrupted one.",
+    "138": "SIGUSR1, Slurm's warning before the time limit: the running step was finished and saved.",
     "129": "SIGHUP, as when a terminal closes: the running step was finished and saved.",
     "128 + n": "Killed by signal n; 137 is SIGKILL, as the kernel does when memory runs out. A second Ctrl-C or "
     "SIGTERM ends at once, unsaved.",
@@ -128,9 +135,33 @@ def write(failure: Failure, path: str | os.PathLike[str]) -> None:
     fresh.replace(path)
 
 
-def read(path: str | os.PathLike[str]) -> Failure:
-    """Read what :func:`write` left."""
-    return Failure(**json.loads(Path(path).read_text(encoding="utf-8")))
+def read(path: str | os.PathLike[str], rank: int, time_s: float) -> Failure:
+    """Read the record that :func:`write` left.
+
+    Args:
+        path: The file; a program of the rank may have written anything into it.
+        rank: The rank whose record it is.
+        time_s: Monotonic clock of the failure, if the record cannot be read.
+
+    Returns:
+        The failure; for a record that cannot be read, one that says so.
+    """
+    try:
+        found = json.loads(read_small_file(path, _RECORD_BYTES, follows_links=False))
+        kinds = {each.name: _KINDS[each.type] for each in fields(Failure)}
+        wrong = [name for name, kind in kinds.items() if name in found and type(found[name]) not in kind]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is a {type(found[wrong[0]]).__name__}")
+        failure = replace(Failure(**found), rank=rank)
+        if abs(failure.code) >= 1 << 31 or not math.isfinite(failure.time_s):
+            raise ValueError("code or time_s is out of range")
+    except OSError as error:
+        said = error.strerror or str(error)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        said = str(error)[:200]
+    else:
+        return failure
+    return Failure(rank, time_s, 1, f"failed, and its record of the failure cannot be read ({said})")
 
 
 def first(failures: Iterable[Failure]) -> Failure:

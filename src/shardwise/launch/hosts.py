@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.regular_files import read_small_text
 from shardwise.plan.words import counted
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +28,14 @@ HERE = "localhost"
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
 _SIOCGIFADDR = 0x8915
+_HOSTFILE_BYTES = 16 << 20
+_DIGITS = 9
+_CORE_LIMIT = 1 << 16
+_SHOWN = 16
+SLOT_LIMIT = 4096
+"""Slots of one host, and ranks that one launcher starts."""
+RANK_LIMIT = 1 << 20
+"""Ranks of one job."""
 
 
 class Host(NamedTuple):
@@ -63,36 +72,49 @@ class HostRanks(NamedTuple):
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a hostfile, in its order. Errors: ConfigError with the line."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_small_text(path, _HOSTFILE_BYTES)
+    except OSError as error:
         raise ConfigError(
-            f"hostfile: cannot read {path} ({error}); give a text file with a line `HOST slots=N` per host"
+            f"hostfile: cannot read {path} ({error.strerror}); give a text file with a line `HOST slots=N` per host"
         ) from None
     found: list[Host] = []
+    names: set[str] = set()
+    total = 0
     for number, line in enumerate(text.splitlines(), 1):
         bare = line.partition("#")[0].strip()
         if not bare:
             continue
         match = _LINE.fullmatch(bare)
-        if match is None or int(match["slots"]) < 1:
+        slots = 0 if match is None or len(match["slots"]) > _DIGITS else int(match["slots"])
+        if match is None or not 1 <= slots <= SLOT_LIMIT:
             raise ConfigError(
-                f"hostfile: {path}, line {number}: {bare!r}; expected `HOST slots=N`, N at least 1"
+                f"hostfile: {path}, line {number}: {_short(bare)}; expected `HOST slots=N`, N from 1 to {SLOT_LIMIT}"
             )
         name = _checked(match["name"], f"hostfile: {path}, line {number}")
-        if any(host.name == name for host in found):
+        if name in names:
             raise ConfigError(
                 f"hostfile: {path}, line {number}: {name} is there twice; give each host one line"
             )
-        found.append(Host(name, tuple(range(int(match["slots"])))))
+        names.add(name)
+        total += slots
+        if total > RANK_LIMIT:
+            raise ConfigError(
+                f"hostfile: {path}, line {number}: more than {RANK_LIMIT} slots in all; is it a hostfile?"
+            )
+        found.append(Host(name, tuple(range(slots))))
     if not found:
         raise ConfigError(f"hostfile: {path} names no host; expected a line `HOST slots=N` per host")
     return found
 
 
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}...")
+
+
 def _checked(name: str, where: str) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{where}: {name!r} is not the name of a host; it has letters, digits, dots and dashes"
+            f"{where}: {_short(name)} is not the name of a host; it has letters, digits, dots and dashes"
         )
     return name
 
@@ -106,11 +128,15 @@ def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
     known = {host.name: host for host in hosts}
     for name, slots in named.items():
         if name not in known:
-            raise UsageError(f"launch: {option} names the host {name!r}; there are {', '.join(known)}")
+            more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+            raise UsageError(
+                f"launch: {option} names the host {name!r}; there are {', '.join(list(known)[:_SHOWN])}{more}"
+            )
         missing = sorted(set(slots) - set(known[name].slots))
         if missing:
             raise UsageError(
-                f"launch: {option} names slot {missing[0]} of {name}, which has {list(known[name].slots)}"
+                f"launch: {option} names slot {missing[0]} of {name}, which has {list(known[name].slots[:_SHOWN])}"
+                + (f" and {len(known[name].slots) - _SHOWN} more" if len(known[name].slots) > _SHOWN else "")
             )
     chosen = []
     for host in hosts:
@@ -137,11 +163,15 @@ def _parsed(text: str, option: str) -> dict[str, list[int]]:
         if name in found:
             raise UsageError(f"launch: {option} names {name} twice; give it once, with all of its slots")
         texts = rest.split(",") if colon else []
-        if not all(re.fullmatch(r"\d+", text.strip()) for text in texts):
-            raise UsageError(f"launch: {option} {part!r}: expected HOST or HOST:SLOT,SLOT")
+        if not all(re.fullmatch(rf"[0-9]{{1,{_DIGITS}}}", text.strip()) for text in texts):
+            raise UsageError(f"launch: {option} {_short(part)}: expected HOST or HOST:SLOT,SLOT")
         slots = [int(text) for text in texts]
+        if slots and max(slots) >= SLOT_LIMIT:
+            raise UsageError(
+                f"launch: {option} {_short(part)} names slot {max(slots)}; slots count from 0 to {SLOT_LIMIT - 1}"
+            )
         if len(set(slots)) != len(slots):
-            raise UsageError(f"launch: {option} {part!r} names a slot twice")
+            raise UsageError(f"launch: {option} {_short(part)} names a slot twice")
         found[name] = slots
     return found
 
@@ -170,8 +200,9 @@ def ranks_here(hosts: Sequence[Host], node: int | None, address: str | None, por
     if node is None:
         commands = "\n".join(
             f"  on {host.name}: shardwise launch --node_rank {number} --master_addr {address} --master_port {port} ..."
-            for number, host in enumerate(hosts)
+            for number, host in enumerate(hosts[:_SHOWN])
         )
+        commands += f"\n  and so on, for {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else ""
         raise UsageError(
             f"launch: {counted(len(hosts), 'host')} are named, and ranks are started on this one alone; start the same "
             f"command on each, with its number (and one SHARDWISE_SECRET in the environment of all):\n{commands}"
@@ -197,9 +228,14 @@ def own_address(address: str, port: int) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, port))  # a datagram socket sends nothing by that
             return str(probe.getsockname()[0])
-    except OSError as error:
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # ValueError: no name of a host, such as one with a NUL
         raise ConfigError(
-            f"launch: this host finds no way to --master_addr {address}: {error}; check the name and the network"
+            f"launch: this host finds no way to --master_addr {_short(address)}: {error}; check the name and the "
+            "network"
         ) from None
 
 
@@ -241,12 +277,17 @@ def parse_cores(text: str) -> list[int]:
     """``0,2-4`` as [0, 2, 3, 4]. Errors: UsageError."""
     found: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise UsageError(f"launch: --bind_core_list {text!r}: expected cores as in 0,2-4")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        match = re.fullmatch(rf"\s*([0-9]{{1,{_DIGITS}}})(?:-([0-9]{{1,{_DIGITS}}}))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first or last >= _CORE_LIMIT:
+            raise UsageError(
+                f"launch: --bind_core_list {_short(text)}: expected cores below {_CORE_LIMIT}, as in 0,2-4"
+            )
+        found += range(first, last + 1)
+        if len(found) > _CORE_LIMIT:
+            break
     if len(set(found)) != len(found):
-        raise UsageError(f"launch: --bind_core_list {text!r} names a core twice")
+        raise UsageError(f"launch: --bind_core_list {_short(text)} names a core twice")
     return found
 
 

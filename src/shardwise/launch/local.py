@@ -2,7 +2,7 @@
 
     spawned ── all exit 0 ────────────────────────────────────────────► exit code 0
        │──── one fails ── its traceback ── SIGTERM ── grace ── SIGKILL ─► its exit code
-       │──── Ctrl-C or SIGTERM ── the same signal to every rank, which saves and stops ─► 0, or 128 + signal
+       │──── Ctrl-C, SIGTERM, SIGUSR1 ── the same to every rank, which saves and stops ─► 0, or 128 + signal
        └──── a second one ── SIGKILL ──────────────────────────────────► 128 + signal
 
 The ranks meet at a store on the loopback interface, or, where other hosts take part, at the first host's address. It is
@@ -15,6 +15,7 @@ Cost: one wait of 20 ms at a time for any number of ranks; from a failure to the
 """
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -37,10 +38,11 @@ import shardwise.launch.report as report
 from shardwise.launch.as_deepspeed import names_of_deepspeed
 from shardwise.launch.environment import SECRET, Job, cores, is_in_job, of_rank
 from shardwise.launch.failure import Failure
-from shardwise.launch.hosts import HostRanks
+from shardwise.launch.hosts import SLOT_LIMIT, HostRanks
 from shardwise.launch.output import Output
 from shardwise.launch.terminal import lasting_console
 from shardwise.plan.errors import ConfigError, UsageError
+from shardwise.plan.words import in_words, named_ranks, printable
 
 _SETTLE_S = 0.5
 """After the first sign of failure: so long other ranks may report theirs, to find the cause and not its effects."""
@@ -49,7 +51,10 @@ _CAUSE_S = 1.5
 GRACE_S = 2.5
 """Between SIGTERM and SIGKILL."""
 _STOP_S = 30.0
-"""After the first rank has stopped on request: time for the others."""
+"""After the first rank has stopped on request: time for the others; and after a request: time for ranks that ignore
+it."""
+_SAVE_S = 1200.0
+"""After a request: time for ranks that handle the signal, which may be saving."""
 
 
 class Program(NamedTuple):
@@ -68,14 +73,17 @@ class Program(NamedTuple):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals by which somebody asks a run to stop: Ctrl-C, a scheduler's SIGTERM, and the SIGHUP of a terminal
-    that closes, unless that one is ignored, as under nohup."""
-    asked = [signal.SIGINT, signal.SIGTERM]
+    """Return the signals that ask a run to save and stop.
+
+    Ctrl-C, a scheduler's SIGTERM, the SIGUSR1 that Slurm sends before the time limit (``--signal=USR1@120``), and the
+    SIGHUP of a terminal that closes, unless SIGHUP is ignored, as under nohup.
+    """
+    asked = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     return asked if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*asked, signal.SIGHUP]
 
 
 class StopRequests:
-    """Ctrl-C, SIGTERM and SIGHUP, as they come in while the ranks run."""
+    """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP, as they come in while the ranks run."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -109,31 +117,38 @@ class RankProcesses:
     def spawn(self, program: Program, store: socket.socket) -> None:
         """Start all ranks, each in a session of its own."""
         command = [sys.executable, "-m", "shardwise.launch.child", program.kind, program.name]
+        self.output.check_room(len(self.job.ranks))
         for rank in self.job.ranks:
             store_fd = store.fileno() if rank == 0 else None
-            with self.output.streams(rank) as streams:
-                process = subprocess.Popen(
-                    [*command, *program.arguments_of(rank - self.job.here.first)],
-                    env=of_rank(self.job, rank, store_fd),
-                    stdin=None if rank == 0 else subprocess.DEVNULL,
-                    stdout=streams.stdout,
-                    stderr=streams.stderr,
-                    pass_fds=() if store_fd is None else (store_fd,),
-                    start_new_session=True,
-                )
+            try:
+                with self.output.streams(rank) as streams:
+                    process = subprocess.Popen(
+                        [*command, *program.arguments_of(rank - self.job.here.first)],
+                        env=of_rank(self.job, rank, store_fd),
+                        stdin=None if rank == 0 else subprocess.DEVNULL,
+                        stdout=streams.stdout,
+                        stderr=streams.stderr,
+                        pass_fds=() if store_fd is None else (store_fd,),
+                        start_new_session=True,
+                    )
+            except (OSError, ValueError) as error:  # ValueError: a NUL in an argument or a variable
+                why = in_words(error) if isinstance(error, OSError) else str(error)
+                raise ConfigError(f"launch: rank {rank} cannot be started: {why}") from None
             self.processes.append(process)
 
     def look(self, asked: signal.Signals | None) -> None:
         """Note which ranks failed since the last look, and how."""
-        wanted = {0} if asked is None else {0, -asked, 128 + asked}
+        # A rank without a handler for SIGUSR1 gets SIGTERM instead.
+        numbers = [] if asked is None else [asked, signal.SIGTERM] if asked == signal.SIGUSR1 else [asked]
+        wanted = {0, *(-n for n in numbers), *(128 + n for n in numbers)}
         now = time.monotonic()
         for rank, process in zip(self.job.ranks, self.processes, strict=True):
             if rank in self.failures or rank in self.stopped:
                 continue
             ended = process.poll()  # before looking for the file: a rank writes it and then ends
             path = self.job.failure_path(rank)
-            if path.exists():
-                self.failures[rank] = failures.read(path)
+            if os.path.lexists(path):
+                self.failures[rank] = failures.read(path, rank, self._looked_at_s)
             elif ended is not None and ended not in wanted:
                 # It ended at some moment since the last look; the earliest is the safe guess for a cause.
                 self.failures[rank] = failures.of_exit(rank, self._looked_at_s, ended)
@@ -176,18 +191,28 @@ class RankProcesses:
         self.failures = {rank: f for rank, f in self.failures.items() if not f.is_of_peers}
         return self.fail() if self.failures else 128 + asked
 
+    def _deaf(self, asked: signal.Signals, asked_s: float) -> list[int]:
+        """Return the ranks that have had their time to stop: those that ignore the signal have less of it."""
+        running = [r for r, p in zip(self.job.ranks, self.processes, strict=True) if p.poll() is None]
+        if time.monotonic() > asked_s + _SAVE_S:
+            return running
+        first = self.job.here.first
+        return [rank for rank in running if ending.ignores(self.processes[rank - first].pid, asked)]
+
     def run(self, requests: StopRequests) -> int:
         """Wait for the ranks; returns the exit code of the job."""
         asked: signal.Signals | None = None
+        asked_s = math.inf
         while True:
             is_over = self.is_over()
             self.look(asked)
             if asked is None and requests.received:
                 asked = requests.received[0]
+                asked_s = time.monotonic()
                 self.console.print("stopping the ranks; once more kills them", style="bold", soft_wrap=True)
                 for process in self.processes:
                     if process.poll() is None:
-                        ending.send(process, asked)
+                        ending.ask(process, asked)
             if len(requests.received) > 1:
                 return 128 + requests.received[0]
             if self.stopped:
@@ -196,6 +221,18 @@ class RankProcesses:
                 return self.fail()
             if is_over:
                 return 0
+            if (
+                asked is not None
+                and time.monotonic() > asked_s + _STOP_S
+                and (deaf := self._deaf(asked, asked_s))
+            ):
+                waited_s = time.monotonic() - asked_s
+                self.console.print(
+                    f"{named_ranks(deaf)} did not stop within {waited_s:.0f} s of {asked.name}: killing all",
+                    style="bold red",
+                    soft_wrap=True,
+                )
+                return 128 + asked
             time.sleep(ending.POLL_S)
 
 
@@ -203,6 +240,11 @@ def check_ranks(ranks: int) -> None:
     """Refuse a number of ranks that cannot be started here. Errors: UsageError."""
     if ranks < 1:
         raise UsageError(f"launch: {ranks} ranks were requested; at least 1 is needed")
+    if ranks > SLOT_LIMIT:
+        raise UsageError(
+            f"launch: {ranks} ranks were requested on this host; at most {SLOT_LIMIT} are started, and a host with "
+            f"{cores()} cores has work for about as many"
+        )
     if is_in_job():
         raise UsageError(
             "launch: this process is itself a rank that the launcher started; start the inner job from outside, "
@@ -283,9 +325,14 @@ def _bind(store: socket.socket, here: HostRanks) -> int:
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         store.bind((here.address, here.port))
-    except OSError as error:
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # ValueError: no name of a host, such as one with a NUL
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"launch: cannot listen at {here.address}:{here.port}: {error.strerror or error}; the host with rank 0 "
-            "needs an address of its own as --master_addr, and a free --master_port"
+            f"launch: cannot listen at {printable(here.address)}:{here.port}: {why}; the host with rank 0 needs "
+            " an address of its own as --master_addr, and a free --master_port"
         ) from None
     return int(store.getsockname()[1])

@@ -10,12 +10,19 @@ reading: a full pipe would stop the rank.
 
 import contextlib
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.observe.log import log_path
+from shardwise.plan.errors import ConfigError
+from shardwise.plan.words import counted
+
+_LONGEST_LINE_BYTES = 1 << 16
+_OPEN_FILES = 24
+"""Files that a launcher has open beside the pipes of its ranks."""
 
 
 class Streams(NamedTuple):
@@ -36,23 +43,49 @@ def _write_all(descriptor: int, chunk: bytes) -> bool:
 
 
 class _Target:
-    """Where a pipe's bytes go; ``tag`` asks for whole lines that begin with it, so that two sources may be mixed."""
+    """The destination of a pipe's bytes, which gets whole lines if two sources are mixed there.
+
+    ``tag`` stands at the beginning of each line. A carriage return ends a line too: bars of progress are drawn with
+    nothing else. A line of more than 64 KiB is written in several, so that neither memory nor time grows with it.
+    """
 
     def __init__(self, descriptor: int, tag: bytes | None = None) -> None:
         self._descriptor, self._tag = descriptor, tag
-        self._rest = b""
+        self._rest: list[bytes] = []
+        """The pieces of the line that has no end yet, none of them with a line end."""
+        self._rest_bytes = 0
+        self._is_after_return = False
         self._is_read = True
 
     def take(self, chunk: bytes) -> None:
         """Write, unless nobody reads any more. An empty chunk is the end."""
         if self._tag is not None:
-            lines = (self._rest + chunk).split(b"\n")
-            self._rest = lines.pop()
-            if not chunk and self._rest:
-                lines.append(self._rest)
-            chunk = b"".join(self._tag + line + b"\n" for line in lines)
-        if self._is_read:
+            chunk = self._lines(self._tag, chunk)
+        if self._is_read and chunk:
             self._is_read = _write_all(self._descriptor, chunk)
+
+    def _lines(self, tag: bytes, chunk: bytes) -> bytes:
+        """Return the lines that ``chunk`` ends, each with the tag and one line end."""
+        is_at_end = not chunk
+        if self._is_after_return and chunk[:1] == b"\n":  # the second half of one line end
+            chunk = chunk[1:]
+        self._is_after_return = chunk[-1:] == b"\r"
+        lines = []
+        for part in chunk.splitlines(keepends=True):
+            body = part.rstrip(b"\r\n")
+            self._rest.append(body)
+            self._rest_bytes += len(body)
+            # What a bar of progress has before its first carriage return is nothing; an empty line is a program's own.
+            if part[-1:] == b"\n" or (part[-1:] == b"\r" and self._rest_bytes):
+                lines.append(self._taken_rest())
+        if self._rest_bytes and (is_at_end or self._rest_bytes >= _LONGEST_LINE_BYTES):
+            lines.append(self._taken_rest())
+        return b"".join([tag + line + b"\n" for line in lines])
+
+    def _taken_rest(self) -> bytes:
+        line = b"".join(self._rest)
+        self._rest, self._rest_bytes = [], 0
+        return line
 
 
 class Output:
@@ -66,6 +99,20 @@ class Output:
         self._ours: list[int] = []
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
+
+    def check_room(self, ranks: int) -> None:
+        """Refuse more ranks than this process may have pipes for.
+
+        Raises:
+            ConfigError: says how many files the ranks need, and the limit.
+        """
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        needed = (2 if self._logs is not None else 2 * ranks) + _OPEN_FILES
+        if limit != resource.RLIM_INFINITY and needed > limit:
+            raise ConfigError(
+                f"launch: the output of {counted(ranks, 'rank')} passes through some {needed} open files, and this "
+                f"process may have {limit}; raise the limit (ulimit -n), or give --logs"
+            )
 
     def log_of(self, rank: int) -> Path | None:
         """Log file of one rank."""

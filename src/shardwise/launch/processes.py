@@ -25,6 +25,28 @@ def send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         process.send_signal(number)
 
 
+def ask(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Ask one rank to stop: by the signal, or by SIGTERM if a SIGUSR1 would only end a rank without a handler."""
+    if number == signal.SIGUSR1 and not _has(process.pid, "SigCgt", number):
+        number = signal.SIGTERM
+    send(process, number)
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    """Return True if the process ignores the signal, and SIGTERM, which a request by SIGUSR1 may have become."""
+    return _has(pid, "SigIgn", signal.SIGTERM if number == signal.SIGUSR1 else number)
+
+
+def _has(pid: int, field: str, number: signal.Signals) -> bool:
+    """Return True if the signal is in a mask of /proc/PID/status; False on a system without /proc."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            masks = dict(line.split(":", 1) for line in file if ":" in line)
+        return bool(int(masks[field], 16) >> (number - 1) & 1)
+    except (OSError, KeyError, ValueError):  # the process ended meanwhile
+        return False
+
+
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to a rank and to the process group that it leads."""
     # After a rank is reaped its number may belong to others; what is left of its group is then found by ``sweep``.

@@ -1,5 +1,6 @@
 """What the launcher says when a rank failed: the first failure with its traceback, before anything else."""
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.launch.failure import Failure, first
+from shardwise.plan.regular_files import open_regular
 from shardwise.plan.words import printable
 
 _TAIL_LINES = 20
@@ -46,8 +48,8 @@ def show_failures(
 
 def _tail(log: Path) -> str:
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - (1 << 16)))
+        with open_regular(log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""

@@ -23,8 +23,9 @@ from torch import Tensor
 from shardwise.formats.safetensors import StoredTensor, read_header
 from shardwise.models.gpt import GptPolicy
 from shardwise.models.huggingface import joined_shape, parts_of, policy_of, stacked
-from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, MismatchError
+from shardwise.plan.errors import CheckpointError, ConfigError, MismatchError
 from shardwise.plan.policy import nearest
+from shardwise.plan.regular_files import read_small_file
 from shardwise.plan.strict_json import JSON_BYTES, StrictModel, read_object, validated
 from shardwise.plan.words import in_words
 
@@ -246,10 +247,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        size = file.stat().st_size
-        if size > JSON_BYTES:
-            raise DamagedError(f"{file}: {size} bytes; at most {JSON_BYTES} are read")
-        return read_object(file.read_bytes(), str(file))
+        return read_object(read_small_file(file, JSON_BYTES), str(file))
     except OSError as error:
         raise CheckpointError(in_words(error)) from None
 

@@ -32,6 +32,7 @@ from shardwise.formats.safetensors import SafetensorsWriter, StoredTensor, read_
 from shardwise.parallel.embedding.rows import Rows
 from shardwise.plan.errors import CheckpointError, DamagedError, DataError, UsageError
 from shardwise.plan.policy import nearest
+from shardwise.plan.regular_files import read_small_file, write_small_file
 from shardwise.plan.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 
 _INDEX = "tables.json"
@@ -111,18 +112,15 @@ def _new_files(folder: Path, names: Sequence[str], step: int) -> list[str]:
 def _files_of(index: Path) -> set[str]:
     """Files in the index's folder that were written with it, or were to go with it; none where it cannot be read."""
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json.loads(read_small_file(index, JSON_BYTES))
         files = {*(str(entry["file"]) for entry in content["tables"].values()), *content.get(_EARLIER, [])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
     return {file for file in files if Path(file).name == file and file.endswith(".safetensors")}
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps(content, indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_small_file(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
 class Vectors:
@@ -201,8 +199,7 @@ class Vectors:
     def _read_index(self) -> "_TablesIndex":
         file = self.folder / _INDEX
         try:
-            with file.open("rb") as stream:
-                text = stream.read(JSON_BYTES + 1)
+            text = read_small_file(file, JSON_BYTES)
         except OSError as error:
             raise CheckpointError(
                 f"{self.folder}: no {_INDEX} ({error.strerror}); expected a folder that shardwise convert made of a run"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from shardwise.plan.errors import DataError
+from shardwise.plan.regular_files import open_regular
 
 
 class StepRecord(NamedTuple):
@@ -245,7 +246,8 @@ def _parse(path: Path, number: int, line: str, kind: type[Record], columns: int)
 def read(path: str | os.PathLike[str]) -> list[Record]:
     """All whole rows of a metrics file; a last line that a kill cut short is left out."""
     path = Path(path)
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    with open_regular(path) as file:
+        lines = file.read().decode("utf-8", errors="replace").split("\n")
     lines = [f"{line}\n" for line in lines[:-1]] + lines[
         -1:
     ]  # and at no other sign that ends a line in Python
@@ -274,8 +276,8 @@ class MetricsFile:
     ) -> None:
         self.path = Path(path)
         if self.path.exists():
-            with self.path.open("rb") as file:
-                self._claim(file)
+            with open_regular(self.path) as old:
+                self._claim(old)
         kept = [r for r in read(self.path) if r.step <= resume_step] if self.path.exists() else []
         if any(not isinstance(record, kind) for record in kept):
             raise DataError(
@@ -285,7 +287,8 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Beside and renamed: a kill at this moment leaves the old file or the new one, never half of either.
         fresh = self.path.with_name(self.path.name + ".new")
-        with fresh.open("w", encoding="utf-8", newline="") as file:
+        fresh.unlink(missing_ok=True)  # a link would have the file behind it overwritten
+        with fresh.open("x", encoding="utf-8", newline="") as file:
             file.write(_header(kind) + "\n")
             file.writelines(map(_row, kept))
             file.flush()

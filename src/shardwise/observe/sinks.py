@@ -20,6 +20,7 @@ from shardwise.observe.picture import AucPicture, LossPicture
 from shardwise.observe.range_picture import RangePicture
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import Policy
+from shardwise.plan.regular_files import read_small_text
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class MonitorPolicy(Policy):
         return not any(places)
 
 
+_CSV_BYTES = 64 << 20
 _TAGS = {
     "loss": "loss/train",
     "val_loss": "loss/validation",
@@ -187,7 +189,7 @@ class TagFiles(ScalarSink):
                 file.write(f"{place},{value!r}\n")
 
     def _begin(self, path: Path, name: str) -> None:
-        rows = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() and self._last else []
+        rows = read_small_text(path, _CSV_BYTES).splitlines()[1:] if path.exists() and self._last else []
         kept = [row for row in rows if int(row.partition(",")[0]) <= self._last]
         path.write_text("".join(f"{row}\n" for row in (f"step,{name}", *kept)), encoding="utf-8")
         self._begun.add(path)
@@ -261,7 +263,7 @@ def _package(key: str, name: str, given: Any) -> Any:
 
 
 def _kept_id(note: Path) -> str | None:
-    return note.read_text(encoding="utf-8").strip() if note.exists() else None
+    return read_small_text(note).strip() if note.exists() else None
 
 
 def _keep_id(note: Path, text: str) -> None:

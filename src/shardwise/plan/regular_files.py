@@ -106,6 +106,14 @@ def read_small_text(
         ) from None
 
 
+def expanded(path: str) -> Path:
+    """Return the path with ``~`` replaced by the home folder; as it is, if there is no such home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # an unknown user, or a container's user without HOME and without an entry in passwd
+        return Path(path)
+
+
 def write_small_file(path: Path, data: bytes, fresh: Path | None = None) -> None:
     """Replace a file by ``data``; after a kill at any moment ``path`` holds the old bytes or all of the new ones.
 

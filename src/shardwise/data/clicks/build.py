@@ -30,7 +30,7 @@ from shardwise.data.clicks.synthetic import Best, SyntheticClicks
 from shardwise.data.text import Progress, find_files, locked
 from shardwise.observe.auc import ClickMetrics, ClickScore
 from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import open_regular
+from shardwise.plan.regular_files import expanded, open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def build_clicks(policy: ClickPolicy, cache: Path, progress: Progress | None = N
     form = BatchForm(policy.dense_transform, policy.missing_key)
     if policy.source == SYNTHETIC:
         return _synthetic(policy, form)
-    cache = cache if policy.cache is None else Path(policy.cache).expanduser()
+    cache = cache if policy.cache is None else expanded(policy.cache)
     train = _open(policy.source, policy, cache, progress)
     if isinstance(policy.validation, float):
         return ClickCorpus(*Clicks(train, form=form).split(policy.validation), train.skipped)

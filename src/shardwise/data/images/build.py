@@ -14,6 +14,7 @@ from shardwise.data.images.policy import SYNTHETIC, ImagePolicy
 from shardwise.data.images.synthetic import SyntheticImages
 from shardwise.data.sampler import Permutation
 from shardwise.plan.errors import SourceError
+from shardwise.plan.regular_files import expanded
 
 _HELD_OUT = 0.1
 
@@ -75,8 +76,8 @@ def _found(source: str | list[str], policy: ImagePolicy, size: int) -> _Opened:
             SyntheticImages(given, size, 0, given.samples), SyntheticImages(given, size, given.samples, last)
         )
     if isinstance(source, list):
-        return _Opened(CifarFiles([Path(each).expanduser() for each in source], policy.labels), None)
-    root = Path(source).expanduser()
+        return _Opened(CifarFiles([expanded(each) for each in source], policy.labels), None)
+    root = expanded(source)
     if not root.exists():
         raise SourceError(
             f"data source {source!r} does not exist; expected synthetic, a folder of pictures or CIFAR's binary files "
