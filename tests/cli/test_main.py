@@ -83,6 +83,10 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(
         (["train", "missing.yaml"], "cannot read missing.yaml"),
         (["launch", "missing.py"], "there is no script 'missing.py'"),
         (["launch", "--ranks", "0", "x.py"], "0 ranks were requested"),
+        (["launch", "--master_port", "1000000", "x.py"], "expected a port from 0 to 65535"),
+        (["launch", "--master_port", "-1", "x.py"], "expected a port from 0 to 65535"),
+        (["launch", "--ranks", "1000000", "x.py"], "at most 4096 are started"),
+        (["launch", "--bind_core_list", "0-1000000000", "x.py"], "expected cores below 65536"),
         (["generate", "missing"], "missing: no such directory"),
         (["inspect", "missing"], "missing: no such directory"),
         (["convert", "missing", "out.tokens"], "missing"),
@@ -120,6 +124,36 @@ def test_the_exit_code_of_a_launched_script_is_handed_on(
     words = ["--ranks", "9", "--", "--help", "a b", ""]
     assert call(monkeypatch, "launch", "--ranks", "1", str(script), *words) == 5
     assert capfd.readouterr().out == f"{words}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["--ranks", "2"], ["x", "--nproc-per-node=2"], ["--nproc_per_node", "2"], ["--num_gpus", "2"]]
+)
+def test_the_number_of_ranks_behind_the_script_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """``launch train.py --ranks 2`` ran one rank, without a word."""
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(5)\n")
+    assert call(monkeypatch, "launch", str(script), *words) == 2
+    option = next(word for word in words if word.startswith("--")).partition("=")[0]
+    error = capsys.readouterr().err
+    assert f"{option} stands behind the script" in error and f"shardwise launch {option} N {script}" in error
+    assert call(monkeypatch, "launch", "-m", "job", *words) == 2, "the text of a module is not known"
+    # The script's own option, by its text or by what the user says.
+    assert call(monkeypatch, "launch", "--ranks", "1", str(script), *words) == 5
+    script.write_text(f"# {option} num_gpus nproc_per_node\nraise SystemExit(5)\n")
+    assert call(monkeypatch, "launch", str(script), *words) == 5
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--nproc-per-node", "--nproc_per_node"])
+def test_names_of_the_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], option: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint(os.environ['WORLD_SIZE'])\n")
+    assert call(monkeypatch, "launch", option, "2", str(script)) == 0
+    assert capfd.readouterr().out.count("2\n") == 2
 
 
 def test_a_launched_module(

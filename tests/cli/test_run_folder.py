@@ -1,4 +1,5 @@
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -80,7 +81,44 @@ def test_the_configuration_is_kept_and_changes_are_told(tmp_path: Path) -> None:
 
 def test_a_configuration_that_somebody_broke_is_not_overwritten_in_silence(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [1\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml of the earlier start is no longer YAML"):
+    with pytest.raises(
+        ConfigError, match=r"the configuration of the earlier start: .*config\.yaml does not parse"
+    ):
+        RunFolder(tmp_path).keep_config("a: 1\n")
+
+
+def test_names_in_a_run_folder_that_are_no_files_of_it(tmp_path: Path) -> None:
+    """A FIFO held the start up for ever, and a link under config.yaml.new had the file behind it overwritten."""
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    (tmp_path / "precious").write_text("precious")
+    for name in ("config.yaml.new", "run.json.new", "run.json"):
+        (folder.root / name).symlink_to(tmp_path / "precious")
+    folder.keep_start("train", 2)
+    assert folder.keep_config("a: 1\n") == []
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert folder.config.read_text() == "a: 1\n" and not (folder.root / "run.json").is_symlink()
+    for name in ("config.yaml.new", "run.json.new", "run.json"):
+        (folder.root / name).unlink(missing_ok=True)
+        os.mkfifo(folder.root / name)
+    folder.keep_start("train", 2)
+    assert folder.keep_config("a: 2\n") == ["a: 1 -> 2"]
+    folder.config.unlink()
+    os.mkfifo(folder.config)
+    with pytest.raises(ConfigError, match="earlier start: cannot read .*config.yaml: not a regular file"):
+        folder.keep_config("a: 1\n")
+    os.mkfifo(folder.root / ".running")
+    with pytest.raises(UsageError, match=r"\.running: not a regular file; remove it"), folder.claimed():
+        pass
+
+
+def test_a_configuration_of_aliases_of_aliases(tmp_path: Path) -> None:
+    """Nine levels of nine aliases each would be written out as 400 million words."""
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    (tmp_path / "config.yaml").write_text(bomb)
+    with pytest.raises(ConfigError, match="more than 200000 values once its aliases are written out"):
         RunFolder(tmp_path).keep_config("a: 1\n")
 
 

@@ -1,3 +1,4 @@
+import os
 import signal
 from pathlib import Path
 
@@ -89,3 +90,30 @@ def test_a_record_is_read_back_whole(tmp_path: Path) -> None:
     failure.write(told, tmp_path / "rank_00002.json")
     assert failure.read(tmp_path / "rank_00002.json", told.rank, 0.0) == told
     assert [path.name for path in tmp_path.iterdir()] == ["rank_00002.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"null", b"7", b"[" * 100_000, b"\xff", b"{}", b'{"rank": 1}',
+        b'{"rank":' + b"9" * 6000 + b"}",
+        b'{"rank": 1, "time_s": NaN, "code": 1, "headline": "x"}',
+        b'{"rank": 1, "time_s": 1.0, "code": 1, "headline": 7}',
+        b'{"rank": 1, "time_s": 1.0, "code": 1e300, "headline": "x"}',
+        b'{"rank": 1, "time_s": 1.0, "code": 1, "more": 1}',
+        b'{"rank": 1, "time_s": 1.0, "code": ' + b"9" * 30 + b', "headline": "x"}',
+    ],
+)  # fmt: skip
+def test_a_record_of_nonsense_is_a_failure_too(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rank_00001.json"
+    path.write_bytes(content)
+    found = failure.read(path, 1, 5.0)
+    assert (found.rank, found.time_s, found.code) == (1, 5.0, 1)
+    assert "its record of the failure cannot be read (" in found.headline and len(found.headline) < 400
+
+
+def test_a_record_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("fifo", "link", "."):
+        assert "cannot be read" in failure.read(tmp_path / name, 1, 5.0).headline

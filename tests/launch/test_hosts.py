@@ -1,5 +1,6 @@
 """Hostfiles, filters, and where a host's ranks stand."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,16 +33,38 @@ def test_a_hostfile_is_read_in_its_order(tmp_path: Path) -> None:
     [
         ("gpu1 slot=4", "line 1: 'gpu1 slot=4'"),
         ("gpu1 slots=4\ngpu1 slots=2", "line 2: gpu1 is there twice"),
-        ("gpu1 slots=0", "at least 1"),
+        ("gpu1 slots=0", "N from 1 to 4096"),
         ("a;rm slots=1", "'a;rm' is not the name of a host"),
         ("# nobody", "names no host"),
+        ("gpu1 slots=1000000000", "N from 1 to 4096"),
+        (f"gpu1 slots={'9' * 5000}", "N from 1 to 4096"),
+        ("\n".join(f"gpu{i} slots=4096" for i in range(1000)), "line 257: more than 1048576 slots"),
+        ("x" * 100_000, r"line 1: 'x{80}\.\.\.'"),
+        ("caf\udce9", "not text in UTF-8"),
     ],
 )
 def test_a_faulty_hostfile_is_refused_by_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "hosts"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=says) as caught:
         read_hostfile(path)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_hostfile_is_a_regular_file_of_any_length(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("".join(f"gpu{i} slots=2\n" for i in range(100_000)))
+    hosts = read_hostfile(path)
+    assert len(hosts) == 100_000 and hosts[-1] == Host("gpu99999", (0, 1))
+    with pytest.raises(UsageError, match="on gpu15: .*\n  and so on, for 99984 more") as caught:
+        ranks_here(hosts, None, None, 29500)
+    assert len(str(caught.value)) < 3000
+    with pytest.raises(UsageError, match="there are gpu0, .* and 99984 more"):
+        choose(hosts, "other")
+    for other in ("fifo", "zero"):
+        (os.mkfifo if other == "fifo" else lambda path: path.symlink_to("/dev/zero"))(tmp_path / other)
+        with pytest.raises(ConfigError, match="not a regular file"):
+            read_hostfile(tmp_path / other)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +91,8 @@ def test_filters_keep_the_order_of_hosts(include: str, exclude: str, left: list[
         ("gpu2@gpu2:1", "", "names gpu2 twice"),
         ("gpu2:x", "", "expected HOST or HOST:SLOT"),
         ("a;rm", "", "not the name of a host"),
+        (f"gpu1:{'9' * 5000}", "", "expected HOST or HOST:SLOT,SLOT"),
+        ("gpu1:4096", "", "slots count from 0 to 4095"),
         ("", "gpu1@gpu2", "leaves no slot"),
     ],
 )
@@ -118,9 +143,15 @@ def test_slots_count_through_the_devices_that_are_visible() -> None:
         visible_devices([3], "4,5")
 
 
+def test_an_address_that_is_no_name_of_a_host() -> None:
+    for address in ("a\0b", "x" * 300, "a..b"):
+        with pytest.raises(ConfigError, match="finds no way to --master_addr"):
+            ranks_here(HOSTS, 1, address, 29500)
+
+
 def test_cores_are_shared_out() -> None:
     assert shares(parse_cores("0,2-5"), 2) == [(0, 2), (3, 4)]
-    for text in ("2-1", "x", "1,1", ""):
+    for text in ("2-1", "x", "1,1", "", "0-1000000000", "9" * 5000, "0-65535,0-65535"):
         with pytest.raises(UsageError, match="bind_core_list"):
             parse_cores(text)
     with pytest.raises(UsageError, match="3 ranks cannot be bound to 2 cores"):

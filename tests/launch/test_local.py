@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,9 +73,9 @@ class Scripts:
     def run(self, text: str, ranks: int = 2, *arguments: str, logs: Path | None = None) -> int:
         return run(Program("script", self.write(text), arguments), ranks, logs)
 
-    def start(self, text: str, ranks: int = 2) -> subprocess.Popen[str]:
-        """In a process of its own, to be sent signals."""
-        command = [sys.executable, "-c", _DRIVER, self.write(text), str(ranks)]
+    def start(self, text: str, before: str = "", ranks: int = 2) -> subprocess.Popen[str]:
+        """In a process of its own, to be sent signals, after the statements ``before``."""
+        command = [sys.executable, "-c", before + _DRIVER, self.write(text), str(ranks)]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=self.folder, stdout=pipe, stderr=pipe, text=True)
 
@@ -312,6 +313,43 @@ def test_the_second_signal_kills(scripts: Scripts) -> None:
     assert job.returncode == 128 + signal.SIGINT
 
 
+def test_the_warning_of_slurm_is_a_request_to_stop(scripts: Scripts) -> None:
+    """``--signal=USR1@120`` ended the job unsaved. A rank without a handler for SIGUSR1 gets SIGTERM."""
+    text = """
+        def stop(number, frame):
+            note(f"saved.{rank}.{signal.Signals(number).name}")
+            sys.exit(128 + number)
+        signal.signal(signal.SIGUSR1 if rank == 0 else signal.SIGTERM, stop)
+        note(f"ready.{rank}")
+        time.sleep(60)
+    """
+    job = scripts.start(text)
+    scripts.wait_for("ready.0", "ready.1")
+    job.send_signal(signal.SIGUSR1)
+    _, error = job.communicate(timeout=30)
+    assert job.returncode == 128 + signal.SIGUSR1 and "failed" not in error, error
+    scripts.wait_for("saved.0.SIGUSR1", "saved.1.SIGTERM")
+
+
+@pytest.mark.parametrize(("way", "constant"), [("SIG_IGN", "_STOP_S"), ("lambda *_: None", "_SAVE_S")])
+def test_ranks_that_do_not_stop_are_killed_after_a_while(scripts: Scripts, way: str, constant: str) -> None:
+    """Ranks that were deaf to SIGTERM kept the launcher for ever."""
+    text = f"""
+        signal.signal(signal.SIGTERM, {way.replace("SIG_IGN", "signal.SIG_IGN")})
+        note(f"ready.{{rank}}")
+        while True:
+            time.sleep(1)
+    """
+    patched = "import shardwise.launch.local as local\nlocal._STOP_S = 0.2\n"
+    patched += f"local.{constant} = 0.5\n" if constant == "_SAVE_S" else ""
+    job = scripts.start(text, patched)
+    scripts.wait_for("ready.0", "ready.1")
+    job.send_signal(signal.SIGTERM)
+    _, error = job.communicate(timeout=30)
+    assert job.returncode == 128 + signal.SIGTERM, error
+    assert re.search(r"ranks 0, 1 did not stop within \d s of SIGTERM: killing all", error), error
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_programs_without_a_handler_end_at_the_first_signal(scripts: Scripts, number: signal.Signals) -> None:
     job = scripts.start('note(f"ready.{rank}")\ntime.sleep(60)\n')
@@ -429,7 +467,12 @@ def no_program(folder: Path) -> Program:
 
 @pytest.mark.parametrize(
     ("ranks", "match"),
-    [(0, "0 ranks were requested; at least 1"), (-2, "-2 ranks"), (1, r"no script .*missing\.py")],
+    [
+        (0, "0 ranks were requested; at least 1"),
+        (-2, "-2 ranks"),
+        (10**6, "at most 4096 are started"),
+        (1, r"no script .*missing\.py"),
+    ],
 )
 def test_what_cannot_start_is_refused(tmp_path: Path, ranks: int, match: str) -> None:
     with pytest.raises(UsageError, match=match):

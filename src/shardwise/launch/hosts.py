@@ -231,8 +231,8 @@ def own_address(address: str, port: int) -> str:
     except (
         OSError,
         ValueError,
-        OverflowError,
-    ) as error:  # ValueError: no name of a host, such as one with a NUL
+        TypeError,
+    ) as error:  # the last two: no name of a host, such as one with a NUL
         raise ConfigError(
             f"launch: this host finds no way to --master_addr {_short(address)}: {error}; check the name and the "
             "network"

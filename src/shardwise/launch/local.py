@@ -328,8 +328,8 @@ def _bind(store: socket.socket, here: HostRanks) -> int:
     except (
         OSError,
         ValueError,
-        OverflowError,
-    ) as error:  # ValueError: no name of a host, such as one with a NUL
+        TypeError,
+    ) as error:  # the last two: no name of a host, such as one with a NUL
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"launch: cannot listen at {printable(here.address)}:{here.port}: {why}; the host with rank 0 needs "
