@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.deepspeed import their_checkpoint
 from shardwise.deepspeed.their_checkpoint import convert, find_step
+from shardwise.deepspeed.whole_states import get_fp32_state_dict_from_zero_checkpoint
 from shardwise.plan.errors import CheckpointError, DamagedError
 
 GROUPS = [["embed.weight", "first.weight", "last.weight"], ["first.bias"]]
@@ -276,7 +277,7 @@ def test_what_is_not_whole_is_refused(
     with pytest.raises(CheckpointError, match="cut short, damaged"):
         their_checkpoint.rewrite(step, tmp_path / "ours", None)
     second.unlink()
-    with pytest.raises(DamagedError, match="its state is cut in 2, and 1 files"):
+    with pytest.raises(DamagedError, match="the state of rank 0 is cut in 2, and 1 files"):
         their_checkpoint.rewrite(step, tmp_path / "ours", None)
     expert = step / "layer_0_expert_1_mp_rank_00_model_states.pt"
     expert.write_bytes(whole)
@@ -297,3 +298,197 @@ def test_what_is_not_whole_is_refused(
 
 def test_sizes_are_those_that_nothing_divides(plain: tuple[Net, torch.optim.Adam]) -> None:
     assert all(prod(p.shape) % RANKS for name, p in plain[0].named_parameters() if p.requires_grad)
+
+
+OPTIM, MODEL = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+
+
+def inner_of(part: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's state in a rank's file."""
+    part = part["optimizer_state_dict"]
+    found = part.get("optimizer_state_dict") or part["base_optimizer_state"]
+    return found["state"]
+
+
+def shorter(part: dict[str, Any]) -> None:
+    state = inner_of(part)[0]
+    state["exp_avg"] = state["exp_avg"][:-3].clone()
+
+
+def longer_masters(part: dict[str, Any]) -> None:
+    part = part["optimizer_state_dict"]
+    key = "fp32_flat_groups" if "fp32_flat_groups" in part else "single_partition_of_fp32_groups"
+    part[key][0] = torch.cat([part[key][0], torch.ones(9)])
+
+
+def called(name: str) -> Any:
+    def change(part: dict[str, Any]) -> None:
+        for state in inner_of(part).values():
+            state[name] = state.pop("exp_avg")
+
+    return change
+
+
+def later(part: dict[str, Any]) -> None:
+    for state in inner_of(part).values():
+        state["step"] += 1
+
+
+def later_in_one_group(part: dict[str, Any]) -> None:
+    inner_of(part)[1]["step"] += 1
+
+
+def without_a_shape(model: dict[str, Any]) -> None:
+    model["param_shapes"][0].pop("first.weight")
+
+
+def other_shape(model: dict[str, Any]) -> None:
+    model["param_shapes"][0]["first.weight"] = torch.Size((5, 7))
+
+
+def longer_frozen(model: dict[str, Any]) -> None:
+    model["frozen_param_fragments"]["frozen.weight"] = torch.ones(30)
+
+
+def expanded_master(part: dict[str, Any]) -> None:
+    part["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] = torch.ones(1).expand(10**9)
+
+
+CHANGES: list[tuple[int, str, Any, str]] = [
+    (1, OPTIM, shorter, "exp_avg has the shape .* were cut or are of different runs"),
+    (3, OPTIM, shorter, "exp_avg has the shape .* were cut or are of different runs"),
+    (2, OPTIM, longer_masters, "exp_avg has the shape .* were cut or are of different runs"),
+    (3, OPTIM, longer_masters, "exp_avg has the shape|the shapes of the parameters ask for"),
+    (1, OPTIM, called("master"), "a state called 'master'"),
+    (3, OPTIM, called("weight"), "a state called 'weight'"),
+    (3, OPTIM, called("../x"), "a state called '../x'"),
+    (2, OPTIM, later, "the optimizer of rank 1 counts .*'step': 4.*of different steps"),
+    (
+        3,
+        OPTIM,
+        lambda part: part["optimizer_state_dict"].update(zero_stage=2),
+        "of ZeRO stage 2 and rank 0's of 3",
+    ),
+    (
+        1,
+        OPTIM,
+        lambda part: part["optimizer_state_dict"].update(partition_count=[3, 3]),
+        "is cut in 3, and 2 files",
+    ),
+    (1, OPTIM, expanded_master, "a tensor of shape .1000000000. has 4 bytes in the file"),
+    (3, MODEL, without_a_shape, "param_shapes of rank 1 is not that of rank 0"),
+    (3, MODEL, other_shape, "param_shapes of rank 1 is not that of rank 0"),
+    (3, MODEL, lambda model: model.update(global_steps=4), "global_steps of rank 1 is not that of rank 0"),
+    (3, MODEL, longer_frozen, "rank 1's part of frozen.weight has 30 elements; 25 are expected"),
+]
+
+
+def changed(path: Path, change: Any) -> None:
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize(("stage", "file", "change", "says"), CHANGES)
+def test_ranks_that_differ_are_refused(
+    stage: int,
+    file: str,
+    change: Any,
+    says: str,
+    tmp_path: Path,
+    plain: tuple[Net, torch.optim.Adam],
+    pickled: None,
+) -> None:
+    """Moments that were too short were left out without a word, and of unlike ranks rank 0 counted."""
+    step = tmp_path / "theirs" / "global_step3"
+    save(step, stage, *plain)
+    changed(step / file.format(1), change)
+    with pytest.raises(CheckpointError, match=says):
+        their_checkpoint.rewrite(step, tmp_path / "ours", None)
+    assert not (tmp_path / "ours").exists()
+
+
+def both(change: Any) -> Any:
+    def apply(step: Path, file: str) -> None:
+        for rank in range(RANKS):
+            changed(step / file.format(rank), change)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "change", "says"),
+    [
+        (
+            3,
+            MODEL,
+            both(lambda model: model.update(param_shapes=[])),
+            "the shapes of the parameters ask for 0",
+        ),
+        (3, MODEL, both(without_a_shape), "the shapes of the parameters ask for"),
+        (
+            3,
+            MODEL,
+            lambda step, file: (step / file.format(1)).unlink(),
+            "2 files of optimizer states and 1 of model",
+        ),
+        (
+            3,
+            OPTIM,
+            lambda step, file: [(step / file.format(r)).unlink() for r in range(RANKS)],
+            "are missing; copy",
+        ),
+        (
+            2,
+            OPTIM,
+            lambda step, file: [(step / file.format(r)).unlink() for r in range(RANKS)],
+            "are missing; copy",
+        ),
+        (
+            2,
+            OPTIM,
+            both(later_in_one_group),
+            "different numbers of steps .step is 3 and 4.*load the weights alone",
+        ),
+    ],
+)
+def test_what_is_missing_on_all_ranks(
+    stage: int,
+    file: str,
+    change: Any,
+    says: str,
+    tmp_path: Path,
+    plain: tuple[Net, torch.optim.Adam],
+    pickled: None,
+) -> None:
+    step = tmp_path / "theirs" / "global_step3"
+    save(step, stage, *plain)
+    change(step, file)
+    with pytest.raises(CheckpointError, match=says):
+        their_checkpoint.rewrite(step, tmp_path / "ours", None)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_without_state_is_told(
+    stage: int, tmp_path: Path, plain: tuple[Net, torch.optim.Adam], pickled: None
+) -> None:
+    step = tmp_path / "theirs" / "global_step3"
+    save(step, stage, *plain)
+    both(lambda part: inner_of(part).clear())(step, OPTIM)
+    assert their_checkpoint.rewrite(step, tmp_path / "ours", None) == [
+        "moments: the optimizer's state holds none"
+    ]
+
+
+def test_latest_is_a_small_regular_file(
+    tmp_path: Path, plain: tuple[Net, torch.optim.Adam], pickled: None
+) -> None:
+    save(tmp_path / "theirs" / "global_step3", 2, *plain)
+    latest = tmp_path / "theirs" / "latest"
+    latest.unlink()
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(latest)
+        with pytest.raises(CheckpointError, match="latest: not a regular file; expected .* the newest tag"):
+            get_fp32_state_dict_from_zero_checkpoint(tmp_path / "theirs")
+        latest.unlink()
+    assert "embed.weight" in get_fp32_state_dict_from_zero_checkpoint(tmp_path / "theirs", "global_step3")

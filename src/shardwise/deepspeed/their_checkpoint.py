@@ -21,7 +21,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, Item
 from shardwise.checkpoint.piece import MODEL_KINDS
-from shardwise.models.torch_file import check_torch_file
+from shardwise.models.torch_file import check_places, check_torch_file
 from shardwise.plan.errors import CheckpointError, DamagedError
 from shardwise.plan.regular_files import read_small_text
 from shardwise.plan.words import in_words
@@ -56,6 +56,10 @@ _KNOWN = {
     *_COUNTERS,
 }
 """Keys of DeepSpeed's own in a file of model states; all others are the client's."""
+
+
+_OUR_KINDS = frozenset({*MODEL_KINDS, "master", "grad", "table"})
+"""Kinds of tensors that no optimizer's state may be called."""
 
 
 class _FragmentStandIn:
@@ -160,12 +164,51 @@ class TheirStep:
         self.parts = [self._part(state) for state in self.optimizers]
         self.stage = int(self.parts[0]["zero_stage"]) if self.parts else 0
         self.left_out: list[str] = []
-        count = self.parts[0]["partition_count"] if self.parts else 1
-        ranks = max(count) if isinstance(count, list) else int(count)
-        if self.parts and ranks != len(self.parts):
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Check that the files of all ranks are there and of one step.
+
+        Raises:
+            DamagedError: names the rank whose file is missing or says something else than rank 0's.
+        """
+        if not self.parts and (self.model.get("param_shapes") or _has_pieces(self.model)):
             raise DamagedError(
-                f"{step}: its state is cut in {ranks}, and {len(self.parts)} files of optimizer states are there"
+                f"{self.step}: the files of optimizer states, which hold the fp32 weights, are missing; copy all of "
+                "the step's files"
             )
+        for rank, part in enumerate(self.parts):
+            count = part["partition_count"]
+            for ranks in map(int, count if isinstance(count, list) else [count]):
+                if ranks != len(self.parts):
+                    raise DamagedError(
+                        f"{self.step}: the state of rank {rank} is cut in {ranks}, and {len(self.parts)} files of "
+                        "optimizer states are there"
+                    )
+            if int(part["zero_stage"]) != self.stage:
+                raise DamagedError(
+                    f"{self.step}: rank {rank}'s file is of ZeRO stage {int(part['zero_stage'])} and rank 0's of "
+                    f"{self.stage}; the files are of different runs"
+                )
+        if self.stage == 3 and len(self.models) != len(self.parts):
+            raise DamagedError(
+                f"{self.step}: {len(self.parts)} files of optimizer states and {len(self.models)} of model states are "
+                "there, and at stage 3 each rank has one of both; copy all of the step's files"
+            )
+        for rank, model in enumerate(self.models):
+            for key in (*_COUNTERS, "param_shapes", "frozen_param_shapes", "shared_params", "buffer_names"):
+                if model.get(key) != self.model.get(key):
+                    raise DamagedError(
+                        f"{self.step}: {key} of rank {rank} is not that of rank 0; the files are of different steps or "
+                        "models"
+                    )
+        numbers = [_numbers(states) for states in (self._flats(part)[1] for part in self.parts)]
+        for rank, found in enumerate(numbers):
+            if found != numbers[0]:
+                raise DamagedError(
+                    f"{self.step}: the optimizer of rank {rank} counts {found}, and that of rank 0 {numbers[0]}; the "
+                    "files are of different steps"
+                )
 
     def _check_layout(self) -> None:
         names = sorted(path.name for path in self.step.iterdir())
@@ -194,7 +237,7 @@ class TheirStep:
         return [files[rank] for rank in sorted(files)]
 
     def _load(self, path: Path) -> dict[str, Any]:
-        check_torch_file(path)
+        _, parts = check_torch_file(path)
         with torch.serialization.safe_globals(_STAND_INS):
             try:
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -208,6 +251,14 @@ class TheirStep:
                 ) from None
         if not isinstance(found, dict):
             raise CheckpointError(f"{path}: expected what DeepSpeed's save_checkpoint wrote")
+        tensors = list(_tensors_in(found))
+        check_places(path, tensors, parts)
+        for tensor in tensors:
+            if tensor.numel() * tensor.dtype.itemsize > tensor.untyped_storage().nbytes():
+                raise DamagedError(
+                    f"{path}: a tensor of shape {list(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes in "
+                    "the file; the file was put together by hand"
+                )
         return found
 
     def _part(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,6 +325,12 @@ class TheirStep:
             if covered != wanted:
                 raise DamagedError(f"{self.step}: {kind} of {name} has {covered} of its {wanted} elements")
             items.append(Item(kind, name, shapes[name], found[0].tensor.dtype, found))
+        if not any(item.kind == "weight" for item in items):
+            raise DamagedError(
+                f"{self.step}: it has no parameter; param_shapes or the module's state is empty"
+            )
+        if (self.parts or self.model.get("optimizer")) and all(item.kind == "weight" for item in items):
+            self.left_out += [] if self.left_out else ["moments: the optimizer's state holds none"]
         module = self.model.get("module") or {}
         for name in self.buffers:
             if isinstance(module.get(name), Tensor):
@@ -338,6 +395,15 @@ class TheirStep:
                     tensor = self._piece(flat, place, stop - start)
                     pieces.setdefault((kind, name), []).append(FlatSlice(start, stop, tensor))
                 place += size
+            elements, flats = (
+                sum(-(-prod(shape) // ranks) for shape in shapes.values()),
+                sum(map(Tensor.numel, masters)),
+            )
+            if elements != flats:
+                raise DamagedError(
+                    f"{self.step}: rank {rank}'s fp32 weights have {flats} elements, and the shapes of the parameters "
+                    f"ask for {elements}"
+                )
 
     def _whole(
         self, pieces: dict[tuple[str, str], list[FlatSlice]], groups: Sequence[Sequence[str]] | None
@@ -359,8 +425,14 @@ class TheirStep:
             if masters:
                 pieces["weight", name] = [self._all_of(masters[place])]
             for kind, tensor in state.items():
-                if isinstance(tensor, Tensor) and tuple(tensor.shape) == shapes[name] and tensor.dim():
-                    pieces[kind, name] = [self._all_of(tensor)]
+                if not isinstance(tensor, Tensor) or not tensor.dim():
+                    continue
+                if tuple(tensor.shape) == shapes[name]:
+                    pieces[self._kind(kind), name] = [self._all_of(tensor)]
+                elif f"{kind}: " not in "".join(self.left_out):
+                    self.left_out.append(
+                        f"{kind}: that of {name} has the shape {list(tensor.shape)} and not that of its parameter"
+                    )
         return shapes
 
     def _names_of(
@@ -415,18 +487,46 @@ class TheirStep:
                 elements = prod(tuple(shape))
                 size = -(-elements // len(self.models))
                 start, stop = min(rank * size, elements), min((rank + 1) * size, elements)
-                tensor = self._piece(model["frozen_param_fragments"][name].view(-1), 0, stop - start)
+                fragment = model["frozen_param_fragments"][name]
+                if fragment.numel() not in (size, stop - start):
+                    raise DamagedError(
+                        f"{self.step}: rank {rank}'s part of {name} has {fragment.numel()} elements; {size} are "
+                        "expected"
+                    )
+                tensor = self._piece(fragment.view(-1), 0, stop - start)
                 pieces.setdefault(("weight", name), []).append(FlatSlice(start, stop, tensor))
                 shapes[name] = tuple(shape)
 
     def _kinds(self, master: Tensor, state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        # The masters are saved without the padding at their end, the moments with it.
-        moments = [
-            (str(kind), value)
-            for kind, value in state.items()
-            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() >= master.numel()
-        ]
+        """Return the flat tensors of one group: ``weight``, the masters, and the optimizer's by their own names.
+
+        Raises:
+            DamagedError: if a state of the optimizer is shorter than the masters.
+        """
+        moments = []
+        for kind, value in state.items():
+            if (
+                not isinstance(value, Tensor)
+                or value.dim() == 0
+                or (value.numel() == 1 and master.numel() != 1)
+            ):
+                continue
+            # The masters are saved without the padding at their end, the moments with it.
+            if value.dim() != 1 or value.numel() < master.numel():
+                raise DamagedError(
+                    f"{self.step}: {kind} has the shape {list(value.shape)}, and the fp32 weights beside it have "
+                    f"{master.numel()} elements; the files were cut or are of different runs"
+                )
+            moments.append((self._kind(kind), value))
         return [("weight", master), *moments]
+
+    def _kind(self, name: Any) -> str:
+        if str(name) in _OUR_KINDS or not str(name).isidentifier():
+            raise DamagedError(
+                f"{self.step}: the optimizer has a state called {str(name)[:80]!r}, which names something else here; "
+                "load the weights alone"
+            )
+        return str(name)
 
     def _all_of(self, tensor: Tensor) -> FlatSlice:
         flat = tensor.contiguous().view(-1)
@@ -441,8 +541,8 @@ class TheirStep:
 
     # -- numbers
 
-    def trainer(self) -> dict[str, Any]:
-        """``trainer.json`` of our step: counters, step counts, scale, and the client's state."""
+    def trainer(self, weights_only: bool = False) -> dict[str, Any]:
+        """Return ``trainer.json`` of our step: counters, step counts, scale, and the client's state."""
         counters = {name: int(self.model.get(name) or 0) for name in _COUNTERS}
         client = {str(key): value for key, value in self.model.items() if key not in _KNOWN}
         step = counters["global_steps"]
@@ -451,7 +551,7 @@ class TheirStep:
                 "step": step,
                 "applied": step - counters["skipped_steps"],
                 "loss_scale": self._loss_scale(),
-                "optimizer": {"common": self._scalars(), "exceptions": {}},
+                "optimizer": {"common": {} if weights_only else self._scalars(), "exceptions": {}},
             },
             "user": {
                 "counters": counters,
@@ -491,11 +591,51 @@ class TheirStep:
             optimizer = self.model.get("optimizer") or {}
             states = list(optimizer.get("optimizer_state_dict", optimizer).get("state", {}).values())
         found: dict[str, float] = {}
-        for state in states[:1]:
-            for name, value in state.items():
-                if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-                    found[str(name)] = float(value)
+        for numbers in _numbers(states):
+            for name, value in numbers.items():
+                if found.setdefault(name, value) != value:
+                    raise CheckpointError(
+                        f"{self.step}: its parameters have had different numbers of steps ({name} is {found[name]:g} "
+                        f"and {value:g}), which is not read here; load the weights alone"
+                    )
         return found
+
+
+def _has_pieces(model: Mapping[str, Any]) -> bool:
+    """Return True if a file of model states is of stage 3, whose weights lie in the files of optimizer states."""
+    module = model.get("module") or {}
+    weights = [tensor for name, tensor in module.items() if isinstance(tensor, Tensor)]
+    return bool(model.get("frozen_param_fragments")) or bool(weights and not any(map(Tensor.numel, weights)))
+
+
+def _numbers(states: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Return the step counts and other single numbers of the groups of one rank."""
+    return [
+        {
+            str(name): float(value)
+            for name, value in state.items()
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+        }
+        for state in states
+    ]
+
+
+def _tensors_in(content: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dictionaries, lists, tuples and stand-ins."""
+    waiting, seen = [content], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        inner = (
+            value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        )
+        if isinstance(value, _FragmentStandIn | _ScalerStandIn):
+            inner = vars(value).values()
+        if inner and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(inner)
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -517,7 +657,7 @@ def rewrite(
     step: Path, out: Path, groups: Sequence[Sequence[str]] | None, weights_only: bool = False
 ) -> list[str]:
     found = TheirStep(step)
-    items, trainer = found.items(groups), found.trainer()
+    items, trainer = found.items(groups), found.trainer(weights_only)
     if weights_only:
         items = [item for item in items if item.kind in MODEL_KINDS]
     aliases = found.aliases()

@@ -12,7 +12,8 @@ Cost: a map of the file; the memory of one tensor while they are written.
 import stat
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ def read_torch_file(path: Path) -> TorchFile:
         tensors[name] = value.detach()
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors under names")
-    _check_places(path, tensors, parts)
+    check_places(path, tensors.values(), parts)
     total_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
     if total_bytes > _GROWTH_LIMIT * size_bytes:
         raise CheckpointError(
@@ -108,6 +109,13 @@ def check_torch_file(path: Path) -> tuple[int, dict[int, int]]:
             f"{path} is cut short, damaged, or from before torch 1.6 ({error}); load it where it is trusted "
             "and torch.save its tensors again"
         ) from None
+    # torch looks parts up by name, whatever their case, and takes one of two.
+    twice = [name for name, count in Counter(entry.filename.lower() for entry in parts).items() if count > 1]
+    if twice:
+        raise DamagedError(
+            f"{path}: two of its parts are called {twice[0][:200]!r}, which torch.save never does; the file was put "
+            "together by hand: save it again"
+        )
     if packed:
         raise CheckpointError(
             f"{path}: its part {packed[0][:200]!r} is compressed, which torch.save never does"
@@ -129,12 +137,20 @@ def _data_start(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> int:
     return int(entry.header_offset + 30 + name_bytes + note_bytes)
 
 
-def _check_places(path: Path, tensors: dict[str, Tensor], parts: dict[int, int]) -> None:
-    """Every storage is one whole part of the file.
+def check_places(path: Path, tensors: Iterable[Tensor], parts: Mapping[int, int]) -> None:
+    """Check that every storage is one whole part of the file.
 
     torch takes a storage's size from the pickle and reads on behind a part that is shorter: other tensors' bytes.
+
+    Args:
+        path: The file.
+        tensors: Its tensors, in the map of the file.
+        parts: Sizes of its parts by where they begin, as :func:`check_torch_file` returns them.
+
+    Raises:
+        DamagedError: if a storage is not one of the parts.
     """
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     storages = {place: size for place, size in storages.items() if size}
     if not storages:
         return

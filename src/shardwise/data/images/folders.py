@@ -7,14 +7,24 @@ or damaged ends the run with its path.
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardwise.data.images.pictures import Pictures, Pixels
 from shardwise.plan.errors import DataError
+from shardwise.plan.regular_files import open_regular
 from shardwise.plan.words import in_words
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"})
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
+"""Formats of these endings: the library reads others too, one of them by running another program."""
+_PIXEL_LIMIT = 64_000_000
+_DENSE_PIXELS = 24_000_000
+"""Pixels from which on a picture has at least a byte for each ``_PIXELS_A_BYTE``, as photographs and scans have."""
+_PIXELS_A_BYTE = 256
+_STRIP_PIXELS = 1 << 20
 
 
 class PictureFolders(Pictures):
@@ -42,23 +52,21 @@ class PictureFolders(Pictures):
         self.labels = np.repeat(np.arange(len(found)), [len(paths) for paths in found.values()])
 
     def picture(self, index: int) -> Pixels:
-        """Of any size, whatever its colours were."""
+        """Return the pixels of a picture of any size, as RGB whatever its colours were."""
         from PIL import Image
 
         path = self._paths[index]
         try:
-            with Image.open(path) as opened:
-                return np.asarray(opened.convert("RGB"))
-        except (
-            OSError,
-            ValueError,
-            SyntaxError,
-            EOFError,
-            Image.DecompressionBombError,
-        ) as error:  # the library's ways to say that bytes are wrong
+            with open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
+                # The header is read, and no pixel yet.
+                _check_size(path, opened.size, os.fstat(file.fileno()).st_size)
+                return _as_rgb(opened)
+        except DataError:
+            raise
+        except Exception as error:  # the library has many ways to say that bytes are wrong
+            said = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise DataError(
-                f"picture {path} cannot be decoded ({str(error)[:200]}); it is cut short or damaged: replace or remove "
-                "it"
+                f"picture {path} cannot be decoded ({said[:200]}); it is cut short or damaged: replace or remove it"
             ) from None
 
     def fingerprint(self) -> str:
@@ -68,6 +76,34 @@ class PictureFolders(Pictures):
             inside = os.fsencode(path.relative_to(self._root).as_posix())
             digest.update(inside + f"\0{path.stat().st_size}\n".encode())
         return digest.hexdigest()[:16]
+
+
+def _check_size(path: Path, size: tuple[int, int], file_bytes: int) -> None:
+    """Refuse a picture that would take much more memory than its file.
+
+    Raises:
+        DataError: if the picture has too many pixels, or many pixels and few bytes.
+    """
+    pixels = size[0] * size[1]
+    what = f"picture {path} has {size[0]} x {size[1]} pixels"
+    if pixels > _PIXEL_LIMIT:
+        raise DataError(f"{what}, and at most {_PIXEL_LIMIT} are decoded; scale it down, or remove it")
+    if pixels > max(_DENSE_PIXELS, _PIXELS_A_BYTE * file_bytes):
+        raise DataError(
+            f"{what} in {file_bytes} bytes, as no photograph has: decoding it would take {7 * pixels >> 20} MiB; scale "
+            "it down, or remove it"
+        )
+
+
+def _as_rgb(opened: Any) -> Pixels:
+    """Decode a picture; beside it and the result no more than a strip is in memory."""
+    width, height = opened.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    rows = max(1, _STRIP_PIXELS // max(1, width))
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        pixels[top:bottom] = np.asarray(opened.crop((0, top, width, bottom)).convert("RGB"))
+    return pixels
 
 
 def _pictures_in(folder: Path) -> list[Path]:
