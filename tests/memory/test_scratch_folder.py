@@ -85,6 +85,26 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     assert kept.read_text() == "mine"
 
 
+def test_many_dead_runs_are_removed_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder was listed once a seat: files of 10,000 dead ranks took more than a minute."""
+    for rank in range(200):
+        (tmp_path / f"shardwise.rank{rank}.master").touch()
+    listed = []
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or real(path))
+    made = DiskScratch(tmp_path, 0, 1)
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == ["shardwise.lock", "shardwise.rank0.lock"] and len(listed) < 5
+    made.close()
+
+
+def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
+    """A FIFO under the name of a seat's lock ended in "OSError: 22"."""
+    os.mkfifo(tmp_path / "shardwise.rank0.lock")
+    with pytest.raises(ConfigError, match=r"shardwise\.rank0\.lock: not a regular file; remove it"):
+        DiskScratch(tmp_path, 0, 1)
+
+
 def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
     kept, folder = tmp_path / "mine", tmp_path / "state"
     kept.write_text("mine")

@@ -18,9 +18,10 @@ import logging
 import os
 import re
 import socket
+import stat
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -180,29 +181,36 @@ class ScratchFolder:
 
     def _remove_dead(self) -> None:
         """Files of seats that nobody holds, and what an earlier holder left of ours."""
-        for seat in sorted({entry.seat for entry in self._entries()}):
+        found: dict[str, list[_SeatFile]] = {}
+        for entry in self._entries():  # listed once: a folder may hold the files of thousands of dead ranks
+            found.setdefault(entry.seat, []).append(entry)
+        for seat, entries in sorted(found.items()):
             if seat == self._seat:
-                self._remove(seat, but_lock=True)
+                self._remove_all(each for each in entries if each.kind != "lock")
                 continue
             path = self._path(seat, "lock")
             descriptor = self._open(path)
             try:
                 if _locked(descriptor, path):
-                    self._remove(seat)
+                    # The lock last, which may have been made just now: a kill in between leaves a seat to be found.
+                    files = [each for each in entries if each.kind != "lock"]
+                    self._remove_all([*files, entries[0]._replace(path=path, kind="lock")])
             finally:
                 os.close(descriptor)
 
-    def _remove(self, seat: str, but_lock: bool = False) -> None:
-        """What is killed in between leaves a seat that somebody finds."""
-        for entry in self._entries():
-            if entry.seat == seat and not (but_lock and entry.kind == "lock"):
-                try:
-                    entry.path.unlink()
-                except OSError as error:
-                    raise ConfigError(
-                        f"offload.disk_path: what a dead run left cannot be removed: {in_words(error)}; remove it, or "
-                        "give another folder"
-                    ) from None
+    def _remove(self, seat: str) -> None:
+        """Remove the files and the lock of a seat; a kill in between leaves a seat to be found."""
+        self._remove_all(entry for entry in self._entries() if entry.seat == seat)
+
+    def _remove_all(self, entries: Iterable[_SeatFile]) -> None:
+        for entry in entries:
+            try:
+                entry.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"offload.disk_path: what a dead run left cannot be removed: {in_words(error)}; remove it, or "
+                    "give another folder"
+                ) from None
 
     def _entries(self) -> list[_SeatFile]:
         names = os.listdir(self.path)
@@ -241,7 +249,12 @@ class ScratchFolder:
 
     def _open(self, path: Path) -> int:
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o600)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EINVAL, "not a regular file; remove it", str(path))
+            return descriptor
         except OSError as error:
             raise ConfigError(
                 f"offload.disk_path: no files can be made there: {in_words(error)}; give a folder that this "
