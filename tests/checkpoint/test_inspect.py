@@ -61,5 +61,15 @@ def test_a_folder(folder: Path) -> None:
 def test_neither(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a step"):
         describe(tmp_path)
+    (tmp_path / "ok.py").touch()
+    with pytest.raises(
+        CheckpointError, match="ok.py is a file; expected a folder: a step, or a folder of steps"
+    ):
+        describe(tmp_path / "ok.py")
+    (tmp_path / "ok.pt").touch()
+    with pytest.raises(CheckpointError, match="ok.pt is a file; .*; shardwise convert reads it"):
+        describe(tmp_path / "ok.pt")
+    with pytest.raises(CheckpointError, match="no such directory"):
+        describe("x" * 300)
     with pytest.raises(CheckpointError, match="no such directory"):
         describe(tmp_path / "nowhere")

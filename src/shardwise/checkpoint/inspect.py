@@ -1,5 +1,6 @@
 """What a checkpoint holds, for ``shardwise inspect``: one step, or a folder of them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,11 @@ class FolderSummary:
 def describe(directory: Path | str, check: bool = True) -> StepSummary | FolderSummary:
     """Summarise a step, or a folder of steps; with ``check``, verify every byte of each."""
     path = Path(directory)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; expected a step or a folder of steps")
+    if not os.path.isdir(path):  # False for a name too long, too
+        if not os.path.exists(path):
+            raise CheckpointError(f"{path}: no such directory; expected a step or a folder of steps")
+        hint = "; shardwise convert reads it" if path.suffix in (".pt", ".pth", ".bin") else ""
+        raise CheckpointError(f"{path} is a file; expected a folder: a step, or a folder of steps{hint}")
     if (path / manifests.NAME).exists():
         return _describe_step(path, check)
     files = Files()

@@ -24,7 +24,7 @@ import typer
 
 from shardwise.plan.errors import ConfigError, DamagedError, UsageError
 from shardwise.plan.regular_files import expanded
-from shardwise.plan.words import printable
+from shardwise.plan.words import counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -180,7 +180,8 @@ def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
         )
     size, documents = bytes_text(out.stat().st_size), len(made.ends)
     typer.echo(
-        f"{out}: {count_text(made.count)} tokens, {documents} documents, {size}, {made.tokenizer_name}"
+        f"{out}: {source} read as text: {count_text(made.count)} tokens, {counted(documents, 'document')}, {size}, "
+        f"{made.tokenizer_name}"
     )
 
 
