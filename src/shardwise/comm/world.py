@@ -331,6 +331,15 @@ def own_seat() -> Seat:
     return find_seat(os.environ)
 
 
+def ranks_of_host() -> int:
+    """Return the number of ranks on this host.
+
+    A process that no launcher started takes ``LOCAL_SIZE``, by which programs for DeepSpeed give a host's CPUs a number.
+    """
+    seat, said = find_seat(os.environ), os.environ.get("LOCAL_SIZE", "")
+    return int(said) if seat.world_size == 1 and said.isdecimal() and int(said) else seat.local_size
+
+
 def is_joined() -> bool:
     """This process is in a process group of torch's."""
     return dist.is_initialized()

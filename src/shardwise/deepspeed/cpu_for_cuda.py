@@ -1,7 +1,8 @@
 """Where torch has no CUDA, a script that says ``cuda`` computes on the CPU. Only for a job of ``--as-deepspeed``.
 
     model.cuda()    tensor.to("cuda:1")    tensor.to(engine.local_rank)    torch.zeros(2, device="cuda")
-    torch.cuda.set_device(rank)    torch.distributed.init_process_group("nccl")
+    torch.cuda.set_device(rank % torch.cuda.device_count())    torch.distributed.init_process_group("nccl")
+    with torch.device("cuda"): ...
 
 Those few functions of torch's are wrapped, in this process alone and where ``begin`` is called; what has no meaning on
 a CPU does nothing. The first use says so once on rank 0. Where there is an accelerator nothing is wrapped.
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext, _device_constructors
 
 from shardwise.comm import default_group
+from shardwise.comm.world import own_seat, ranks_of_host
 
 _log = logging.getLogger(__name__)
 _QUIET = (
@@ -51,9 +54,12 @@ _MAKERS = (
 
 @cache
 def begin() -> None:
-    """Wrap them, where torch finds no accelerator; a second call does nothing."""
+    """Wrap these functions if torch finds no accelerator; a second call does nothing."""
     if torch.accelerator.is_available():
         return
+    # torch caches the functions that ``with torch.device(...)`` applies to, read from ``torch`` at the first use. The
+    # cache must hold torch's own functions: filled with the wrappers, it would let no device context reach any tensor.
+    _device_constructors()
     _swap(Tensor, "to", _to)
     _swap(nn.Module, "to", _to)
     for owner in (Tensor, nn.Module):
@@ -64,6 +70,15 @@ def begin() -> None:
         _swap(torch.cuda, name, lambda own: lambda *args, **kwargs: _told(0))
     for name in _MAKERS:
         _swap(torch, name, _on_cpu)
+    _swap(DeviceContext, "__init__", lambda own: lambda self, device: own(self, _cpu(device)))
+    # A script divides its ranks by the devices of a host; torch forks the generators of as many devices.
+    _swap(torch.cuda, "device_count", lambda own: ranks_of_host)
+    _swap(torch.cuda, "get_rng_state", lambda own: lambda device="cuda": torch.get_rng_state())
+    _swap(
+        torch.cuda,
+        "set_rng_state",
+        lambda own: lambda new_state, device="cuda": torch.set_rng_state(new_state),
+    )
     default_group.accept_nccl_on_cpu()
 
 
@@ -79,8 +94,8 @@ def _told(value: Any) -> Any:
 
 @cache
 def say() -> None:
-    """Once."""
-    if default_group.rank() == 0:
+    """Log once, on rank 0 of the job, that ``cuda`` means the CPU."""
+    if own_seat().rank == 0:
         _log.warning(
             "--as-deepspeed: torch finds no CUDA here, so cuda, nccl and device numbers mean the CPU"
         )

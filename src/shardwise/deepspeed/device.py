@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.world import ranks_of_host
+
 _TYPES = {
     "BFloat16Tensor": torch.bfloat16,
     "ByteTensor": torch.uint8,
@@ -72,8 +74,8 @@ class DeepSpeedAccelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """Devices of this host that the process sees; a CPU is one."""
-        return 1 if self._is_cpu else torch.accelerator.device_count()
+        """Return the number of devices of this host; of CPUs, the number of ranks on this host."""
+        return ranks_of_host() if self._is_cpu else torch.accelerator.device_count()
 
     def is_available(self) -> bool:
         """There is one."""
