@@ -334,7 +334,7 @@ def own_seat() -> Seat:
 def ranks_of_host() -> int:
     """Return the number of ranks on this host.
 
-    A process that no launcher started takes ``LOCAL_SIZE``, by which programs for DeepSpeed give a host's CPUs a number.
+    In a process that no launcher started, the variable ``LOCAL_SIZE`` says it, as in programs for DeepSpeed on CPUs.
     """
     seat, said = find_seat(os.environ), os.environ.get("LOCAL_SIZE", "")
     return int(said) if seat.world_size == 1 and said.isdecimal() and int(said) else seat.local_size

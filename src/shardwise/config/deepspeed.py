@@ -118,6 +118,8 @@ def _notes(v: KeyValues, config: Mapping[str, Any]) -> Iterable[Note]:
             yield Note(place, value, "does", _ours(row, config))
         else:
             yield Note(place, value, "idle", row.said if row.fate == "idle" else "it asks for nothing")
+    for place, value, why in v.unread():
+        yield Note(place, value, "idle", why)
     for path, ours in _DEFAULTS.items():
         if not v.given(path):
             yield Note(path, v(path), "default", f"{ours}: {shown(_at(config, ours))}")

@@ -150,15 +150,19 @@ _SAFE = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv
 
 def _precision(v: KeyValues) -> dict[str, Any]:
     on = [name for name in _HALVES if v(f"{name}.enabled")]
-    if len(on) > 1:
+    both = len(on) == 2 and on[1] == "torch_autocast" and on[0] == _autocast_dtype(v)
+    if len(on) > 1 and not both:
         v.refuse(f"{on[1]}.enabled", True, f"{' or '.join(on)} alone")
     half = on[0] if on else ""
     keep = v("data_types.keep_in_fp32_modules")
     if keep != "auto" and fault_of("texts", keep):
         v.refuse("data_types.keep_in_fp32_modules", keep, 'a list of patterns, or "auto"')
         keep = "auto"
+    fill = {"amp": _amp, "torch_autocast": _autocast}.get(half, _sixteen)
     return some(
-        **{"amp": _amp, "torch_autocast": _autocast}.get(half, _sixteen)(v, half),
+        # Weights of 16 bits with the products of torch_autocast, whose other dtypes follow from the weights.
+        **({"operations": half} if both else {}),
+        **fill(v, half),
         reduce=v("communication_data_type"),
         buffers=v("data_types.buffer_dtype"),
         keep_fp32=None if keep == "auto" else [f"*{pattern}*" for pattern in keep],
@@ -205,8 +209,13 @@ def _amp(v: KeyValues, half: str) -> dict[str, Any]:
     return {"amp": level, "loss_scale": float(scale) if is_number(scale) else follows}
 
 
+def _autocast_dtype(v: KeyValues) -> str:
+    """Return the dtype of the products under torch_autocast."""
+    return str(v("torch_autocast.dtype") or "bf16")
+
+
 def _autocast(v: KeyValues, half: str) -> dict[str, Any]:
-    dtype = v("torch_autocast.dtype") or "bf16"
+    dtype = _autocast_dtype(v)
     if dtype == "fp32":
         v.refuse("torch_autocast.dtype", dtype, "bf16 or fp16")
     safe = v("torch_autocast.lower_precision_safe_modules")

@@ -40,7 +40,7 @@ _ZERO = block(
     does("stage", "int >= 0 <= 3", 0, "zero.stage"),
     idle("contiguous_gradients", "bool", True, FLAT),
     idle("reduce_scatter", "bool", True, "the collective follows from the stage"),
-    idle("reduce_bucket_size", "int > 0", 500_000_000, BUCKETS),
+    idle("reduce_bucket_size", "int >= 0", 500_000_000, BUCKETS),
     idle("use_multi_rank_bucket_allreduce", "bool", True, BUCKETS),
     idle("allgather_partitions", "bool", True, "the collective follows from the stage"),
     idle("allgather_bucket_size", "int >= 0", 500_000_000, BUCKETS),
@@ -197,8 +197,12 @@ _ZERO = block(
     idle("legacy_stage1", "bool", False, PLAIN),
     idle("round_robin_gradients", "bool", False, FLAT),
     idle("parameter_alignment", "bool", False, "parameters start at 64 bytes in any case"),
-    refused(
-        "zero_hpz_partition_size", "int >= 0", 1, "mics_shard_size: N, which keeps the state whole in N ranks"
+    idle(
+        "zero_hpz_partition_size",
+        "int >= 0",
+        1,
+        "a second copy of the weights for the gathers of a backward pass, which changes no number; mics_shard_size: N "
+        "keeps the state whole in N ranks",
     ),
     refused("zero_quantized_weights", "bool", False, "weights travel in precision.compute; leave it out"),
     refused(
@@ -249,6 +253,7 @@ _ZERO = block(
     ),
 )
 
+_OF_FP16 = "a key of fp16; bf16 has the range of fp32 and no loss scale"
 _PRECISION = [
     *block(
         does("fp16", "block", {}, "precision"),
@@ -271,6 +276,12 @@ _PRECISION = [
         does("check_grad_overflow", "bool", True, "precision.nonfinite: skip where it is true, else raise"),
         does("bf16_master_weights_and_grads", "bool", False, "precision.master and grad: bf16"),
         idle("bf16_optimizer_states", "bool", False, "moments have the dtype of the masters"),
+        idle("auto_cast", "bool", False, _OF_FP16),
+        idle("loss_scale", "num >= 0", 0.0, _OF_FP16),
+        idle("initial_scale_power", "num >= 0", 16, _OF_FP16),
+        idle("loss_scale_window", "num >= 0", 1000, _OF_FP16),
+        idle("hysteresis", "num >= 0", 2, _OF_FP16),
+        idle("min_loss_scale", "num >= 0", 1, _OF_FP16),
     ),
     DeepSpeedKey("bfloat16", "block", None, "does", "an older name of bf16", stands_for="bf16"),
     *block(
@@ -322,6 +333,8 @@ _TORCH = "sgd rmsprop adadelta adamax nadam radam asgd rprop"
 _BETAS = f"{_ADAM} lamb adamax nadam radam muon"
 _DECAYED = f"{_ADAM} lamb lion adagrad muon sgd rmsprop adadelta adamax nadam radam asgd"
 _ONE_BIT = "onebitadam zerooneadam onebitlamb"
+ONE_BIT_TYPES = tuple(_ONE_BIT.split())
+"""Optimizers that are refused as a whole, with whatever parameters they have."""
 _OPTIMIZER = block(
     does("optimizer", "block?", None, "optimizer"),
     does("type", "text", REQUIRED, "optimizer.type; Adam is AdamW unless adam_w_mode is false"),
@@ -349,7 +362,7 @@ _OPTIMIZER = block(
                 "optimizer.weight_decay: 0.01 if left out, as torch's AdamW has it",
             ),
             does("amsgrad", "bool", False, "optimizer.amsgrad"),
-            refused("bias_correction", "bool", True, "leave it out: moments are corrected as in the paper"),
+            does("bias_correction", "bool", True, "optimizer.correct: none where it is false"),
             idle("capturable", "bool", False, PLAIN),
             idle("adamw_mode", "bool", True, "adam_w_mode decides"),
         ),
@@ -518,7 +531,7 @@ _MEMORY = [
         ),
         does("cpu_checkpointing", "bool", False, f"{_RECOMPUTED}; offload.activations: host"),
         does("contiguous_memory_optimization", "bool", False, _RECOMPUTED),
-        does("number_checkpoints", "int > 0?", None, "recompute: full where it is given"),
+        does("number_checkpoints", "amount?", None, "recompute: full where it is given"),
         idle("synchronize_checkpoint_boundary", "bool", False, "nothing has to wait there"),
         idle("profile", "bool", False, "shardwise train --profile N traces whole steps"),
     ),
@@ -545,6 +558,9 @@ _MEMORY = [
 ]
 
 _AIO = "a few threads read and write whole blocks past the page cache; the numbers do not depend on it"
+_OLD_COMPILE = (
+    "a switch of DeepSpeed 0.14 for torch.compile, which 0.19 does not read; deepcompile: true compiles"
+)
 _PARALLEL = [
     *block(
         does("tensor_parallel", "block", {}, "mesh.tp"),
@@ -637,6 +653,10 @@ _PARALLEL = [
     *block(
         does("compile", "block", {}, "compile"),
         does("deepcompile", "bool", False, "compile: blocks"),
+        idle("disable", "bool", False, _OLD_COMPILE),
+        idle("enabled", "bool", False, _OLD_COMPILE),
+        idle("backend", "text?", None, _OLD_COMPILE),
+        idle("kwargs", "any", None, _OLD_COMPILE),
         idle("autoep_non_moe", "bool", False, COMPILER),
         idle("free_activation", "bool", False, COMPILER),
         idle("free_activation_threshold", "int >= 0", 10 << 20, COMPILER),
@@ -877,6 +897,7 @@ _DATA = [
     ),
 ]
 
+_UNREAD = "DeepSpeed reads no such key"
 _PRUNING = ["sparse_pruning", "row_pruning", "head_pruning", "channel_pruning"]
 _ASIDE = [
     *block(
@@ -1005,7 +1026,17 @@ _ASIDE = [
         "DeepSpeed warns by it where it does not divide by 8, and does no more",
     ),
     idle("local_rank", "int?", None, "a rank knows its place from its launcher"),
+    idle(
+        "cuda_visible_devices",
+        "any",
+        None,
+        f"{_UNREAD}; CUDA_VISIBLE_DEVICES in the environment chooses devices",
+    ),
+    idle("comms_config", "any", None, f"{_UNREAD}; the key is comms_logger"),
+    idle("monitor_config", "any", None, f"{_UNREAD}; the keys are tensorboard, wandb, csv_monitor and comet"),
     refused("msamp", "any", None, "bf16; leave the block out"),
+    refused("fp8", "any", None, f"bf16; {_UNREAD}, and nothing would train in 8 bits"),
+    refused("sequence_parallel", "any", None, f"leave it out: {_UNREAD}, and no sequence would be cut"),
 ]
 
 _TOP = [

@@ -45,6 +45,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "an integer > 0, or inf",
         lambda v: v == math.inf or (is_number(v) and v > 0 and float(v).is_integer()),
     ),
+    "amount": (
+        "an integer >= 0, or false",
+        lambda v: v is False or (is_number(v) and v >= 0 and float(v).is_integer()),
+    ),
     "block": ("keys and values", lambda v: isinstance(v, Mapping)),
     "dtype": (
         "fp32, fp16 or bf16",

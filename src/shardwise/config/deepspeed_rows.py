@@ -7,6 +7,7 @@ and ``scheduler.params`` depends on the type beside it: ``of`` names the types. 
     decays, pair        two numbers from 0 to less than 1; two above 0
     rates               a number, or a list of one for each group of the optimizer
     count               an integer above 0, or infinity
+    amount              an integer of at least 0, or false for none
     dtype               fp32, fp16, bf16, or the words that torch has for them
     one of a|b          a word, in any case
     a trailing ?        or null

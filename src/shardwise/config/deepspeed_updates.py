@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
+from shardwise.config.deepspeed_keys import ONE_BIT_TYPES
 from shardwise.config.deepspeed_values import KeyValues, some, whole_number
 from shardwise.plan.policy import nearest
 
@@ -41,8 +42,14 @@ def optimizer(v: KeyValues) -> dict[str, Any] | None:
         return None
     kind = str(word).lower()
     if kind not in [known.lower() for known in _OPTIMIZER_TYPES]:
+        others = f"one of {', '.join(_OPTIMIZER_TYPES)}, or an optimizer object of torch's"
+        is_one_bit = kind in ONE_BIT_TYPES
         v.refuse(
-            "optimizer.type", word, f"one of {', '.join(_OPTIMIZER_TYPES)}, or an optimizer object of torch's"
+            "optimizer.type",
+            word,
+            "Adam or Lamb with communication_data_type: bf16; no gradient travels in one bit"
+            if is_one_bit
+            else others,
         )
         return None
 
@@ -56,6 +63,8 @@ def optimizer(v: KeyValues) -> dict[str, Any] | None:
         made["type"] = "adamw"
     if made["type"] == "adamw" and of("torch_adam") and not v.given("optimizer.params.weight_decay"):
         made["weight_decay"] = 0.01
+    if kind in ("adam", "adamw") and not of("bias_correction"):
+        made["correct"] = "none"
     if kind == "lamb":
         made["trust_bounds"] = [of("min_coeff"), of("max_coeff")]
         made["correct"] = "step" if of("bias_correction") else "none"

@@ -9,7 +9,7 @@ Both collect faults instead of raising the first.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwise.config.deepspeed_keys import KEYS
+from shardwise.config.deepspeed_keys import KEYS, ONE_BIT_TYPES
 from shardwise.config.deepspeed_kinds import fault_of, in_words_of, shown
 from shardwise.config.deepspeed_rows import REQUIRED, DeepSpeedKey
 from shardwise.plan.policy import nearest
@@ -42,6 +42,8 @@ class GivenKeys:
         self.said: dict[str, Any] = {}
         self.kinds: dict[str, str | None] = {}
         self.faults: list[str] = []
+        self.unread: dict[str, str] = {}
+        """Why a key is skipped, by its place: comments, and keys with dots, which DeepSpeed does not read."""
 
     def read(self, given: Mapping[str, Any]) -> None:
         """Take in a whole configuration."""
@@ -54,14 +56,26 @@ class GivenKeys:
     def _block(self, path: str, given: Mapping[str, Any], place: str | None = None) -> None:
         place = path if place is None else place
         for key, value in given.items():
+            if why := self._skipped(path, str(key)):
+                own = f"{place}.{key}".lstrip(".")
+                self.unread[own], self.said[own] = why, value
+                continue
             row = self._row(path, str(key), place)
             if row is not None:
                 self._take(row, f"{place}.{key}".lstrip("."), value)
 
+    def _skipped(self, path: str, key: str) -> str:
+        """Return why a key is not read; empty for a key that is."""
+        if key.startswith("_"):
+            return "a comment, since the name begins with an underscore"
+        if "." in key and row_of(f"{path}.{key}".lstrip(".")) is not None:
+            return "DeepSpeed reads no name with dots; write the key in its block"
+        return ""
+
     def _row(self, path: str, key: str, place: str) -> DeepSpeedKey | None:
         kind = self.kinds.get(path)
         row = row_of(f"{path}.{key}".lstrip("."), kind) or row_of(f"{path}.NAME", kind)
-        if row is None and not (path in _TYPED and kind not in _known_types(path)):
+        if row is None and not (path in _TYPED and not _is_checked(path, kind)):
             self.faults.append(self._unknown(path, key, place))
         return row
 
@@ -126,6 +140,11 @@ def _known_types(path: str) -> set[str]:
     return {kind for row in KEYS if row.path.startswith(f"{path}.") for kind in row.of}
 
 
+def _is_checked(path: str, kind: str | None) -> bool:
+    """True if the parameters at ``path`` belong to a type whose parameters are known and taken."""
+    return kind in _known_types(path) and kind not in ONE_BIT_TYPES
+
+
 def type_word(block: str, word: str) -> str:
     """A type of optimizer as the table writes it; those of schedulers are case-sensitive, as there."""
     if block == "scheduler":
@@ -186,6 +205,11 @@ class KeyValues:
             if not (isinstance(value, Mapping) and value):
                 yield place, row, value
 
+    def unread(self) -> Iterable[tuple[str, Any, str]]:
+        """Yield place, value and reason of everything that was given and is not read."""
+        for place, why in self._reading.unread.items():
+            yield place, self._reading.said[place], why
+
     def values(self) -> dict[str, Any]:
         """Every value by path, without blocks and what has names of the user's."""
         known = [path for path in ROWS if "NAME" not in path and "[]" not in path]
@@ -210,6 +234,8 @@ class KeyValues:
     def _asks(self, row: DeepSpeedKey, value: Any) -> bool:
         """True where a key that is refused asks for something."""
         block = row.path.rpartition(".")[0]
+        if row.of and {*row.of} <= {*ONE_BIT_TYPES}:
+            return False  # the type is refused
         if block and any(each.fate == "refused" for each in ROWS.get(block, ())):
             return False  # the block is refused as one
         if row.kind.startswith("block"):

@@ -8,6 +8,7 @@ from torch import optim
 
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
+from shardwise.optim.uncorrected_adam import UncorrectedAdam, UncorrectedAdamW
 from shardwise.plan.errors import UsageError
 
 Groups = Iterable[Any]
@@ -29,9 +30,12 @@ class FusedAdam:
         set_grad_none: bool = True,
     ) -> optim.Optimizer:
         if not bias_correction:
-            raise UsageError(
-                "FusedAdam: bias_correction=False is not here; leave it out, and warm the learning rate up"
-            )
+            if amsgrad:
+                raise UsageError(
+                    "FusedAdam: amsgrad with bias_correction=False is not a rule here; leave one out"
+                )
+            plain = UncorrectedAdamW if adam_w_mode else UncorrectedAdam
+            return plain(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         made = optim.AdamW if adam_w_mode else optim.Adam
         return made(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 

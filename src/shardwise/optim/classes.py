@@ -24,6 +24,7 @@ from shardwise.optim.muon import Muon
 from shardwise.optim.named_rules import NamedRules
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.two_pass import TwoPass
+from shardwise.optim.uncorrected_adam import UncorrectedAdam, UncorrectedAdamW
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.registry import Needs, UpdateRule
 
@@ -46,6 +47,8 @@ _CLASSES: Mapping[str, type[optim.Optimizer]] = {
     "lamb": Lamb,
     "lars": Lars,
     "muon": Muon,
+    "uncorrected_adam": UncorrectedAdam,
+    "uncorrected_adamw": UncorrectedAdamW,
 }
 """By the type of a rule (``OptimizerPolicy.rules``)."""
 _FUSED = ("adam", "adamw", "sgd")

@@ -32,8 +32,8 @@ class GroupPolicy(Policy):
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 READS: Mapping[str, Mapping[str, Any]] = {
-    "adam": {**_ADAM, "amsgrad": False},
-    "adamw": {**_ADAM, "amsgrad": False},
+    "adam": {**_ADAM, "amsgrad": False, "correct": "moments"},
+    "adamw": {**_ADAM, "amsgrad": False, "correct": "moments"},
     "sgd": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
     "rmsprop": {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
     "adagrad": {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
@@ -142,7 +142,8 @@ class OptimizerPolicy(Policy):
     trust_bounds: tuple[NonNegativeFloat, PositiveFloat] | None = None
     """LAMB's smallest and largest ratio of a weight's norm to its direction's: [0.01, 10]."""
     correct: Literal["moments", "step", "none"] | None = None
-    """Where LAMB corrects Adam's bias: ``moments`` is the paper, ``step`` DeepSpeed's kernel; left out, ``moments``."""
+    """Where Adam, AdamW and LAMB correct the bias of young moments: ``moments`` is the paper, ``none`` is nowhere,
+    ``step`` of LAMB alone is DeepSpeed's kernel; left out, ``moments``."""
     trust_coefficient: PositiveFloat | None = None
     """LARS's step as a part of the weight's norm, at lr 1: 0.001."""
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
@@ -176,6 +177,13 @@ class OptimizerPolicy(Policy):
                 f"{self.type} does not read {', '.join(unread)}; it reads lr, {', '.join(reads)}. "
                 + (f"{unread[0]} belongs to {', '.join(readers)}" if readers else "Leave it out")
             )
+        if self.type in ("adam", "adamw") and (
+            self.correct == "step" or (self.correct == "none" and self.amsgrad)
+        ):
+            raise ValueError(
+                f"correct: {self.correct} of {self.type}{' with amsgrad' if self.amsgrad else ''} is not a rule here; "
+                "set correct: moments, or correct: none without amsgrad"
+            )
         if self.nesterov and self.type == "sgd" and (not self.momentum or self.dampening):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
         return self
@@ -205,6 +213,8 @@ class OptimizerPolicy(Policy):
             group.model_dump(exclude={"match", "matrices"}, exclude_none=True) for group in self.groups
         ]
         merged = [own, *({**own, **exception} for exception in exceptions)]
+        if self.type in ("adam", "adamw"):
+            return [_of_adam(self.type, options) for options in merged]
         if self.type != "muon":
             return [(self.type, options) for options in merged]
         rest = [
@@ -218,3 +228,12 @@ class OptimizerPolicy(Policy):
     def options(self) -> list[dict[str, Any]]:
         """Keyword arguments of the optimizer per group, as ``rules`` has them."""
         return [options for _, options in self.rules()]
+
+
+def _of_adam(kind: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return torch's rule, or the rule without bias correction, with its keyword arguments."""
+    if options["correct"] == "moments":
+        return kind, {key: value for key, value in options.items() if key != "correct"}
+    return f"uncorrected_{kind}", {
+        key: value for key, value in options.items() if key not in ("correct", "amsgrad")
+    }
