@@ -190,7 +190,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
 """Of each key that acts: what stands beside it, and a value that is not its default."""
 
 
-ELSEWHERE = {"dataloader_drop_last": "tests/deepspeed/test_loader.py"}
+ELSEWHERE = {
+    "dataloader_drop_last": "tests/deepspeed/test_loader.py",
+    "dump_state": "tests/deepspeed/test_neighbours.py",
+}
 """Keys that act in shardwise.deepspeed, and where that is tested."""
 
 

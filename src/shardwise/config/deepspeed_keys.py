@@ -731,7 +731,9 @@ _OBSERVE = [
     does("steps_per_print", "count?", None, "monitor.print_every"),
     does("wall_clock_breakdown", "bool", False, "monitor.breakdown; of the lines of steps_per_print"),
     idle("memory_breakdown", "bool", False, "engine.plan says the bytes of a rank"),
-    idle("dump_state", "bool", False, "engine.plan and engine.config print the state"),
+    does(
+        "dump_state", "bool", False, "shardwise.deepspeed.initialize logs the Plan and the value of every key"
+    ),
     idle("log_level", "text?", None, 'logging.getLogger("shardwise").setLevel(...) sets it'),
     *block(
         does("tensorboard", "block", {}, f"monitor.tensorboard; {_TAGS}"),

@@ -27,6 +27,7 @@ from shardwise.deepspeed.pipeline_module import PipelineModule
 from shardwise.deepspeed.rate_schedulers import scheduler_of
 from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
 from shardwise.engine.build import initialize as build_engine
+from shardwise.engine.engine import Engine
 from shardwise.optim.named_rules import NamedRules
 from shardwise.plan.errors import UsageError
 
@@ -69,7 +70,7 @@ def initialize(
     given = _one_config(args, config, config_params)
     settings = DeepSpeedConfig(given)
     _check_batch(settings)
-    _check_mesh(mpu, mesh_param)
+    _check_mesh(mpu, mesh_param, settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     pipeline = _pipeline_of(model, settings)
     basic = _optimizer_of(model, settings, optimizer, model_parameters)
@@ -80,11 +81,15 @@ def initialize(
     settings.change("train_micro_batch_size_per_gpu", batch.micro_size)
     settings.change("gradient_accumulation_steps", batch.accumulation)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    _check_places(mpu, ours)
     engine = kind(ours, settings, basic, scheduler, collate_fn, mpu)
     if training_data is not None:
         engine.take_training_data(training_data)
     if ours.is_main:
         _log.info("DeepSpeed's configuration: %s", settings.translation.summary())
+        if settings.value("dump_state"):
+            lines = [f"{path}: {settings.value(path)!r}" for path in sorted(settings.translation.values)]
+            _log.warning("dump_state: %s\n%s", ours.plan, "\n".join(lines))
     return engine, engine.optimizer, engine.training_dataloader, scheduler
 
 
@@ -118,7 +123,7 @@ def _check_batch(settings: DeepSpeedConfig) -> None:
         )
 
 
-def _check_mesh(mpu: Any, mesh_param: Any) -> None:
+def _check_mesh(mpu: Any, mesh_param: Any, settings: DeepSpeedConfig) -> None:
     """Errors: UsageError for a mesh that our configuration does not know of."""
     sizes = [int(size) for size in mesh_param or ()]
     if len(sizes) > 1 and sizes[1] > 1:
@@ -126,12 +131,33 @@ def _check_mesh(mpu: Any, mesh_param: Any) -> None:
             f"deepspeed.initialize: mesh_param {tuple(sizes)} cuts the sequence over ranks, which is not here; give "
             f"({sizes[0] * sizes[1]}, 1), or tensor_parallel with sequence parallelism"
         )
-    asks = getattr(mpu, "get_model_parallel_world_size", lambda: 1)
-    if mpu is not None and asks() > 1:
+    size, own = _asked_of(mpu, "world_size", 1), settings.translation.config.get("mesh", {}).get("tp", 1)
+    if size not in (1, own):
         raise UsageError(
-            "deepspeed.initialize: an mpu with model-parallel ranks cuts the model by itself; leave the model whole, "
-            'and say "tensor_parallel": {"autotp_size": N}'
+            f"deepspeed.initialize: an mpu with {size} model-parallel ranks beside autotp_size {own} cuts the model by "
+            f'itself; leave the model whole, and say "tensor_parallel": {{"autotp_size": {size}}}'
         )
+
+
+def _check_places(mpu: Any, ours: Engine) -> None:
+    """Raise UsageError if an mpu gives this rank another part of the model than the mesh does."""
+    own = ours.plan.mesh.index("tp", ours.world.rank)
+    place = _asked_of(mpu, "rank", own)
+    if ours.agree(_asked_of(mpu, "world_size", 1) > 1 and place != own):
+        ours.close()
+        raise UsageError(
+            f"deepspeed.initialize: the mpu says that this rank is {place} of its model-parallel ranks, the mesh says "
+            f"{own}: ranks of one model follow one another here; leave mpu out"
+        )
+
+
+def _asked_of(mpu: Any, what: str, default: int) -> int:
+    """Return what ``mpu`` says of its model-parallel ranks, under the name that it has for them."""
+    for name in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
+        call = getattr(mpu, f"get_{name}_{what}", None)
+        if call is not None:
+            return int(call())
+    return default
 
 
 def _pipeline_of(model: nn.Module, settings: DeepSpeedConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from shardwise.deepspeed import saved
+from shardwise.deepspeed import parameter_facts, saved
 from shardwise.deepspeed.engine_facts import EngineFacts
 from shardwise.deepspeed.living import live
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
@@ -65,6 +65,9 @@ class DeepSpeedEngine(EngineFacts):
         self._applied = False
         if optimizer is not None and ours.plan.mesh.pp == 1:
             ours.adopt_backward()
+        self._is_marked = ours.config.zero.stage == 3 and ours.config.compile.scope == "none"
+        if self._is_marked:
+            parameter_facts.mark(self)
         live(self)
 
     # Training --------------------------------------------------------------------------------------------------
@@ -349,4 +352,6 @@ class DeepSpeedEngine(EngineFacts):
 
     def destroy(self) -> None:
         """Give the model back as it came. Collective."""
+        if self._is_marked:
+            parameter_facts.unmark(list(self.module.parameters()))
         self.ours.close()

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from shardwise.deepspeed import experts, getters, groups
 from shardwise.deepspeed.monitor_events import EngineEvents
-from shardwise.deepspeed.optimizer import DeepSpeedOptimizer
+from shardwise.deepspeed.optimizer import optimizer_of
 from shardwise.deepspeed.refusals import INSTEAD
 from shardwise.deepspeed.settings import DeepSpeedConfig
 from shardwise.deepspeed.timers import milliseconds
@@ -48,7 +48,10 @@ class EngineFacts(nn.Module):
         """The user's model."""
         self.ours = ours
         """Our engine."""
-        self.optimizer = None if optimizer is None else DeepSpeedOptimizer(optimizer, ours, self._was_skipped)
+        stage = ours.config.zero.stage
+        self.optimizer = (
+            None if optimizer is None else optimizer_of(optimizer, ours, stage, self._was_skipped)
+        )
         """The optimizer, whose ``param_groups`` are read before each step."""
         self.counters = Counters()
         """How far the run has come."""

@@ -47,3 +47,19 @@ def DeepSpeedZeroConfig(**keys: Any) -> SimpleNamespace:  # noqa: N802
     """The block ``zero_optimization`` with its defaults, as attributes. Errors: ConfigError."""
     values = {"train_batch_size": 1, "zero_optimization": keys}
     return SimpleNamespace(**DeepSpeedConfig(values).value("zero_optimization"))
+
+
+class ZeroParamStatus(Enum):
+    """Where the elements of a parameter are."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """Kinds of parameters."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3

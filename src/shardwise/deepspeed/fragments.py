@@ -96,12 +96,16 @@ def is_zero_param(parameter: Any) -> bool:
 
 def _full(param: nn.Parameter, of: str) -> Tensor | None:
     found = find(param)
-    return None if found is None else _wide(found[0].ours.full_tensor(found[1], of))
+    return (
+        None if found is None or not param.requires_grad else _wide(found[0].ours.full_tensor(found[1], of))
+    )
 
 
 def _local(param: nn.Parameter, of: str) -> Tensor | None:
     found = find(param)
-    return None if found is None else _wide(found[0].ours.local_tensor(found[1], of))
+    return (
+        None if found is None or not param.requires_grad else _wide(found[0].ours.local_tensor(found[1], of))
+    )
 
 
 def _set_full(param: nn.Parameter, value: Tensor, of: str) -> None:

@@ -89,9 +89,9 @@ _GROUPS = _all(
 _PARTITIONED = {
     **_all(
         "partitioned",
-        "GatheredParameters ZeroParamStatus ZeroParamType register_external_parameter unregister_external_parameter "
-        "unwrap_model_for_generation",
+        "GatheredParameters register_external_parameter unregister_external_parameter unwrap_model_for_generation",
     ),
+    **_all("enums", "ZeroParamStatus ZeroParamType"),
     **_all("construction", "Init"),
     "MiCS_Init": "deepspeed.construction:Init",
 }
@@ -219,7 +219,7 @@ NAMES: dict[str, Rows] = {
     "profiling.flops_profiler": _PROFILE,
     "profiling.flops_profiler.profiler": _PROFILE,
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.base_optimizer": _all("optimizer", "DeepSpeedOptimizer"),
+    "runtime.base_optimizer": _all("optimizer", "DeepSpeedOptimizer ZeROOptimizer"),
     "runtime.config": _CONFIG,
     "runtime.config_utils": _CONFIG,
     "runtime.dataloader": _LOADERS,
@@ -251,8 +251,12 @@ NAMES: dict[str, Rows] = {
         "_orig_torch_arange": "torch:arange",
     },
     "runtime.constants": _all("enums", "ValidationMode"),
-    "runtime.zero.stage3": {**_ESTIMATES_3, **_all("partitioned", "unwrap_model_for_generation")},
-    "runtime.zero.stage_1_and_2": _ESTIMATES_2,
+    "runtime.zero.stage3": {
+        **_ESTIMATES_3,
+        **_all("partitioned", "unwrap_model_for_generation"),
+        **_all("optimizer", "DeepSpeedZeroOptimizer_Stage3"),
+    },
+    "runtime.zero.stage_1_and_2": {**_ESTIMATES_2, **_all("optimizer", "DeepSpeedZeroOptimizer")},
     "runtime.zero.tiling": _none(_TILES, "TiledLinear TiledLinearReturnBias"),
     "runtime.zero.utils": _all("fragments", "is_zero_param"),
     "sequence.layer": _none(_SEQUENCE, "DistributedAttention"),

@@ -7,7 +7,6 @@ with deepspeed.zero.GatheredParameters(model.head.weight, modifier_rank=0):
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from enum import Enum
 from typing import Any
 
 import torch
@@ -17,22 +16,6 @@ from shardwise.comm import default_group
 from shardwise.deepspeed.living import find
 from shardwise.engine.sharded_init import PieceTensor
 from shardwise.plan.errors import UsageError
-
-
-class ZeroParamStatus(Enum):
-    """Where the elements of a parameter are."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-class ZeroParamType(Enum):
-    """Kinds of parameters."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
 
 
 @contextlib.contextmanager

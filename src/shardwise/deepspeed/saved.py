@@ -1,6 +1,7 @@
 """``save_checkpoint`` and ``load_checkpoint``: DeepSpeed's folders with our steps in them.
 
     DIR/latest                            the newest tag, written last
+    DIR/zero_to_fp32.py                   python zero_to_fp32.py . OUT writes the whole model in fp32 (whole_states.py)
     DIR/TAG/step_00000003/                our step: any ranks, any stage, any mesh load it; every byte has a checksum
     DIR/TAG/mp_rank_00_model_states.pt    for torch alone: ["module"], and beside it counters, the scheduler's and the
                                           client's state
@@ -35,6 +36,14 @@ _log = logging.getLogger(__name__)
 DeepSpeedEngine = Any
 """That of engine.py, which calls these functions."""
 LATEST = "latest"
+SCRIPT = "zero_to_fp32.py"
+_TO_FP32 = '''#!/usr/bin/env python
+"""Write the whole model of a checkpoint in fp32: python zero_to_fp32.py CHECKPOINTS OUT [--tag TAG]."""
+
+from shardwise.deepspeed.whole_states import main
+
+main()
+'''
 FOR_TORCH = "mp_rank_00_model_states.pt"
 _RESERVED = {
     "module",
@@ -65,6 +74,9 @@ def save(
             _write_for_torch(engine, folder, client, scheduler, exclude_frozen)
             if save_latest:
                 write_whole(Path(save_dir) / LATEST, lambda path: path.write_text(name, encoding="utf-8"))
+            script = Path(save_dir) / SCRIPT
+            if not script.exists():
+                write_whole(script, lambda path: path.write_text(_TO_FP32, encoding="utf-8"))
         except OSError as found:
             error = str(found)
     if ours.agree(bool(error)):

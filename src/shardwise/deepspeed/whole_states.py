@@ -3,6 +3,7 @@
     get_fp32_state_dict_from_zero_checkpoint         a dictionary of tensors
     load_state_dict_from_zero_checkpoint             a model with these weights
     convert_zero_checkpoint_to_fp32_state_dict       files of torch or safetensors, several where they would be large
+    main                                             the same as a command, for the script in a checkpoint's folder
 
 Weights come from masters where there are any. For files each block of the step goes to its place as it is read, and
 files of torch are written from maps of safetensors files that stand beside them meanwhile.
@@ -11,9 +12,10 @@ Cost: one block of the step (16 MiB) of memory for files, the model for the othe
 one of ours first, without moments.
 """
 
+import argparse
 import json
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -289,3 +291,23 @@ def _write_for_torch(files: _Files, out: Path) -> None:
             state |= dict.fromkeys(files.names[home], stored.mapped())
         write_whole(out / f"{file}.bin", partial(torch.save, state))
         source.unlink()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``zero_to_fp32.py`` with ``arguments``; left out, those of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Write the whole model of a checkpoint in fp32."
+    )
+    parser.add_argument("checkpoint_dir", help="folder of the checkpoints, with the file latest")
+    parser.add_argument("output_dir", help="folder of what is written")
+    parser.add_argument("--max_shard_size", default="5GB", help="size of the largest file")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="a tag; left out, what the file latest names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="refused, with what to do")
+    parser.add_argument("-d", "--debug", action="store_true", help="without effect")
+    given = vars(parser.parse_args(arguments))
+    given.pop("debug")
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except (CheckpointError, UsageError) as error:
+        parser.exit(1, f"{error}\n")

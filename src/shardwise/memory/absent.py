@@ -403,6 +403,40 @@ def give(parameters: Sequence[nn.Parameter]) -> None:
             parameter.__class__ = own.__mro__[2]
 
 
+def mix_in(parameters: Sequence[nn.Parameter], mixin: type) -> None:
+    """Give ``parameters`` the attributes of ``mixin``; a mark of ``withhold`` or ``expect`` stays in front."""
+    _change_classes(parameters, lambda own: type(own.__name__, (mixin, own), _named_as(own)))
+
+
+def take_out(parameters: Sequence[nn.Parameter], mixin: type) -> None:
+    """End ``mix_in`` of ``mixin``, or of a class derived from it."""
+    _change_classes(
+        parameters,
+        lambda own: (
+            own.__bases__[1] if len(own.__bases__) == 2 and issubclass(own.__bases__[0], mixin) else own
+        ),
+    )
+
+
+def _change_classes(parameters: Sequence[nn.Parameter], change: Callable[[type], type]) -> None:
+    """Replace the class of each parameter, under a mark if it has one, by what ``change`` makes of that class."""
+    changed: dict[type, type] = {}
+    for parameter in parameters:
+        own: Any = type(parameter)
+        if own not in changed:
+            if issubclass(own, Withheld | Expected):
+                mark, inner = own.__bases__
+                body = {key: value for key, value in vars(own).items() if key in ("_told", "_arrive")}
+                changed[own] = type(own.__name__, (mark, change(inner)), body | _named_as(own))
+            else:
+                changed[own] = change(own)
+        parameter.__class__ = changed[own]
+
+
+def _named_as(own: type) -> dict[str, Any]:
+    return {"__module__": own.__module__, "__doc__": own.__doc__}
+
+
 def _attribute(func: Any) -> str:
     """Of a Parameter that ``func`` reads or writes; empty for another function."""
     is_access = func.__name__ in ("__get__", "__set__", "__delete__")

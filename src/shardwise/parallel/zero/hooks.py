@@ -35,7 +35,13 @@ A loss of another engine may pass through this model (a generator's loss through
 gathered and released as ever, by a list aside, but nothing may land: its parameters must not require gradients
 meanwhile.
 
-Cost: two hooks per Unit and pass, one per parameter.
+[Note: parts of the root]
+A method of the model may call a part of it by itself: ``generate`` of an encoder-decoder model runs the encoder, whose
+embedding the decoder shares, so that it lies in the root's Unit. Outside of every pass and without gradients, a module
+of the root's Unit that has parameters gathers that Unit around its own forward. With gradients that stays an error: no
+backward window of the root would open.
+
+Cost: two hooks per Unit and pass, one per parameter, and two per module of the root's Unit with parameters of its own.
 """
 
 import weakref
@@ -249,6 +255,24 @@ class UnitHooks:
                 bucket.weight.watch()
             else:
                 bucket.views.unwatch()
+
+    def _before_part(self, module: nn.Module, inputs: Any) -> None:
+        """Gather the root's Unit for a part of the model that is called by itself. [Note: parts of the root]"""
+        if self._pass is not Pass.NONE or torch.is_grad_enabled() or self._root_is_held:
+            return
+        root = self.states[0]
+        if not root.calls:
+            self.windows.need(root)
+            root.enter(Window.FORWARD)
+        root.calls += 1
+
+    def _after_part(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Release the root's Unit after the outermost such part. [Note: parts of the root]"""
+        root = self.states[0]
+        if self._pass is Pass.NONE and not self._root_is_held and not torch.is_grad_enabled() and root.calls:
+            root.calls -= 1
+            if not root.calls:
+                self.windows.close(root)
 
     def _begin_forward(self) -> None:
         self.marks.clear()
@@ -510,6 +534,14 @@ class UnitHooks:
                     handle = parameter.register_post_accumulate_grad_hook(hook)
                     self._handles.append(handle)
                     self._landing.append((parameter, handle.id))
+        parts = self._inside[0][1:] if self.states[0].has_windows and not self._is_driven else []
+        before_part, after_part = apart(self._before_part), apart(self._after_part)
+        for module in parts:
+            if next(module.parameters(recurse=False), None) is not None:
+                self._handles += [
+                    module.register_forward_pre_hook(_Hook(before_part), prepend=True),
+                    module.register_forward_hook(_Hook(after_part)),
+                ]
 
     def _land_last(self) -> None:
         """Let gradients be taken over behind the user's own hooks, also those that were registered later."""
