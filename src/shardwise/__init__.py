@@ -10,7 +10,32 @@ Names are loaded on first use, so that the import is quick, prints nothing and t
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if (
+    TYPE_CHECKING
+):  # for editors and type checkers; at run time __getattr__ imports a name when it is first used
+    from shardwise.config.run import RunConfig as RunConfig
+    from shardwise.engine.build import initialize as initialize
+    from shardwise.engine.engine import Engine as Engine
+    from shardwise.engine.fits import fits as fits
+    from shardwise.engine.fits import longest as longest
+    from shardwise.engine.foresee import foresee as foresee
+    from shardwise.engine.sharded_init import sharded_init as sharded_init
+    from shardwise.engine.step import StepResult as StepResult
+    from shardwise.launch.function import launch as launch
+    from shardwise.models.vectors import Vectors as Vectors
+    from shardwise.parallel.embedding.collection import EmbeddingCollection as EmbeddingCollection
+    from shardwise.parallel.embedding.policy import DynamicPolicy as DynamicPolicy
+    from shardwise.parallel.embedding.policy import RowOptimizerPolicy as RowOptimizerPolicy
+    from shardwise.parallel.embedding.policy import TablePolicy as TablePolicy
+    from shardwise.parallel.expert.module import MixtureOfExperts as MixtureOfExperts
+    from shardwise.parallel.expert.policy import RouterPolicy as RouterPolicy
+    from shardwise.parallel.pipeline.layers import Layers as Layers
+    from shardwise.parallel.pipeline.layers import LayerSpec as LayerSpec
+    from shardwise.parallel.pipeline.layers import TiedSpec as TiedSpec
+    from shardwise.plan.errors import ShardwiseError as ShardwiseError
+    from shardwise.plan.ragged import Ragged as Ragged
 
 __version__ = "0.1.0"
 
@@ -26,6 +51,7 @@ _HOME = {
     "RowOptimizerPolicy": "shardwise.parallel.embedding.policy",
     "RunConfig": "shardwise.config.run",
     "ShardwiseError": "shardwise.plan.errors",
+    "StepResult": "shardwise.engine.step",
     "TablePolicy": "shardwise.parallel.embedding.policy",
     "TiedSpec": "shardwise.parallel.pipeline.layers",
     "Vectors": "shardwise.models.vectors",
@@ -47,6 +73,7 @@ __all__ = [
     "RowOptimizerPolicy",
     "RunConfig",
     "ShardwiseError",
+    "StepResult",
     "TablePolicy",
     "TiedSpec",
     "Vectors",
@@ -59,12 +86,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "launch":  # a package that can be called
-        return importlib.import_module("shardwise.launch")
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker that saw it would take any name
+
+    def __getattr__(name: str) -> Any:
+        if name == "launch":  # a package that can be called
+            return importlib.import_module("shardwise.launch")
+        if name in _HOME:
+            return getattr(importlib.import_module(_HOME[name]), name)
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -39,6 +39,7 @@ from shardwise.engine.inputs import Loss, call_model
 from shardwise.engine.module_profile import ModuleProfile
 from shardwise.engine.named import check_named
 from shardwise.engine.original import Original
+from shardwise.engine.out_of_memory import told_in_initialize
 from shardwise.engine.outline import Outline, outline_of
 from shardwise.engine.parts import Parts, Site, Stage, Trained
 from shardwise.engine.pass_context import PassContext
@@ -170,7 +171,8 @@ def _built(
     start = start_weights(model, settings, initial, outline.described.spec)
     pieces = {name: piece for name, piece in pieces.items() if name not in start.names}
     start = start.or_later(pieces)
-    with ExitStack() as memory:
+    told = told_in_initialize(site.world.rank, device, settings, mesh.size("dp"), site.ledger)
+    with told, ExitStack() as memory:
         if site.tiers is not None:
             memory.enter_context(apart_from_the_heap())
         cut = _cut(model, site, outline, start)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from shardwise.engine.inputs import Loss
 from shardwise.engine.loaders import Loaders
 from shardwise.engine.monitor import Monitor
 from shardwise.engine.original import Original
+from shardwise.engine.out_of_memory import tells_out_of_memory
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.prefetch import Prefetcher, PrefetcherMaker
@@ -83,6 +84,15 @@ class Engine(StateAccess):
 
     # Training --------------------------------------------------------------------------------------------------
 
+    @overload
+    def __call__(self, batch: Tensor | tuple[Any, ...] | list[Any], /) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self, *args: Any, **kwargs: Any
+    ) -> Any: ...  # a mapping: the output object of a model of a hub
+
+    @tells_out_of_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """``engine(batch)``: the loss of a microbatch, from the user's loss function or from the model itself.
 
@@ -91,6 +101,7 @@ class Engine(StateAccess):
         self._held.away.check("engine(batch)", reads_weights_alone=True)
         return self._forward.loss(args, kwargs)
 
+    @tells_out_of_memory
     def backward(self, loss: Tensor, weight: float | None = None, retain_graph: bool = False) -> None:
         """Accumulate the gradients of one microbatch.
 
@@ -109,6 +120,7 @@ class Engine(StateAccess):
         """
         self._training.adopt_backward()
 
+    @tells_out_of_memory
     def step(self, weight: float | None = None) -> StepResult | None:
         """End a microbatch. After the last one of a step: update the weights; else return None.
 
@@ -122,6 +134,7 @@ class Engine(StateAccess):
             self._held.known.check("step")
         return self._training.step(weight)
 
+    @tells_out_of_memory
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:
         """All microbatches of one optimizer step. ``weights``: as ``backward``'s, one per microbatch.
 
@@ -219,6 +232,7 @@ class Engine(StateAccess):
 
     # Evaluation ------------------------------------------------------------------------------------------------
 
+    @tells_out_of_memory
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Any, float | None]]) -> float:
         """Mean loss over (batch, weight) pairs of all ranks, without gradients and in ``eval`` mode.
@@ -234,6 +248,7 @@ class Engine(StateAccess):
         finally:
             self.train(was_training)
 
+    @tells_out_of_memory
     @torch.no_grad()
     def predict(
         self,
@@ -250,6 +265,7 @@ class Engine(StateAccess):
         self._held.away.check("predict", reads_weights_alone=True)
         return self._forward.predict(batches, call, everywhere)
 
+    @tells_out_of_memory
     def run(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the model than ``forward`` (by name), or a function of it, as one forward pass.
 
@@ -261,6 +277,7 @@ class Engine(StateAccess):
         self._held.away.check("run", reads_weights_alone=True)
         return self._forward.run(method, args, kwargs)
 
+    @tells_out_of_memory
     def log_probs(self, batch: Any, targets: Tensor) -> Tensor:
         """Log-probability of ``targets`` [B, T] under the model, each from the logits at its place: [B, T], with
         gradients outside of ``torch.no_grad()``. 0 where a target is -100; fp32, or fp64 for an fp64 model.
@@ -380,7 +397,15 @@ class Engine(StateAccess):
         """Wait until every rank is here. Collective."""
         self.agree(False)
 
-    def gather_metrics(self, *values: Tensor, samples: int | None = None) -> Any:
+    @overload
+    def gather_metrics(self, value: Tensor, /, *, samples: int | None = None) -> Tensor: ...
+
+    @overload
+    def gather_metrics(
+        self, first: Tensor, second: Tensor, /, *more: Tensor, samples: int | None = None
+    ) -> tuple[Tensor, ...]: ...
+
+    def gather_metrics(self, *values: Tensor, samples: int | None = None) -> Tensor | tuple[Tensor, ...]:
         """The rows of a tensor from all data-parallel ranks, in their order, on every rank: [B, ...] -> [ΣB, ...].
 
         Ranks may bring unlike numbers of rows, and none; a number [] counts as one row. ``samples``: how many of the

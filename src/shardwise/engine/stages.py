@@ -18,6 +18,7 @@ from shardwise.compose.plan import dtypes_of, strategies_of
 from shardwise.config.run import CompilePolicy, RunConfig
 from shardwise.engine.inputs import cast_at_the_root
 from shardwise.engine.named import methods_of
+from shardwise.engine.out_of_memory import making
 from shardwise.engine.outline import Outline
 from shardwise.engine.parts import Site, Stage
 from shardwise.engine.start_weights import StartWeights
@@ -207,13 +208,14 @@ def _unit_states(
                 for row in own.buffers[unit.index, place]
                 if row.is_moment
             }
-            bucket = BucketState(layout, dtypes, parameters, what, around, moments)
-            own_bytes = sum(parameter.nbytes for parameter in parameters)
-            with bucket.opened(changes=True):
-                bucket.fill(fill)
-                if layout.key.trained and start.later.isdisjoint(slot.name for slot in layout.slots):
-                    filled(bucket)
-            bucket.weight.attach()
+            with making(f"the state of {what}"):
+                bucket = BucketState(layout, dtypes, parameters, what, around, moments)
+                own_bytes = sum(parameter.nbytes for parameter in parameters)
+                with bucket.opened(changes=True):
+                    bucket.fill(fill)
+                    if layout.key.trained and start.later.isdisjoint(slot.name for slot in layout.slots):
+                        filled(bucket)
+                bucket.weight.attach()
             freed.note(own_bytes)
             made.append(bucket)
         trained = sum(len(bucket.parameters) for bucket in made if bucket.layout.key.trained)

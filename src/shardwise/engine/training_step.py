@@ -24,6 +24,7 @@ from shardwise.engine.forward import Forward
 from shardwise.engine.inputs import find_loss
 from shardwise.engine.loaders import Loaders
 from shardwise.engine.nonfinite import origin
+from shardwise.engine.out_of_memory import in_a_step, is_out_of_memory
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.plain_backward import PlainBackward
@@ -87,9 +88,12 @@ class StepDiscard:
             yield
         except CommError:
             raise  # a collective in flight would wait for the lost rank once more
-        except Exception:
+        except Exception as error:
+            told = in_a_step(self._parts, error) if is_out_of_memory(error) else None
             self()
-            raise
+            if told is None:
+                raise
+            raise told from None
 
 
 class TrainingStep:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import shardwise.launch.failure as failures
 from shardwise.launch.child import die_with
@@ -34,6 +34,8 @@ from shardwise.launch.hosts import LOOPBACK, HostRanks
 from shardwise.launch.local import GRACE_S, check_ranks
 from shardwise.plan.errors import RankError, UsageError
 
+Result = TypeVar("Result")
+"""The type that the function returns."""
 _SETTLE_S = 0.5
 """After the first failure: so long other ranks may report theirs, to find the cause and not its effects."""
 
@@ -44,6 +46,22 @@ class _FunctionCall(NamedTuple):
     named: Mapping[str, Any]
     wants: bool
     """Whether this rank's result is asked for."""
+
+
+@overload
+def launch(
+    function: Callable[..., Result],
+    *arguments: Any,
+    ranks: int = 2,
+    every: Literal[False] = False,
+    **named: Any,
+) -> Result: ...
+
+
+@overload
+def launch(
+    function: Callable[..., Result], *arguments: Any, ranks: int = 2, every: Literal[True], **named: Any
+) -> list[Result]: ...
 
 
 def launch(

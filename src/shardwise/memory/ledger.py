@@ -26,7 +26,7 @@ two rows could claim (a master that is the weight itself, or a range of it) stan
 Cost: one entry per holder, nothing per step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple, get_args
 
 Row = Literal[
@@ -85,9 +85,11 @@ class Ledger:
         """``owner`` holds so many bytes, or as many as it says when it is asked: of memory that grows."""
         self.holdings.append(LedgerEntry(row, owner, lifetime, held if callable(held) else lambda: held))
 
-    def bytes_by_row(self) -> dict[Row, int]:
-        """Bytes of every row that somebody took, in the order of the table above."""
+    def bytes_by_row(self, lifetimes: Collection[Lifetime] = ("engine", "step")) -> dict[Row, int]:
+        """Return the bytes of every row that a holder of ``lifetimes`` took, in the order of the table above."""
         total: dict[Row, int] = {}
         for holding in self.holdings:
+            if holding.lifetime not in lifetimes:
+                continue
             total[holding.row] = total.get(holding.row, 0) + holding.size()
         return {row: total[row] for row in ROWS if row in total}

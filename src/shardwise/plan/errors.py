@@ -11,6 +11,8 @@
     ├── NonFiniteError     a NaN or an infinity in loss or gradients
     ├── CommError          a collective that failed, by rank, operation, Unit and step
     │   └── DeadlineError  ... because another rank did not arrive in time
+    ├── OutOfMemoryError   memory that ended while an engine was made or computed       (also a MemoryError and a
+    │                      RuntimeError, as torch's own is)
     ├── RankError          a rank that ``launch`` started, by its traceback
     ├── TierError               state on disk (``offload``) that cannot be read or written
     │   └── DamagedStateError   ... because its bytes changed                         (also a DamagedError)
@@ -64,6 +66,10 @@ class CommError(ShardwiseError):
 
 class DeadlineError(CommError):
     """A collective in which another rank did not arrive in time."""
+
+
+class OutOfMemoryError(ShardwiseError, MemoryError, RuntimeError):
+    """Memory that ended while an engine was made or computed."""
 
 
 class RankError(ShardwiseError):

@@ -138,6 +138,11 @@ class Walker:
         """What is left of the list, from the Action without a Unit that is under way."""
         return self._actions[self._point :]
 
+    @property
+    def under_way(self) -> Action | None:
+        """The Action that was begun last; None before the first one of a list."""
+        return self._actions[self._cursor - 1] if self._cursor else None
+
     # A schedule's loop -----------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[Action], bool] | None = None) -> None:
