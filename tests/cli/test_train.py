@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise.checkpoint.files import Files
+from shardwise.cli.check import check
 from shardwise.cli.rank import train
 from shardwise.cli.request import Request
 from shardwise.comm.world import World
@@ -145,6 +146,60 @@ def test_another_model_is_refused_and_leaves_the_folder_as_it_was(runs: Runs) ->
     with pytest.raises(MismatchError, match="checkpoint of another model"):
         runs.train("model.width=32")
     assert ((runs.folder / "run" / "config.yaml").read_text(), runs.rows()) == before
+
+
+def checked(runs: Runs, *overrides: str, **changes: Any) -> list[str]:
+    """Return the lines of ``--check``."""
+    return check(Request(str(runs.config(**changes)), overrides)).lines()
+
+
+def test_a_check_compares_with_the_step_that_would_be_resumed(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.train()
+    assert any(line.endswith("checkpoints, step 6") for line in checked(runs))
+    assert "step 6 is at or beyond train.steps 6: nothing to train" in "\n".join(checked(runs))
+    width = "model.width=32"
+    for refuse in (lambda: checked(runs, width), lambda: runs.train(width)):
+        with pytest.raises(MismatchError, match=r"is \(16, .* --set init_from.path=") as refused:
+            refuse()
+        assert "with missing=[" not in str(refused.value) and "--set output_dir=" in str(refused.value)
+    momentum = ("optimizer.type=sgd", "optimizer.momentum=0.9")
+    for refuse in (lambda: checked(runs, *momentum), lambda: runs.train(*momentum)):
+        with pytest.raises(MismatchError, match="this optimizer keeps momentum_buffer. .*--set output_dir="):
+            refuse()
+    said = "\n".join(checked(runs, "optimizer.type=sgd", "train.steps=8"))
+    assert "since the last start of this run: optimizer.type: adamw -> sgd" in said
+    dropped = "step 6 holds the optimizer state exp_avg, exp_avg_sq; this optimizer keeps none: it is dropped"
+    assert dropped in said
+    capsys.readouterr()
+    assert runs.train("optimizer.type=sgd", "train.steps=8") == 0
+    assert dropped in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_is_resumed_at_its_end_says_so(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.train()
+    capsys.readouterr()
+    assert runs.train("train.steps=4") == 0
+    assert "step 6 is at or beyond train.steps 4: nothing to train" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_keys_beyond_the_steps_of_a_run_are_told_at_its_start(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = {"steps": 6, "eval_every": 500, "early_stop": {"patience": 3}, "sample_tokens": 0}
+    expected = [
+        "train.eval_every is 500 and the run has 6 steps: it evaluates once, after the last one",
+        "checkpoint.every is 1000 and the run has 6 steps: it saves once, after the last one",
+        "train.early_stop waits for 3 evaluations that are no better, after the first, and the run has 6 steps with "
+        "1 evaluation: it cannot act; lower train.eval_every",
+    ]
+    assert set(expected) <= set(checked(runs, train=train, checkpoint={"every": 1000}))
+    assert runs.train("train.steps=1", train=train, checkpoint={"every": 1000}) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(line.replace("6 steps", "1 step") in said for line in expected)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])

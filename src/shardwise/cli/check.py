@@ -17,21 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from shardwise.cli.click_trainer import with_steps
+from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import side_of
 from shardwise.cli.request import Request
-from shardwise.cli.run_folder import RunFolder, without_start
+from shardwise.cli.run_folder import RunFolder, differences, without_start
 from shardwise.cli.text_trainer import context_of, with_mask
-from shardwise.cli.trainer import Reading
+from shardwise.cli.trainer import Reading, nothing_left, on_command_line
 from shardwise.config.auto import resolve
-from shardwise.config.run import RunConfig
+from shardwise.config.run import RunConfig, read_file
 from shardwise.data import DataPolicy, build
 from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.data.images import ImagePolicy, build_images
 from shardwise.engine.fits import Fit, Memory, budget, fits
-from shardwise.engine.foresee import Outlook, foresee
+from shardwise.engine.foresee import Outlook, examine_step, foresee
 from shardwise.memory.scratch_folder import check_folder
 from shardwise.models import BertPolicy, GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
@@ -39,7 +41,7 @@ from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.models.images.policy import ImageModelPolicy
 from shardwise.observe.memory import available_bytes
 from shardwise.observe.progress import bytes_text, count_text
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import MismatchError, UsageError
 from shardwise.plan.plan import bytes_by_tier
 
 
@@ -59,6 +61,8 @@ class Foreseen:
     outlook: Outlook
     free_bytes: int | None
     """Free memory of this host, or of the accelerator."""
+    changes: tuple[str, ...] = ()
+    """Keys that differ from those of the run's last start, and what a resumed step holds that this run does not use."""
     fit: Fit | None = None
     """With ``--memory``."""
 
@@ -72,7 +76,7 @@ class Foreseen:
         tiers = bytes_by_tier(self.bytes_per_rank)
         apart = f" and {bytes_text(tiers['host'])} in its host's memory" if "host" in tiers else ""
         apart += f" and {bytes_text(tiers['disk'])} on a disk" if "disk" in tiers else ""
-        said = [*self.choices, f"start: {self.start}"]
+        said = [*self.choices, f"start: {self.start}", *self.changes]
         if self.samples is not None:
             held_out = "" if self.validation_samples is None else f", {self.validation_samples:,} held out"
             said.append(f"data: {self.samples:,} samples to learn from{held_out}")
@@ -93,6 +97,7 @@ class Foreseen:
                 "config": self.config.model_dump(mode="json", exclude_none=True),
                 "ranks": self.ranks,
                 "start": self.start,
+                "changes": list(self.changes),
                 "samples": self.samples,
                 "validation_samples": self.validation_samples,
                 "parameters": self.parameters,
@@ -121,6 +126,21 @@ def check(request: Request, memory: Memory | None = None) -> Foreseen:
     if config.offload.disk_path is not None and config.offload.optimizer == "disk":
         check_folder(config.offload.disk_path)
     outlook = foresee(make, begins, ranks, device)
+    changes: list[str] = []
+    step = None
+    if start is not None:
+        try:
+            found = examine_step(make, outlook.plan, start)
+        except MismatchError as error:
+            raise on_command_line(error, start) from None
+        if found is not None:
+            step, changes = found
+        changes = [
+            f"since the last start of this run: {each}" for each in _changed_keys(folder, wanted)
+        ] + changes
+        if step is not None and step >= config.train.steps:
+            changes.append(nothing_left(step, config.train.steps))
+    changes += notes_on(config)
     fit = None
     if memory is not None:
         fit = fits(make, begins, memory, _microbatch(config, resolved.config), ranks=ranks, device=device)
@@ -129,12 +149,13 @@ def check(request: Request, memory: Memory | None = None) -> Foreseen:
         config,
         ranks,
         resolved.choices,
-        _start_text(config, start),
+        _start_text(config, start, step),
         samples,
         held_out,
         parameters,
         outlook,
         available_bytes(device),
+        tuple(changes),
         fit,
     )
 
@@ -161,9 +182,16 @@ def _microbatch(config: RunConfig, resolved: RunConfig) -> dict[str, torch.Tenso
     return {"tokens": tokens, "targets": tokens}
 
 
-def _start_text(config: RunConfig, start: Path | None) -> str:
+def _changed_keys(folder: RunFolder, wanted: RunConfig) -> list[str]:
+    """Return how the configuration differs from the run's last start, a line per key."""
+    if not folder.config.is_file():
+        return []
+    return differences(read_file(folder.config), yaml.safe_load(wanted.to_yaml()))
+
+
+def _start_text(config: RunConfig, start: Path | None, step: int | None) -> str:
     if start is not None:
-        return f"from the newest whole step in {start}"
+        return f"from the newest whole step in {start}" + (f", step {step}" if step is not None else "")
     return "afresh" if config.init_from is None else f"afresh, from the weights in {config.init_from.path}"
 
 

@@ -3,9 +3,33 @@
 import logging
 from typing import Any
 
+from shardwise.config.run import RunConfig
 from shardwise.observe.early_stop import EarlyStop, EarlyStopPolicy
+from shardwise.plan.words import counted
 
 _log = logging.getLogger(__name__)
+
+
+def notes_on(config: RunConfig) -> list[str]:
+    """Return a sentence for each key that counts in steps and asks for more of them than the run has."""
+    train, every, said = config.train, config.checkpoint.every, []
+    run = f"the run has {counted(train.steps, 'step')}"
+    evaluations = (
+        train.steps // train.eval_every + bool(train.steps % train.eval_every) if train.eval_every else 1
+    )
+    if train.eval_every and train.eval_every > train.steps:
+        said.append(
+            f"train.eval_every is {train.eval_every} and {run}: it evaluates once, after the last one"
+        )
+    if every is not None and every > train.steps:
+        said.append(f"checkpoint.every is {every} and {run}: it saves once, after the last one")
+    stop = train.early_stop
+    if stop is not None and evaluations <= stop.patience:
+        said.append(
+            f"train.early_stop waits for {counted(stop.patience, 'evaluation')} that are no better, after the first, "
+            f"and {run} with {counted(evaluations, 'evaluation')}: it cannot act; lower train.eval_every"
+        )
+    return said
 
 
 class Evaluations:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwise.cli.click_trainer import ClickTrainer
+from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import ImageTrainer
 from shardwise.cli.request import Request
 from shardwise.cli.run_folder import RunFolder, without_start
@@ -62,6 +63,9 @@ def train(request: Request) -> int:
         log.info("%s", trainer.description())
         if start is not None:
             trainer.go_on_from(start)
+        if world.rank == 0:
+            for note in (*notes_on(trainer.config), *trainer.notes()):
+                log.warning("%s", note)
         if world.rank == 0:  # not before: a start that fails leaves the folder as it was
             folder.keep_start(request.command(), world.size)
             for change in folder.keep_config(config.to_yaml()):

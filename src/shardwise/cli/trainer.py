@@ -33,16 +33,19 @@ from shardwise.config.run import RunConfig
 from shardwise.data import Loader, evaluation_batches
 from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
+from shardwise.engine.foresee import examine_step
 from shardwise.engine.step import StepResult
 from shardwise.observe.metrics import Record, Sink
 from shardwise.observe.progress import bytes_text, count_text
-from shardwise.plan.errors import DataError, UsageError
+from shardwise.plan.errors import DataError, MismatchError, UsageError
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import bytes_by_tier
 from shardwise.plan.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 _READING_LINE_S = 5.0
+_NAMED = 5
+"""Names that a command is printed with."""
 _WHERE: dict[Tier, str] = {"device": "on this rank", "host": "in host memory", "disk": "on a disk"}
 
 
@@ -88,6 +91,32 @@ class Throughput:
         return [
             f"{count_text(self._samples)} {self._kind} in {self.seconds:.1f} s of steps: {rate} {self._kind}/s"
         ]
+
+
+def nothing_left(done: int, steps: int) -> str:
+    """Return the sentence for a run that is resumed at its end."""
+    return (
+        f"step {done} is at or beyond train.steps {steps}: nothing to train; train.steps counts from the run's first "
+        f"step, so set it above {done} to go on"
+    )
+
+
+def on_command_line(error: MismatchError, resume: Path) -> MismatchError:
+    """Return the error with the cure for a command in place of that for a Python program."""
+    way = (
+        "Go on with the model and the optimizer that wrote it, or begin another run: --set output_dir=FOLDER"
+    )
+    if error.missing or error.unexpected:
+        names = {"missing": error.missing, "unexpected": error.unexpected}
+        allow = " ".join(
+            f"--set 'init_from.{key}={list(each) if len(each) <= _NAMED else ['PATTERN', '...']}'"
+            for key, each in names.items()
+            if each
+        )
+        way += f", with what fits of its weights by --set init_from.path={resume} {allow}"
+    else:
+        way += f", with its weights by --set init_from.path={resume}"
+    return MismatchError(error.what, way, error.missing, error.unexpected)
 
 
 class Opened(NamedTuple):
@@ -251,7 +280,14 @@ class Trainer(ABC):
 
     def go_on_from(self, start: Path) -> None:
         """Load the step at ``start``, or the newest whole one in it, with the position in the data."""
-        state = self.engine.load(start, required=False)
+        try:
+            state = self.engine.load(start, required=False)
+        except MismatchError:  # it came through the ranks as text
+            try:
+                examine_step(self.make_model, self.engine.plan, start)
+            except MismatchError as error:
+                raise on_command_line(error, start) from None
+            raise
         if state is None:
             return
         if "loader" not in state:
@@ -265,6 +301,13 @@ class Trainer(ABC):
         if self.folder.checkpoints.resolve() in (start.resolve(), start.resolve().parent):
             self.saves.step = self.engine.step_count
         _log.info("resuming from step %d of %s", self.engine.step_count, start)
+
+    def notes(self) -> list[str]:
+        """Return a sentence if no step is left to train at the start."""
+        done, steps = self.engine.step_count, self.config.train.steps
+        if done >= steps:
+            return [nothing_left(done, steps)]
+        return [f"step {done} has read all epochs of the data: nothing to train"] if self.is_last_step else []
 
     def run(self, sink: Sink) -> bool:
         """All steps that remain; False where a signal ended them early."""

@@ -87,7 +87,10 @@ class Differences:
                 f"{' (patterns with * for more)' if more else ''}"
             )
         raise MismatchError(
-            f"{where}: a checkpoint of another model: {'; '.join(self._wrong[:_SHOWN])}{more}. {way}"
+            f"{where}: a checkpoint of another model: {'; '.join(self._wrong[:_SHOWN])}{more}",
+            way,
+            self._lacking,
+            self._unknown,
         )
 
     def lines(self) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.steps import Folder, open_step, steps_at
 from shardwise.comm.collectives import Clock, Group, NoTransport, Transport
 from shardwise.comm.trace import Traffic
@@ -33,7 +34,7 @@ from shardwise.engine.inputs import Loss, call_model, cast_at_the_root, find_los
 from shardwise.engine.named import check_named, methods_of
 from shardwise.engine.outline import policies_of
 from shardwise.engine.recipe import recipe_of
-from shardwise.engine.saving import compare
+from shardwise.engine.saving import compare, moments_of
 from shardwise.engine.start_weights import start_weights
 from shardwise.engine.tables import Tables, check_mesh, chosen_for, register_tables, tables_of
 from shardwise.kernels.crc import crc32
@@ -239,6 +240,32 @@ def _check_start(model: nn.Module, settings: RunConfig, wanted: InitFromPolicy) 
     if manifest is None:
         raise CheckpointError(f"init_from: {where}: no step there can be read")
     compare(whole, tables_of(model), manifest, True, Differences(wanted.missing, wanted.unexpected))
+
+
+def examine_step(make: Callable[[], nn.Module], plan: Plan, where: Path) -> tuple[int, list[str]] | None:
+    """Compare the step that a run would go on from with the run's model, by manifests alone.
+
+    Args:
+        make: As ``foresee``'s.
+        plan: The run's.
+        where: A step, or a folder of steps, of which the newest whole one counts.
+
+    Returns:
+        (its number, sentences on optimizer state that is dropped or starts fresh); None if the folder holds none.
+
+    Raises:
+        MismatchError: if it is a step of another model or optimizer, as the run would raise it.
+    """
+    if (where / "manifest.json").is_file():
+        manifest: Manifest | None = open_step(where, Files())
+    else:
+        manifest = next((each.manifest for each in Folder(where, Files()).scan()), None)
+    if manifest is None:
+        return None
+    model = make()
+    compare(describe(model), tables_of(model), manifest, False, Differences())
+    note = moments_of(manifest, plan.registry)[1]
+    return manifest.step, [note] if note else []
 
 
 def _cut(

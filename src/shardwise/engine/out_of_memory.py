@@ -13,21 +13,20 @@ import re
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from shardwise.config.run import RunConfig
 from shardwise.engine.parts import Parts
-from shardwise.memory.ledger import Ledger, Row
+from shardwise.memory.ledger import Ledger, Lifetime, Row
 from shardwise.observe.memory import available_bytes, resident_bytes
 from shardwise.observe.progress import bytes_text
 from shardwise.plan.action import Kind
 from shardwise.plan.errors import OutOfMemoryError
 from shardwise.plan.placement import Tier
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _CPU_WORDS = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory")
 _ASKED = re.compile(r"(?i)allocate (\d+(?:\.\d+)?) ?(bytes|[kmgt]ib)")
 _FACTORS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -41,6 +40,8 @@ _WORDS = {
     Kind.REDUCE: "the reduction of the gradients",
     Kind.STEP: "the update",
 }
+_FOR_LIFE: tuple[Lifetime, ...] = ("engine",)
+_ALL: tuple[Lifetime, ...] = ("engine", "step")
 _SHOWN = 3
 """Pieces of advice that an error gives."""
 
@@ -60,13 +61,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
 
 
-def tells_out_of_memory(
-    method: "Callable[Concatenate[_Engine, _Arguments], _Result]",
-) -> "Callable[Concatenate[_Engine, _Arguments], _Result]":
+def tells_out_of_memory(method: _Method) -> _Method:
     """Decorate a method of an engine that computes: raise OutOfMemoryError in place of an allocator's error."""
 
     @functools.wraps(method)
-    def call(engine: "_Engine", *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(engine: HasParts, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(engine, *args, **kwargs)
         except (MemoryError, RuntimeError) as error:
@@ -74,10 +73,7 @@ def tells_out_of_memory(
                 raise
             raise in_a_step(engine._parts, error) from None
 
-    return call
-
-
-_Engine = TypeVar("_Engine", bound=HasParts)
+    return cast(_Method, call)
 
 
 @contextmanager
@@ -104,7 +100,7 @@ def told_in_initialize(
         what = next(iter(getattr(error, "__notes__", ())), "the engine")
         where = f"initialize, making {what}"
         raise _told(
-            error, where, rank, device, config, dp, ledger.bytes_by_row(("engine",)), in_a_pass=False
+            error, where, rank, device, config, dp, ledger.bytes_by_row(_FOR_LIFE), in_a_pass=False
         ) from None
 
 
@@ -118,7 +114,7 @@ def in_a_step(parts: Parts, error: BaseException) -> OutOfMemoryError:
         where += f", {_WORDS.get(action.kind, action.kind.value)}{unit} ({action})"
     in_a_pass = action is None or not action.kind.ends_step
     has_gradients = parts.accumulation.passes or action is not None and action.kind is not Kind.F
-    held = parts.site.ledger.bytes_by_row(("engine", "step") if has_gradients else ("engine",))
+    held = parts.site.ledger.bytes_by_row(_ALL if has_gradients else _FOR_LIFE)
     return _told(
         error, where, parts.world.rank, parts.device, parts.config, parts.dp.size, held, in_a_pass=in_a_pass
     )

@@ -40,7 +40,7 @@ from shardwise.engine.state import buckets, finish_updates, own_buffers, settle
 from shardwise.engine.tables import Tables
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import CheckpointError, MismatchError
-from shardwise.plan.registry import TensorInfo
+from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.strict_json import read_object
 from shardwise.plan.unit import Slot
 
@@ -261,6 +261,29 @@ def compare(
     return found
 
 
+def moments_of(manifest: Manifest, registry: Registry) -> tuple[list[str], str]:
+    """Return (the optimizer state that the step holds, a sentence if it is dropped or starts fresh).
+
+    Raises:
+        MismatchError: if another optimizer made it.
+    """
+    kinds = {tensor.kind for tensor in manifest.tensors if not saved_tables.is_of_tables(tensor.kind)}
+    labels = sorted(kinds - set(_OURS))
+    expected = sorted({info.label for info in registry.of_kind("moment")})
+    held, kept = ", ".join(labels) or "none", ", ".join(expected) or "none"
+    if labels == expected:
+        return labels, ""
+    if labels and expected:
+        raise MismatchError(
+            f"step {manifest.step} holds the optimizer state {held}; this optimizer keeps {kept}",
+            "Use the optimizer it was saved with, or load(..., weights_only=True)",
+        )
+    what = "starts fresh" if expected else "is dropped"
+    return labels, (
+        f"step {manifest.step} holds the optimizer state {held}; this optimizer keeps {kept}: it {what}"
+    )
+
+
 # Saving ------------------------------------------------------------------------------------------------------------
 
 
@@ -464,14 +487,9 @@ def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
 
 def _empty_moments(parts: Parts, manifest: Manifest, opened: OpenState) -> dict[int, dict[str, Flat]]:
     """Flat buffers for the moments in the step, by bucket. Errors: MismatchError where another optimizer made them."""
-    kinds = {tensor.kind for tensor in manifest.tensors if not saved_tables.is_of_tables(tensor.kind)}
-    labels = sorted(kinds - set(_OURS))
-    expected = sorted({info.label for info in parts.registry.of_kind("moment")})
-    if labels and expected and labels != expected:
-        raise MismatchError(
-            f"step {manifest.step} holds the optimizer state {', '.join(labels)}; this optimizer keeps "
-            f"{', '.join(expected)}. Use the optimizer it was saved with, or load(..., weights_only=True)"
-        )
+    labels, note = moments_of(manifest, parts.registry)
+    if note and parts.world.rank == 0:
+        _log.warning("%s", note)
     return {
         id(bucket): {
             label: torch.zeros_like(bucket.weight.master)

@@ -24,6 +24,9 @@ A message says where, what was given, what was expected and what to do.
 """
 
 
+from collections.abc import Sequence
+
+
 class ShardwiseError(Exception):
     """Root of the tree above."""
 
@@ -85,7 +88,20 @@ class CheckpointError(ShardwiseError):
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint of another model."""
+    """A checkpoint of another model.
+
+    Args:
+        what: Where the checkpoint and the model differ.
+        way: The cure for a Python program.
+        missing: Names of the model that the checkpoint lacks, or holds in another shape.
+        unexpected: Names of the checkpoint that the model lacks.
+    """
+
+    def __init__(
+        self, what: str, way: str = "", missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+    ) -> None:
+        super().__init__(f"{what}. {way}" if way else what)
+        self.what, self.missing, self.unexpected = what, tuple(missing), tuple(unexpected)
 
 
 class DamagedError(CheckpointError):
