@@ -16,6 +16,7 @@ from shardwise.cli.main import main
 from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.engine.foresee import foresee
+from shardwise.engine.step import StepResult
 from shardwise.models import GptPolicy
 from shardwise.models import build as build_model
 from shardwise.plan.action import Kind
@@ -198,3 +199,16 @@ def test_a_check_says_what_makes_a_run_fit(
     assert "memory: 'lots' of device is no size" in capsys.readouterr().err
     assert call(monkeypatch, "train", str(config), "--memory", "1GiB") == 2
     assert "--memory goes with --check" in capsys.readouterr().err
+
+
+def test_the_note_on_units_counts_repeated_blocks() -> None:
+    plan = foresee(gpt, RunConfig.parse({"batch": {"global_size": 8}}), 1, torch.device("cpu")).plan
+    (note,) = (each for each in plan.notes if "became Units" in each)
+    assert note.startswith("4 repeated blocks and ")
+
+
+def test_a_result_prints_as_a_line() -> None:
+    result = StepResult(128, 1.18044, 0.25, 1e-3, 32.0, False)
+    assert f"{result}" == "step 128  loss 1.1804  grad norm 0.25  lr 0.001"
+    assert str(result._replace(skipped=True, skipped_steps=2)).endswith("skipped (2 so far)")
+    assert repr(result).startswith("StepResult(step=128")

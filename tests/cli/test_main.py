@@ -163,3 +163,20 @@ def test_a_launched_module(
     monkeypatch.chdir(tmp_path)
     assert call(monkeypatch, "launch", "-m", "job", "-x") == 0
     assert capfd.readouterr().out == "module __main__ ['-x']\n"
+
+
+def test_examples_are_told_by_whole_sentences(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(monkeypatch, "examples")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line.endswith(".") for line in lines)
+
+
+def test_config_answers_with_the_name_that_a_key_has_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "config", "clip") == 2
+    assert "there is no key 'clip'; here it is max_grad_norm" in " ".join(capsys.readouterr().err.split())
+    assert call(monkeypatch, "config", "learning_rate") == 2
+    assert "here it is optimizer.lr" in " ".join(capsys.readouterr().err.split())

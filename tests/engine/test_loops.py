@@ -68,6 +68,7 @@ def plain_loop(world: World, kind: str) -> tuple[list[list[int]], int, list[int]
     seen = loop(engine, loader, 2)
     length = len(loader) if kind != "stream" else 0
     steps = engine.step_count
+    assert kind == "stream" or loader.count_steps(2) == steps, "what a scheduler is told"
     more = [index for batches in loader.steps() for _, each in batches for index in each.tolist()]
     engine.close()
     return seen, length, more, [steps]
@@ -184,6 +185,10 @@ def sizes(world: World) -> dict[str, Any]:
     engine.close()
     engine = shardwise.initialize(Net(), {"batch": {"global_size": 4 * world.size}}, world=world)
     said["wins"] = [len(index) for _, index in engine.loader(DataLoader(dataset(), batch_size=2))][0]
+    with pytest.raises(
+        ConfigError, match="batch_size is 2, but a rank's microbatch is 4 .*batch.global_size: "
+    ):
+        engine.loader(dataset(), batch_size=2)
     with pytest.raises(ConfigError, match="batch_size is 2, but the micro batch is 4"):
         engine.loader(DataLoader(Counting(), batch_size=2))
     engine.close()

@@ -47,8 +47,15 @@ def named(config: str) -> str:
 
 
 def _about(path: Path) -> str:
-    """Its first line."""
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    """Return the sentence that its comment begins with, which may go over lines."""
+    said = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        said = f"{said} {line.lstrip('# ')}".strip()
+        if said.endswith("."):
+            break
+    return said
 
 
 def _copied(path: Path, folder: Path) -> Path:

@@ -59,6 +59,7 @@ from shardwise.plan.registry import Registry, TensorInfo, UpdateRule
 from shardwise.plan.slices import Slices
 from shardwise.plan.unit import Bucket, BucketKey, Unit, lay_out
 from shardwise.plan.validate import validate_plan
+from shardwise.plan.words import counted
 from shardwise.precision.policy import Dtypes, PrecisionPolicy
 
 
@@ -439,8 +440,11 @@ def exchanges_of(
 def _notes(spec: ModelSpec, mesh: Mesh, policies: Policies) -> tuple[str, ...]:
     notes, zero, offload = [], policies.zero, policies.offload
     if zero.units == "auto":
+        blocks = sum(name.rpartition(".")[2].isdecimal() for name in spec.units)
+        beside = len(spec.units) - blocks
+        others = f" and {counted(beside, 'module')} beside them" if beside else ""
         notes.append(
-            f"{len(spec.units)} repeated blocks became Units; what lies outside them belongs to the root"
+            f"{counted(blocks, 'repeated block')}{others} became Units; what lies outside them belongs to the root"
             if spec.units
             else "no repeated blocks found: the whole model is one Unit (name modules in zero.units to cut it)"
         )

@@ -21,6 +21,7 @@ import yaml
 from pydantic import Tag
 from pydantic.fields import FieldInfo
 
+from shardwise.config.foreign_keys import FOREIGN_KEYS, FORMER_KEYS
 from shardwise.config.run import ONE_WORD, RunConfig
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.policy import Policy, nearest
@@ -98,6 +99,9 @@ def find(path: str) -> list[Key]:
     found = [key for key in known if _is_at(key.path, path)]
     if not found:
         names = {key.path for key in known}
+        ours = FORMER_KEYS.get(path) or FOREIGN_KEYS.get(path.rpartition(".")[2])
+        if ours is not None:
+            raise ConfigError(f"config: there is no key {path!r}; here it is {ours}")
         ends = sorted(name for name in names if name.rpartition(".")[2] == path.rpartition(".")[2])
         hint = f"; did you mean {' or '.join(map(repr, ends[:4]))}?" if ends else nearest_of(path, names)
         raise ConfigError(f"config: there is no key {path!r}{hint}")

@@ -40,8 +40,23 @@ class Passes:
             yield self.loader.step_batches()
 
     def __len__(self) -> int:
-        """Microbatches of a whole pass. Errors: TypeError where the data is a stream, whose length nobody knows."""
+        """Return the microbatches of a whole pass: how often a ``for`` over it goes round.
+
+        Raises:
+            TypeError: if the data is a stream, whose length nobody knows.
+        """
+        return self.count_steps() * self.loader.share.accumulation
+
+    def count_steps(self, passes: int = 1) -> int:
+        """Return the optimizer steps of the first ``passes`` passes, for a scheduler that counts steps.
+
+        A step takes a global batch over all ranks and microbatches, and may end one pass and begin the next, so
+        ``count_steps(3)`` may be less than ``3 * count_steps()``.
+
+        Raises:
+            TypeError: if the data is a stream, whose length nobody knows.
+        """
         size = self.loader.size
         if size is None:
             raise TypeError("a stream has no length")
-        return -(-size // self.loader.share.global_batch) * self.loader.share.accumulation
+        return -(-size * passes // self.loader.share.global_batch)

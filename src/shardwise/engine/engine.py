@@ -365,8 +365,9 @@ class Engine(StateAccess):
         (train.seed, pass) and does not depend on the number of ranks. The position is saved and loaded with the
         engine, so a run goes on in the middle of a pass; make loaders in the same order in every run.
 
-        ``batch_size``: samples per rank and forward pass; ``batch.micro_size`` or ``batch.global_size`` of the
-        configuration win over it, and it over the DataLoader's own. Of a DataLoader its collate_fn, workers and
+        ``batch_size``: samples per rank and forward pass, where ``batch.micro_size`` and ``batch.global_size`` do not
+        say it; all of them win over the DataLoader's own. ``len`` of the result counts microbatches of a pass, its
+        ``count_steps(passes)`` optimizer steps, as a scheduler does. Of a DataLoader its collate_fn, workers and
         shuffling are kept; one with a sampler of its own is read as a stream of batches, dealt to the ranks.
         ``epochs`` ends a ``BatchedDataset`` after as many passes.
         Errors: ConfigError without a batch size or where it contradicts the configuration, DataError.

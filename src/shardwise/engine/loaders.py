@@ -44,6 +44,11 @@ class Loaders:
                 "engine.loader: no batch size; give batch_size=..., bring a DataLoader that has one, or set "
                 "batch.micro_size"
             )
+        if batch_size is not None and batch_size != micro:
+            raise ConfigError(
+                f"engine.loader: batch_size is {batch_size}, but a rank's microbatch is {micro} samples by the "
+                f"configuration ({self._why(micro)}); leave batch_size out, or give it as batch.micro_size"
+            )
         if given is not None and given != micro:
             _log.info("loader: batches of %d samples a rank, as the configuration says, not %d", micro, given)
         made = Loader(
@@ -63,6 +68,14 @@ class Loaders:
         if place < len(self._positions):
             made.load_state(self._positions[place])
         return Passes(made)
+
+    def _why(self, micro: int) -> str:
+        """Return the keys that the size of a microbatch follows from."""
+        batch = self._config.batch
+        if batch.global_size is None:
+            return f"batch.micro_size: {micro}"
+        ranks = f"{self._dp.size} data-parallel ranks" if self._dp.size > 1 else "1 data-parallel rank"
+        return f"batch.global_size: {batch.global_size} over {ranks} and {self._microbatches} accumulated microbatches"
 
     def set_accumulation(self, microbatches: int) -> None:
         """See ``Engine.set_accumulation``."""

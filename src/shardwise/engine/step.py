@@ -73,6 +73,18 @@ class StepResult(NamedTuple):
     skipped_steps: int = 0
     """Steps skipped since the run began, this one included."""
 
+    def __str__(self) -> str:
+        """Return the step in one line, as a run prints it."""
+        said = [
+            f"step {self.step}",
+            f"loss {self.loss:.4f}",
+            f"grad norm {self.grad_norm:.4g}",
+            f"lr {self.lr:.3g}",
+        ]
+        if self.skipped:
+            said.append(f"skipped ({self.skipped_steps} so far)")
+        return "  ".join([*said, *self.divergences])
+
 
 class Local(NamedTuple):
     """What this rank brings to the end of a step."""

@@ -20,7 +20,7 @@ from shardwise.plan.placement import Placement, Shard, Tier
 from shardwise.plan.registry import Registry
 from shardwise.plan.state_form import StateForm, stored_elements
 from shardwise.plan.unit import Bucket, Unit
-from shardwise.plan.words import counted
+from shardwise.plan.words import counted, grouped
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Plan:
                 ]
             lines.append(f"  step ({name} ranks): {_summary(each.actions)}")
         lines += [f"  {row}" for row in _exchange_rows(self)]
-        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  note: {note}" for note in grouped(self.notes)]
         return "\n".join(lines)
 
 

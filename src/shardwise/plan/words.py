@@ -20,6 +20,22 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def grouped(notes: Sequence[str]) -> list[str]:
+    """Return ``notes`` with neighbours that differ in their first word alone as one: ``C1 to C26 (...): ...``."""
+    found: list[tuple[list[str], str]] = []
+    for note in notes:
+        name, _, rest = note.partition(" ")
+        if found and rest.startswith("(") and found[-1][1] == rest:
+            found[-1][0].append(name)
+        else:
+            found.append(([name], rest))
+    said = []
+    for names, rest in found:
+        who = f"{names[0]} to {names[-1]}, {len(names)} tables," if len(names) > 3 else ", ".join(names)
+        said.append(f"{who} {rest}".rstrip())
+    return said
+
+
 def named_ranks(numbers: Sequence[int]) -> str:
     """``rank 3``, ``ranks 3, 5``."""
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
