@@ -243,6 +243,7 @@ def command_message(case: Case) -> str:
     if not pid:
         os.dup2(writing, 1)
         os.dup2(writing, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         os.environ["COLUMNS"] = "1000"
         sys.argv = case.program.split()
         code = 0
@@ -250,6 +251,7 @@ def command_message(case: Case) -> str:
             command_line()
         except SystemExit as end:
             code = int(end.code or 0)
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     os.close(writing)
