@@ -262,20 +262,37 @@ def test_the_collector_takes_no_lock(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_scratch_whose_disk_failed_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads referred to the error, the error's traceback to the scratch: neither was ever collected."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    made = scratch(tmp_path)
+    monkeypatch.setattr(DirectFile, "write", fail)
+    for _ in range(2):
+        with pytest.raises(TierError):
+            made.write("master", "first", drawn(SIZES["first"])).result(10)
+    gone = weakref.ref(made)
+    del made
+    eventually(lambda: gc.collect() >= 0 and gone() is None)
+    eventually(lambda: not os.listdir(tmp_path))
+
+
 def test_the_collector_may_run_inside_of_the_queue(tmp_path: Path) -> None:
     """In a thread that takes a job. The lock of the queue was waited for by who held it: nothing was collected more."""
     made = scratch(tmp_path)
-    threads = made._threads
+    crew = made._threads.crew
     asked = threading.Event()
 
-    class Collected(type(threads._jobs._urgent)):  # type: ignore[misc]
+    class Collected(type(crew.jobs._urgent)):  # type: ignore[misc]
         def get_nowait(self) -> Any:
             if not asked.is_set():
                 asked.set()
-                threads.ask_to_leave()
+                crew.ask_to_leave()
             return super().get_nowait()
 
-    threads._jobs._urgent = Collected()
+    crew.jobs._urgent = Collected()
     made.write("master", "first", drawn(SIZES["first"])).result(10)
     eventually(lambda: not os.listdir(tmp_path))
 

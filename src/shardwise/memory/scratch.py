@@ -94,7 +94,7 @@ class DiskScratch:
         self._folder = ScratchFolder(folder, rank, local_ranks)
         self._threads = _DiskThreads(spares, self._folder)
         # Dropped and not closed: the threads leave and remove the files. [Note: finalizers]
-        weakref.finalize(self, self._threads.ask_to_leave).atexit = False
+        weakref.finalize(self, self._threads.crew.ask_to_leave).atexit = False
 
     def reserve(
         self, wanted: Mapping[str, Mapping[str, int]], shares: Mapping[float, int] | None = None
@@ -249,19 +249,18 @@ class _Jobs:
             return self._others.get()
 
 
-class _DiskThreads:
-    """Threads that run jobs: of those that nothing holds up the urgent ones, then in the order in which they came.
+class _DiskCrew:
+    """The threads themselves, their queue and the folder, which the last thread to leave ends: no file is closed while
+    a thread may still use its descriptor.
 
-    The last thread to leave ends the folder: no file is closed while a thread may still use its descriptor.
+    Threads and exit handlers refer to a crew for as long as they exist. So a crew refers neither to its scratch nor to
+    an error, whose traceback refers to the scratch: a scratch that is dropped could not be collected.
     """
 
     def __init__(self, spares: Sequence[Bytes], folder: ScratchFolder) -> None:
-        """``spares``: of each thread. One that found no memory for its own would be missed by those that wait."""
-        self.order = threading.RLock()
-        self.failure: BaseException | None = None
-        """What all jobs that have not begun fail with."""
+        self.jobs = _Jobs()
         self._folder = folder
-        self._jobs = _Jobs()
+        self._lock = threading.Lock()
         self._left = 0
         self._threads = [
             threading.Thread(target=self._run, args=(spare,), name=f"shardwise-disk-{n}", daemon=True)
@@ -271,10 +270,47 @@ class _DiskThreads:
             thread.start()
         atexit.register(self.end)
 
+    def ask_to_leave(self) -> None:
+        """Have each thread leave after the jobs that were put before. Called by a finalizer: takes no lock and waits
+        for nothing; a scratch that is collected has no jobs left, because each of them refers to it."""
+        for _ in self._threads:
+            self.jobs.put(None)
+
+    def end(self) -> None:
+        """Remove the files, after the jobs that were put before. Does nothing in a fork."""
+        if not self._folder.is_ours():
+            return
+        self.ask_to_leave()
+        for thread in self._threads:
+            thread.join(_EXIT_PATIENCE_S)
+
+    def _run(self, spare: Bytes) -> None:
+        while (run := self.jobs.get()) is not None:
+            run(spare)
+            del run  # the last job's tensor must not live as long as this thread waits for another
+        with self._lock:
+            self._left += 1
+            is_last = self._left == len(self._threads)
+        if is_last:
+            self._folder.end()
+            atexit.unregister(self.end)
+
+
+class _DiskThreads:
+    """Runs jobs in threads: of those that nothing holds up the urgent ones, then in the order in which they came."""
+
+    def __init__(self, spares: Sequence[Bytes], folder: ScratchFolder) -> None:
+        """``spares``: of each thread. One that found no memory for its own would be missed by those that wait."""
+        self.order = threading.RLock()
+        self.failure: BaseException | None = None
+        """What all jobs that have not begun fail with."""
+        self.crew = _DiskCrew(spares, folder)
+        self._folder = folder
+
     def submit_behind(
         self, before: Future[None] | None, is_urgent: bool, run: Callable[[Bytes], None], done: Future[None]
     ) -> None:
-        """As soon as ``before`` is over, of whose error its own requester hears. No thread waits for that."""
+        """Submit ``run`` as soon as ``before`` is over, whose error its own requester receives. No thread waits."""
         # Let go of when it begins: a future keeps its callbacks, and ``run`` its tensor's memory.
         held = [run]
 
@@ -282,7 +318,7 @@ class _DiskThreads:
             with self.order:
                 failure = self.failure
                 if failure is None:
-                    self._jobs.put(held.pop(), is_urgent)
+                    self.crew.jobs.put(held.pop(), is_urgent)
             if failure is not None:
                 done.set_exception(failure)
 
@@ -298,34 +334,13 @@ class _DiskThreads:
                 self.failure = error
             return self.failure
 
-    def ask_to_leave(self) -> None:
-        """Have each thread leave after the jobs that were put before. Called by a finalizer: takes no lock and waits
-        for nothing; a scratch that is collected has no jobs left, because each of them refers to it."""
-        for _ in self._threads:
-            self._jobs.put(None)
-
     def end(self) -> None:
         """Remove the files, after the jobs in hand; the others fail. Does nothing in a fork."""
-        if not self._folder.is_ours():
-            return
-        self.fail(
-            TierError("state on disk was closed while requests were under way, or before they were made")
-        )
-        self.ask_to_leave()
-        for thread in self._threads:
-            thread.join(_EXIT_PATIENCE_S)
-
-    def _run(self, spare: Bytes) -> None:
-        """One thread."""
-        while (run := self._jobs.get()) is not None:
-            run(spare)
-            del run  # the last job's tensor must not live as long as this thread waits for another
-        with self.order:
-            self._left += 1
-            is_last = self._left == len(self._threads)
-        if is_last:
-            self._folder.end()
-            atexit.unregister(self.end)
+        if self._folder.is_ours():
+            self.fail(
+                TierError("state on disk was closed while requests were under way, or before they were made")
+            )
+            self.crew.end()
 
 
 def _all_done(parts: list[Future[None]]) -> Future[None]:
