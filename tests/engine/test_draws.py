@@ -47,10 +47,8 @@ class Denoiser(nn.Module):
         self.blocks = nn.ModuleList(Block(drops) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.own is not None:
-            noise = torch.randn(x.shape, generator=self.own, dtype=x.dtype)
-        else:
-            noise = self.draw(x)
+        own = self.own
+        noise = self.draw(x) if own is None else torch.randn(x.shape, generator=own, dtype=x.dtype)
         h = x + noise
         for block in self.blocks:
             h = block(h)
@@ -78,7 +76,9 @@ def in_a_pipeline(world: World) -> None:
     for draw in (normal, numpys, pythons):
         assert losses(world, seeded(Denoiser, draw)) == pytest.approx([0.0] * 4, abs=1e-12), draw
     assert losses(world, seeded(Denoiser, normal, True), 3) == pytest.approx([0.0] * 4, abs=1e-12)
-    assert losses(world, seeded(Denoiser, None, False, 7 + world.rank), 2) == pytest.approx([0.0] * 4, abs=1e-12)
+    assert losses(world, seeded(Denoiser, None, False, 7 + world.rank), 2) == pytest.approx(
+        [0.0] * 4, abs=1e-12
+    )
     interleaved = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
     found = losses(world, seeded(Denoiser, normal, True), 4, **interleaved)
     assert found == pytest.approx([0.0] * 4, abs=1e-12)

@@ -30,7 +30,7 @@ from shardwise.compose.apply import Stages, apply_to_model, check_stages
 from shardwise.compose.plan import exchanges_of
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
-from shardwise.engine.check import Check, Uncut, keep_uncut
+from shardwise.engine.check import Check
 from shardwise.engine.engine import Engine, OnStep
 from shardwise.engine.folders import Folders
 from shardwise.engine.handlers import handlers_of
@@ -54,6 +54,7 @@ from shardwise.engine.start_weights import StartWeights, start_weights, take_ran
 from shardwise.engine.step import StepEnd
 from shardwise.engine.table_units import TableUnits
 from shardwise.engine.tables import Tables, register_tables, take_over
+from shardwise.engine.uncut import Uncut, keep_uncut
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.kernels.initializers import Initializer
 from shardwise.memory.absent import withhold
@@ -206,6 +207,7 @@ def _built(
     check = None
     if settings.check_first_step == "auto" and _cuts_the_model(mesh):
         check = Check(parts, settings, loss, uncut, outline.to_recompute)
+        outline.replay.draws.keeps = uncut is not None
     engine = Engine(parts, original, loss, on_step, end, pipeline, check)
     _start_from_step(engine)
     return engine

@@ -10,30 +10,32 @@ microbatches on it with the same dropout, and compares
 
     dtype          loss      gradient, of max(its own norm, 1e-3 of the whole)
     fp64, no tp    1e-9      1e-9
-    fp32, slices   1e-3      1e-2      sums in another order; models that round to fp32 inside
+    fp64, rounded  1e-4      1e-3      to fp32 inside, as an operation of the uncut model's forward shows
+    fp32, slices   1e-3      1e-2      sums in another order
     16 bits        5e-2      0.3       of the whole gradient alone: the uncut model computes in fp32. So for models that
                                        round to 16 bits inside, and where torch may round products of matrices
                                        (torch.set_float32_matmul_precision)
 
+The copy has the user's hooks (uncut.py) and runs under the autocast of the passes; it draws what they drew, from the
+same states of the generators (memory/draws.py). Where a loss was computed outside of the engine's call, the outputs of
+the model are compared, and its gradients given those of the outputs: what reached them in the real backward passes is
+what the copy's backward pass begins with.
+
 No number of the run changes: random generators are put back, buffers and modules are copies, traffic is not counted.
-Left out, and said so in the log, where the model cannot be copied, has hooks of a user's or draws random numbers of its
-own, where the loss is not what the engine's call returned or was computed under torch.autocast, and where weights and
-gradients do not fit beside what is there.
+Where the models cannot be compared (the model cannot be copied, holds tables, does not fit beside what is there; a loss
+reaches weights by another way than by the engine's call; batch norms are synchronized) a warning says so and why, and
+under tp a model with hooks of a user's, which see slices there, is refused.
 
 Cost: once, the whole weights and gradients on the ranks of one model, and a step of the uncut model on one of them.
 """
 
-import copy
-import functools
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from math import prod
-from types import FunctionType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -45,13 +47,18 @@ from shardwise.engine import state
 from shardwise.engine.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.parts import Parts
 from shardwise.engine.step import Totals
+from shardwise.engine.uncut import Uncut, give_hooks, hooked
+from shardwise.memory.draws import Begun
+from shardwise.memory.generators import Generators
 from shardwise.memory.replay import Replay
-from shardwise.models.dropout import replace_dropout, unkeyed_dropout
+from shardwise.models.dropout import replace_dropout
 from shardwise.models.tiles import tile_foreign, tile_model
 from shardwise.observe.memory import available_bytes
 from shardwise.parallel.expert.apply import surround
-from shardwise.parallel.pipeline.layers import Layers
+from shardwise.parallel.pipeline.stage_module import parts_of
 from shardwise.plan.errors import PlanError, ShardwiseError, UsageError
+from shardwise.plan.pytree import rebuilt, tensors_in
+from shardwise.plan.user_hooks import is_users
 
 _log = logging.getLogger("shardwise")
 _TEXT_BYTES = 2000
@@ -63,35 +70,8 @@ gradients of the cut one."""
 _NORM = 1e-3
 """Largest relative error of the norm beside the gradients that it is of; they may be in 16 bits."""
 _LOW = (torch.bfloat16, torch.float16)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class Uncut(NamedTuple):
-    """The model before it is cut, without weights, on the rank that compares; or why there is none."""
-
-    model: nn.Module | None
-    reason: str = ""
-
-
-def keep_uncut(model: nn.Module) -> Uncut:
-    """A copy of ``model`` whose parameters are on meta."""
-    if isinstance(model, Layers):
-        return Uncut(None, "its layers are built where they live")
-    for name, module in model.named_modules():
-        if _has_hooks(module):
-            return Uncut(None, f"{name or 'the model'} has hooks, which would see the batch twice")
-        if isinstance(vars(module).get("forward"), FunctionType):
-            return Uncut(
-                None, f"the forward of {name or 'the model'} is a function that a copy would share with it"
-            )
-    try:
-        memo: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-            for p in model.parameters()
-        }
-        return Uncut(copy.deepcopy(model, memo))
-    except Exception as error:
-        return Uncut(None, f"it cannot be copied ({type(error).__name__}: {error})")
+_MOST_OPEN = 8
+"""Passes without a backward pass that are kept outside of a pipeline; with them their graphs are."""
 
 
 class Tolerances(NamedTuple):
@@ -101,10 +81,39 @@ class Tolerances(NamedTuple):
     gradient: float
 
 
-class _Pass(NamedTuple):
+@dataclass
+class _Output:
+    """A tensor that a pass returned: ``tensor`` as it was, and the gradient that reached it from outside."""
+
+    tensor: Tensor
+    version: int
+    gradient: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        """A backward pass has brought ``gradient``."""
+        gradient = gradient.detach()
+        self.gradient = gradient.clone() if self.gradient is None else self.gradient + gradient
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A forward pass with gradients, and what came back to it."""
+
     args: Any
     kwargs: Any
-    weight: float
+    autocast: tuple[bool, torch.dtype]
+    microbatch: int = 0
+    begun: Begun | None = None
+    outputs: dict[int, _Output] = field(default_factory=dict)
+    """By their place among the tensors that the pass returned."""
+    nodes: set[Any] = field(default_factory=set)
+    """Of the graph, where it is left to the caller."""
+    losses: list[Tensor] = field(default_factory=list)
+    """The loss that it returned, where there is one."""
+    weight: float = 0.0
+    scale: float = 1.0
+    is_loss: bool = True
+    """Whether backward passes began at the loss that it returned."""
 
 
 class Check:
@@ -119,12 +128,13 @@ class Check:
         self._uncut = uncut
         self._recomputed = recomputed
         self._buffers: dict[str, Tensor] = {}
-        self._running: list[tuple[Any, Any]] = []
-        self._output: Any = None
+        self._running: list[_Pass] = []
         self._passes: list[_Pass] = []
-        self._is_known = True
-        self._is_cast = False
+        self._unknown = ""
+        """Why gradients of the step cannot be computed once more."""
+        self._handles: list[Any] = []
         self._rounds_inside = False
+        self._rounds_to_fp32 = False
         self._runs_uncut = False
 
     # During the step -------------------------------------------------------------------------------------------
@@ -134,32 +144,82 @@ class Check:
         if not self._buffers:
             held = state.own_buffers(self._parts)
             self._buffers = {name: buffer.detach().clone() for name, buffer in held.items()}
-        self._is_cast = self._is_cast or torch.is_autocast_enabled(self._parts.device.type)
-        if self._output is not None:  # no backward pass came from the pass before
-            self._is_known, self._output = False, None
-        if not self._is_known:
+        if self._uncut is None:
+            return
+        kind = self._parts.device.type
+        cast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        if len(self._running) >= _MOST_OPEN and self._parts.mesh.pp == 1:
+            self._unknown = f"more than {_MOST_OPEN} passes with gradients came before a backward pass"
             self._running.clear()
-        elif self._uncut is not None:
-            self._running.append(tree_map_only(Tensor, _cloned, (args, dict(kwargs))))
+        self._running.append(_Pass(*tree_map_only(Tensor, _cloned, (args, dict(kwargs))), cast))
 
-    def returned(self, output: Any) -> None:
-        """What that pass gave."""
-        self._output = output
+    def returned(self, output: Any, microbatch: int) -> Any:
+        """Return what the pass gave, such that the gradients which reach it are seen."""
+        if self._uncut is None or not self._running:
+            return output
+        run = self._running[-1]
+        run.microbatch, run.begun = microbatch, self._parts.passes.replay.draws.begun.get(microbatch)
+        places = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors_in(output))))}
+        seen: dict[int, Tensor] = {}
 
-    def counts(self, loss: Tensor, weight: float) -> None:
-        """A backward pass from ``loss``, which is known where the last pass returned it."""
-        output, self._output = self._output, None
+        def watched(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return rebuilt(value, watched)
+            if not (type(value) is Tensor and value.requires_grad and value.is_floating_point()):
+                return value
+            if id(value) not in seen:
+                twin = seen[id(value)] = value.view_as(value)
+                held = run.outputs[places[id(value)]] = _Output(value.detach(), value._version)
+                self._handles.append(twin.register_hook(held.add))
+                run.nodes.add(twin.grad_fn)
+            return seen[id(value)]
+
+        output = watched(output)
         try:
-            is_known = len(self._running) == 1 and find_loss(output) is loss
+            run.losses = [find_loss(output)]
         except ShardwiseError:
-            is_known = False
-        self._is_known = self._is_known and (is_known or self._uncut is None)
-        self.counted([weight] * len(self._running))
+            run.losses = []
+        return output
 
-    def counted(self, weights: Sequence[float]) -> None:
-        """What the passes since the last backward pass count."""
-        self._passes += [_Pass(*each, weight) for each, weight in zip(self._running, weights, strict=False)]
-        self._running = []
+    def begins(self, loss: Tensor) -> None:
+        """A backward pass from ``loss`` begins."""
+        if self._uncut is None or self._unknown:
+            return
+        runs = [*self._running, *self._passes]
+        own = {id(parameter) for parameter in self._parts.model.parameters()}
+        if _reaches(loss, set().union(*(run.nodes for run in runs)), own):
+            self._unknown = (
+                "the loss reaches weights by another way than by what engine(batch) returned (a penalty on "
+                "parameters, a hook that keeps outputs, engine.run, engine.log_probs)"
+            )
+
+    def counts(self, loss: Tensor, weight: float, scale: float) -> None:
+        """The backward pass from ``loss`` has run, which counts ``weight`` and was multiplied by ``scale``."""
+        if self._uncut is None:
+            return
+        reached = [run for run in self._running if any(o.gradient is not None for o in run.outputs.values())]
+        for run in [*reached, *self._passes]:
+            run.is_loss = run.is_loss and any(each is loss for each in run.losses)
+        self._count(reached, [weight] * len(reached), [scale] * len(reached))
+
+    def counted(self, weights: Sequence[float], scales: Sequence[float]) -> None:
+        """The passes of a pipeline have run, one per microbatch."""
+        begun = self._parts.passes.replay.draws.begun
+        for i, run in enumerate(self._running):
+            run.microbatch, run.begun = i, begun.get(i)
+        self._count(list(self._running), weights, scales)
+
+    def _count(self, runs: Sequence[_Pass], weights: Sequence[float], scales: Sequence[float]) -> None:
+        for run, weight, scale in zip(runs, weights, scales, strict=False):
+            run.weight, run.scale = weight, scale
+            self._passes.append(run)
+        self._running = [run for run in self._running if run not in runs]
+
+    def ends_outside(self) -> None:
+        """A backward pass has run whose loss is not known."""
+        self._unknown = (
+            "loss.backward() was called on the loss itself (adopt_backward), not engine.backward(loss)"
+        )
 
     def meets_the_cut_model(self) -> None:
         """A pass of the engine's own model begins. Errors: where only the uncut one should run."""
@@ -168,26 +228,33 @@ class Check:
 
     def forget(self) -> None:
         """The step begins anew."""
-        self._running, self._passes, self._output, self._is_known, self._is_cast = [], [], None, True, False
+        self._running, self._passes, self._unknown = [], [], ""
         self._buffers = {}  # what a skipped step left in them, or a load, is what the next one begins with
+        self.close()
+
+    def close(self) -> None:
+        """Look at no output any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     # Before the update -----------------------------------------------------------------------------------------
 
     def compare(self, step: int, totals: Totals, divisor: float) -> None:
         """Collective. Errors: PlanError, alike on all ranks."""
+        self.close()
         with self._uncounted():
             reason = self._obstacle()
-            if self._any(bool(reason)):
-                self._say(reason)
+            if self._leaves_out(reason):
                 return
             weights = state.whole_parameters(self._parts) | state.whole_buffers(self._parts, self._buffers)
             got = state.gradients(self._parts, 1.0)  # divided in fp64: small ones would be 0 in fp16
-            whole, loss, problem = None, 0.0, ""
+            whole, loss, problem, kind = None, 0.0, "", ""
             if self._uncut is not None:
                 try:
                     whole = self._filled(weights)
                     with self._alone():
-                        loss = self._run(whole, step)
+                        loss, kind = self._run(whole, step, divisor / totals.weight)
                 except _LeftOut as error:
                     reason = str(error)
                 except UsageError as error:
@@ -196,11 +263,10 @@ class Check:
                     reason = f"the uncut model fails with {type(error).__name__}: {error}"
             del weights
             self._agree(problem)
-            if self._any(bool(reason)):
-                self._say(reason)
+            if self._leaves_out(reason):
                 return
             if whole is not None:
-                problem = self._difference(whole, got, loss, totals, divisor)
+                problem = self._difference(whole, got, loss, totals, divisor) or kind
             self._agree(problem)
 
     def _obstacle(self) -> str:
@@ -210,13 +276,6 @@ class Check:
             return "its embedding tables are spread over ranks, none of which may hold all of them"
         if self._uncut is not None and self._uncut.model is None:
             return self._uncut.reason
-        hooked = [name for name, each in parts.model.named_parameters() if each._backward_hooks]
-        if hooked:
-            return f"{hooked[0]} has a hook on its gradient, which the uncut model has not"
-        roots = [parts.model, *(stage.module for stage in parts.stages)]
-        watched = [name for root in roots for name, each in root.named_modules() if _has_hooks(each)]
-        if watched:
-            return f"{watched[0] or 'the model'} has a hook, which the uncut model has not"
         wanted = _COPIES * sum(
             prod(entry.shape) * max(4, entry.dtype.itemsize) for entry in parts.spec.parameters.values()
         )
@@ -226,18 +285,34 @@ class Check:
             return f"the whole model takes {wanted / 2**30:.1f} GiB here and {free / 2**30:.1f} may be used"
         if self._uncut is None:
             return ""
-        model = self._uncut.model
-        if not self._is_known:
-            return "the loss is not what engine(batch) returned"
-        if self._is_cast:
-            return "torch.autocast was on around the pass"
+        if self._unknown:
+            return self._unknown
         if self._settings.batch_norm == "synchronized" and parts.dp.size > 1:
             return "batch_norm: synchronized takes the samples of all ranks"
-        assert model is not None, "asked above"
-        drawing = unkeyed_dropout(_undropped(model))
-        if drawing:
-            return f"{drawing[0]} draws random numbers of its own"
         return ""
+
+    def _leaves_out(self, reason: str) -> bool:
+        """Whether the models are not compared, on any rank, which is said. Collective.
+
+        Errors: PlanError where what cannot be compared has hooks that see slices.
+        """
+        if not self._any(bool(reason)):
+            return False
+        reason = self._told(reason)
+        self._say(reason)
+        parts, named = self._parts, []
+        if parts.groups["tp"].size > 1:
+            named = [name for stage in parts.stages for name in hooked(stage.module) if name]
+        if self._any(bool(named)):
+            name = self._told(named[0] if named else "")
+            raise PlanError(
+                f"check: {name} has a hook of yours, or a forward of yours, and under mesh.tp: "
+                f"{parts.groups['tp'].size} modules inside of the model work on slices of features and tokens; the "
+                f"first step would show whether it computes the same all the same, but cannot be compared: {reason}. "
+                "No weight has moved. Put what the hook does into the model's forward, on whole values (its inputs "
+                "and outputs), or, where it only looks or works on each element alone, set check_first_step: off"
+            )
+        return True
 
     def _filled(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """The uncut model with the weights of this step."""
@@ -249,10 +324,19 @@ class Check:
             return value.float() if is_low and value.is_floating_point() else value
 
         frozen = {name for name, each in self._parts.model.named_parameters() if not each.requires_grad}
+        exchanged, twins = self._uncut.exchanged, dict(model.named_parameters(remove_duplicate=False))
+        assert exchanged is not None, "there is a copy"
+        last = self._parts.stages[-1].module
+        give_hooks(self._uncut, {"model": self._parts.model, "stage": last})
         made = {
             id(p): nn.Parameter(real(weights[name]), p.requires_grad and name not in frozen)
             for name, p in model.named_parameters()
         }
+        for name, parameter in self._parts.model.named_parameters():
+            twin = made.get(id(twins[name])) if name in twins else None
+            for hook in (parameter._backward_hooks or {}).values():
+                if twin is not None and twin.requires_grad and is_users(hook):
+                    twin.register_hook(exchanged.function(hook))
         buffers = dict(model.named_buffers())
         for name, module in model.named_modules():
             for key, held in module._parameters.items():
@@ -278,8 +362,13 @@ class Check:
             entry.dtype in _LOW for entry in self._parts.spec.parameters.values()
         )
 
-    def _run(self, model: nn.Module, step: int) -> float:
-        """Gradients Σ w ∇loss into the model's parameters; Σ w loss."""
+    def _run(self, model: nn.Module, step: int, unit: float) -> tuple[float, str]:
+        """Gradients of the step into the model's parameters; Σ w loss; what differs already.
+
+        ``unit``: what the loss of a microbatch that weighs 1 is multiplied by. Losses are multiplied as in the step, or
+        what rounds inside of the model would round other numbers.
+        """
+        assert self._uncut is not None and self._uncut.exchanged is not None, "this rank compares"
         replay, device = Replay(), self._parts.device
         dtype = torch.float32 if self._is_low else self._settings.precision.compute_dtype
         replace_dropout(model, self._settings.train.seed, replay)
@@ -291,44 +380,102 @@ class Check:
             lambda _, args, kwargs: (cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)),
             with_kwargs=True,
         )
-        total = 0.0
+        loss_of = None if self._loss is None else self._uncut.exchanged.function(self._loss, False)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        with _generators_kept(device) as was_drawn:
-            for i, (args, kwargs, weight) in enumerate(self._passes):
-                if not weight:  # no labels: its mean loss may be 0 / 0
+        draws, parts = replay.draws, parts_of(model, self._blocks())
+        draws.share(self._parts.groups["tp"].alone("tp"), self._parts.groups["tp"].alone("pp"), model, device)
+        total, problem = 0.0, ""
+        with _generators_kept(draws.generators):
+            for run in self._passes:
+                if not run.weight:  # no labels: its mean loss may be 0 / 0
                     continue
-                seen = _Dtypes()
-                with torch.enable_grad(), replay.at(self._parts.passes.place(step, i, (args, kwargs))), seen:
-                    is_batch = len(args) == 1 and not kwargs
+                seen, place = (
+                    _Dtypes(),
+                    self._parts.passes.place(step, run.microbatch, (run.args, run.kwargs)),
+                )
+                with ExitStack() as stack:
+                    enabled, kind = run.autocast
+                    stack.enter_context(torch.autocast(device.type, kind, enabled=enabled))
+                    stack.enter_context(torch.enable_grad())
+                    stack.enter_context(replay.at(place))
+                    if run.begun is not None:
+                        stack.enter_context(draws.again(run.begun))
+                    stack.enter_context(draws.around(parts))
+                    stack.enter_context(seen)
+                    is_batch = len(run.args) == 1 and not run.kwargs
                     output = (
-                        call_model(model, self._loss, args[0], device) if is_batch else model(*args, **kwargs)
+                        call_model(model, loss_of, run.args[0], device)
+                        if is_batch
+                        else model(*run.args, **run.kwargs)
                     )
-                    loss = find_loss(output)
                 self._rounds_inside = self._rounds_inside or not seen.all.isdisjoint(_LOW)
-                total += float(loss.detach()) * weight
+                self._rounds_to_fp32 = self._rounds_to_fp32 or seen.rounds_to_fp32
+                scale = run.weight * unit
+                if run.is_loss:
+                    ends, gradients = [find_loss(output)], [torch.full_like(find_loss(output), scale)]
+                    total += float(ends[0].detach()) * run.weight
+                else:
+                    ends, gradients, found = self._ends(output, run, scale / run.scale)
+                    problem = problem or found
                 # Of these alone: what else trains by this loss has its gradient already.
-                with replay.scaled(weight):
-                    torch.autograd.backward(loss, torch.full_like(loss, weight), inputs=trained)
-            if was_drawn():
-                raise _LeftOut("it draws random numbers of its own, which differ from rank to rank")
-        return total
+                with replay.scaled(scale):
+                    if ends:
+                        torch.autograd.backward(ends, gradients, inputs=trained)
+        return total, problem
+
+    def _blocks(self) -> list[str]:
+        run: Any = self._parts.stages[-1].run
+        return [] if run is None else list(run.__self__.all_blocks)
+
+    def _ends(self, output: Any, run: _Pass, factor: float) -> tuple[list[Tensor], list[Tensor], str]:
+        """Where the copy's backward pass begins, the gradients there, and how its output differs, in words."""
+        tensors, ends, gradients, problem = list(tensors_in(output)), [], [], ""
+        for place, held in run.outputs.items():
+            if held.gradient is None:
+                continue
+            if place >= len(tensors) or tensors[place].shape != held.tensor.shape:
+                shape = tuple(tensors[place].shape) if place < len(tensors) else None
+                return (
+                    [],
+                    [],
+                    (
+                        f"an output that the loss uses has the shape {tuple(held.tensor.shape)}, that of the uncut "
+                        f"model {shape}"
+                    ),
+                )
+            twin = tensors[place]
+            if held.tensor._version == held.version:
+                away = (held.tensor.double() - twin.detach().double()).norm()
+                size = twin.detach().double().norm()
+                if not float(away) <= self._tolerances().gradient * max(float(size), 1e-30):
+                    error = float(away / size.clamp_min(1e-30))
+                    problem = (
+                        problem
+                        or f"an output that the loss uses differs from the uncut model's by {error:.2g}"
+                    )
+            if twin.requires_grad:
+                ends.append(twin)
+                gradients.append(held.gradient.to(twin) * factor)
+        return ends, gradients, problem
 
     def _difference(
         self, model: nn.Module, got: Mapping[str, Tensor], loss: float, totals: Totals, divisor: float
     ) -> str:
         """What differs, in words. Collective over the ranks that compare."""
         dp = self._parts.dp
-        mean = torch.tensor([loss], dtype=torch.float64, device=self._parts.device)
-        dp.all_reduce(mean, "the uncut loss", purpose="control").wait()
+        unlike = sum(not run.is_loss for run in self._passes)
+        told = torch.tensor([loss, float(unlike)], dtype=torch.float64, device=self._parts.device)
+        dp.all_reduce(told, "the uncut loss", purpose="control").wait()
+        mean, others = told.tolist()
         wanted: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                 dp.all_reduce(grad.view(-1), name, purpose="control").wait()
-                wanted[name], parameter.grad = grad.double() / totals.weight, None
+                wanted[name], parameter.grad = grad.double() / divisor, None
         tolerance = self._tolerances()
-        uncut_loss, cut_loss = float(mean) / totals.weight, totals.loss / totals.weight
-        if not abs(uncut_loss - cut_loss) <= tolerance.loss * max(1.0, abs(uncut_loss)):
+        uncut_loss, cut_loss = mean / totals.weight, totals.loss / totals.weight
+        if not others and not abs(uncut_loss - cut_loss) <= tolerance.loss * max(1.0, abs(uncut_loss)):
             return f"its loss is {cut_loss:.6g}, that of the uncut model {uncut_loss:.6g}"
         whole = sum(float(each.square().sum()) for each in wanted.values()) ** 0.5
         if not whole:
@@ -363,7 +510,7 @@ class Check:
             for e in self._parts.spec.parameters.values()
         }
         if dtypes == {torch.float64} and self._parts.groups["tp"].size == 1:
-            return Tolerances(1e-9, 1e-9)
+            return Tolerances(1e-4, 1e-3) if self._rounds_to_fp32 else Tolerances(1e-9, 1e-9)
         return Tolerances(1e-3, 1e-2)
 
     # Together --------------------------------------------------------------------------------------------------
@@ -381,10 +528,28 @@ class Check:
         cuts = [f"mesh.{axis}: {mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1]
         raise PlanError(
             f"check: the model cut by {' and '.join(cuts)} does not compute what the uncut one does on the first "
-            f"batch: {told}. No weight has moved. Look at how these modules are cut (tensor.table, "
+            f"batch: {told}. No weight has moved. {self._hints()}Look at how these modules are cut (tensor.table, "
             "pipeline.partition), give the model as a list of layers, give all ranks that share a model the same "
             "batches, or leave the check out (check_first_step: off) where the model is right so"
         )
+
+    def _hints(self) -> str:
+        """What in this model is likely to see or draw other numbers where it is cut; alike on all ranks."""
+        parts, found = self._parts, ""
+        named = [name for stage in parts.stages for name in hooked(stage.module) if name]
+        if self._any(bool(named)):
+            name = self._told(named[0] if named else "")
+            found += (
+                f"{name} has a hook of yours, or a forward of yours: where a layer is cut it sees a slice of the "
+                "features or of the tokens; put what it does into the model's forward, on whole values. "
+            )
+        drew = ", ".join(parts.passes.replay.draws.drew)
+        if self._any(bool(drew)):
+            found += (
+                f"The forward pass draws random numbers ({self._told(drew)}): what is drawn in the shape of a slice "
+                "is not the slice of what is drawn for the whole; use nn.Dropout, or draw in the shape of the batch. "
+            )
+        return found
 
     def _told(self, problem: str) -> str:
         """The words of the first rank that has some, on every rank."""
@@ -399,8 +564,8 @@ class Check:
         return bytes(words.cpu().tolist()).decode(errors="replace").strip()
 
     def _say(self, reason: str) -> None:
-        if reason:
-            _log.info("check: the first step is not compared with the uncut model: %s", reason)
+        if self._parts.world.rank == 0:
+            _log.warning("check: the first step is not compared with the uncut model: %s", reason)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -424,16 +589,22 @@ class Check:
 
 
 class _Dtypes(TorchFunctionMode):
-    """Those of what torch's functions return while it is entered."""
+    """What torch's functions return while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.all: set[torch.dtype] = set()
+        self.rounds_to_fp32 = False
+        """Whether a function made fp32 of fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.all.add(result.dtype)
+            if result.dtype == torch.float32 and not self.rounds_to_fp32:
+                self.rounds_to_fp32 = any(
+                    isinstance(each, Tensor) and each.dtype == torch.float64 for each in args
+                )
         return result
 
 
@@ -441,48 +612,30 @@ class _LeftOut(Exception):
     """Why the models cannot be compared."""
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """A user's own: not those of torch's utilities, nor the engine's."""
-    for hook in (each for kind in _HOOKS for each in vars(module).get(kind, {}).values()):
-        made = hook.func if isinstance(hook, functools.partial) else hook
-        where = getattr(made, "__module__", None) or ""
-        if not where.startswith(("torch.nn.utils", "shardwise")):
-            return True
-    return False
-
-
 def _cloned(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _undropped(model: nn.Module) -> nn.Module:
-    """The model with ``nn.Dropout`` as what it will be: keyed."""
-    twin = copy.deepcopy(model)
-    replace_dropout(twin, 0, Replay())
-    return twin
+def _reaches(loss: Tensor, stop: set[Any], parameters: set[int]) -> bool:
+    """Whether the graph of ``loss`` comes to one of ``parameters`` without one of the nodes ``stop`` on the way."""
+    seen: set[Any] = set(stop)
+    following = [loss.grad_fn]
+    while following:
+        node = following.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        following += [each for each, _ in node.next_functions]
+    return False
 
 
 @contextmanager
-def _generators_kept(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Random generators are as before at the end; yields whether torch's, Python's or numpy's were drawn from."""
-    python, arrays = random.getstate(), np.random.get_state()
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state(device)])]
-
-    before = states()
+def _generators_kept(generators: Generators) -> Iterator[None]:
+    """Random generators are as before at the end."""
+    before = generators.states()
     try:
-        yield (
-            lambda: (
-                random.getstate() != python
-                or str(np.random.get_state()) != str(arrays)
-                or not all(torch.equal(a, b) for a, b in zip(states(), before, strict=True))
-            )
-        )
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        torch.set_rng_state(before[0])
-        if module is not None:
-            module.set_rng_state(before[1], device)
+        generators.put(before)

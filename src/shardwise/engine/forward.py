@@ -57,6 +57,8 @@ class Forward:
         with self._weighing.seen_through(args, kwargs) if trains else nullcontext():
             output = self._called(args, kwargs, step.passes)
         if trains:
+            if record.check is not None:
+                output = record.check.returned(output, step.passes)
             record.returned(output)
             self._parts.passes.own_use.begin()  # until backward: the user may go on with the loss
         return output

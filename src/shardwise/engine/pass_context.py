@@ -52,7 +52,14 @@ class PassContext:
         place, looked_at = self.place(step, microbatch, batch, rows), self.own_use.looked_at()
         counted = self.profile.forward()
         draws = self.replay.draws.at(microbatch, torch.is_grad_enabled())
-        with self._told_as_cut(), self.vocabulary.checked(batch), self.replay.at(place), looked_at, counted, draws:
+        with (
+            self._told_as_cut(),
+            self.vocabulary.checked(batch),
+            self.replay.at(place),
+            looked_at,
+            counted,
+            draws,
+        ):
             yield
 
     def place(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> BatchPosition:

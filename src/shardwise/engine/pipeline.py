@@ -103,7 +103,7 @@ class Pipeline:
                 accumulation.end_microbatch()
             accumulation.count(results.get(i), weight)
         if check is not None:
-            check.counted([*map(float, each)])
+            check.counted([*map(float, each)], [float(accumulation.scale_of(weight)) for weight in each])
         return is_whole
 
     def _meet(self, batches: Sequence[Any], each: list[Number]) -> bool:

@@ -96,6 +96,12 @@ class StepInputs:
         """The ranks have compared their first batches."""
         self._fingerprint = None
 
+    def end_check(self) -> None:
+        """The first step was compared."""
+        if self.check is not None:
+            self.check.forget()
+        self.check = None
+
     def end_step(self) -> None:
         """The step is over; the check of one that was skipped begins anew."""
         self._own_passes = 0
@@ -106,7 +112,7 @@ class StepInputs:
     def close(self) -> None:
         """No step comes any more."""
         self.passes.clear()
-        self.check = None
+        self.end_check()
 
     def discard(self) -> None:
         """The step begins anew."""

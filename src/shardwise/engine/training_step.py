@@ -151,13 +151,15 @@ class TrainingStep:
         counted, scale = self._enter_backward(
             weight, lambda: self._weighing.of_loss(loss, self._record.batch(step.passes))
         )
+        if self._record.check is not None:
+            self._record.check.begins(loss)
         # After an error half of the gradients may have landed; the next step may not start from them.
         scaled = parts.passes.replay.scaled(scale)
         with self._discard.on_error(), parts.passes.profile.backward(), scaled:
             parts.hooks[0].run_backward(
                 lambda: loss.backward(filled_like(loss, scale), retain_graph=retain_graph)
             )
-        self._leave_backward(loss, counted)
+        self._leave_backward(loss, counted, scale)
 
     def adopt_backward(self) -> None:
         """See ``Engine.adopt_backward``."""
@@ -182,7 +184,7 @@ class TrainingStep:
     def _end_plain_backward(self) -> None:
         self._parts.passes.replay.scale = 1.0
         self._parts.hooks[0].end_backward()
-        self._leave_backward(None, 1.0)
+        self._leave_backward(None, 1.0, 1.0)
 
     def _enter_backward(self, weight: float | None, found: Callable[[], Number]) -> tuple[Number, Number]:
         """A backward pass begins: (what it counts, what its loss is multiplied by)."""
@@ -206,14 +208,15 @@ class TrainingStep:
         hooks.begin_backward(last=is_last)
         return counted, scale
 
-    def _leave_backward(self, loss: Tensor | None, weight: Number) -> None:
+    def _leave_backward(self, loss: Tensor | None, weight: Number, scale: Number) -> None:
         """It has run."""
         self._parts.hooks[0].marks.set()
         self._record.counts(weight)
-        if loss is None:
-            self._record.check = None  # there is no loss to compare
-        elif self._record.check is not None:
-            self._record.check.counts(loss, float(weight))
+        if self._record.check is not None:
+            if loss is None:
+                self._record.check.ends_outside()
+            else:
+                self._record.check.counts(loss, float(weight), float(scale))
         self._accumulation.count(loss, weight)
 
     # The update ------------------------------------------------------------------------------------------------
@@ -298,7 +301,7 @@ class TrainingStep:
         check_alike(totals, parts.config.batch.duplicates, finite, self._loss_tolerance)
         if self._record.check is not None and finite and totals.weight and not math.isnan(totals.loss):
             self._record.check.compare(self._number, totals, divisor)
-            self._record.check = None
+            self._record.end_check()
         return totals, divisor, norm
 
     def train_step(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> StepResult:

@@ -1,9 +1,9 @@
 """Random numbers of a forward pass on the ranks of one model: all of them draw alike.
 
 Noise of a model's own (``torch.randn``, ``random.random``, numpy) is drawn by every rank that runs the line, from its
-own generators. A rank along "tp" would add other noise than its neighbours; a stage that wants back at the end the noise
-that another stage has added would find its own. So passes begin with one state, and what is drawn in a part of the
-model that one stage alone runs does not move the generators for the others:
+own generators. A rank along "tp" would add other noise than its neighbours; a stage that wants back at the end the
+noise that another stage has added would find its own. So passes begin with one state, and what is drawn in a part of
+the model that one stage alone runs does not move the generators for the others:
 
     along "tp"             a pass begins with the states of the first rank; passes follow one another as in one process
     in a pipeline          a walk begins with the states of the last stage, where the walk before ended;

@@ -5,8 +5,8 @@
     numpy     the functions of ``numpy.random``
     others    ``torch.Generator``, ``random.Random`` and numpy's generators that modules hold in attributes
 
-Cost: a state of torch's takes 2 µs to read, Python's 10 µs, numpy's 50 µs. The last two are read in the first ``_LOOKS``
-      passes of an object, and later only if one of these passes drew from them.
+Cost: a state of torch's takes 2 µs to read, Python's 10 µs, numpy's 50 µs. The last two are read in the first
+      ``_LOOKS`` passes of an object, and later only if one of these passes drew from them.
 """
 
 import base64
@@ -95,7 +95,9 @@ class Generators:
     def seed(self, key: str, names: Iterable[str]) -> None:
         """Set the generators ``names`` to states that are a function of ``key`` and their name alone."""
         for name in names:
-            number = int.from_bytes(hashlib.blake2b(f"{key} {name}".encode(), digest_size=7).digest(), "little")
+            number = int.from_bytes(
+                hashlib.blake2b(f"{key} {name}".encode(), digest_size=7).digest(), "little"
+            )
             if name == "torch":
                 torch.default_generator.manual_seed(number)
             elif name == "python":
@@ -129,7 +131,11 @@ def _encoded(value: Any) -> Any:
         return value.item()
     is_tensor = isinstance(value, Tensor)
     array = value.cpu().numpy() if is_tensor else value
-    return {"tensor": is_tensor, "dtype": str(array.dtype), "bytes": base64.b64encode(array.tobytes()).decode()}
+    return {
+        "tensor": is_tensor,
+        "dtype": str(array.dtype),
+        "bytes": base64.b64encode(array.tobytes()).decode(),
+    }
 
 
 def _decoded(value: dict[str, Any]) -> Any:

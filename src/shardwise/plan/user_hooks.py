@@ -8,13 +8,17 @@ from torch import nn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module that hold hooks by number."""
+_NOT_USERS = ("torch.nn.utils", "torch.ao.", "torch._dynamo", "shardwise.")
 
 
 def is_users(hook: Any) -> bool:
     """Return True if ``hook`` was made neither by torch's utilities nor by this package."""
     made = hook.func if isinstance(hook, functools.partial) else hook
-    where = getattr(made, "__module__", None) or ""
-    return not where.startswith(("torch.nn.utils", "torch.ao.", "shardwise."))
+    made = getattr(made, "__func__", made)
+    # ``functools.wraps`` gives a function the name of another one's module.
+    around = getattr(made, "__globals__", None)
+    where = getattr(made, "__module__", None) if around is None else around.get("__name__")
+    return not str(where or "").startswith(_NOT_USERS)
 
 
 def user_hooks(module: nn.Module) -> Iterator[tuple[str, int, Any]]:

@@ -49,7 +49,9 @@ def figures(world: World, pp: int, late: bool = False) -> tuple[list[float], lis
             stage.module.register_full_backward_pre_hook(halve)
     found = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Full backward hook is firing")  # torch's, of inputs without gradients
+        warnings.filterwarnings(
+            "ignore", "Full backward hook is firing"
+        )  # torch's, of inputs without gradients
         for _ in range(2):
             result = engine.train_step([(TOKENS, TOKENS)])
             found += [result.loss, result.grad_norm]

@@ -54,7 +54,9 @@ def cut(
     result = {}
     for stage in sorted(stages_here):
         skeleton = _Skeleton(model, starts, stage, stage_of, taken)
-        result[stage] = StageModule(skeleton.root, stage, stages, skeleton.relay, skeleton.blocks)
+        result[stage] = StageModule(
+            skeleton.root, stage, stages, skeleton.relay, skeleton.blocks, skeleton.all_blocks
+        )
     return result
 
 
@@ -67,7 +69,7 @@ class _Skeleton:
         self.relay = Relay(stage, f"The model cannot be cut so: cut elsewhere (pipeline.partition), {LIST}")
         self._stage = stage
         self._stage_of = stage_of
-        self._blocks = blocks_around(model, starts)
+        self._blocks = self.all_blocks = blocks_around(model, starts)
         self.blocks = mine = [block for block in self._blocks if stage_of[block] == stage]
         """Names of this stage's own."""
         self._last = mine[-1] if mine and stage < len(starts) else None

@@ -35,12 +35,22 @@ class StageModule:
     Hooks on ``module`` see an ordinary pass whose output is what the stage passes on. ``blocks``: the names of its own.
     """
 
-    def __init__(self, module: nn.Module, stage: int, stages: int, relay: Relay, blocks: Sequence[str] = ()):
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        stages: int,
+        relay: Relay,
+        blocks: Sequence[str] = (),
+        all_blocks: Sequence[str] = (),
+    ):
         self.module = module
         self.stage = stage
         self.stages = stages
         self._relay = relay
         self._blocks = list(blocks)
+        self.all_blocks = list(all_blocks)
+        """Names of the blocks of all stages."""
         self.draws = PassDraws()
         """What passes draw from generators that are not keyed."""
         self._parts: list[tuple[str, nn.Module]] | None = None
