@@ -25,6 +25,7 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.pass_context import rows_of
 from shardwise.engine.sums import Number, filled_like, number_of
 from shardwise.engine.weighing import Weighing
+from shardwise.memory.recompute import told_again
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
 from shardwise.parallel.pipeline.layers import Layers, brought_in
@@ -356,7 +357,7 @@ class _Training(_Forward):
         first = None if loss is None else filled_like(loss, scale)
         passes.loads.count(microbatch, scale)
         hooks.begin_backward(last=microbatch == self._last_microbatch[stage])
-        with passes.profile.backward(), passes.replay.scaled(scale):
+        with passes.profile.backward(), passes.replay.scaled(scale), told_again(passes.replay):
             hooks.run_backward(lambda: run(first))
         if not passes.loads.layers:
             return None

@@ -33,6 +33,7 @@ from shardwise.engine.scaled import check_unscaled
 from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
 from shardwise.engine.sums import Number, filled_like
 from shardwise.engine.weighing import Weighing
+from shardwise.memory.recompute import told_again
 from shardwise.optim.clip import clip_factor
 from shardwise.optim.groups import mark_of
 from shardwise.plan.action import Action, Kind
@@ -155,7 +156,12 @@ class TrainingStep:
             self._record.check.begins(loss)
         # After an error half of the gradients may have landed; the next step may not start from them.
         scaled = parts.passes.replay.scaled(scale)
-        with self._discard.on_error(), parts.passes.profile.backward(), scaled:
+        with (
+            self._discard.on_error(),
+            parts.passes.profile.backward(),
+            scaled,
+            told_again(parts.passes.replay),
+        ):
             parts.hooks[0].run_backward(
                 lambda: loss.backward(filled_like(loss, scale), retain_graph=retain_graph)
             )

@@ -19,8 +19,8 @@ Papers: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.
 Cost:   ``memory.recompute_cost``: bytes kept and operations repeated, in closed form.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Annotated, Any, Literal, Self
 
@@ -28,14 +28,16 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
+    CheckpointError,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from shardwise.memory.generators import Generators, own_generators
 from shardwise.memory.replay import Replay
-from shardwise.memory.second_run import BlockBuffers, TorchDraws
+from shardwise.memory.second_run import BlockBuffers, Draws, SecondRuns, different
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.names import chosen_by
 from shardwise.plan.policy import Policy
@@ -127,26 +129,50 @@ def recomputed(
     replay: Replay,
     saves: Callable[..., CheckpointPolicy] | None = None,
     buffers: BlockBuffers | None = None,
+    block: nn.Module | None = None,
+    name: str = "",
 ) -> Callable[..., Any]:
-    """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps.
+    """``function``, whose saved tensors are computed again in backward; ``saves``: but for what this keeps. It is that
+    of ``block``, which ``name`` tells in errors.
 
     [Note: compiled blocks]
     A compiler cannot trace our contexts, and where it gives up inside a checkpoint it goes on without them: other
     masks, silently. So this frame is never compiled; what it calls may be.
     """
 
+    told = f"block {name}" if name else f"the function {getattr(function, '__qualname__', function)}"
+    runs, generators = SecondRuns(told), dict[frozenset[torch.device], Generators]()
+
     @torch.compiler.disable(recursive=False)
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        devices = {each.device for each in tensors_in((args, kwargs)) if each.device.type != "cpu"}
-        contexts = partial(_contexts, replay, saves, buffers, TorchDraws(devices))
+        devices = frozenset(each.device for each in tensors_in((args, kwargs)) if each.device.type != "cpu")
+        if devices not in generators:
+            generators[devices] = Generators(devices, {} if block is None else own_generators(block))
+        contexts = partial(_contexts, replay, saves, buffers, Draws(generators[devices]), runs)
         return checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
         )
 
     return run
+
+
+@contextmanager
+def told_again(replay: Replay) -> Iterator[None]:
+    """Around a backward pass: torch's error for a second run that takes another path names the block.
+
+    Raises:
+        UsageError: in the place of torch's ``CheckpointError``.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        text = " ".join(str(error).split())
+        raise UsageError(
+            different(replay.ran_again or "a block", f"takes another path the second time ({text})")
+        ) from error
 
 
 class _Both(AbstractContextManager[None]):
@@ -170,10 +196,11 @@ def _contexts(
     replay: Replay,
     saves: Callable[..., CheckpointPolicy] | None,
     buffers: BlockBuffers | None,
-    draws: TorchDraws,
+    draws: Draws,
+    runs: SecondRuns,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the forward pass, and around each recomputation."""
-    piece = replay.again()
+    piece = replay.again(runs.name)
     first: list[AbstractContextManager[Any]] = [piece.first(), draws]
     again: list[AbstractContextManager[Any]] = [piece, draws.again()]
     if buffers is not None:
@@ -184,13 +211,17 @@ def _contexts(
         forward, backward = create_selective_checkpoint_contexts(saves)
         first.append(forward)
         again.append(backward)
+    alike = runs.next() if replay.has_numbers else None
+    if alike is not None:  # inside of all, next to what is saved
+        first.append(alike)
+        again.append(alike.again())
     return _Both(*first), _Both(*again)
 
 
 def _wrap_forward(
     block: nn.Module, name: str, replay: Replay, saves: Callable[..., CheckpointPolicy] | None
 ) -> None:
-    inner = recomputed(block.forward, replay, saves, BlockBuffers(block, name))
+    inner = recomputed(block.forward, replay, saves, BlockBuffers(block, name), block, name)
 
     @wraps(block.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:

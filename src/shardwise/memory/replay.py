@@ -63,6 +63,8 @@ class Replay:
         """True where the last pass with gradients did not cut the sequence, though the model is made for it."""
         self.stays_whole = False
         """True while no pass shall cut the sequence."""
+        self.ran_again = ""
+        """The piece that ran again last, in words."""
         self.runs_again = 0
         """Pieces of passes that run again now, one in another perhaps."""
         self.scale: float | Tensor = 1.0
@@ -149,10 +151,10 @@ class Replay:
             run.kept.setdefault(key, []).append(value)
         return value  # type: ignore[no-any-return]
 
-    def again(self) -> "Again":
+    def again(self, name: str = "") -> "Again":
         """A context that brings back what is now; it can be entered many times. ``first`` of it goes around the first
-        run, where that is to ``keep``."""
-        return Again(self)
+        run, where that is to ``keep``. ``name``: the piece, in words."""
+        return Again(self, name)
 
 
 @dataclass
@@ -179,8 +181,9 @@ class _Run:
 class Again(AbstractContextManager[None]):
     """See ``Replay.again``."""
 
-    def __init__(self, replay: Replay):
+    def __init__(self, replay: Replay, name: str = ""):
         self._replay = replay
+        self._name = name
         self._kept: dict[Hashable, list[Any]] = {}
         self._then = replay._place, dict(replay._calls), replay.whole_sequence
         self._before: list[tuple[BatchPosition | None, dict[str, int], bool]] = []
@@ -197,6 +200,7 @@ class Again(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._replay.runs_again += 1
+        self._replay.ran_again = self._name
         self._replay._runs.append(_Run(self._kept, {}))
         self._before.append((self._replay._place, self._replay._calls, self._replay.whole_sequence))
         place, calls, self._replay.whole_sequence = self._then

@@ -1,72 +1,78 @@
-"""What a piece that runs again finds as its first run did: states of torch's generators, and a block's buffers.
+"""What a piece that runs again finds as its first run did: states of generators, and a block's buffers.
 
 Both are contexts, entered around the first run; ``again`` gives one for every further run, which leaves behind what it
-found. The engine's own random numbers come back by ``replay.py``.
+found. The engine's own random numbers come back by ``replay.py``. What else a block keeps from pass to pass (a counter
+in an attribute, a tensor of the pass before) cannot be put back: in the first passes of a block the tensors that its
+second run computes for the backward pass are compared with those of the first (``SavedAlike``), and a block whose runs
+differ is refused by name.
 
-Cost: torch's states are read twice a pass (5 kB on a CPU), and kept where something was drawn; small buffers, and those
-      that change, are copied once a pass.
+Cost: torch's states are read twice a pass (5 kB on a CPU), and kept where something was drawn, those of Python and
+      numpy in the first passes, and later where these drew; small buffers, and those that change, are copied once a
+      pass. Tensors are compared in ``_COMPARED`` passes of each block, by a sample of their elements.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.memory.generators import Generators, States
 from shardwise.plan.errors import UsageError
 
+_COMPARED = 4
+"""Passes of a block whose second run is compared."""
+_SAMPLE = 1 << 12
+"""Elements of a tensor that are compared, at most."""
 _SMALL_BYTES = 1 << 16
 """Buffers up to this size are copied in every pass, whether they have changed before or not."""
 
 
-class TorchDraws(AbstractContextManager[None]):
-    """What a piece draws from torch's generators, its second run draws, too. Entered around the first run, ``again``
-    around every further one.
+class Draws(AbstractContextManager[None]):
+    """What a piece draws from ``generators``, its second run draws, too. Entered around the first run, ``again`` around
+    every further one.
 
     Keyed dropout draws nothing there, so most pieces leave the states alone; then the second run does, too. torch's own
     checkpoint sets and restores the states of host and device in any case.
     """
 
-    def __init__(self, devices: Iterable[torch.device]):
-        self._devices = list(devices)
-        self._before: list[Tensor] = []
+    def __init__(self, generators: Generators):
+        self._generators = generators
+        self._before: States = {}
         """States that the first run began with, where it has drawn."""
 
     def __enter__(self) -> None:
-        self._before = self._states()
+        self._before = self._generators.look()
 
     def __exit__(self, *exception: Any) -> None:
-        if all(map(torch.equal, self._before, self._states())):
-            self._before = []
+        if not self._generators.drawn(self._before):
+            self._before = {}
 
     def again(self) -> "_Redrawn":
         """With the states as they were."""
         return _Redrawn(self)
 
-    def rewind(self) -> list[Tensor]:
+    def rewind(self) -> States:
         """To where the first run began, if it drew; returns the states now, for ``put``."""
-        held = self._states() if self._before else []
+        if not self._before:
+            return {}
+        slow = [name for name in ("python", "numpy") if name in self._before]
+        held = self._generators.states(slow)
         self.put(self._before)
         return held
 
-    def _states(self) -> list[Tensor]:
-        on_devices = (torch.get_device_module(each).get_rng_state(each) for each in self._devices)
-        return [torch.get_rng_state(), *on_devices]
-
-    def put(self, states: Sequence[Tensor]) -> None:
+    def put(self, states: States) -> None:
         """Let the generators stand there; nothing where ``states`` is empty."""
-        if states:
-            torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=False):
-            torch.get_device_module(device).set_rng_state(state, device)
+        self._generators.put(states)
 
 
 class _Redrawn(AbstractContextManager[None]):
-    def __init__(self, draws: TorchDraws):
+    def __init__(self, draws: Draws):
         self._draws = draws
-        self._held: list[list[Tensor]] = []
+        self._held: list[States] = []
 
     def __enter__(self) -> None:
         self._held.append(self._draws.rewind())
@@ -179,3 +185,109 @@ class _Before(AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._snapshot.buffers.put(self._held.pop())
+
+
+# Compared ----------------------------------------------------------------------------------------------------------
+
+
+class SecondRuns:
+    """The second runs of one piece of a model, as ``name`` tells it: whether they are compared still."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._passes = 0
+
+    def next(self) -> "SavedAlike | None":
+        """What compares the runs of the pass that begins; None where that is over, and where others took the hooks."""
+        self._passes += 1
+        return SavedAlike(self.name) if self._passes <= _COMPARED else None
+
+
+class SavedAlike(AbstractContextManager[None]):
+    """The tensors that the runs of one pass save for the backward pass, by samples. Entered around the first run,
+    ``again`` around every further one, inside of torch's own hooks, which are called on."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._first: list[Tensor | None] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._first = []
+        self._begin(lambda tensor: self._first.append(_sample(tensor)))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.pop().__exit__(*exception)
+
+    def _begin(self, look: Callable[[Tensor], None]) -> None:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert outer is not None, "a checkpoint has put its hooks on before"
+        pack, unpack = outer
+
+        def looked(tensor: Tensor) -> Any:
+            with torch.no_grad():
+                look(tensor.detach())
+            return pack(tensor)
+
+        hooks = saved_tensors_hooks(looked, unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+
+    def again(self) -> "_SavedAgain":
+        """Around a further run."""
+        return _SavedAgain(self)
+
+    def _compare(self, place: int, tensor: Tensor) -> None:
+        if place >= len(self._first):
+            return  # torch says so
+        first, now = self._first[place], _sample(tensor)
+        if first is None or now is None:
+            return
+        if first.shape != now.shape or not _are_close(first, now, tensor.dtype):
+            raise UsageError(different(self._name, "computes other numbers the second time"))
+
+
+class _SavedAgain(AbstractContextManager[None]):
+    def __init__(self, alike: SavedAlike):
+        self._alike = alike
+
+    def __enter__(self) -> None:
+        places = iter(range(1 << 62))
+        self._alike._begin(lambda tensor: self._alike._compare(next(places), tensor))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._alike._hooks.pop().__exit__(*exception)
+
+
+def different(name: str, how: str) -> str:
+    """Return the words for a piece ``name`` whose second run is not its first."""
+    return (
+        f"recompute: {name} {how}, so its gradients would be wrong. It keeps something from one run to the next that "
+        "is neither a buffer nor a random generator of torch, Python or numpy in an attribute: a counter or a tensor "
+        "in an attribute, a cache, a generator elsewhere, the time. Register it as a buffer (register_buffer), change "
+        "it outside of the block's forward, leave the block out (recompute.blocks), or set recompute: none"
+    )
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """A copy of some elements, evenly spread; None of tensors without numbers."""
+    if (
+        tensor.is_meta
+        or not tensor.numel()
+        or tensor.layout is not torch.strided
+        or type(tensor) is not Tensor
+    ):
+        return None
+    flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.flatten()
+    return flat[:: -(-flat.numel() // _SAMPLE)].clone()
+
+
+def _are_close(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Up to what sums in another order may change."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return bool(torch.equal(a, b))
+    a, b = (
+        torch.nan_to_num(each.to(torch.complex128 if dtype.is_complex else torch.float64)) for each in (a, b)
+    )
+    limit = 1e-3 if dtype.itemsize >= 4 else 5e-2
+    return bool((a - b).norm() <= limit * torch.maximum(a.norm(), b.norm()))
