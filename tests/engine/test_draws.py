@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World
-from tests.engine.nets import seeded
+from shardwise.plan.errors import PlanError, UsageError
+from tests.engine.nets import LLAMA, seeded
+from tests.engine.test_model_parallel import Layout, config_of, model_of
 
 
 def normal(x: Tensor) -> Tensor:
@@ -84,6 +87,64 @@ def in_a_pipeline(world: World) -> None:
     assert found == pytest.approx([0.0] * 4, abs=1e-12)
 
 
-@pytest.mark.parametrize("story", [in_a_pipeline], ids=lambda story: story.__name__)
+def along_tp(world: World) -> None:
+    """Noise on whole tensors is right; noise on slices is refused with a text that names random numbers."""
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+    layout = Layout(tp=2)
+
+    def noisy(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(*batch)
+        return loss * (1 + torch.rand(()))
+
+    seed(100 + world.rank)
+    engine = shardwise.initialize(model_of(layout), config_of(layout), world=world, loss=noisy)
+    for _ in range(3):
+        engine.train_step([(tokens, tokens)])
+    engine.close()
+    for check in ("auto", "off"):
+        model = model_of(layout)
+        model.blocks[1].attention_norm.register_forward_hook(
+            lambda *a: a[2] * torch.rand(a[2].shape[:2])[..., None]
+        )
+        engine = shardwise.initialize(model, config_of(layout, check), world=world)
+        if check == "auto":
+            with pytest.raises(PlanError, match="draws random numbers"):
+                engine.train_step([(tokens, tokens)])
+        engine.close()
+
+
+def gradient_penalty(world: World) -> None:
+    """It is with respect to the input, which the first stage alone uses."""
+
+    def penalized(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss: Tensor = model(x)
+        return loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+
+    engine = shardwise.initialize(
+        seeded(Denoiser, torch.zeros_like), {"mesh": {"pp": 2}}, world=world, loss=penalized
+    )
+    with pytest.raises(
+        (PlanError, UsageError), match="Inputs of the model are used on the first stage alone"
+    ):
+        engine.train_step([torch.ones(2, 6, dtype=torch.float64)])
+    engine.close()
+
+
+def rounds_to_fp32(world: World) -> None:
+    """An fp64 LLaMA, which rounds to fp32 inside, with unlike numbers of labels in the microbatches: not refused."""
+    config = transformers.LlamaConfig(vocab_size=19, use_cache=False, **LLAMA)
+    model = seeded(transformers.LlamaForCausalLM, config)
+    tokens = torch.randint(0, 19, (2, 2, 8), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, :, 2:] = -100
+    engine = shardwise.initialize(model, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, world=world)
+    engine.train_step([{"input_ids": tokens[i], "labels": labels[i]} for i in range(2)])
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "story", [in_a_pipeline, along_tp, gradient_penalty, rounds_to_fp32], ids=lambda story: story.__name__
+)
 def test_two_ranks(ranks: Any, story: Any) -> None:
     ranks(2).run(story)

@@ -69,6 +69,14 @@ def check_alike(
     if finite and totals.loss_spread > max(tolerance.relative * mean, tolerance.absolute):
         raise UsageError(
             f"the ranks of one model (along tp) report losses that differ by {totals.loss_spread:.3g} around "
-            f"{mean:.6g}, so the loss is made of what each rank holds alone, a slice of the weights or of the "
-            "tokens; take it from the model's output, or from whole weights (engine.full_parameters)"
+            f"{mean:.6g}, so the loss is made of what each rank holds alone. "
+            + (
+                "The forward pass draws random numbers: drawn in the shape of a slice of the tokens or features, they "
+                "are no slice of what is drawn for the whole (functional dropout, noise on the residual stream); use "
+                "nn.Dropout, or draw in the shape of the batch. Else it is "
+                if totals.draws
+                else "It is "
+            )
+            + "of a slice of the weights or of the tokens; take it from the model's output, or from whole weights "
+            "(engine.full_parameters)"
         )

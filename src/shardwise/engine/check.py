@@ -151,7 +151,8 @@ class Check:
         if len(self._running) >= _MOST_OPEN and self._parts.mesh.pp == 1:
             self._unknown = f"more than {_MOST_OPEN} passes with gradients came before a backward pass"
             self._running.clear()
-        self._running.append(_Pass(*tree_map_only(Tensor, _cloned, (args, dict(kwargs))), cast))
+        own_args, own_kwargs = tree_map_only(Tensor, _cloned, (args, dict(kwargs)))
+        self._running.append(_Pass(own_args, own_kwargs, cast))
 
     def returned(self, output: Any, microbatch: int) -> Any:
         """Return what the pass gave, such that the gradients which reach it are seen."""

@@ -116,6 +116,13 @@ class StageModule:
         except Exception as error:
             if watch.refusal is not None:
                 raise watch.refusal from error
+            if self.stage > 0 and "appears to not have been used in the graph" in str(error):
+                raise PlanError(
+                    f"{where}a gradient with respect to something that this stage's graph does not contain is asked "
+                    f"for ({error}). Inputs of the model are used on the first stage alone, so a penalty on the "
+                    "gradient of the loss with respect to them (torch.autograd.grad(loss, inputs, "
+                    "create_graph=True)) cannot be computed on a pipeline; set mesh.pp: 1 for it"
+                ) from error
             culprit = self._culprit(error, watch)
             if culprit is None:
                 raise
