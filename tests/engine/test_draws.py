@@ -113,6 +113,15 @@ def along_tp(world: World) -> None:
         engine.close()
 
 
+class Chain(Denoiser):
+    """Uses its input at the beginning alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
 def gradient_penalty(world: World) -> None:
     """It is with respect to the input, which the first stage alone uses."""
 
@@ -122,7 +131,7 @@ def gradient_penalty(world: World) -> None:
         return loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
 
     engine = shardwise.initialize(
-        seeded(Denoiser, torch.zeros_like), {"mesh": {"pp": 2}}, world=world, loss=penalized
+        seeded(Chain, torch.zeros_like), {"mesh": {"pp": 2}}, world=world, loss=penalized
     )
     with pytest.raises(
         (PlanError, UsageError), match="Inputs of the model are used on the first stage alone"

@@ -293,7 +293,7 @@ class Check:
         return ""
 
     def _leaves_out(self, reason: str) -> bool:
-        """Whether the models are not compared, on any rank, which is said. Collective.
+        """Return True if a rank cannot compare, which is said. Collective.
 
         Errors: PlanError where what cannot be compared has hooks that see slices.
         """
@@ -429,7 +429,7 @@ class Check:
         return [] if run is None else list(run.__self__.all_blocks)
 
     def _ends(self, output: Any, run: _Pass, factor: float) -> tuple[list[Tensor], list[Tensor], str]:
-        """Where the copy's backward pass begins, the gradients there, and how its output differs, in words."""
+        """Return where the copy's backward pass begins, the gradients there, and how its output differs, in words."""
         tensors, ends, gradients, problem = list(tensors_in(output)), [], [], ""
         for place, held in run.outputs.items():
             if held.gradient is None:
@@ -535,7 +535,7 @@ class Check:
         )
 
     def _hints(self) -> str:
-        """What in this model is likely to see or draw other numbers where it is cut; alike on all ranks."""
+        """Name what in this model is likely to see or draw other numbers where it is cut; alike on all ranks."""
         parts, found = self._parts, ""
         named = [name for stage in parts.stages for name in hooked(stage.module) if name]
         if self._any(bool(named)):
@@ -618,7 +618,7 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def _reaches(loss: Tensor, stop: set[Any], parameters: set[int]) -> bool:
-    """Whether the graph of ``loss`` comes to one of ``parameters`` without one of the nodes ``stop`` on the way."""
+    """Return True if the graph of ``loss`` comes to one of ``parameters`` and passes none of the nodes ``stop`` before."""
     seen: set[Any] = set(stop)
     following = [loss.grad_fn]
     while following:

@@ -69,17 +69,17 @@ class PassDraws:
 
     @property
     def generators(self) -> Generators:
-        """Those that are looked at."""
+        """The generators that are looked at."""
         return self._generators
 
     @property
     def isolates(self) -> bool:
-        """Whether parts of the model that one stage alone runs draw from states of their own."""
+        """True while parts of the model that one stage alone runs draw from states of their own."""
         return bool(self.key)
 
     @contextmanager
     def again(self, begun: "Begun") -> Iterator[None]:
-        """Around a second run of a pass: it draws what the first one drew."""
+        """Let a second run of a pass draw what the first one drew."""
         self._generators.put(begun.states)
         self.key = begun.key
         try:
@@ -108,7 +108,7 @@ class PassDraws:
 
     @contextmanager
     def at(self, microbatch: int, trains: bool) -> Iterator[None]:
-        """Around a forward pass. Collective along "tp" where the ranks are to be given their states."""
+        """Enclose a forward pass. Collective along "tp" where the ranks are to be given their states."""
         if not self._groups and not self.keeps:
             yield
             return
@@ -135,7 +135,7 @@ class PassDraws:
 
     @contextmanager
     def walk(self, step: int, trains: bool) -> Iterator[None]:
-        """Around a walk of a pipeline. Collective where the ranks are to be given their states."""
+        """Enclose a walk of a pipeline. Collective where the ranks are to be given their states."""
         if not self._gives(trains):
             yield
             return
@@ -155,7 +155,7 @@ class PassDraws:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Around a part of the model that this stage alone runs."""
+        """Enclose a part of the model that this stage alone runs."""
         before = self._generators.states() if self.isolates else {}
         if not before:
             yield

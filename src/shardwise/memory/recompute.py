@@ -142,6 +142,8 @@ def recomputed(
 
     told = f"block {name}" if name else f"the function {getattr(function, '__qualname__', function)}"
     runs, generators = SecondRuns(told), dict[frozenset[torch.device], Generators]()
+    own = {} if block is None else own_generators(block)
+    generators[frozenset()] = Generators((), own)
 
     @torch.compiler.disable(recursive=False)
     @wraps(function)
@@ -150,7 +152,7 @@ def recomputed(
             return function(*args, **kwargs)
         devices = frozenset(each.device for each in tensors_in((args, kwargs)) if each.device.type != "cpu")
         if devices not in generators:
-            generators[devices] = Generators(devices, {} if block is None else own_generators(block))
+            generators[devices] = Generators(devices, own)
         contexts = partial(_contexts, replay, saves, buffers, Draws(generators[devices]), runs)
         return checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
@@ -161,7 +163,7 @@ def recomputed(
 
 @contextmanager
 def told_again(replay: Replay) -> Iterator[None]:
-    """Around a backward pass: torch's error for a second run that takes another path names the block.
+    """Enclose a backward pass: torch's error for a second run that takes another path names the block.
 
     Raises:
         UsageError: in the place of torch's ``CheckpointError``.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.memory.generators import Generators, States
 from shardwise.plan.errors import UsageError
@@ -52,11 +53,11 @@ class Draws(AbstractContextManager[None]):
             self._before = {}
 
     def again(self) -> "_Redrawn":
-        """With the states as they were."""
+        """Return a context in which the states are as they were."""
         return _Redrawn(self)
 
     def rewind(self) -> States:
-        """To where the first run began, if it drew; returns the states now, for ``put``."""
+        """Go back to where the first run began, if it drew; return the states now, for ``put``."""
         if not self._before:
             return {}
         slow = [name for name in ("python", "numpy") if name in self._before]
@@ -198,7 +199,7 @@ class SecondRuns:
         self._passes = 0
 
     def next(self) -> "SavedAlike | None":
-        """What compares the runs of the pass that begins; None where that is over, and where others took the hooks."""
+        """Return what compares the runs of the pass that begins; None after the first passes."""
         self._passes += 1
         return SavedAlike(self.name) if self._passes <= _COMPARED else None
 
@@ -225,7 +226,7 @@ class SavedAlike(AbstractContextManager[None]):
         pack, unpack = outer
 
         def looked(tensor: Tensor) -> Any:
-            with torch.no_grad():
+            with torch.no_grad(), _disable_current_modes():  # selective recomputation counts operations
                 look(tensor.detach())
             return pack(tensor)
 
@@ -234,7 +235,7 @@ class SavedAlike(AbstractContextManager[None]):
         self._hooks.append(hooks)
 
     def again(self) -> "_SavedAgain":
-        """Around a further run."""
+        """Return a context for a further run."""
         return _SavedAgain(self)
 
     def _compare(self, place: int, tensor: Tensor) -> None:
