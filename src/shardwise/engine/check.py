@@ -618,7 +618,7 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def _reaches(loss: Tensor, stop: set[Any], parameters: set[int]) -> bool:
-    """Return True if the graph of ``loss`` comes to one of ``parameters`` and passes none of the nodes ``stop`` before."""
+    """Return True if the graph of ``loss`` comes to one of ``parameters`` by a way around the nodes ``stop``."""
     seen: set[Any] = set(stop)
     following = [loss.grad_fn]
     while following:

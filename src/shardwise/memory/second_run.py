@@ -26,7 +26,7 @@ from shardwise.plan.errors import UsageError
 
 _COMPARED = 4
 """Passes of a block whose second run is compared."""
-_SAMPLE = 1 << 12
+_SAMPLE = 1 << 8
 """Elements of a tensor that are compared, at most."""
 _SMALL_BYTES = 1 << 16
 """Buffers up to this size are copied in every pass, whether they have changed before or not."""
