@@ -19,8 +19,10 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from shardwise.data.adopt import Collate
+from shardwise.data.batched import BatchedDataset
 from shardwise.data.evaluation import Weighted
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
@@ -46,6 +48,7 @@ from shardwise.engine.weighing import Weighing
 from shardwise.memory.recompute import recomputed
 from shardwise.observe.lanes_picture import Lanes
 from shardwise.parallel.expert.loads import summary_of
+from shardwise.plan.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -234,13 +237,31 @@ class Engine(StateAccess):
 
     @tells_out_of_memory
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Any, float | None]]) -> float:
-        """Mean loss over (batch, weight) pairs of all ranks, without gradients and in ``eval`` mode.
+    def evaluate(self, batches: Iterable[tuple[Any, float | None]] | DataLoader[Any] | Dataset[Any]) -> float:
+        """Return the mean loss over all ranks' batches, without gradients and in ``eval`` mode.
 
-        A weight of None stands for the labels of the batch that are counted, as in training, or 1 where it has none.
         Every rank brings the same number of pairs; a rank that ran out of data repeats any batch with weight 0.
+
+        Args:
+            batches: (batch, weight) pairs, or data, of which each rank takes a share as by ``evaluation_loader``. A
+                weight of None stands for the labels of the batch that are counted, as in training, or 1 where it has
+                none. Batches of ``evaluation_loader`` count by their labels too, and by samples where they have none.
+
+        Returns:
+            The mean loss, equal on all ranks; NaN where nothing counts.
+
+        Raises:
+            UsageError: if an item is no pair of a batch and a number or None, and for ``engine.loader``, whose position
+                belongs to training.
         """
         self._held.away.check("evaluate", reads_weights_alone=True)
+        if isinstance(batches, Passes | Loader):
+            raise UsageError(
+                "evaluate: engine.loader is for training, and its position would move; give "
+                "engine.evaluation_loader(data), or the DataLoader or Dataset itself"
+            )
+        if isinstance(batches, DataLoader | Dataset | BatchedDataset):
+            batches = self._loaders.for_evaluation(batches, None, None, 0)
         was_training = self.module.training
         self.eval()
         try:

@@ -1,13 +1,15 @@
 """Forward passes that a user asks for: a loss to train on, a mean loss, outputs, another method, log-probabilities."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.data.evaluation import Weighted
 from shardwise.engine.inputs import Loss, apply, call_model, cast_inputs, find_loss
 from shardwise.engine.metrics import are_alike
 from shardwise.engine.nonfinite import Look
@@ -21,6 +23,21 @@ from shardwise.plan.errors import UsageError
 from shardwise.plan.pytree import tensors_in
 
 _NONE = object()
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0
+
+
+def _words_of(value: Any) -> str:
+    """Return what an item of an evaluation is, in words."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with keys {list(value)}"
+    if isinstance(value, tuple | list) and len(value) <= 4:
+        return f"({', '.join(map(_words_of, value))})"
+    return repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
 class Forward:
@@ -100,10 +117,7 @@ class Forward:
         return float(total[0] / total[1]) if total[1] else math.nan
 
     def _losses(self, batches: Iterable[tuple[Any, float | None]]) -> Iterator[tuple[Tensor | None, float]]:
-        pairs = (
-            (batch, self._weight_of(batch) if weight is None else weight)
-            for batch, weight in self._together(batches)
-        )
+        pairs = map(self._weighted, self._together(batches))
         if self._pipeline is not None:
             with self._discards():
                 yield from self._pipeline.losses(pairs)
@@ -137,9 +151,29 @@ class Forward:
             "(engine.evaluate: with weight 0)"
         )
 
-    def _weight_of(self, batch: Any) -> float:
+    def _weighted(self, pair: Any) -> tuple[Any, float]:
+        """Return (batch, weight) of an item of an evaluation.
+
+        Raises:
+            UsageError: if the item is no such pair.
+        """
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not (pair[1] is None or _is_weight(pair[1])):
+            raise UsageError(
+                f"evaluate: expected pairs (batch, weight) whose weight is a number or None, given {_words_of(pair)}; "
+                "give the DataLoader or Dataset itself, engine.evaluation_loader(data), or [(batch, None), ...], where "
+                "None counts the labels of the batch"
+            )
+        batch, weight = pair
+        if isinstance(
+            pair, Weighted
+        ):  # of evaluation_loader: samples that count, 0 for a batch that fills up
+            counted = self._weighing.of_batch(batch) if weight else 0.0
+            return batch, float(weight if counted is None else counted)
+        if weight is not None:
+            return batch, weight
         counted = self._weighing.of_batch(batch)
-        return 1.0 if counted is None else counted
+        return batch, 1.0 if counted is None else counted
 
     def predict(self, batches: Sequence[Any], call: Loss | None = None, everywhere: bool = True) -> list[Any]:
         """See ``Engine.predict``."""
