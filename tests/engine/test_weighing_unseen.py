@@ -3,6 +3,7 @@
 Their microbatches were weighed by labels that the loss does not count: 4 to 20 % off without a word.
 """
 
+import math
 import warnings
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.comm.world import World
 from shardwise.engine.weighing import Guesses, Weighing, are_uneven
-from shardwise.plan.errors import UsageError
+from shardwise.plan.errors import NonFiniteError, UsageError
 from tests.engine.nets import seeded
 
 ROWS, LENGTH, VOCABULARY, IGNORE = 16, 8, 11, -100
@@ -208,3 +209,57 @@ def test_a_mask_without_labels_is_read_from_the_graph() -> None:
         mask = (torch.arange(6) < count).float()
         assert weighing.of_loss((x * mask).sum() / mask.sum(), {"x": x, "mask": mask}) == count
     assert weighing.of_loss(x.square().mean(), (x, mask)) == 1.0
+
+
+def nothing_counted(world: World, everywhere: bool) -> Any:
+    """A step without a counted label on rank 0, or on all ranks, between two others."""
+    config = {"optimizer": {"type": "adamw", "lr": 0.1, "weight_decay": 0.5}}
+    engine = shardwise.initialize(made("gathered"), config, world=world)
+    each = ROWS // world.size
+    whole = batch(slice(world.rank * each, (world.rank + 1) * each))
+    empty = {"input_ids": whole["input_ids"], "labels": torch.full_like(whole["labels"], IGNORE)}
+    engine.train_step([whole])
+    before = engine.state_dict()
+    result = engine.train_step([empty if everywhere or world.rank == 0 else whole])
+    after = engine.state_dict()
+    moved = any(not torch.equal(before[name], after[name]) for name in before)
+    last = engine.train_step([whole])
+    engine.close()
+    return result.loss, result.weight, result.skipped, moved, last.loss
+
+
+def test_a_step_in_which_nothing_counts(ranks: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A mean of nothing is not 0: the loss is nan, no weight moves by its decay, and the log says so."""
+    for loss, weight, skipped, moved, last in ranks(2).run(nothing_counted, True):
+        assert math.isnan(loss) and weight == 0 and skipped and not moved and math.isfinite(last)
+    for loss, weight, skipped, moved, _ in ranks(2).run(nothing_counted, False):
+        assert math.isfinite(loss) and weight > 0 and not skipped and moved
+    with caplog.at_level("WARNING", logger="shardwise"):
+        nothing_counted(World(0, 1), True)
+    (said,) = [each.getMessage() for each in caplog.records if "nothing counts" in each.getMessage()]
+    assert said.startswith("step 2 is skipped")
+
+
+class Divided(nn.Linear):
+    """A mean by hand whose divisor may be 0."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        mask = labels != IGNORE
+        return (super().forward(x)[:, 0] * mask).sum() / mask.sum()
+
+
+def divided_by_nothing(world: World) -> str:
+    engine = shardwise.initialize(seeded(Divided, 3, 1), world=world)
+    x = torch.full((4, 3), 1.0 + world.rank, dtype=torch.float64)
+    try:
+        engine.train_step([{"x": x, "labels": torch.full((4,), IGNORE if world.rank else 1)}])
+    except NonFiniteError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_a_mean_of_no_label_is_named(ranks: Any) -> None:
+    for said in ranks(2).run(divided_by_nothing):
+        assert "on rank 1, in microbatch 0, its batch has no counted label (all 4 are -100)" in said

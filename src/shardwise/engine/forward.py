@@ -103,7 +103,7 @@ class Forward:
             return
         for i, (args, kwargs) in self._record.passes.items():
             look.batch(i, (args, kwargs))
-            look.loss(i, self._called(args, kwargs, i))
+            look.loss(i, self._called(args, kwargs, i), self._record.batch(i))
 
     def mean_loss(self, batches: Iterable[tuple[Any, float | None]]) -> float:
         """See ``Engine.evaluate``; in the mode that the model is in."""

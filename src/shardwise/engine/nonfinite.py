@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.parts import Parts, Stage
+from shardwise.engine.weighing import IGNORE, labels_in
 from shardwise.plan.errors import CommError
 from shardwise.plan.pytree import tensors_in
 
@@ -50,9 +51,18 @@ class Look:
         if not _is_finite(batch):
             self.found.append(_Found(_BEFORE, microbatch, 0, "its batch holds NaN or infinity"))
 
-    def loss(self, microbatch: int, loss: Any) -> None:
-        """What came out at the end."""
-        if not _is_finite(loss):
+    def loss(self, microbatch: int, loss: Any, batch: Any) -> None:
+        """Note the loss of ``batch``, if it is not finite."""
+        if _is_finite(loss):
+            return
+        labels = labels_in(batch)
+        if labels is not None and bool((labels == IGNORE).all()):
+            text = (
+                f"its batch has no counted label (all {labels.numel()} are {IGNORE}), so that its loss is a mean of "
+                "nothing: divide by the number of labels, kept from 0 with clamp_min(1), or leave the batch out"
+            )
+            self.found.append(_Found(_BEFORE, microbatch, 0, text))
+        else:
             text = "the loss is the first value that is not finite"
             self.found.append(_Found(_AFTER, microbatch, 0, text))
 

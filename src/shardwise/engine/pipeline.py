@@ -146,7 +146,7 @@ class Pipeline:
         # Of a kind that was not seen before: absent values are marked in it.
         kind = f"step {self._parts.progress.step_count} again"
         for i, loss in self._forward_only(batches, self._loss_of, kind, self._rows).items():
-            look.loss(i, loss)
+            look.loss(i, loss, batches[i])
 
     # Without gradients -----------------------------------------------------------------------------------------
 

@@ -65,7 +65,8 @@ class StepResult(NamedTuple):
     weight: float
     """Summed weights of the microbatches: tokens, samples, or their number."""
     skipped: bool
-    """True where NaN or infinity left the weights as they were: an overflow of fp16, ``precision.nonfinite: skip``."""
+    """True where the weights stayed as they were: an overflow of fp16, ``precision.nonfinite: skip``, or a step in
+    which nothing counted (weight 0, loss NaN)."""
     divergences: tuple[str, ...] = ()
     """What this rank did otherwise than the Plan had it, and had not done in the step before: a Unit that its data
     skipped, another order, a second use. What every step does (a block that is never used, the further forward pass of

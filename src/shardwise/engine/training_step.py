@@ -121,6 +121,7 @@ class TrainingStep:
         self._ended = ended
         self._loss_tolerance = loss_tolerance(parts, parts.config)
         self._plain: PlainBackward | None = None
+        self._has_told_of_nothing = False
         self.stop = Stop()
         """Asked for and agreed on with the numbers of a step."""
 
@@ -250,7 +251,10 @@ class TrainingStep:
         applies = finite and not math.isnan(totals.loss)
         if not applies:
             self._allow_skip(finite)
-        if applies and totals.weight:
+        if applies and not totals.weight:
+            applies = False
+            self._tell_of_nothing()
+        if applies:
             factor = parts.optimizer_groups.tables_factor(parts.progress.applied_steps)
             clip = clip_factor(norm, parts.config.max_grad_norm)
             end.update = Update(divisor / clip, rates, factor, parts.progress.applied_steps)
@@ -347,7 +351,7 @@ class TrainingStep:
         for bucket, _ in parts.trained:
             bucket.gradient.drop_gradients()
         progress = parts.progress
-        loss = totals.loss / totals.weight if totals.weight else 0.0
+        loss = totals.loss / totals.weight if totals.weight else math.nan
         self._record.end_step()
         news = walker.trace.news(walker.last)
         skips = progress.step_count - progress.applied_steps
@@ -362,6 +366,17 @@ class TrainingStep:
         parts.passes.profile.step_ended(progress.step_count, walker.last)
         self._ended(result)
         return result
+
+    def _tell_of_nothing(self) -> None:
+        if self._has_told_of_nothing or self._parts.world.rank:
+            return
+        self._has_told_of_nothing = True
+        _log.warning(
+            "step %d is skipped: nothing counts in it. No batch of any rank has a label that is not -100, or all "
+            "weights are 0; the loss of such a step is nan, and the weights stay as they are. Look at the data: prompts"
+            " and padding may fill whole batches",
+            self._number,
+        )
 
     def _allow_skip(self, is_loss_alone: bool) -> None:
         """A step that is not finite is skipped while the loss scale can fall or the configuration says so; else it is
