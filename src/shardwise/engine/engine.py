@@ -521,6 +521,7 @@ class Engine(StateAccess):
         if self.is_closed:
             return
         self.wait_for_save()
+        self._training.tell_of_unstepped(sys.exc_info()[0] is None)
         if self._parts.accumulation.passes:  # its gradients would stay on the model
             self.discard()
         self._record.close()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.collectives import Clock, Group
+from shardwise.engine.failed_pass import explained
 from shardwise.engine.module_profile import ModuleProfile
 from shardwise.engine.vocabulary import Vocabulary
 from shardwise.memory.replay import BatchPosition, Replay
@@ -54,6 +55,7 @@ class PassContext:
         draws = self.replay.draws.at(microbatch, torch.is_grad_enabled())
         with (
             self._told_as_cut(),
+            explained(_as_given(batch)),
             self.vocabulary.checked(batch),
             self.replay.at(place),
             looked_at,
@@ -83,6 +85,15 @@ class PassContext:
                 "divide: name them in its row, as in tensor.table: {'layers.*.attention': 'num_heads'}, keep the "
                 "module whole with 'replicate', or set mesh.tp: 1"
             ) from error
+
+
+def _as_given(batch: Any) -> Any:
+    """Return the batch as the user has it, of (args, kwargs) of a call too."""
+    is_call = isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple)
+    if not is_call or not isinstance(batch[1], dict):
+        return batch
+    args, kwargs = batch
+    return kwargs or (args[0] if len(args) == 1 else args)
 
 
 def rows_of(batch: Any) -> int:

@@ -32,6 +32,7 @@ from shardwise.engine.record import StepInputs
 from shardwise.engine.scaled import check_unscaled
 from shardwise.engine.step import Local, StepEnd, StepResult, Totals, Update, gradient_norm
 from shardwise.engine.sums import Number, filled_like
+from shardwise.engine.unstepped import UnsteppedWarning
 from shardwise.engine.weighing import Weighing
 from shardwise.memory.recompute import told_again
 from shardwise.optim.clip import clip_factor
@@ -122,6 +123,7 @@ class TrainingStep:
         self._loss_tolerance = loss_tolerance(parts, parts.config)
         self._plain: PlainBackward | None = None
         self._has_told_of_nothing = False
+        self._unstepped = UnsteppedWarning(parts.accumulation, parts.world.rank == 0)
         self.stop = Stop()
         """Asked for and agreed on with the numbers of a step."""
 
@@ -202,6 +204,7 @@ class TrainingStep:
             )
         if step.passes == 0:
             parts.clock.step = self._number
+        self._unstepped.watch()
         counted = step.weight_of(None if weight is None else float(weight), found)
         parts.passes.own_use.end()
         scale = step.scale_of(counted)
@@ -447,6 +450,10 @@ class TrainingStep:
         finally:
             self._accumulation.holds_back = before
 
+    def tell_of_unstepped(self, is_calm: bool) -> None:
+        """Warn of microbatches that were never stepped; the engine closes."""
+        self._unstepped.close(is_calm)
+
     def _check_between_steps(self, call: str) -> None:
         if self._accumulation.passes:
             raise UsageError(
@@ -463,6 +470,6 @@ class TrainingStep:
             )
 
     def close(self) -> None:
-        """No step comes any more."""
+        """End the adoption of plain backward passes."""
         if self._plain is not None:
             self._plain.remove()
