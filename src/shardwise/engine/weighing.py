@@ -281,7 +281,7 @@ class _Place(NamedTuple):
 
 
 def divisor_of(loss: Tensor) -> float | None:
-    """What a loss of cross entropies was divided by, 1 for a sum; None where its graph shows no cross entropy.
+    """Return the divisor of a loss of cross entropies, 1 for a sum; None where its graph shows no cross entropy.
 
     Several of them with unlike counts cannot be weighed by one number: the largest is taken.
     """
@@ -336,7 +336,7 @@ def _behind(place: _Place, found: list[Number]) -> list[_Place]:
 
 
 def _largest(numbers: Sequence[Number]) -> Number:
-    """Of numbers some of which are on a device."""
+    """Return the largest of numbers some of which are on a device."""
     if len(numbers) == 1:
         return numbers[0]
     device = next(each.device for each in numbers if isinstance(each, Tensor))
@@ -344,7 +344,7 @@ def _largest(numbers: Sequence[Number]) -> Number:
 
 
 def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> Number:
-    """Of cross entropies that were not averaged by themselves: the mean's rows, the divisor, or 1 for a sum.
+    """Return the mean's rows, the divisor, or 1 for a sum, of cross entropies without a mean of their own.
 
     Divisors are kept from 0 (``clamp_min(1)``): a microbatch without any label, divided by 1, weighs nothing.
     """
@@ -362,7 +362,7 @@ def _divided_by(node: Any, quotients: tuple[Any, ...], rows: float | None) -> Nu
 
 
 def _labels(node: Any) -> Tensor:
-    """How many a cross entropy that was not averaged by itself counted."""
+    """Return the number of labels that a cross entropy without a mean of its own counted."""
     counted = getattr(node, "counted_rows", None)
     if counted is not None:
         return torch.as_tensor(counted)
