@@ -3,13 +3,15 @@ on a disk, under a limit on the process's memory (RLIMIT_DATA, which counts what
 
     python reach.py FOLDER [--layers 43] [--limit-gib 3] [--steps 2]
     python reach.py FOLDER --kill                                      # killed in the middle of a step, and resumed
+    python reach.py FOLDER --resume --layers 12 --width 1280 --precision bf16 --limit-ratio 1.1
 
 It is built on ``meta`` and drawn Unit by Unit, trains, saves into FOLDER/steps at the end or behind step ``--save-at``
 and, started again with more steps, goes on from there. Each line has the loss to the bit, and the process's memory. The
 last ones hold the most of it in a step against what ``shardwise.foresee`` said before anything was built.
 
 ``--kill``: a process saves step 1, trains on to the middle of step 4 and gets SIGKILL there; another one resumes from
-step 1, and its steps 2 and 3 have the same losses.
+step 1, and its steps 2 and 3 have the same losses. ``--resume``: the same without the kill. ``--limit-ratio``: the
+limit as a multiple of what ``shardwise.foresee`` said, the process counted, in place of ``--limit-gib``.
 """
 
 from __future__ import annotations
@@ -74,10 +76,10 @@ class Peak:
         return f"at most {self.data / GIB:.3f} GiB of data, {self.resident / GIB:.3f} resident"
 
 
-def meta_model(layers: int) -> Gpt:
-    """Without memory."""
+def meta_model(given: argparse.Namespace) -> Gpt:
+    """Return the model on meta."""
     with torch.device("meta"):
-        return Gpt(GptPolicy(layers=layers, **POLICY))
+        return Gpt(GptPolicy(layers=given.layers, **POLICY | {"width": given.width}))
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -89,24 +91,27 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 
 def train(given: argparse.Namespace, peak: Peak) -> None:
     """One process."""
-    limit = int(given.limit_gib * GIB)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     disk = given.folder / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     config = {
         "zero": {"stage": 3},
         "optimizer": {"type": "adamw", "lr": 1e-4},
         "recompute": "full",
-        "offload": {"optimizer": "disk", "parameters": "disk", "disk_path": str(disk)},
+        "precision": given.precision,
+        "offload": {"optimizer": "disk", "parameters": given.parameters, "disk_path": str(disk)},
     }
     before = now()
-    told = shardwise.foresee(lambda: meta_model(given.layers), config, example=batch_of(0)).step
+    told = shardwise.foresee(lambda: meta_model(given), config, example=batch_of(0)).step
     assert told is not None, "there is an example"
     planned = sum(size for row, size in told.peak.rows.items() if row not in ("process", "disk"))
+    said = sum(size for row, size in told.peak.rows.items() if row != "disk")
+    limit = int(given.limit_ratio * said if given.limit_ratio else given.limit_gib * GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    print(f"limit: {limit / GIB:.3f} GiB", flush=True)
     print(f"before: {before[0] / GIB:.3f} GiB of data, {before[1] / GIB:.3f} resident", flush=True)
     rows = ", ".join(f"{row} {size / GIB:.3f}" for row, size in sorted(told.peak.rows.items()))
     print(f"foreseen at {told.peak.action} of {told.peak.unit}: {rows} GiB", flush=True)
-    model = meta_model(given.layers)
+    model = meta_model(given)
     elements = sum(parameter.numel() for parameter in model.parameters())
     begin = time.perf_counter()
     engine = shardwise.initialize(model, config)
@@ -150,9 +155,11 @@ def save(engine: shardwise.Engine, folder: Path, peak: Peak) -> None:
 def kill_and_resume(given: argparse.Namespace) -> None:
     """See the module's docstring."""
     common = [sys.executable, __file__, str(given.folder), "--layers", str(given.layers)]
-    common += ["--limit-gib", str(given.limit_gib), "--save-at", "1"]
+    common += ["--limit-gib", str(given.limit_gib), "--save-at", "1", "--width", str(given.width)]
+    common += ["--precision", given.precision, "--limit-ratio", str(given.limit_ratio)]
+    common += ["--parameters", given.parameters]
     losses: list[dict[str, str]] = []
-    for steps, wanted in ((5, "step 4 begins"), (3, "")):
+    for steps, wanted in ((5, "step 4 begins") if given.kill else (3, ""), (3, "")):
         process = subprocess.Popen([*common, "--steps", str(steps)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None, "it is a pipe"
         losses.append({})
@@ -169,8 +176,9 @@ def kill_and_resume(given: argparse.Namespace) -> None:
         print(
             f"ended with {process.wait()}; files on the disk: {len(list((given.folder / 'disk').iterdir()))}"
         )
-    assert losses[1] and all(losses[0][step] == loss for step, loss in losses[1].items()), losses
-    print(f"after the kill steps {', '.join(losses[1])} have the losses of before, to the bit")
+    assert losses[1].keys() == {"2", "3"}, losses
+    assert all(losses[0][step] == loss for step, loss in losses[1].items()), losses
+    print(f"resumed, steps {', '.join(losses[1])} have the losses of before, to the bit")
 
 
 def main() -> None:
@@ -181,11 +189,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=43)
     parser.add_argument("--limit-gib", type=float, default=3.0)
+    parser.add_argument("--limit-ratio", type=float, default=0.0)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--parameters", default="disk", choices=["disk", "device"])
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--save-at", type=int, default=0)
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
-    if given.kill:
+    if given.kill or given.resume:
         kill_and_resume(given)
         return
     peak = Peak()

@@ -57,10 +57,10 @@ class Staging:
         """Of all blocks, in use or not."""
         return self._used_bytes + sum(block.nbytes for block in self._free)
 
-    def take(self, nbytes: int, beyond: bool = False) -> Tensor:
-        """A block of so many bytes, on a page. ``beyond``: one more where all are in use, instead of waiting for the
-        first that is being written."""
-        while self._used >= self._limit and self._leaving and not beyond:
+    def take(self, nbytes: int) -> Tensor:
+        """Return a block of so many bytes, on a page. If all are in use, wait for the first that is being written; if
+        none is, the block is one more than the limit."""
+        while self._used >= self._limit and self._leaving:
             self._wait_for_one()
         self._free.sort(key=lambda block: block.nbytes)
         place = next((i for i, block in enumerate(self._free) if block.nbytes >= nbytes), None)
@@ -279,9 +279,9 @@ class TierState:
         """On its tier."""
         return sum(kind.nbytes for kind in self.kinds.values())
 
-    def _take_block(self, beyond: bool = False) -> None:
+    def _take_block(self) -> None:
         size = sum(rounded_up(kind.nbytes) for kind in self.kinds.values())
-        self._block = self.tiers.staging.take(size, beyond)
+        self._block = self.tiers.staging.take(size)
 
     def _views(self) -> dict[str, Tensor]:
         assert self._block is not None, f"{self.what}: its state is in no block"
@@ -298,11 +298,11 @@ class TierState:
 
     # In the thread ---------------------------------------------------------------------------------------------
 
-    def load(self, kinds: Collection[str], beyond: bool = False) -> None:
+    def load(self, kinds: Collection[str]) -> None:
         """LOAD: begin to read, into a block."""
         scratch = self.tiers.scratch
         assert scratch is not None and self._block is None, f"{self.what}: its state is here already"
-        self._take_block(beyond)
+        self._take_block()
         views = self._views()
         self._reads = [scratch.read(kind, self.what, views[kind]) for kind in kinds]
 
@@ -422,5 +422,5 @@ class TierState:
             self._opening.changed = set(self._opening.here)
             return
         self._opening.here = wanted
-        self.load(wanted, beyond=True)
+        self.load(wanted)
         self.arrive()
