@@ -218,7 +218,9 @@ def test_a_change_in_a_users_own_loop_is_refused_at_the_step() -> None:
     engine = start(join(quiet=True))
     _replace_head(engine.module)
     engine.backward(engine(*piece(0)))
-    with pytest.raises(UsageError, match=r"^step: parameters replaced since initialize.* norm.weight, norm.bias"):
+    with pytest.raises(
+        UsageError, match=r"^step: parameters replaced since initialize.* norm.weight, norm.bias"
+    ):
         engine.step()
     engine.close(whole=False)
 

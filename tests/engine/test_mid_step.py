@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.comm.world import World, join
-from shardwise.engine import saved_tables
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.dynamic import Dynamic
 from shardwise.parallel.embedding.policy import (
-    AdmissionPolicy,
     DynamicPolicy,
     EvictionPolicy,
     RowOptimizerPolicy,
@@ -224,3 +223,55 @@ def test_more_rows_than_a_table_holds_are_refused_when_they_are_loaded(tmp_path:
     evicts.train_step([{"keys": [[5]]}])
     assert evicts.table_tallies()["tables.t"].rows <= 3
     evicts.close()
+
+
+# Names and optimizers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at every input
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path) -> None:
+    """Each name held _orig_mod., which no other model has."""
+    world = join(quiet=True)
+
+    def make(is_compiled: bool) -> Any:
+        model = seeded(Language)
+        given: Any = torch.compile(model, backend="eager") if is_compiled else model
+        return shardwise.initialize(given, {"comm": {"timeout_s": 10.0}}, world=world)
+
+    compiled, plain = make(True), make(False)
+    for engine in (compiled, plain):
+        engine.train_step([piece(0)])
+    wanted = plain.state_dict()
+    state = compiled.state_dict()
+    assert state.keys() == wanted.keys()
+    assert compiled.mapped_state_dict(tmp_path).keys() == wanted.keys()
+    for source, target in ((compiled, plain), (plain, compiled)):
+        folder = tmp_path / str(source is plain)
+        source.save(folder, asynchronous=False)
+        with safe_open(folder / "step_00000001" / "model" / "model.safetensors", "pt") as file:
+            assert not any("_orig_mod" in name for name in file.keys())  # noqa: SIM118
+        target.train_step([piece(1)])
+        target.load(folder)
+        assert all(torch.equal(value, state[name]) for name, value in target.state_dict().items())
+        assert (target.full_tensor(target.plan.registry.of_kind("moment")[0].name, "exp_avg") != 0).any()
+    for given in (state, {f"_orig_mod.{name}": value for name, value in state.items()}):
+        compiled.load_state_dict(given)
+        plain.load_state_dict(given)
+    compiled.close()
+    plain.close()
+    torch._dynamo.reset()
+
+
+def test_moments_that_the_optimizer_does_not_keep_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were dropped without a word."""
+    engine = start(optimizer={"type": "adamw", "lr": 1e-3})
+    step(engine, 0)
+    engine.save(tmp_path, asynchronous=False)
+    engine.close()
+    other = start(optimizer={"type": "sgd", "lr": 1e-3})
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        other.load(tmp_path)
+    assert "holds the optimizer state exp_avg, exp_avg_sq; this optimizer keeps none: it is dropped" in caplog.text
+    other.close()

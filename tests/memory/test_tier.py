@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.nets import Language, seeded
 
 import shardwise
 from shardwise.comm.world import join
 from shardwise.memory.direct_io import DirectFile
 from shardwise.memory.tier import Staging
-from tests.engine.nets import Language, seeded
 
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 

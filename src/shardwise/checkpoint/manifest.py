@@ -30,6 +30,7 @@ from shardwise.checkpoint.piece import Spec, check_spec
 from shardwise.formats.safetensors import DTYPES
 from shardwise.plan.errors import CheckpointError, DamagedError
 from shardwise.plan.strict_json import Count, StrictModel, read_object, validated
+from shardwise.plan.words import plain_name
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -189,8 +190,8 @@ class Manifest(StrictModel):
                 raise ValueError(f"two tensors overlap in {path}")
 
     def find(self, kind: str, name: str) -> ManifestTensor | None:
-        """A tensor by any of its names."""
-        return self._by_name.get((kind, name))
+        """Return a tensor by any of its names, with or without what ``torch.compile`` puts into them."""
+        return self._by_name.get((kind, name)) or self._by_name.get((kind, plain_name(name)))
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """All names of the tensor called ``name``."""
@@ -207,6 +208,7 @@ class Manifest(StrictModel):
         for tensor in self.tensors:
             for alias in self.aliases.get(tensor.name, ()):
                 index[tensor.kind, alias] = tensor
+        index.update({(tensor.kind, plain_name(tensor.name)): tensor for tensor in self.tensors})
         index.update({(tensor.kind, tensor.name): tensor for tensor in self.tensors})
         return index
 

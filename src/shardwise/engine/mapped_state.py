@@ -22,7 +22,7 @@ from shardwise.engine.metrics import agree
 from shardwise.engine.parts import Parts
 from shardwise.formats.safetensors import SafetensorsWriter, read_header
 from shardwise.plan.errors import CheckpointError
-from shardwise.plan.words import in_words
+from shardwise.plan.words import in_words, plain_name
 
 
 def mapped_state_dict(
@@ -64,7 +64,7 @@ def mapped_state_dict(
             f"{failed or 'rank 0 could not write it; see its log'}"
         )
     found |= {alias: found[name] for alias, name in parts.spec.canonical.items() if name in found}
-    return {name: found[name] for name in parts.spec.order if name in found}
+    return {plain_name(name): found[name] for name in parts.spec.order if name in found}
 
 
 def _each(parts: Parts, trained_only: bool) -> Iterator[tuple[str, Tensor]]:

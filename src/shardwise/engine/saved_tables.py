@@ -196,8 +196,8 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
         most = collection.saved.most_rows(table.name) if tables.is_here(collection) else None
         if most is not None and rows > most:
             found.fault(
-                f"table {name!r} has {rows} rows in the checkpoint, may hold {most} here and evicts none, so that every "
-                "later step would be refused; raise dynamic.capacity (or budget_bytes), or set dynamic.eviction.type"
+                f"table {name!r} has {rows} rows in the checkpoint, may hold {most} here and evicts none, so that "
+                "every later step would be refused; raise dynamic.capacity (or budget_bytes), or set dynamic.eviction.type"
             )
         if not weights_only:
             theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]
@@ -351,7 +351,9 @@ def _fault_of_buckets(keys: Tensor, counts: Tensor, start: int) -> str:
     follows = (keys[1:] > keys[:-1]) | (buckets[1:] != buckets[:-1])
     if bool((dynamic_bucket(keys) == buckets).all()) and bool(follows.all()):
         return ""
-    return f"keys of rows {start} to {start + keys.numel() - 1} are not those of their buckets in rising order"
+    return (
+        f"keys of rows {start} to {start + keys.numel() - 1} are not those of their buckets in rising order"
+    )
 
 
 def load(

@@ -43,6 +43,7 @@ from shardwise.plan.errors import CheckpointError, MismatchError
 from shardwise.plan.registry import Registry, TensorInfo
 from shardwise.plan.strict_json import read_object
 from shardwise.plan.unit import Slot
+from shardwise.plan.words import plain_name
 
 _log = logging.getLogger(__name__)
 
@@ -74,16 +75,23 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         "loaders": loaders.positions(),
         "reference": parts.accumulation.reference,
         "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
-        "optimizer": {"common": common[0], "exceptions": common[1]},
+        "optimizer": {"common": common[0], "exceptions": {plain_name(name): each for name, each in common[1].items()}},
         "layout": {"mesh": str(parts.mesh), "zero_stage": parts.config.zero.stage},
     }
     if tables is not None:
         # Rank 0 writes them, and may have none itself.
         notes = tables.notes
         state["tables"] = notes if parts.stage_group.size == 1 else _of_all_stages(parts, notes)
-    aliases = {e.name: list(e.aliases) for e in parts.spec.parameters.values() if e.aliases}
+    aliases = {
+        plain_name(e.name): [plain_name(alias) for alias in e.aliases]
+        for e in parts.spec.parameters.values()
+        if e.aliases
+    }
     with closing(OpenState(parts, changes=False)) as opened:
-        items = _items_to_save(parts, labels, stateless, opened)
+        items = [
+            item._replace(name=plain_name(item.name))
+            for item in _items_to_save(parts, labels, stateless, opened)
+        ]
         if _is_on_disk(parts):  # a copy of it would fill the memory that it is to leave free
             options["asynchronous"] = False
         parts.folders.at(folder).save(
@@ -245,6 +253,7 @@ def compare(
     held = {name for tensor in manifest.tensors for name in manifest.names_of(tensor.name)}
     found.check_patterns(known, held, f"step {manifest.step}")
     for kind, entries in (("weight", ours), ("buffer", buffers)):
+        plain = set(map(plain_name, entries))
         for name, (shape, aliases) in entries.items():
             stored = manifest.find(kind, name)
             if stored is None:
@@ -253,7 +262,7 @@ def compare(
                 how = f"is {tuple(stored.shape)} in the checkpoint and {tuple(shape)} in this model"
                 found.lacks(kind, name, how, *aliases)
         for tensor in manifest.tensors:
-            if tensor.kind == kind and entries.keys().isdisjoint(manifest.names_of(tensor.name)):
+            if tensor.kind == kind and plain.isdisjoint(map(plain_name, manifest.names_of(tensor.name))):
                 found.holds(kind, tensor.name, tensor.shape)
     if tables:
         saved_tables.compare(tables, manifest, weights_only, found)
@@ -457,15 +466,15 @@ def _items_to_load(
         _pieces(parts, held, "state", layout.slots, first, target, None)
         for label, flat in moments.get(id(bucket), {}).items():
             _pieces(parts, held, label, layout.slots, first, flat, None)
-    left = {*found.kept, *found.passed_over}
+    left = set(map(plain_name, (*found.kept, *found.passed_over)))
     labels = {label for flats in moments.values() for label in flats}
     items = [
         Item(tensor.kind, tensor.name, tuple(tensor.shape), tensor.torch_dtype, [])
         for tensor in manifest.tensors
-        if tensor.name in left and tensor.kind in (*_OURS, *labels)
+        if plain_name(tensor.name) in left and tensor.kind in (*_OURS, *labels)
     ]
     for info in parts.registry.of_kind("parameter"):
-        if info.name in left:
+        if plain_name(info.name) in left:
             continue
         dtype = _state_dtype(parts, info)
         state = held.get(("state", info.name), [])
@@ -476,7 +485,7 @@ def _items_to_load(
         for label in sorted(labels):
             if manifest.find(label, info.name) is not None:
                 items.append(Item(label, info.name, info.shape, dtype, held.get((label, info.name), [])))
-    return items + [item for item in _buffer_items(parts, to_write=False) if item.name not in left]
+    return items + [item for item in _buffer_items(parts, to_write=False) if plain_name(item.name) not in left]
 
 
 def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
@@ -523,6 +532,7 @@ def _restore(
     if parts.loss_scale is not None and state.get("loss_scale"):
         parts.loss_scale.load_state(state["loss_scale"])
     told = state.get("optimizer", {"common": {}, "exceptions": {}})
+    exceptions = {plain_name(name): each for name, each in told["exceptions"].items()}
     for bucket, optimizer in parts.trained:
         flats = moments[id(bucket)]
         pieces: list[tuple[int, dict[str, float] | None]] = []
@@ -531,7 +541,7 @@ def _restore(
             counts_alone = bool(told["common"]) and not (flats or optimizer.state.labels)
             known = (has_state or counts_alone) and slot.name not in found.kept
             pieces.append(
-                (local + stop - start, told["exceptions"].get(slot.name, told["common"]) if known else None)
+                (local + stop - start, exceptions.get(plain_name(slot.name), told["common"]) if known else None)
             )
         if bucket.state is None:
             optimizer.state.restore(

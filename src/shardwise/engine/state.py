@@ -25,6 +25,7 @@ from shardwise.plan.errors import MismatchError, UsageError
 from shardwise.plan.policy import nearest
 from shardwise.plan.registry import TensorInfo
 from shardwise.plan.unit import Slot
+from shardwise.plan.words import plain_name
 
 _CHUNK_BYTES = 1 << 26
 """Of weights that are read at a time to compare them between ranks."""
@@ -305,7 +306,7 @@ def state_dict(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
     whole = whole_parameters(parts, trained_only)
     if not trained_only:
         whole |= whole_buffers(parts, own_buffers(parts))
-    return {name: whole[name] for name in parts.spec.order if name in whole}
+    return {plain_name(name): whole[name] for name in parts.spec.order if name in whole}
 
 
 def whole_parameters(parts: Parts, trained_only: bool = False) -> dict[str, Tensor]:
@@ -363,6 +364,8 @@ def load_state_dict(parts: Parts, given: Mapping[str, Tensor], strict: bool) -> 
     """See ``Engine.load_state_dict``: each rank writes the elements that it owns, so that nothing is put together."""
     whole = parts.spec
     settle(parts, "load_state_dict")
+    names = {plain_name(name): name for name in whole.order}  # torch.compile puts words into them
+    given = {names.get(plain_name(name), name): value for name, value in given.items()}
     _check_names(parts, given, strict)
     if any(bucket.weight.is_summoned for bucket in buckets(parts)):
         raise UsageError(

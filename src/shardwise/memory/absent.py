@@ -463,7 +463,9 @@ def _of_withheld(func: Any, args: Any, kwargs: Any) -> Any:
         what, advice = first._told(first).split("\n")
         if name == "detach" or (name == "__get__" and attribute == "data"):
             plain: Any = first
-            return Absent(Tensor.detach(plain), what, AbsentTrace("", advice, error=UsageError, refuses_edits=True))
+            return Absent(
+                Tensor.detach(plain), what, AbsentTrace("", advice, error=UsageError, refuses_edits=True)
+            )
     accesses = {"__get__": f"is read ({attribute})", "__set__": f"is replaced ({attribute})"}
     done = accesses.get(name, f"is used by {name}")
     raise UsageError(f"{what} {done}, {place_of_use()}. {advice}")

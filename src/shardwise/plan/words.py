@@ -39,3 +39,8 @@ def grouped(notes: Sequence[str]) -> list[str]:
 def named_ranks(numbers: Sequence[int]) -> str:
     """``rank 3``, ``ranks 3, 5``."""
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or buffer as in a model that ``torch.compile`` did not wrap."""
+    return name.replace("_orig_mod.", "")
