@@ -121,6 +121,18 @@ def test_a_copy_of_the_model_is_not_watched() -> None:
     engine.close()
 
 
+def test_a_model_whose_backward_passes_are_adopted_is_copied() -> None:
+    """Its hook took the engine along, and torch could not pickle the memory that ranks share."""
+    engine = start(join(quiet=True))
+    engine.adopt_backward()
+    engine(*piece(0)).backward()
+    engine.step()
+    copied = copy.deepcopy(engine.module)
+    assert worst(copied.state_dict(), engine.state_dict()) == 0.0
+    copied(*piece(1)).backward()
+    engine.close()
+
+
 def test_an_edit_under_a_late_update_is_refused() -> None:
     """The update under way was made of the numbers before the edit."""
     engine = start(join(quiet=True), precision="bf16", offload={"optimizer": "host", "step": "delayed"})

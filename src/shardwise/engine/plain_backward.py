@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.zero.hooks import UnitHooks
+from shardwise.parallel.zero.hooks import ModuleHook, UnitHooks
 from shardwise.plan.pytree import tensors_in
 
 
@@ -33,7 +33,7 @@ class PlainBackward:
         self._scale: float | None = None
         """While such a pass runs."""
         self._weights = list(model.parameters())
-        self._handle = model.register_forward_hook(self._watch)
+        self._handle = model.register_forward_hook(ModuleHook(self._watch))
         hooks.adopts = self.adopt
 
     def remove(self) -> None:

@@ -98,8 +98,8 @@ class _ForwardUnderWay(NamedTuple):
     """Of each Unit's forward that are under way."""
 
 
-class _Hook(partial[Any]):
-    """A method of the hooks on a module. A copy of the module has nothing to do with them."""
+class ModuleHook(partial[Any]):
+    """A method of the engine's as a hook on a module, which does nothing in a copy of the module."""
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return unhooked
@@ -525,8 +525,8 @@ class UnitHooks:
             # The lists need a window for the root even where it holds no parameter itself.
             self._handles += [
                 # First of all: a hook of the user's (weight_norm, say) reads the weights.
-                state.module.register_forward_pre_hook(_Hook(before, index), prepend=True),
-                state.module.register_forward_hook(_Hook(after, index)),
+                state.module.register_forward_pre_hook(ModuleHook(before, index), prepend=True),
+                state.module.register_forward_hook(ModuleHook(after, index)),
             ]
             for bucket in state.buckets:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
