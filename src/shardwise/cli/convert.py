@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.plan.errors import ConfigError, DamagedError, UsageError
+from shardwise.plan.errors import CheckpointError, ConfigError, DamagedError, UsageError
 from shardwise.plan.regular_files import expanded
 from shardwise.plan.words import counted, printable
 
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardwise.checkpoint import StepSummary
     from shardwise.data.clicks import Schema
     from shardwise.models import GptPolicy
     from shardwise.models.source import WeightSource
     from shardwise.models.upcycle import Made
 
 _PICKLES = (".pt", ".pth", ".bin")
+_TRIES = 5
+"""Newest steps that are looked for while a run removes those before."""
 
 
 def command(
@@ -162,6 +165,11 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _tokenise(source: str, out: Path, tokenizer: str, pattern: str) -> None:
+    if (Path(source) / "emb_vector").is_file():
+        raise UsageError(
+            f"convert: {source} holds the binary files of a sparse model of HugeCTR (key, emb_vector) and no text; "
+            "its rows are not read"
+        )
     from rich.console import Console
     from rich.progress import Progress
 
@@ -221,12 +229,27 @@ def _pack(source: str, out: Path, **options: Any) -> None:
 
 
 def _export(source: Path, out: Path) -> None:
+    """Write the newest step of ``source``. A run that saves meanwhile may remove the step that was found
+    (``checkpoint.keep_last``): the next newest is taken then."""
+    from shardwise.cli.trained import newest_step
+
+    for left in reversed(range(_TRIES)):
+        step = newest_step(source)
+        try:
+            _export_step(step, source, out)
+            return
+        except (CheckpointError, OSError):
+            is_gone = not (step.path / "manifest.json").is_file()
+            if not (left and is_gone) or out.exists():
+                raise
+
+
+def _export_step(step: "StepSummary", source: Path, out: Path) -> None:
     from shardwise.checkpoint import verify
-    from shardwise.cli.trained import gpt_of, newest_step, tokenizer_of
+    from shardwise.cli.trained import gpt_of, tokenizer_of
     from shardwise.data import DataPolicy
     from shardwise.models import open_weights, write_huggingface
 
-    step = newest_step(source)
     if any(row.kind == "table" for row in step.tensors):
         _export_tables(step.path, out)
         return

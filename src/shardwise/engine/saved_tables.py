@@ -197,7 +197,8 @@ def compare(tables: Tables, manifest: Manifest, weights_only: bool, found: Diffe
         if most is not None and rows > most:
             found.fault(
                 f"table {name!r} has {rows} rows in the checkpoint, may hold {most} here and evicts none, so that "
-                "every later step would be refused; raise dynamic.capacity (or budget_bytes), or set dynamic.eviction.type"
+                "every later step would be refused; raise dynamic.capacity (or budget_bytes), or set "
+                "dynamic.eviction.type"
             )
         if not weights_only:
             theirs = [label.removeprefix(f"{KIND}_") for label in _labels(manifest, name)]

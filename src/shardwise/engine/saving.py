@@ -75,7 +75,10 @@ def save(parts: Parts, loaders: Loaders, folder: Path, trainer: dict[str, Any], 
         "loaders": loaders.positions(),
         "reference": parts.accumulation.reference,
         "loss_scale": None if parts.loss_scale is None else parts.loss_scale.state(),
-        "optimizer": {"common": common[0], "exceptions": {plain_name(name): each for name, each in common[1].items()}},
+        "optimizer": {
+            "common": common[0],
+            "exceptions": {plain_name(name): each for name, each in common[1].items()},
+        },
         "layout": {"mesh": str(parts.mesh), "zero_stage": parts.config.zero.stage},
     }
     if tables is not None:
@@ -485,7 +488,9 @@ def _items_to_load(
         for label in sorted(labels):
             if manifest.find(label, info.name) is not None:
                 items.append(Item(label, info.name, info.shape, dtype, held.get((label, info.name), [])))
-    return items + [item for item in _buffer_items(parts, to_write=False) if plain_name(item.name) not in left]
+    return items + [
+        item for item in _buffer_items(parts, to_write=False) if plain_name(item.name) not in left
+    ]
 
 
 def _state_dtype(parts: Parts, info: TensorInfo) -> torch.dtype:
@@ -541,7 +546,10 @@ def _restore(
             counts_alone = bool(told["common"]) and not (flats or optimizer.state.labels)
             known = (has_state or counts_alone) and slot.name not in found.kept
             pieces.append(
-                (local + stop - start, exceptions.get(plain_name(slot.name), told["common"]) if known else None)
+                (
+                    local + stop - start,
+                    exceptions.get(plain_name(slot.name), told["common"]) if known else None,
+                )
             )
         if bucket.state is None:
             optimizer.state.restore(
