@@ -122,7 +122,7 @@ def test_a_copy_of_the_model_is_not_watched() -> None:
 
 
 def test_a_model_whose_backward_passes_are_adopted_is_copied() -> None:
-    """Its hook took the engine along, and torch could not pickle the memory that ranks share."""
+    """The hook of the adopted passes took the engine along, whose shared memory torch could not pickle."""
     engine = start(join(quiet=True))
     engine.adopt_backward()
     engine(*piece(0)).backward()

@@ -204,7 +204,7 @@ def test_rows_that_go_by_age_are_not_counted_on_a_rank_without_keys(ranks: Any, 
 
 
 def test_more_rows_than_a_table_holds_are_refused_when_they_are_loaded(tmp_path: Path) -> None:
-    """They were taken, and every later step was refused."""
+    """Such rows were taken, and every later step was refused."""
     world = join(quiet=True)
     engine = click(world, Click())
     engine.train_step([{"keys": [[1, 2, 3, 4, 5]]}])
@@ -265,7 +265,7 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path) -> None:
 def test_moments_that_the_optimizer_does_not_keep_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They were dropped without a word."""
+    """Moments were dropped without a word."""
     engine = start(optimizer={"type": "adamw", "lr": 1e-3})
     step(engine, 0)
     engine.save(tmp_path, asynchronous=False)

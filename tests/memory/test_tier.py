@@ -35,7 +35,7 @@ def test_blocks_that_are_being_written_do_not_pile_up() -> None:
 
 
 def test_a_load_stages_no_more_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow disk it took a block for each bucket, which ran out of the memory that it had trained in."""
+    """A load on a slow disk took a block for each bucket, more than the memory that the run had trained in."""
     taken: list[int] = []
     take = Staging.take
 

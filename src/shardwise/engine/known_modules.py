@@ -29,7 +29,7 @@ class _Members(NamedTuple):
 
 
 class KnownModules:
-    """What one engine's modules were made of. ``roots``: the model, and the stages of it on this rank."""
+    """Modules and parameters of one engine. ``roots``: the model, and the stages of it on this rank."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = list(dict.fromkeys(roots))

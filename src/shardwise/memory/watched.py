@@ -38,7 +38,7 @@ def watch_data(
 
 
 def unwatch_data(parameters: Sequence[nn.Parameter]) -> None:
-    """End ``watch_data``."""
+    """Stop watching these parameters: ``watch_data`` no longer applies."""
     for parameter in parameters:
         parameter.__class__ = _plain(type(parameter))
 
