@@ -175,6 +175,11 @@ class Dynamic:
             kept = torch.isin(keys, self._pinned)
             self.index.pin(rows[kept])
 
+    def rows_now(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, rows and scores."""
+        keys, rows = self.index.items()
+        return keys, rows, self.index.scores_of(rows)
+
     def rows_of_last_step(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, rows and scores as the last step left them: without the keys that have come since."""
         keys, rows = self.index.items()
@@ -185,7 +190,15 @@ class Dynamic:
 
     @property
     def candidates(self) -> Tensor | None:
-        """Keys that wait for admission, and their scores, as the last step left them: int64 [m, 2], by key."""
+        """Keys that wait for admission, and their scores: int64 [m, 2], by key."""
+        if self._candidates is None:
+            return None
+        keys, rows = self._candidates.items()
+        order = keys.argsort()
+        return torch.stack([keys[order], self._candidates.scores_of(rows[order])], 1)
+
+    def candidates_of_last_step(self) -> Tensor | None:
+        """Return ``candidates`` as the last step left them."""
         if self._candidates is None:
             return None
         keys, rows = self._candidates.items()

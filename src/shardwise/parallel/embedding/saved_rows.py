@@ -54,11 +54,12 @@ class SavedRows:
 
     @torch.no_grad()
     def rows_to_write(self, table: str) -> tuple[Stretch, Stretch | None]:
-        """What this rank writes of a table into a checkpoint, and of its keys that wait for admission. Collective."""
+        """Return what this rank writes of a table into a checkpoint, and of its keys that wait for admission, as the
+        last step left them. Collective."""
         part, place = self._placed.find(table)
         group, where = self._placed.group, part.tables.places[place]
         is_copy = where.placement == "data_parallel" and group.size > 1
-        rows = part.store.rows_here(place, (group.index, group.size) if is_copy else None)
+        rows = part.store.rows_here(place, (group.index, group.size) if is_copy else None, of_last_step=True)
         width, what = part.tables.width, f"table {table}"
         stretch = stretch_to_write(rows, self.buckets(table, rows.keys), where, width, group, what)
         if rows.candidates is None:

@@ -282,14 +282,14 @@ class Store:
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
-    def rows_here(self, place: int, part: tuple[int, int] | None = None) -> Rows:
-        """Return what this rank holds of a table by (bucket, key), as the last step left it; with ``part`` (i, n) of
-        the i-th n-th of the buckets."""
+    def rows_here(self, place: int, part: tuple[int, int] | None = None, of_last_step: bool = False) -> Rows:
+        """Return what this rank holds of a table by (bucket, key); with ``part`` (i, n) of the i-th n-th of the
+        buckets; ``of_last_step``: without the keys that have come since."""
         scores = candidates = None
         if self._dynamic:
             table = self._dynamic[place]
-            keys, rows, scores = table.rows_of_last_step()
-            candidates = table.candidates
+            keys, rows, scores = table.rows_of_last_step() if of_last_step else table.rows_now()
+            candidates = table.candidates_of_last_step() if of_last_step else table.candidates
             rows = rows + table.base
             buckets = dynamic_bucket(keys)
         else:
