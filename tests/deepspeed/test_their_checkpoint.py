@@ -96,6 +96,10 @@ _PLACES = {
 
 @pytest.fixture
 def pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    name_as_theirs(monkeypatch)
+
+
+def name_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the three classes the places that they have in such files."""
     for name in _PLACES.values():
         steps = name.split(".")

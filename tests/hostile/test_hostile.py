@@ -11,7 +11,12 @@ import pytest
 from . import (
     clicks_files,
     configurations,
+    csv_files,
+    deepspeed_folders,
     folders,
+    launcher_files,
+    pictures,
+    run_folders,
     safetensors_files,
     steps,
     table_files,
@@ -29,6 +34,11 @@ KINDS: tuple[Kind, ...] = (
     *folders.KINDS,
     clicks_files.KIND,
     table_files.KIND,
+    csv_files.KIND,
+    *launcher_files.KINDS,
+    run_folders.KIND,
+    pictures.KIND,
+    *deepspeed_folders.KINDS,
 )
 SAMPLE, SOAK = 7, 120
 """Cases of each kind."""
@@ -36,9 +46,9 @@ SAMPLE, SOAK = 7, 120
 
 def campaign(kind: Kind, folder: Path, count: int) -> Counter[str]:
     """Outcomes of ``count`` cases, evenly spread over all there are; fails with every bad one."""
-    cases: list[Case] = list(kind.cases(max(count, SOAK)))
-    stride = max(1, len(cases) // count)
     trials = Trials(kind, folder)
+    cases: list[Case] = [*trials.special_cases(), *kind.cases(max(count, SOAK))]
+    stride = max(1, len(cases) // count)
     outcomes: Counter[str] = Counter()
     bad = []
     for case in cases[::stride]:

@@ -18,6 +18,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ GROWTH_BYTES = 300 * 2**20
 _ADDRESS_SPACE_BYTES = 3 * 2**30
 """Room beyond what the process has: whoever asks for more is refused by the system, which is a traceback."""
 _ANSWER_CHARACTERS = 4000
+_SPECIAL_FILES = 4
 
 
 class Case(NamedTuple):
@@ -120,6 +122,21 @@ def _in_child(kind: Kind, place: Path) -> Verdict:
     return Verdict(*json.loads(text))
 
 
+def _replaced(inside: Path, way: str, root: Path) -> None:
+    """Put something else in the place of a file."""
+    path = root / inside
+    path.unlink()
+    if way == "fifo":
+        os.mkfifo(path)
+    elif way == "folder":
+        path.mkdir()
+    elif way == "sparse":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        path.symlink_to("/dev/zero" if way == "zero" else path.name)
+
+
 class Trials:
     """The trials of one kind: the good file is made once and copied for every case."""
 
@@ -131,6 +148,16 @@ class Trials:
         assert good.outcome == "read", f"{kind.name}: the good file is not read: {good}"
         self._expected = good.said
         self._number = 0
+
+    def special_cases(self) -> list[Case]:
+        """Each file of the good one as something that is no regular file, or that has no end."""
+        inside = self._folder / "good" / self._inside
+        files = [inside] if inside.is_file() else sorted(path for path in inside.rglob("*") if path.is_file())
+        return [
+            Case(f"{path.name} as {way}", partial(_replaced, path.relative_to(inside), way), may_differ=True)
+            for path in files[:_SPECIAL_FILES]
+            for way in ("fifo", "zero", "folder", "loop", "sparse")
+        ]
 
     def run(self, case: Case) -> Verdict:
         """Damage a copy and read it."""

@@ -152,7 +152,7 @@ class RunFolder:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, who.encode(), 0)
             Folder(self.checkpoints, Files()).tidy()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 (self.root / "run.json.new").unlink()
             yield
         finally:
@@ -229,7 +229,16 @@ class RunFolder:
             "system": platform.platform(),
             "versions": versions,
         }
-        write_small_file(path, (json.dumps({"starts": [*starts, about]}, indent=2) + "\n").encode())
+        self._write(path, json.dumps({"starts": [*starts, about]}, indent=2) + "\n")
+
+    def _write(self, path: Path, text: str) -> None:
+        try:
+            write_small_file(path, text.encode())
+        except OSError as error:
+            raise UsageError(
+                f"output_dir: the run folder cannot be written: {in_words(error)}; remove what stands there, or choose "
+                "another with output_dir"
+            ) from None
 
     def keep_config(self, text: str) -> list[str]:
         """Write config.yaml; returns how it differs from the one that was there, a line per key."""
@@ -244,7 +253,7 @@ class RunFolder:
                 ) from None
             changes = differences(before, yaml.safe_load(text))
         self.root.mkdir(parents=True, exist_ok=True)
-        write_small_file(self.config, text.encode())
+        self._write(self.config, text)
         return changes
 
 
@@ -273,7 +282,10 @@ def differences(before: Any, now: Any, key: str = "") -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return _SHORT.repr(value) if isinstance(value, dict | list) else str(value)
+    try:
+        return _SHORT.repr(value) if isinstance(value, dict | list) else str(value)
+    except ValueError:  # a number of more digits than Python writes out
+        return f"a {type(value).__name__} of very many digits"
 
 
 def without_start(config: RunConfig) -> RunConfig:

@@ -656,11 +656,25 @@ def _plain(value: Any, where: str) -> Any:
 def rewrite(
     step: Path, out: Path, groups: Sequence[Sequence[str]] | None, weights_only: bool = False
 ) -> list[str]:
-    found = TheirStep(step)
-    items, trainer = found.items(groups), found.trainer(weights_only)
+    """Write the step that DeepSpeed left in ``step`` as one of ours under ``out``, in this process; see ``convert``."""
+    try:
+        found = TheirStep(step)
+        items, trainer, aliases = found.items(groups), found.trainer(weights_only), found.aliases()
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        raise CheckpointError(
+            f"{step}: it is not laid out as DeepSpeed 0.14 to 0.19 lays a step out "
+            f"({type(error).__name__}: {str(error)[:400]})"
+        ) from None
     if weights_only:
         items = [item for item in items if item.kind in MODEL_KINDS]
-    aliases = found.aliases()
     policy = CheckpointPolicy(asynchronous=False)
     Checkpoints(out, policy=policy, run=step.name).save(
         trainer["engine"]["step"], items, trainer, aliases=aliases
@@ -678,11 +692,6 @@ def main() -> None:
         )
     except CheckpointError as error:
         answer["error"] = str(error)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        answer["error"] = (
-            f"{task['step']}: it is not laid out as DeepSpeed 0.14 to 0.19 lays a step out "
-            f"({type(error).__name__}: {error})"
-        )
     print(json.dumps(answer))
 
 

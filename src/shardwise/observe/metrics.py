@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from shardwise.plan.errors import DataError
-from shardwise.plan.regular_files import open_regular
+from shardwise.plan.regular_files import open_regular, read_small_file
+from shardwise.plan.words import in_words
+
+_LIMIT_BYTES = 1 << 30
+"""Limit for a metrics file: five million steps."""
 
 
 class StepRecord(NamedTuple):
@@ -246,8 +250,12 @@ def _parse(path: Path, number: int, line: str, kind: type[Record], columns: int)
 def read(path: str | os.PathLike[str]) -> list[Record]:
     """All whole rows of a metrics file; a last line that a kill cut short is left out."""
     path = Path(path)
-    with open_regular(path) as file:
-        lines = file.read().decode("utf-8", errors="replace").split("\n")
+    try:
+        lines = read_small_file(path, _LIMIT_BYTES).decode("utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(f"metrics {in_words(error)}; move it away") from None
     lines = [f"{line}\n" for line in lines[:-1]] + lines[
         -1:
     ]  # and at no other sign that ends a line in Python
@@ -276,8 +284,11 @@ class MetricsFile:
     ) -> None:
         self.path = Path(path)
         if self.path.exists():
-            with open_regular(self.path) as old:
-                self._claim(old)
+            try:
+                with open_regular(self.path) as old:
+                    self._claim(old)
+            except OSError as error:
+                raise DataError(f"metrics {in_words(error)}; move it away") from None
         kept = [r for r in read(self.path) if r.step <= resume_step] if self.path.exists() else []
         if any(not isinstance(record, kind) for record in kept):
             raise DataError(

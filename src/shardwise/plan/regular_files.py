@@ -67,15 +67,15 @@ def read_small_file(
         OSError: if the file does not open, is not regular, or has more than ``limit_bytes`` bytes.
     """
     with open_regular(path, follows_links=follows_links) as file:
-        parts, total = [], 0
-        # In pieces, because the size of a file in /proc is 0 and that of a file that grows is out of date.
-        while piece := file.read(min(_PIECE_BYTES, limit_bytes + 1 - total)):
-            parts.append(piece)
-            total += len(piece)
-            if total > limit_bytes:
-                raise OSError(
-                    errno.EFBIG, f"more than {limit_bytes} bytes, which is the limit", os.fspath(path)
-                )
+        parts, total = [], os.fstat(file.fileno()).st_size
+        if total <= limit_bytes:
+            total = 0
+            # In pieces, because the size of a file in /proc is 0 and that of a file that grows is out of date.
+            while piece := file.read(min(_PIECE_BYTES, limit_bytes + 1 - total)):
+                parts.append(piece)
+                total += len(piece)
+        if total > limit_bytes:
+            raise OSError(errno.EFBIG, f"more than {limit_bytes} bytes, which is the limit", os.fspath(path))
     return b"".join(parts)
 
 

@@ -30,6 +30,7 @@ from shardwise.plan.errors import DataError
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 """By the ending of a file's name, before .gz."""
 _PIECE_BYTES = 1 << 22
+_COLUMN_LIMIT = 20_000
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
 _MOST = 1 << 63
@@ -118,6 +119,10 @@ def _header(path: Path, separator: str) -> list[str]:
         raise DataError(f"click log {path} cannot be read ({reason})") from error
     if any(not name or not name.isprintable() for name in names) or not names:
         raise DataError(f"{path}: the first line does not name every column; expected a header")
+    if len(names) > _COLUMN_LIMIT:
+        raise DataError(
+            f"{path} has {len(names)} columns, and at most {_COLUMN_LIMIT} are read; is it a click log?"
+        )
     if all(re.fullmatch(_NUMBER, name) for name in names):
         raise DataError(
             f"{path}: the first line holds numbers; expected a header with the names of the columns"
@@ -155,7 +160,7 @@ def _batches(
     )
     try:
         with opened_text(path) as file:
-            rows = WholeRows(file, path, separator, skip, progress)
+            rows = WholeRows(file, path, separator, len(names), skip, progress)
             reader = api.csv.open_csv(rows, read_options=read, parse_options=parse, convert_options=convert)
             yield from reader
     except (OSError, EOFError, zlib.error, api.ArrowException) as error:

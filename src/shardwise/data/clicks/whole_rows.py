@@ -43,6 +43,7 @@ class WholeRows(io.RawIOBase):
         file: IO[bytes],
         path: Path,
         separator: str,
+        columns: int,
         skip: Callable[[int, str], None],
         progress: Callable[[int], None] | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class WholeRows(io.RawIOBase):
             file: The file, at its beginning.
             path: Its path, for errors.
             separator: The character between two fields.
+            columns: The number of fields of a row.
             skip: Called with (number of the line, from 1; reason) for every line that is left out.
             progress: Called with the number of bytes of text just read.
         """
@@ -60,6 +62,10 @@ class WholeRows(io.RawIOBase):
         field = rb'(?:"' + quoted + rb'|(?!")' + outside + rb")"
         rest = rb"(?:" + re.escape(separator.encode()) + field + rb")*+"
         self._begins_closed, self._begins_open = re.compile(field + rest), re.compile(quoted + rest)
+        self._columns = columns
+        self._whole_row = re.compile(
+            field + rb"(?:" + re.escape(separator.encode()) + field + rb"){%d}" % (columns - 1)
+        )
         self._file, self._path, self._skip, self._progress = file, path, skip, progress
         self._ready = memoryview(b"")
         self._partial = b""
@@ -100,7 +106,7 @@ class WholeRows(io.RawIOBase):
             raise DataError(
                 f"{self._path}: line {number} has more than {_LONGEST_LINE_BYTES} bytes; expected a row of a table"
             )
-        if not self._opened_in and b'"' not in text:
+        if not self._opened_in and b'"' not in text and _is_utf8(text):
             self._line += text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
         else:
             text = b"".join([line for line in text.splitlines(keepends=True) if self._is_row(line)])
@@ -115,11 +121,11 @@ class WholeRows(io.RawIOBase):
         """Return True if all quotes of the line open and close in it; count the line if not."""
         self._line += 1
         if not self._opened_in and b'"' not in line:
-            return True
+            return self._has_all_fields(line)
         was_open = bool(self._opened_in)
         is_closed = (self._begins_open if was_open else self._begins_closed).fullmatch(line.rstrip(b"\r\n"))
         if is_closed and not was_open:
-            return True
+            return self._has_all_fields(line)
         opened_in = self._opened_in or self._line
         self._opened_in = 0 if is_closed else opened_in
         where = "in its line" if opened_in == self._line else f"of line {opened_in}, up to this line"
@@ -128,3 +134,26 @@ class WholeRows(io.RawIOBase):
             f"a quote does not close {where}; a row is one line: remove the quote, or double it where it is meant",
         )
         return False
+
+    def _has_all_fields(self, line: bytes) -> bool:
+        """Return True if the line has as many fields as the table; count the line if not.
+
+        Only lines that are not UTF-8 are looked at: pyarrow reports all others, and drops these without a word.
+        """
+        bare = line.rstrip(b"\r\n")
+        if not bare or _is_utf8(bare) or self._whole_row.fullmatch(bare):
+            return True
+        said = bare[:40].decode("utf-8", "replace")
+        self._skip(
+            self._line,
+            f"another number of fields than {self._columns} in {said!r}, which is not text in UTF-8",
+        )
+        return False
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
