@@ -28,7 +28,11 @@ GOOD: dict[str, Any] = {
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{b}: &{b} {{<<: [{','.join([f'*{a}'] * 9)}]}}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
 RAW_YAML = (
+    LAUGHS.encode() + b"model: *i\n", LAUGHS.encode() + b"optimizer: {type: *i}\n", MERGES.encode(),
     b"!!python/object/apply:os.system ['true']\n", b"!!python/name:os.system\n", LAUGHS.encode(), b"a: &a\n  b: *a\n",
     b"[" * 5000, b"{a: " * 3000, b"- " * 3000 + b"x", b"\xff\xfea\x00:\x00 \x001\x00", b"clip: caf\xe9\n", b"a: \x00\n",
     b"\x1b[2J: 1\n", b"a: 1\na: 2\n", b"? [1, 2]\n: 3\n", b"? {a: 1}\n: 3\n", b"clip: 2001-99-99\n", b"clip: .nan\n",
@@ -41,21 +45,26 @@ RAW_YAML = (
 def make(folder: Path) -> Path:
     (folder / "run.yaml").write_text(yaml.safe_dump(GOOD))
     (folder / "run.json").write_text(json.dumps(GOOD))
-    (folder / "use").write_text("yaml")
     return folder
 
 
 def read(folder: Path) -> Any:
     """Parsed and resolved, as ``shardwise train`` does before it starts anything."""
-    config = load(folder / f"run.{(folder / 'use').read_text()}")
+    config = load(folder / ("run.json" if (folder / "is_json").exists() else "run.yaml"))
     return resolve(config, 1, "cpu").config.model_dump(mode="json")
+
+
+def _use(folder: Path, form: str) -> Path:
+    """Have that file read."""
+    if form == "json":
+        (folder / "is_json").touch()
+    return folder / f"run.{form}"
 
 
 def cases(count: int) -> Iterator[Case]:
     def of(form: str, data: bytes, name: str) -> Case:
         def damage(folder: Path) -> None:
-            (folder / "use").write_text(form)
-            (folder / f"run.{form}").write_bytes(data)
+            _use(folder, form).write_bytes(data)
 
         return Case(name, damage, may_differ=True)  # a configuration has no sum: what parses may be meant
 
@@ -82,8 +91,7 @@ def cases(count: int) -> Iterator[Case]:
             case = of_bytes(draws)
 
             def damage(folder: Path, case: Case = case, form: str = form) -> None:
-                (folder / "use").write_text(form)
-                case.damage(folder / f"run.{form}")
+                case.damage(_use(folder, form))
 
             yield Case(f"{form}: {case.name}", damage, may_differ=True)
         else:
