@@ -64,3 +64,28 @@ def test_missing_library_tells_how_to_install_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"pip install tokenizers"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_library_that_panics_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library raises where a regular expression gives up is no Exception."""
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    inner.save(str(tmp_path / "tokenizer.json"))
+    made = load_tokenizer(str(tmp_path))
+
+    class Panic(BaseException):
+        pass
+
+    class Gives:
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def encode(self, *_: object, **__: object) -> None:
+            raise self.error
+
+    monkeypatch.setattr(made, "_inner", Gives(Panic("called Result::unwrap on an Err")))
+    with pytest.raises(DataError, match="cannot read a text .called Result"):
+        made.encode("a")
+    monkeypatch.setattr(made, "_inner", Gives(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        made.encode("a")

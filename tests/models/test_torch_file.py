@@ -1,5 +1,6 @@
 """Files of torch.save: every tensor under its own name, or a refusal that names the one that cannot be."""
 
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -89,4 +90,18 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     data[data.index(bytes(1000)) + 300] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedError, match=r"the CRC-32 of its part '.*data/0' differs"):
+        read_torch_file(path)
+
+
+@pytest.mark.parametrize("other", ["data/0", "DATA/0"])
+def test_two_parts_of_one_name_are_refused(tmp_path: Path, other: str) -> None:
+    """torch looks parts up by name, whatever its case, and read the second."""
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.arange(4.0)}, path)
+    with zipfile.ZipFile(path) as archive:
+        root = archive.namelist()[0].partition("/")[0]
+    with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        archive.writestr(f"{root}/{other}", torch.ones(4).numpy().tobytes())
+    with pytest.raises(DamagedError, match=r"two of its parts are called '.*data/0'"):
         read_torch_file(path)

@@ -79,6 +79,8 @@ def tokenizer_of(config: RunConfig) -> str:
 
 
 def _described(model: Any) -> str:
+    if model is None:
+        return "no model that its configuration names"
     return "a model of your own (model.target)" if isinstance(model, TargetPolicy) else f"a {model.name}"
 
 

@@ -91,7 +91,9 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         try:
             ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception, and panics where a regex gives up
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise DataError(
                 f"tokenizer {self._path} cannot read a text ({str(error)[:400]}); is it whole, and does it know its "
                 "own token for what it has no token for?"
