@@ -219,3 +219,35 @@ def test_the_state_is_dumped(caplog: pytest.LogCaptureFixture) -> None:
     engine, *_ = deepspeed.initialize(model=net(), config=keys(1, dump_state=True))
     engine.destroy()
     assert "dump_state: " in caplog.text and "zero_optimization.stage: 1" in caplog.text
+
+
+def test_the_optimizer_is_an_instance_of_its_rule() -> None:
+    from shardwise.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from shardwise.deepspeed.ops.lamb import FusedLamb
+    from shardwise.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from shardwise.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    adam = {"type": "Adam", "params": {"lr": 0.1}}
+    engine, optimizer, *_ = deepspeed.initialize(model=net(), config=keys(0, optimizer=adam))
+    assert isinstance(optimizer, FusedAdam) and isinstance(optimizer, DeepSpeedCPUAdam)
+    assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer) and not isinstance(optimizer, FusedLamb)
+    engine.destroy()
+    model = net()
+    mine = torch.optim.AdamW(model.parameters())
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=mine, config=keys(0, optimizer=None))
+    assert optimizer == mine and isinstance(optimizer, torch.optim.AdamW)
+    assert not isinstance(optimizer, torch.optim.SGD) and len({optimizer: 1, mine: 2}) == 2
+    engine.destroy()
+    for more, kind in (({"fp16": {"enabled": True}}, FP16_Optimizer), ({}, DeepSpeedZeroOptimizer)):
+        engine, optimizer, *_ = deepspeed.initialize(model=net(), config=keys(0 if more else 1, **more))
+        assert isinstance(optimizer, kind) and not isinstance(optimizer, torch.optim.SGD)
+        engine.destroy()
+
+
+def test_a_scheduler_of_another_optimizer() -> None:
+    """Its rates would reach no group."""
+    model = net()
+    other = torch.optim.SGD(net().parameters(), lr=0.5)
+    rates = torch.optim.lr_scheduler.StepLR(other, 1)
+    with pytest.raises(AssertionError, match="StepLR, sets the rates of another optimizer"):
+        deepspeed.initialize(model=model, config=keys(0), lr_scheduler=rates)

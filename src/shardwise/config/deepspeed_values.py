@@ -229,7 +229,8 @@ class KeyValues:
     def _is_missing(self, row: DeepSpeedKey) -> bool:
         block = row.path.rpartition(".")[0]
         is_wanted = not row.of or self._reading.kinds.get(block) in row.of
-        return is_wanted and self.given(block.partition(".")[0]) and row.path not in self._reading.said
+        top = block.partition(".")[0]
+        return is_wanted and self.given(top) and self(top) is not None and row.path not in self._reading.said
 
     def _asks(self, row: DeepSpeedKey, value: Any) -> bool:
         """True where a key that is refused asks for something."""

@@ -26,6 +26,7 @@ from shardwise.deepspeed.pipeline_engine import PipelineEngine
 from shardwise.deepspeed.pipeline_module import PipelineModule
 from shardwise.deepspeed.rate_schedulers import scheduler_of
 from shardwise.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
+from shardwise.deepspeed.unmet import UnmetError
 from shardwise.engine.build import initialize as build_engine
 from shardwise.engine.engine import Engine
 from shardwise.optim.named_rules import NamedRules
@@ -64,7 +65,7 @@ def initialize(
     All ranks call it. Errors: ConfigError, UsageError.
     """
     if model is None:
-        raise UsageError("deepspeed.initialize: model is required")
+        raise UnmetError("deepspeed.initialize: model is required")
     if not isinstance(model, nn.Module):
         raise UsageError(f"deepspeed.initialize: model is {model!r:.100}; give a module")
     given = _one_config(args, config, config_params)
@@ -285,6 +286,7 @@ def _freeze_others(model: nn.Module, optimizer: optim.Optimizer) -> None:
 
 
 def _scheduler_of(settings: DeepSpeedConfig, optimizer: optim.Optimizer | None, given: Any) -> Any:
+    _check_scheduler(given, optimizer)
     if given is not None:
         return given(optimizer) if callable(given) and not hasattr(given, "step") else given
     said = settings.translation.config.get("schedule")
@@ -293,3 +295,16 @@ def _scheduler_of(settings: DeepSpeedConfig, optimizer: optim.Optimizer | None, 
     if optimizer is None:
         raise DeepSpeedConfigError("scheduler: there is no optimizer whose rates it could set; name one")
     return scheduler_of(RunConfig.parse({"schedule": said}).schedule, optimizer)
+
+
+def _check_scheduler(given: Any, optimizer: optim.Optimizer | None) -> None:
+    """Raise UnmetError for a scheduler object whose rates no group of the engine's optimizer would have."""
+    groups = getattr(getattr(given, "optimizer", None), "param_groups", None)
+    if groups is None:
+        return
+    own = () if optimizer is None else optimizer.param_groups
+    if not {id(group) for group in groups} & {id(group) for group in own}:
+        raise UnmetError(
+            f"deepspeed.initialize: lr_scheduler, a {type(given).__name__}, sets the rates of another optimizer than "
+            "the one that trains; give initialize that optimizer too, or a function of the optimizer as lr_scheduler"
+        )

@@ -1,10 +1,6 @@
-"""Words that scripts pass where DeepSpeed has enums: stages, places of offloaded state, and their blocks."""
+"""Words that scripts pass where DeepSpeed has enums: stages, places of offloaded state, where parameters are."""
 
 from enum import Enum, StrEnum
-from types import SimpleNamespace
-from typing import Any
-
-from shardwise.deepspeed.settings import DeepSpeedConfig
 
 
 class ZeroStageEnum(int, Enum):
@@ -41,12 +37,6 @@ class ValidationMode:
     WARN = "WARN"
     IGNORE = "IGNORE"
     FAIL = "FAIL"
-
-
-def DeepSpeedZeroConfig(**keys: Any) -> SimpleNamespace:  # noqa: N802
-    """The block ``zero_optimization`` with its defaults, as attributes. Errors: ConfigError."""
-    values = {"train_batch_size": 1, "zero_optimization": keys}
-    return SimpleNamespace(**DeepSpeedConfig(values).value("zero_optimization"))
 
 
 class ZeroParamStatus(Enum):

@@ -133,3 +133,44 @@ def _get_max_expert_size() -> int:
 def _get_max_expert_size_name() -> str:
     """The name of their group."""
     return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the groups of ranks that hold all experts together, and those of ranks that hold the same experts.
+
+    Raises:
+        UsageError: if the sizes do not divide the ranks.
+    """
+    stage, tp, ep = (
+        world_size // max(pipeline_parallel_size_, 1),
+        tensor_parallel_size_,
+        expert_parallel_size_,
+    )
+    if (
+        min(tp, ep, pipeline_parallel_size_) < 1
+        or stage * pipeline_parallel_size_ != world_size
+        or stage % (tp * ep)
+    ):
+        raise UsageError(
+            f"groups: {world_size} ranks do not divide into {pipeline_parallel_size_} stages of {tp} tensor-parallel "
+            f"and {ep} expert-parallel ranks"
+        )
+    together: list[list[int]] = []
+    alike: list[list[int]] = []
+    for first in range(0, world_size, stage):
+        for place in range(tp):
+            replicas = list(range(first + place, first + stage, tp))
+            runs = len(replicas) // ep
+            if use_data_before_expert_parallel_:
+                own = [replicas[run::runs] for run in range(runs)]
+            else:
+                own = [replicas[run * ep : (run + 1) * ep] for run in range(runs)]
+            together += own
+            alike += [list(each) for each in zip(*own, strict=True)]
+    return together, alike

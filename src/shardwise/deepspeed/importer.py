@@ -8,7 +8,9 @@
 the package that ``launch --as-deepspeed`` puts on the path of its job be this one. A module of the table has no code:
 its names are looked up when they are asked for, so an import stays as light as the name that it wants.
 
-Errors: a path or a name that is not in the table raises ModuleNotFoundError or AttributeError, which says what is near
+Parts of DeepSpeed that are not here (absent_names.py) may be imported too, so that no import ends a program.
+
+Errors: a path or a name that is in neither raises ModuleNotFoundError or AttributeError, which says what is near
 it; a name that is known and not supported stands for something that says so when it is used.
 """
 
@@ -23,7 +25,8 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any, NoReturn
 
-from shardwise.deepspeed.names import NAMES, OTHERS, Refused
+from shardwise.deepspeed.absent_names import ABSENT, WHY, is_absent
+from shardwise.deepspeed.names import NAMES, OTHERS, Refused, Value
 from shardwise.plan.errors import UsageError
 
 _OURS = "shardwise.deepspeed"
@@ -56,6 +59,8 @@ def attribute(root: str, path: str, name: str) -> Any:
     home = NAMES.get(path, {}).get(name)
     if isinstance(home, Refused):
         return refusal(name, home.why)
+    if isinstance(home, Value):
+        return home.value
     if home is not None:
         return _at(home)
     below = f"{path}.{name}" if path else name
@@ -65,6 +70,8 @@ def attribute(root: str, path: str, name: str) -> Any:
         found = getattr(_at(OTHERS[path]), name, None)
         if found is not None:
             return found
+    if name in ABSENT.get(path, ()) or (is_absent(path) and not name.startswith("__")):
+        return refusal(f"{path}.{name}".lstrip("."), WHY)
     raise AttributeError(f"{_title(path)} has no {name!r} here{_near(name, names_in(path))}; {_PAGE}")
 
 
@@ -82,7 +89,7 @@ def refusal(name: str, why: str) -> type:
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(f"deepspeed {name}: {why}")
 
-    return type(name, (), {"__new__": refuse, "__doc__": why, "__module__": _OURS})
+    return type(name.rpartition(".")[2], (), {"__new__": refuse, "__doc__": why, "__module__": _OURS})
 
 
 def _title(path: str) -> str:
@@ -136,6 +143,8 @@ class TableImporter(MetaPathFinder, Loader):
             return spec_from_loader(name, self, is_package=True)
         if self.root == _OURS and PathFinder.find_spec(name, path) is not None:
             return None
+        if is_absent(inner):
+            return spec_from_loader(name, self, is_package=True)
         parent, _, last = inner.rpartition(".")
         if parent not in paths():
             raise ModuleNotFoundError(

@@ -7,7 +7,7 @@ and is not supported: it says what to do instead when it is used. ``OTHERS`` has
 other names. A path of the table is a module, and so is every path on the way to it; importer.py makes them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FOLLOWED_VERSION = "0.19.8"
 """Of DeepSpeed, whose names and keys these are."""
@@ -20,7 +20,13 @@ class Refused(NamedTuple):
     """What to do instead, in one sentence."""
 
 
-Rows = dict[str, str | Refused]
+class Value(NamedTuple):
+    """A name that stands for a word or number."""
+
+    value: Any
+
+
+Rows = dict[str, str | Refused | Value]
 """Homes by name."""
 
 
@@ -32,6 +38,16 @@ def _all(home: str, names: str) -> Rows:
 def _none(why: str, names: str) -> Rows:
     """Rows of names that are not supported, for one reason."""
     return {name: Refused(why) for name in names.split()}
+
+
+def _words(names: str) -> Rows:
+    """Rows of constants that are the key of the same name: ``WARMUP_MIN_LR`` is ``"warmup_min_lr"``."""
+    return {name: Value(name.lower()) for name in names.split()}
+
+
+def _values(**values: Any) -> Rows:
+    """Rows of constants."""
+    return {name: Value(value) for name, value in values.items()}
 
 
 _INSIDE_EXPERTS = (
@@ -74,7 +90,7 @@ _GROUPS = _all(
     "_get_sequence_parallel_world_size _get_sequence_parallel_rank _get_sequence_parallel_group "
     "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size "
     "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
-    "_get_max_expert_size _get_max_expert_size_name",
+    "_get_max_expert_size _get_max_expert_size_name _get_expert_parallel_ranks",
 ) | {
     "get_model_parallel_rank": "deepspeed.groups:get_tensor_model_parallel_rank",
     "get_model_parallel_world_size": "deepspeed.groups:get_tensor_model_parallel_world_size",
@@ -136,6 +152,13 @@ _ACCELERATOR = _all(
 )
 _LOADERS = _all("loader", "RepeatingLoader DeepSpeedDataLoader")
 _CONFIG = _all("settings", "DeepSpeedConfig DeepSpeedConfigError")
+_OFFLOAD_MODELS = _all("config_models", "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig")
+_OPTIMIZERS = "ADAGRAD ADAM ADAMW LAMB ONEBIT_ADAM ZERO_ONE_ADAM ONEBIT_LAMB MUADAM MUADAMW MUSGD LION MUON"
+_OPTIMIZER_WORDS: Rows = {
+    f"{name}_OPTIMIZER": Value(name.lower().replace("_", "")) for name in _OPTIMIZERS.split()
+}
+_VERSION = _all("version_facts", "version git_hash git_branch")
+_SCALERS = "the loss scale is precision.loss_scale of the configuration"
 _PROFILE = _all("model_profile", "FlopsProfiler get_model_profile")
 _LION = _all("optimizer_classes", "FusedLion DeepSpeedCPULion")
 _ADAM = _all("optimizer_classes", "FusedAdam DeepSpeedCPUAdam")
@@ -145,10 +168,13 @@ NAMES: dict[str, Rows] = {
         "initialize": "deepspeed.build:initialize",
         "add_config_arguments": "deepspeed.arguments:add_config_arguments",
         "init_distributed": "deepspeed.collectives:init_distributed",
-        **_all("inference", "init_inference InferenceEngine"),
+        **_all("answering", "init_inference InferenceEngine"),
         "get_accelerator": "deepspeed.device:get_accelerator",
         **_ENGINE,
         **_CONFIG,
+        **_VERSION,
+        **_OPTIMIZER_WORDS,
+        **_values(TORCH_DISTRIBUTED_DEFAULT_PORT=29500),
         **_all("loader", "DeepSpeedDataLoader"),
         **_all("rate_schedulers", "add_tuning_arguments"),
         **_all("optimizer", "DeepSpeedOptimizer"),
@@ -169,6 +195,19 @@ NAMES: dict[str, Rows] = {
     "accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
     "accelerator.abstract_accelerator": _ACCELERATOR,
+    "constants": _values(TORCH_DISTRIBUTED_DEFAULT_PORT=29500),
+    "git_version_info": _VERSION
+    | _all("version_facts", "torch_info installed_ops compatible_ops accelerator_name"),
+    "inference.engine": _all("answering", "InferenceEngine"),
+    "launcher.runner": _all(
+        "launching", "parse_resource_filter fetch_hostfile _parse_hostfile main LauncherError"
+    ),
+    "monitor.monitor": {},
+    "checkpoint.constants": _words(
+        "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "
+        "SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARTITION_COUNT ZERO_STAGE CLIP_GRAD LOSS_SCALER "
+        "PARAM PARAM_SHAPES BUFFER_NAMES FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS"
+    ),
     "checkpoint.utils": _all("small_functions", "clone_tensors_for_torch_save"),
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
@@ -208,9 +247,15 @@ NAMES: dict[str, Rows] = {
     "ops.lion": _LION,
     "ops.lion.cpu_lion": _LION,
     "ops.lion.fused_lion": _LION,
-    "ops.op_builder": _none(
-        _KERNELS,
-        "CPUAdamBuilder FusedAdamBuilder FusedLambBuilder UtilsBuilder AsyncIOBuilder InferenceBuilder",
+    "ops": _all("builders", "__compatible_ops__ __installed_ops__"),
+    "ops.adagrad.cpu_adagrad": _all("optimizer_classes", "DeepSpeedCPUAdagrad"),
+    "ops.op_builder": _all(
+        "builders",
+        "OpBuilder CPUAdamBuilder FusedAdamBuilder CPUAdagradBuilder FusedLambBuilder CPULionBuilder FusedLionBuilder "
+        "UtilsBuilder AsyncIOBuilder CCLCommBuilder EvoformerAttnBuilder FPQuantizerBuilder GDSBuilder "
+        "InferenceBuilder InferenceCoreOpsBuilder InferenceCutlassBuilder NotImplementedBuilder PinMemoryBuilder "
+        "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder "
+        "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder",
     ),
     "ops.sparse_attention": _none(
         _KERNELS, "SparseSelfAttention SparsityConfig FixedSparsityConfig BigBirdSparsityConfig"
@@ -220,15 +265,62 @@ NAMES: dict[str, Rows] = {
     "profiling.flops_profiler.profiler": _PROFILE,
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.base_optimizer": _all("optimizer", "DeepSpeedOptimizer ZeROOptimizer"),
-    "runtime.config": _CONFIG,
-    "runtime.config_utils": _CONFIG,
+    "runtime.bf16_optimizer": _all("optimizer", "BF16_Optimizer"),
+    "runtime.config": {
+        **_CONFIG,
+        **_OPTIMIZER_WORDS,
+        **_values(
+            TORCH_ADAM_PARAM="torch_adam",
+            ADAM_W_MODE="adam_w_mode",
+            ADAM_W_MODE_DEFAULT=True,
+            EXPERT_PARALLEL="expert_parallel",
+        ),
+    },
+    "runtime.config_utils": {**_CONFIG, **_all("config_models", "DeepSpeedConfigModel")},
+    "runtime.fp16.fused_optimizer": _all("optimizer", "FP16_Optimizer"),
+    "runtime.fp16.unfused_optimizer": _all("optimizer", "FP16_UnfusedOptimizer"),
+    "runtime.fp16.loss_scaler": _none(
+        _SCALERS, "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler"
+    ),
+    "runtime.precision_config": _all(
+        "config_models", "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config"
+    ),
+    "runtime.pipe.schedule": _all(
+        "instructions",
+        "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction OptimizerStep ReduceGrads "
+        "ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
+        "SendGrad RecvGrad",
+    ),
+    "runtime.torch_autocast": _none(
+        "torch_autocast of the configuration says what is narrow",
+        "get_comm_dtype has_comm_dtype autocast_if_enabled",
+    )
+    | _values(PARAM_COMM_DTYPE_ATTR_NAME="comm_dtype"),
     "runtime.dataloader": _LOADERS,
     "runtime.engine": _ENGINE,
-    "runtime.lr_schedules": _all(
-        "rate_schedulers",
-        "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES add_tuning_arguments",
-    ),
-    "runtime.pipe.topology": _TOPOLOGY,
+    "runtime.lr_schedules": {
+        **_all(
+            "rate_schedulers",
+            "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES add_tuning_arguments",
+        ),
+        **_values(
+            LR_RANGE_TEST="LRRangeTest",
+            ONE_CYCLE="OneCycle",
+            WARMUP_LR="WarmupLR",
+            WARMUP_DECAY_LR="WarmupDecayLR",
+            WARMUP_COSINE_LR="WarmupCosineLR",
+            WARMUP_LOG_RATE="log",
+            WARMUP_LINEAR_RATE="linear",
+        ),
+        **_words(
+            "LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE "
+            "EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE "
+            "CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM "
+            "CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO "
+            "COS_MIN_RATIO TOTAL_NUM_STEPS"
+        ),
+    },
+    "runtime.pipe.topology": _TOPOLOGY | _all("topology", "_prime_factors"),
     "pipe": _PIPE,
     "runtime.pipe": {**_PIPE, **_all("topology", "ProcessTopology")},
     "runtime.pipe.module": {**_PIPE, **_all("pipeline_module", "PipelineError")},
@@ -237,20 +329,47 @@ NAMES: dict[str, Rows] = {
     "runtime.utils": {
         **_all(
             "small_functions",
-            "empty_cache memory_status clip_grad_norm_ call_to_str partition_uniform required_torch_version",
+            "empty_cache memory_status clip_grad_norm_ call_to_str partition_uniform partition_balanced prefix_sum_inc "
+            "noop_context noop_decorator ensure_directory_exists required_torch_version",
         ),
         **_all("random_streams", "set_random_seed"),
         **_all("logs", "see_memory_usage"),
     },
     "runtime.zero": _PARTITIONED,
-    "runtime.zero.config": _all("enums", "ZeroStageEnum DeepSpeedZeroConfig"),
-    "runtime.zero.offload_config": _all("enums", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    "runtime.zero.config": {
+        **_all("enums", "ZeroStageEnum"),
+        **_all("config_models", "DeepSpeedZeroConfig"),
+        **_OFFLOAD_MODELS,
+        **_values(ZERO_OPTIMIZATION="zero_optimization"),
+    },
+    "runtime.zero.offload_config": _all("enums", "OffloadDeviceEnum OffloadStateTypeEnum") | _OFFLOAD_MODELS,
     "runtime.zero.partition_parameters": {
         **_PARTITIONED,
         **_all("construction", "zero_wrapper_for_fp_tensor_constructor"),
         "_orig_torch_arange": "torch:arange",
     },
-    "runtime.constants": _all("enums", "ValidationMode"),
+    "runtime.constants": {
+        **_all("enums", "ValidationMode"),
+        **_words(
+            "TRAIN_BATCH_SIZE OPTIMIZER TYPE LEGACY_FUSION SCHEDULER MAX_GRAD_NORM ZERO_ALLOW_UNTESTED_OPTIMIZER "
+            "ZERO_FORCE_DS_CPU_OPTIMIZER STEPS_PER_PRINT GRADIENT_ACCUMULATION_STEPS SPARSE_GRADIENTS FP16 AMP "
+            "FP16_MASTER_WEIGHTS_AND_GRADS TORCH_AUTOCAST GRADIENT_CLIPPING COMMUNICATION_DATA_TYPE PRESCALE_GRADIENTS "
+            "GRADIENT_PREDIVIDE_FACTOR GRADIENT_ALLREDUCE_OP DISABLE_ALLGATHER DUMP_STATE WALL_CLOCK_BREAKDOWN "
+            "MEMORY_BREAKDOWN CHECKPOINT DATA_TYPES GRAD_ACCUM_DTYPE PARAM_DTYPE BUFFER_DTYPE DATALOADER_DROP_LAST "
+            "DATA_PARALLEL_GROUP GLOBAL_RANK LOG_LEVEL"
+        ),
+        **_values(
+            TRAIN_MICRO_BATCH_SIZE_PER_GPU="train_micro_batch_size_per_gpu",
+            BFLOAT16="bf16",
+            BFLOAT16_OLD="bfloat16",
+            GRADIENT_CLIPPING_DEFAULT=1.0,
+            LOG_LEVEL_DEFAULT=None,
+            ROUTE_TRAIN="train",
+            ROUTE_EVAL="eval",
+            ROUTE_PREDICT="predict",
+            PIPE_REPLICATED="ds_pipe_replicated",
+        ),
+    },
     "runtime.zero.stage3": {
         **_ESTIMATES_3,
         **_all("partitioned", "unwrap_model_for_generation"),
@@ -275,6 +394,10 @@ NAMES: dict[str, Rows] = {
         **_all("construction", "OnDevice"),
     },
     "utils.init_on_device": _all("construction", "OnDevice"),
+    "utils.numa": _all("launching", "parse_range_list"),
+    "utils.torch": _all("small_functions", "required_torch_version")
+    | _none("torch.compile compiles blocks (compile: blocks)", "jit_script_compat")
+    | _none("engine.backward sees every gradient; torch's own hooks work too", "register_grad_hook"),
     "utils.timer": _all("timers", "SynchronizedWallClockTimer"),
     "utils.groups": _GROUPS,
     "utils.logging": {**_LOGS, **_all("logs", "print_dist print_rank_0 warning_once")},

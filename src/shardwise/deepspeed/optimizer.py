@@ -2,7 +2,8 @@
 
 Its ``param_groups`` are those that the engine reads before every step, so schedulers and scripts write learning rates
 there. The moments are the engine's; ``step`` is ``engine.step()``. Its class says the stage, as DeepSpeed's does:
-``DeepSpeedOptimizer``, ``DeepSpeedZeroOptimizer`` (1 and 2), ``DeepSpeedZeroOptimizer_Stage3``.
+``DeepSpeedOptimizer`` (0; ``FP16_Optimizer``, ``BF16_Optimizer`` in 16 bits), ``DeepSpeedZeroOptimizer`` (1 and 2),
+``DeepSpeedZeroOptimizer_Stage3``.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 from torch import nn, optim
 
 from shardwise.engine.engine import Engine
+from shardwise.optim.named_rules import NamedRules
 from shardwise.plan.errors import UsageError
 
 
@@ -67,6 +69,28 @@ class DeepSpeedOptimizer(optim.Optimizer):
         return other is self or other is self.optimizer
 
     __hash__ = object.__hash__
+
+
+class PlainOptimizer(DeepSpeedOptimizer):
+    """The optimizer of an engine at stage 0 that computes in the model's own dtypes. It is an instance of the class of
+    the user's optimizer too, which is what DeepSpeed returns there."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """The class of the user's optimizer."""
+        return type(vars(self).get("optimizer", self))
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
+    """The optimizer of an engine at stage 0 that computes in fp16."""
+
+
+class FP16_UnfusedOptimizer(FP16_Optimizer):  # noqa: N801
+    """The optimizer of an engine at stage 0 that computes in fp16, for rules that look at whole tensors."""
+
+
+class BF16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
+    """The optimizer of an engine at stage 0 that computes in bf16."""
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
@@ -127,5 +151,11 @@ def optimizer_of(
     inner: optim.Optimizer, engine: Engine, stage: int, was_skipped: Callable[[], bool]
 ) -> DeepSpeedOptimizer:
     """Return the view of ``inner`` whose class says the stage."""
-    kinds = {0: DeepSpeedOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}
-    return kinds.get(stage, DeepSpeedZeroOptimizer)(inner, engine, was_skipped)
+    stages: dict[int, type[DeepSpeedOptimizer]] = {3: DeepSpeedZeroOptimizer_Stage3}
+    kind = stages.get(stage, DeepSpeedZeroOptimizer)
+    if stage == 0:
+        is_whole = isinstance(inner, NamedRules) and inner.param_groups[0].get("type") in ("lamb", "lars")
+        fp16: type[DeepSpeedOptimizer] = FP16_UnfusedOptimizer if is_whole else FP16_Optimizer
+        narrow = {"fp16": fp16, "bf16": BF16_Optimizer}
+        kind = narrow.get(str(engine.config.precision.compute), PlainOptimizer)
+    return kind(inner, engine, was_skipped)

@@ -6,16 +6,36 @@ from typing import Any
 
 from torch import optim
 
+from shardwise.deepspeed.optimizer import PlainOptimizer
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
+from shardwise.optim.named_rules import NamedRules
 from shardwise.optim.uncorrected_adam import UncorrectedAdam, UncorrectedAdamW
 from shardwise.plan.errors import UsageError
 
 Groups = Iterable[Any]
+_ADAM_RULES = ("adam", "adamw", "uncorrected_adam", "uncorrected_adamw")
+_ADAM_CLASSES = (optim.Adam, optim.AdamW, UncorrectedAdam)
 
 
-class FusedAdam:
+class _ByRule(type):
+    """The class of names of rules: what holds one of these rules is an instance."""
+
+    rules: tuple[str, ...]
+    classes: tuple[type[optim.Optimizer], ...]
+
+    def __instancecheck__(cls, given: Any) -> bool:
+        inner = given.optimizer if type(given) is PlainOptimizer else given
+        if isinstance(inner, NamedRules):
+            return {group["type"] for group in inner.param_groups} <= {*cls.rules}
+        return isinstance(inner, cls.classes)
+
+
+class FusedAdam(metaclass=_ByRule):
     """Makes torch's AdamW, or Adam where ``adam_w_mode`` is false."""
+
+    rules = _ADAM_RULES
+    classes = _ADAM_CLASSES
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -40,9 +60,12 @@ class FusedAdam:
         return made(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-class DeepSpeedCPUAdam:
+class DeepSpeedCPUAdam(metaclass=_ByRule):
     """Makes torch's AdamW, or Adam where ``adamw_mode`` is false. Moments are fp32 whatever
     ``fp32_optimizer_states`` says."""
+
+    rules = _ADAM_RULES
+    classes = _ADAM_CLASSES
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -61,8 +84,11 @@ class DeepSpeedCPUAdam:
         )
 
 
-class DeepSpeedCPUAdagrad:
+class DeepSpeedCPUAdagrad(metaclass=_ByRule):
     """Makes torch's Adagrad."""
+
+    rules = ("adagrad",)
+    classes = (optim.Adagrad,)
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -76,8 +102,11 @@ class DeepSpeedCPUAdagrad:
         return optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-class FusedLion:
+class FusedLion(metaclass=_ByRule):
     """Makes Lion (optim/lion.py)."""
+
+    rules = ("lion",)
+    classes = (Lion,)
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -94,8 +123,11 @@ class FusedLion:
 DeepSpeedCPULion = FusedLion
 
 
-class FusedLamb:
+class FusedLamb(metaclass=_ByRule):
     """Makes LAMB with the correction of DeepSpeed's kernel: of the step, not of the moments (optim/lamb.py)."""
+
+    rules = ("lamb",)
+    classes = (Lamb,)
 
     def __new__(  # type: ignore[misc]
         cls,

@@ -7,11 +7,13 @@
 What the keys do is in config/deepspeed.py, which this asks.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from shardwise.comm import default_group
 from shardwise.config.deepspeed import from_base64, translate
 from shardwise.config.deepspeed_values import row_of
 from shardwise.config.run import read_file
@@ -45,6 +47,9 @@ _KEYS = {
 }
 
 
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
 class DeepSpeedConfig:
     """See the module's docstring. ``given``: a dictionary, a path, or url-safe base64 of JSON."""
 
@@ -55,8 +60,11 @@ class DeepSpeedConfig:
         mesh_device: Any = None,
         auto: Mapping[str, Any] | None = None,
     ):
-        self.given = read(given)
-        self.translation = translate(self.given, _title(given), auto)
+        self.given = self._param_dict = read(given)
+        try:
+            self.translation = translate(self.given, _title(given), auto)
+        except ConfigError as error:
+            raise DeepSpeedConfigError(str(error)) from None
         self._changed: dict[str, Any] = {}
 
     def value(self, path: str) -> Any:
@@ -82,6 +90,26 @@ class DeepSpeedConfig:
         """Another value from here on: of what the engine has resolved, or was told."""
         self._changed[path] = value
 
+    def _configure_train_batch_size(self) -> None:
+        """Let the sizes of a batch follow from one another, and check them. Raises DeepSpeedConfigError."""
+        ranks = max(1, default_group.size() // (self.translation.config.get("mesh", {}).get("tp", 1)))
+        whole, micro, parts = (vars(self).get(name, self.value(name)) for name in _SIZES)
+        if micro is None and whole is not None:
+            micro = whole // ((parts or 1) * ranks)
+        elif whole is None and micro is not None:
+            whole = micro * (parts or 1) * ranks
+        if (
+            whole is None
+            or micro is None
+            or (parts or whole // max(micro * ranks, 1)) * micro * ranks != whole
+        ):
+            raise DeepSpeedConfigError(
+                f"config: train_batch_size {whole} is not train_micro_batch_size_per_gpu {micro} times "
+                f"gradient_accumulation_steps {parts} times {ranks} ranks; give two of them that divide"
+            )
+        for name, size in zip(_SIZES, (whole, micro, parts or whole // (micro * ranks)), strict=True):
+            setattr(self, name, size)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "translation" not in vars(self):
             raise AttributeError(name)
@@ -89,11 +117,24 @@ class DeepSpeedConfig:
             return bool(self.value(_SWITCHES[name]))
         if name in _BLOCKS:
             return SimpleNamespace(**(self.value(_BLOCKS[name]) or {}))
-        return self.value(_KEYS.get(name, name))
+        found = self.value(_KEYS.get(name, name))
+        if found is None and name in _SIZES:
+            return self._following(name)
+        return found
+
+    def _following(self, name: str) -> int | None:
+        """Return a size of the batch that follows from the others; None if it does not."""
+        ranks = max(1, default_group.size() // self.translation.config.get("mesh", {}).get("tp", 1))
+        whole, micro, parts = (self.value(each) for each in _SIZES)
+        if name == _SIZES[0]:
+            return None if micro is None else micro * (parts or 1) * ranks
+        if name == _SIZES[1]:
+            return None if whole is None else whole // ((parts or 1) * ranks)
+        return 1 if whole is None or micro is None else whole // (micro * ranks)
 
 
-class DeepSpeedConfigError(ConfigError):
-    """DeepSpeed's name for an error in the configuration; ours is ConfigError, which this is one of."""
+class DeepSpeedConfigError(ConfigError, ValueError, AssertionError):
+    """An error in the configuration. DeepSpeed itself raises ValueError or AssertionError, by the key."""
 
 
 def read(given: Any) -> dict[str, Any]:
@@ -104,9 +145,12 @@ def read(given: Any) -> dict[str, Any]:
         found = from_base64(given)
         if found is not None:
             return found
-    if isinstance(given, str | Path):
-        return read_file(Path(given))
-    raise ConfigError(
+    try:
+        if isinstance(given, str | os.PathLike):
+            return read_file(Path(given))
+    except ConfigError as error:
+        raise DeepSpeedConfigError(str(error)) from None
+    raise DeepSpeedConfigError(
         f"config: expected a dictionary or the path of a JSON file, given a {type(given).__name__}"
     )
 

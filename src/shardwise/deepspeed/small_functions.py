@@ -1,6 +1,10 @@
 """Small functions that scripts import from DeepSpeed and that no other subject has, most from ``runtime.utils``."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +44,47 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     for part in range(num_parts):
         borders.append(borders[-1] + size + (part < more))
     return borders
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Return the borders of ``num_parts`` runs of items whose weights differ least: the smallest sum of squares.
+
+    Raises:
+        UsageError: for less than one part.
+    """
+    if num_parts < 1:
+        raise UsageError(f"partition_balanced: {num_parts} parts; expected at least 1")
+    sums = [0.0, *prefix_sum_inc(weights)]
+    best: list[tuple[float, list[int]]] = [(0.0 if not end else math.inf, [0]) for end in range(len(sums))]
+    for _ in range(num_parts):
+        best = [
+            min(
+                (best[begin][0] + (sums[end] - sums[begin]) ** 2, [*best[begin][1], end])
+                for begin in range(end + 1)
+            )
+            for end in range(len(sums))
+        ]
+    return best[-1][1]
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
+    """Return the sums of the first 1, 2, ... weights."""
+    return list(accumulate(weights))
+
+
+def noop_context(*ignored: Any, **named: Any) -> Any:
+    """Return a context that does nothing."""
+    return nullcontext()
+
+
+def noop_decorator(function: Any) -> Any:
+    """Return ``function``."""
+    return function
+
+
+def ensure_directory_exists(filename: str | Path) -> None:
+    """Make the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from shardwise.comm import default_group
+from shardwise.deepspeed.unmet import UnmetError
 
 
 class ProcessTopology:
@@ -112,15 +113,24 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 def _balanced(ranks: int) -> PipeDataParallelTopology:
     """Stages and replicas near one another: prime factors are dealt to them in turn, smallest first."""
-    shares, prime, turn = [1, 1], 2, 0
-    while ranks > 1:
-        if ranks % prime:
-            prime += 1
-            continue
-        shares[turn] *= prime
-        ranks //= prime
-        turn = 1 - turn
+    shares = [1, 1]
+    for place, prime in enumerate(_prime_factors(ranks)):
+        shares[place % 2] *= prime
     return PipeDataParallelTopology(*shares)
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a number, smallest first. Raises UsageError for a number below 1."""
+    if number < 1:
+        raise UnmetError(f"prime factors: {number}; expected at least 1")
+    found, prime = [], 2
+    while number > 1:
+        if number % prime:
+            prime += 1
+        else:
+            found.append(prime)
+            number //= prime
+    return found
 
 
 class PipelineParallelGrid:
@@ -160,6 +170,10 @@ class PipelineParallelGrid:
 
     def _alone(self) -> list[list[int]]:
         return [[rank] for rank in range(self.world_size)]
+
+    def _is_grid_valid(self) -> bool:
+        """Return True if the topology has as many places as the job has ranks."""
+        return self._topo.world_size() == default_group.size()
 
     @property
     def is_first_stage(self) -> bool:

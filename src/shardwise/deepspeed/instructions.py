@@ -1,0 +1,195 @@
+"""DeepSpeed's pipeline schedules as lists of its instructions: to read and to compare, not to run.
+
+    for step in TrainSchedule(micro_batches=4, stages=2, stage_id=0):
+        print(step)          # [LoadMicroBatch(buffer_id=0), ForwardPass(buffer_id=0)], ...
+
+The engine's own schedule is ``engine.ours.plan``, whose list of Actions a pipeline runs. These classes describe the
+same 1F1B order in DeepSpeed's slots: on stage s of S the forward pass of microbatch m stands in slot 2m + s, its
+backward pass in slot 2m + 2S - 1 - s, and what one slot has computed travels in the next.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.deepspeed.small_functions import call_to_str
+
+
+class PipeInstruction:
+    """One thing that a stage does; its arguments are attributes."""
+
+    def __init__(self, **arguments: Any):
+        self.name = type(self).__name__
+        self.kwargs = arguments
+        vars(self).update(arguments)
+
+    def __repr__(self) -> str:
+        return call_to_str(self.name, **self.kwargs)
+
+
+class OptimizerStep(PipeInstruction):
+    """The update of the stage's weights."""
+
+
+class ReduceGrads(PipeInstruction):
+    """The sum of the stage's gradients over the data-parallel ranks."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """The sum of gradients of weights that several stages have."""
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction on the buffer ``buffer_id`` of a stage."""
+
+    def __init__(self, buffer_id: int, **arguments: Any):
+        super().__init__(buffer_id=buffer_id, **arguments)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """The next microbatch of the data goes into the buffer."""
+
+
+class ForwardPass(BufferOpInstruction):
+    """The forward pass of the stage on the buffer."""
+
+
+class BackwardPass(BufferOpInstruction):
+    """The backward pass of the stage on the buffer."""
+
+
+class SendActivation(BufferOpInstruction):
+    """The stage's outputs go to the next stage."""
+
+
+class RecvActivation(BufferOpInstruction):
+    """The previous stage's outputs come into the buffer."""
+
+
+class SendGrad(BufferOpInstruction):
+    """The gradients of the stage's inputs go to the previous stage."""
+
+
+class RecvGrad(BufferOpInstruction):
+    """The gradients of the stage's outputs come from the next stage."""
+
+
+Step = list[PipeInstruction]
+
+
+class PipeSchedule:
+    """The steps of one stage for one batch; a subclass yields them in ``steps``."""
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int):
+        self.micro_batches = self.num_micro_batches = micro_batches
+        self.stages = self.num_stages = stages
+        self.stage_id = self.stage = stage_id
+        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self._under_way: Iterator[Step] | None = None
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True if no stage stands before this one."""
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True if no stage stands behind this one."""
+        return self.stage_id == self.stages - 1
+
+    def num_pipe_buffers(self) -> int:
+        """Return the number of microbatches that may be under way on the stage."""
+        return self.micro_batches
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the instructions of each step. Raises NotImplementedError: a subclass says them."""
+        raise NotImplementedError(f"{type(self).__name__}.steps: a schedule yields its steps here")
+
+    def __iter__(self) -> "PipeSchedule":
+        self._under_way = None
+        return self
+
+    def __next__(self) -> Step:
+        if self._under_way is None:
+            self._under_way = self.steps()
+        return next(self._under_way)
+
+    def _has(self, microbatch: int) -> bool:
+        return 0 <= microbatch < self.micro_batches
+
+
+class InferenceSchedule(PipeSchedule):
+    """Forward passes alone: microbatch m on stage s in slot m + s, in two buffers by turns."""
+
+    def num_pipe_buffers(self) -> int:
+        """Return 2: one computes while the other travels."""
+        return 2
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the instructions of each slot."""
+        for slot in range(self.micro_batches + self.stages - 1):
+            own, other = (slot + self.stage_id % 2) % 2, (slot + 1 + self.stage_id % 2) % 2
+            microbatch = slot - self.stage_id
+            step: Step = []
+            if self._has(microbatch) and (self.is_first_stage or self.is_last_stage):
+                step.append(LoadMicroBatch(own))
+            send: Step = (
+                [SendActivation(other)] if self._has(microbatch - 1) and not self.is_last_stage else []
+            )
+            receive: Step = [RecvActivation(own)] if self._has(microbatch) and not self.is_first_stage else []
+            # Neighbours meet: even stages send first.
+            step += receive + send if self.stage_id % 2 else send + receive
+            if self._has(microbatch):
+                step.append(ForwardPass(own))
+            yield step
+
+
+class TrainSchedule(PipeSchedule):
+    """1F1B (arXiv:2006.09503) in slots, with the update at the end."""
+
+    def num_pipe_buffers(self) -> int:
+        """Return the number of microbatches whose activations are alive, at least 2."""
+        return max(2, min(self.stages - self.stage_id, self.micro_batches))
+
+    def _in_slot(self, slot: int) -> tuple[int, bool]:
+        """Return the microbatch of a slot, which may be none of the batch, and whether it is its forward pass."""
+        is_forward = (slot - self.stage_id) % 2 == 0
+        later = slot - self.stage_id if is_forward else slot + 1 + self.stage_id - 2 * self.stages
+        return later // 2, is_forward
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the instructions of each slot."""
+        slots = 2 * (self.micro_batches + self.stages - 1)
+        buffers = self.num_pipe_buffers()
+        before = -1
+        for slot in range(slots):
+            microbatch, is_forward = self._in_slot(slot)
+            comes, leaves = self._has(microbatch), self._has(before)
+            step: Step = []
+            if is_forward and not self.is_first_stage:
+                step += [SendGrad(before % buffers)] if leaves else []
+                step += [RecvActivation(microbatch % buffers)] if comes else []
+            if not is_forward and not self.is_last_stage:
+                step += [RecvGrad(microbatch % buffers)] if comes else []
+                step += [SendActivation(before % buffers)] if leaves else []
+            if comes and is_forward and (self.is_first_stage or self.is_last_stage):
+                step.append(LoadMicroBatch(microbatch % buffers))
+            if comes:
+                step.append((ForwardPass if is_forward else BackwardPass)(microbatch % buffers))
+            if slot == slots - 1:
+                step += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            before = microbatch
+            yield step
+
+
+class DataParallelSchedule(PipeSchedule):
+    """One stage: forward and backward pass of each microbatch in turn, and the update."""
+
+    def num_pipe_buffers(self) -> int:
+        """Return 1."""
+        return 1
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the instructions of each microbatch."""
+        for microbatch in range(self.micro_batches):
+            step: Step = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
+            yield step + ([ReduceGrads(), OptimizerStep()] if microbatch == self.micro_batches - 1 else [])
