@@ -76,7 +76,7 @@ class PlainOptimizer(DeepSpeedOptimizer):
     the user's optimizer too, which is what DeepSpeed returns there."""
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:  # type: ignore[override, misc]
         """The class of the user's optimizer."""
         return type(vars(self).get("optimizer", self))
 
