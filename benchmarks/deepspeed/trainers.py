@@ -2,10 +2,10 @@
 
     python benchmarks/deepspeed/trainers.py [--kinds sft,dpo,grpo,lora,translate] [--stages 2,3]
 
-Each kind trains a tiny model made on the spot, with a tokenizer made on the spot, for three steps on 2 ranks
-under ``shardwise launch --as-deepspeed``, under torch's own DDP on 2 ranks (``use_cpu``), and as one process with the batch of
-both. It prints losses and gradient norms, and the largest relative difference from each reference. GRPO draws tokens on
-every rank, so that one process draws others and DDP alone is its reference.
+Each kind trains a tiny model made on the spot, with a tokenizer made on the spot, for three steps on 2 ranks under
+``shardwise launch --as-deepspeed``, under torch's own DDP on 2 ranks (``use_cpu``), and as one process with the batch
+of both. It prints losses and gradient norms, and the largest relative difference from each reference. GRPO draws tokens
+on every rank, so that one process draws others and DDP alone is its reference.
 
     sft, dpo, grpo    SFTTrainer, DPOTrainer (with a reference model), GRPOTrainer of TRL, on a two-block Llama
     lora              trl.SFTTrainer with a LoRA adapter of PEFT
