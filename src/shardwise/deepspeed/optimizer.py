@@ -75,8 +75,8 @@ class PlainOptimizer(DeepSpeedOptimizer):
     """The optimizer of an engine at stage 0 that computes in the model's own dtypes. It is an instance of the class of
     the user's optimizer too, which is what DeepSpeed returns there."""
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override, misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
         """The class of the user's optimizer."""
         return type(vars(self).get("optimizer", self))
 
