@@ -87,16 +87,15 @@ def keys(stage: int) -> dict[str, Any] | None:
 
 def train(kind: str, stage: int, ranks: int, out: Path) -> None:
     """One rank's script, as anybody's."""
-    from accelerate import PartialState
     from datasets import Dataset
 
-    if ranks > 1:  # else Accelerate takes each rank for a process of its own where there is no accelerator
-        PartialState(backend="gloo", **({"cpu": True} if stage < 0 else {}))
     said = tokenizer()
     common: dict[str, Any] = {
         "output_dir": str(out.parent / f"out_{os.environ.get('RANK', '0')}"),
         "deepspeed": keys(stage),
         "use_cpu": stage < 0,
+        # Without it Accelerate takes each rank for a process of its own where there is no accelerator.
+        "ddp_backend": "gloo" if ranks > 1 else None,
         "per_device_train_batch_size": 4 // ranks,
         "max_steps": STEPS,
         "learning_rate": 1e-2,
