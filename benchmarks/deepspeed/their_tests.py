@@ -59,6 +59,7 @@ def environment(folder: Path) -> dict[str, str]:
         "DS_DISABLE_REUSE_DIST_ENV": "1",
         "DS_UNITTEST_TIMEOUT": "120",
         "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
 
@@ -91,6 +92,7 @@ def run(tests: Path, file: str, limit_s: int) -> dict[str, tuple[str, str]]:
 
 def told(printed: str) -> dict[str, tuple[str, str]]:
     """Return what became of the tests that had ended when the time was over."""
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", printed)
     ends = re.findall(r"^\S+?::(\S.*?) (PASSED|FAILED|SKIPPED|ERROR)", printed, re.MULTILINE)
     words = {"PASSED": "passed", "FAILED": "failure", "SKIPPED": "skipped", "ERROR": "error"}
     return {name: (words[end], "") for name, end in ends}
