@@ -235,7 +235,8 @@ class Trainer(ABC):
         was_training = self.engine.module.training
         self.engine.eval()
         try:
-            yield
+            with self.engine.evaluated_weights():
+                yield
         finally:
             self.engine.train(was_training)
 

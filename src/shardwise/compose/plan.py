@@ -31,6 +31,7 @@ import torch
 
 from shardwise.compose.spec import ModelSpec
 from shardwise.memory.offload import OffloadPolicy
+from shardwise.optim.average import EMA
 from shardwise.parallel.expert.cost import expected_rows, row_bytes
 from shardwise.parallel.pipeline.passes import add_communication, add_sharding
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -355,7 +356,9 @@ def _class(
         key = units[unit].buckets[place].key
         moments = policies.updates[key.optimizer_group].moments
         form = policies.offload.state
-        buffers[unit, place] = layout.buffers(strategies[unit], dtypes, key.trained, moments, form)
+        buffers[unit, place] = layout.buffers(
+            strategies[unit], dtypes, key.trained, moments, form, exact=(EMA,)
+        )
     return replace(ranks, buffers=buffers)
 
 

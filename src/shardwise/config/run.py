@@ -27,6 +27,7 @@ from shardwise.memory.tiles import TilesPolicy
 from shardwise.models.policy import ModelPolicy, TargetPolicy, reads_clicks, reads_images
 from shardwise.observe.module_profile import ModuleProfilePolicy
 from shardwise.observe.sinks import MonitorPolicy
+from shardwise.optim.average import EmaPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.schedule_policy import AnySchedulePolicy, SchedulePolicy
 from shardwise.parallel.embedding.policy import TablesPolicy
@@ -142,6 +143,8 @@ class RunConfig(Policy):
     """Learning rates over the steps, and momenta."""
     max_grad_norm: PositiveFloat | None = None
     """Gradients whose global norm is larger are scaled down to it; left out, they are not clipped."""
+    ema: EmaPolicy | None = None
+    """An exponential moving average of the weights, kept and saved beside the optimizer's moments."""
     compile: CompilePolicy = Field(default_factory=CompilePolicy)
     """torch.compile of the blocks."""
     batch_norm: Literal["per_rank", "synchronized"] = "per_rank"

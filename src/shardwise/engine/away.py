@@ -54,11 +54,18 @@ class Away:
         self._parts = parts
         self.kinds: frozenset[str] = frozenset()
         """Of weights, masters and moments those that are away."""
+        self.is_averaged = False
+        """True while the weights are their moving average (averaging.py)."""
         self._tiers: Tiers | None = None
         self._states: list[tuple[_AwayBucket, TierState]] = []
 
     def check(self, call: str, reads_weights_alone: bool = False) -> None:
-        """Errors: UsageError where what ``call`` needs is away."""
+        """Raise UsageError if what ``call`` needs is away, or is an average now."""
+        if self.is_averaged and not reads_weights_alone:
+            raise UsageError(
+                f"{call}: inside engine.ema() the weights are their moving average, which may only be read; leave the "
+                "context first"
+            )
         if self.kinds and (not reads_weights_alone or "weights" in self.kinds):
             raise UsageError(
                 f"{call}: engine.offload_states() has moved this engine's {', '.join(sorted(self.kinds))}; call "

@@ -30,6 +30,7 @@ from shardwise.compose.apply import Stages, apply_to_model, check_stages
 from shardwise.compose.plan import exchanges_of
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.averaging import check_tables
 from shardwise.engine.check import Check
 from shardwise.engine.engine import Engine, OnStep
 from shardwise.engine.folders import Folders
@@ -178,6 +179,7 @@ def _built(
             memory.enter_context(apart_from_the_heap())
         cut = _cut(model, site, outline, start)
         tables = _tables(model, cut, site, outline)
+        check_tables(settings.ema is not None, bool(tables))
         slices = Slices(outline.plan.registry, mesh, site.world.rank)
         start = start.of_pieces(slices)
         walker = Walker({}, Trace(site.traffic, clock_of(device)))

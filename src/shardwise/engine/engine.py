@@ -13,7 +13,7 @@
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, overload
 
@@ -27,6 +27,7 @@ from shardwise.data.evaluation import Weighted
 from shardwise.data.loader import Loader
 from shardwise.data.passes import Passes
 from shardwise.engine import metrics
+from shardwise.engine.averaging import averaged
 from shardwise.engine.away import AwayTier, StateKind
 from shardwise.engine.check import Check
 from shardwise.engine.forward import Forward
@@ -265,9 +266,31 @@ class Engine(StateAccess):
         was_training = self.module.training
         self.eval()
         try:
-            return self._forward.mean_loss(batches)
+            with self.evaluated_weights():
+                return self._forward.mean_loss(batches)
         finally:
             self.train(was_training)
+
+    def ema(self) -> AbstractContextManager[None]:
+        """A context in which the weights are their moving average (``ema: {decay: ...}``), on any mesh and tier.
+
+            with engine.ema():
+                outputs = engine.predict(batches)
+                engine.save_pretrained("averaged")
+
+        Forward passes, ``state_dict`` and exports read the average inside; ``evaluate`` does so by itself unless
+        ``ema.evaluate`` is false. Afterwards the weights are as before, to the bit. Collective. Contexts can be nested.
+
+        Raises:
+            UsageError: if the configuration has no ``ema``, in the middle of a step, and for training, saving and
+                loading inside.
+        """
+        return averaged(self._parts, self._held.away)
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """A context for an evaluation of one's own: that of ``ema`` where ``ema.evaluate`` asks for it. Collective."""
+        policy = self._parts.config.ema
+        return nullcontext() if policy is None or not policy.evaluate else self.ema()
 
     @tells_out_of_memory
     @torch.no_grad()

@@ -14,6 +14,7 @@ from torch import nn, optim
 from shardwise.compose.spec import ModelSpec
 from shardwise.config.run import RunConfig
 from shardwise.kernels.philox import key_of
+from shardwise.optim.average import EMA, EmaPolicy
 from shardwise.optim.classes import Make, from_policy, from_torch, makes_state_late, needs_of, update_rules
 from shardwise.optim.coded_moments import refused
 from shardwise.optim.flat import FlatOptimizer
@@ -43,6 +44,8 @@ class Recipe(NamedTuple):
     policy: OptimizerPolicy
     given: Mapping[str, int] | None = None
     """Optimizer group by name of the parameter, where the user's optimizer says it."""
+    decay: float | None = None
+    """Of the average of the weights; None without one."""
 
     def optimizer_of(self, bucket: BucketState, slices: Slices, form: StateForm) -> FlatOptimizer:
         """That of one bucket, whose moments have that form."""
@@ -53,7 +56,7 @@ class Recipe(NamedTuple):
             if state is not None:
                 _check_moves(self.make([torch.zeros(1)], group), state.tier, bucket.what)
                 into = state.tensors
-            made = FlatOptimizer(bucket.weight.master, self.make, group, form, rounding, into)
+            made = FlatOptimizer(bucket.weight.master, self.make, group, form, rounding, into, self.decay)
             if state is not None:
                 state.followers.append(lambda tensors: made.state.point(tensors[state.master], tensors))
         return made
@@ -140,12 +143,13 @@ def recipe_of(
     if callable(given) and not isinstance(given, optim.Optimizer):
         given = given(model.parameters())
     policy = settings.optimizer
+    decay = None if settings.ema is None else settings.ema.decay
     if given is None:
         groups = OptimizerGroups(policy, settings.schedule)
         make = from_policy(policy)
         updates = update_rules(make, len(policy.rules()))
         check_form(settings.offload.state, make, updates)
-        return Recipe(make, updates, groups, policy)
+        return Recipe(make, _with_average(updates, settings.ema), groups, policy, decay=decay)
     if "optimizer" in settings.model_fields_set:
         raise ConfigError(
             "optimizer: given in the configuration and as an argument of initialize(); keep one"
@@ -167,4 +171,11 @@ def recipe_of(
     make = from_torch(given, elementwise)
     updates = update_rules(make, len(given.param_groups))
     check_form(settings.offload.state, make, updates)
-    return Recipe(make, updates, groups, policy, by_name)
+    return Recipe(make, _with_average(updates, settings.ema), groups, policy, by_name, decay)
+
+
+def _with_average(updates: Sequence[UpdateRule], policy: EmaPolicy | None) -> tuple[UpdateRule, ...]:
+    """Return the rules with the average of the weights among what is kept for every element."""
+    if policy is None:
+        return tuple(updates)
+    return tuple(rule._replace(moments=(*rule.moments, EMA)) for rule in updates)

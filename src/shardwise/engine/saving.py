@@ -38,6 +38,7 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.saved_state import SavedState
 from shardwise.engine.state import buckets, finish_updates, own_buffers, settle
 from shardwise.engine.tables import Tables
+from shardwise.optim.average import EMA
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.errors import CheckpointError, MismatchError
 from shardwise.plan.registry import Registry, TensorInfo
@@ -238,7 +239,11 @@ def load(
     if parts.world.rank == 0:
         for line in found.lines():
             _log.warning("step %d: %s", loaded.step, line)
-    if not weights_only:
+    if weights_only:
+        for bucket, optimizer in parts.trained if parts.config.ema is not None else ():
+            with bucket.opened(changes=True):
+                optimizer.state.restart_average()
+    else:
         _restore(parts, loaders, loaded.trainer.get("engine", {}), loaded.manifest, moments, found)
     return LoadedStep(dict(saved.user), [*found.kept, *found.grown])
 
@@ -280,20 +285,26 @@ def moments_of(manifest: Manifest, registry: Registry) -> tuple[list[str], str]:
         MismatchError: if another optimizer made it.
     """
     kinds = {tensor.kind for tensor in manifest.tensors if not saved_tables.is_of_tables(tensor.kind)}
-    labels = sorted(kinds - set(_OURS))
-    expected = sorted({info.label for info in registry.of_kind("moment")})
+    labels = sorted(kinds - {*_OURS, EMA})
+    expected = sorted({info.label for info in registry.of_kind("moment")} - {EMA})
+    averages = any(info.label == EMA for info in registry.of_kind("moment"))
+    average, note = ([EMA] if averages and EMA in kinds else []), ""
+    if averages != (EMA in kinds):
+        how = "starts with the weights that are loaded" if averages else "is dropped"
+        note = (
+            f"step {manifest.step} holds {'no' if averages else 'an'} average of the weights (ema): it {how}"
+        )
     held, kept = ", ".join(labels) or "none", ", ".join(expected) or "none"
     if labels == expected:
-        return labels, ""
+        return labels + average, note
     if labels and expected:
         raise MismatchError(
             f"step {manifest.step} holds the optimizer state {held}; this optimizer keeps {kept}",
             "Use the optimizer it was saved with, or load(..., weights_only=True)",
         )
     what = "starts fresh" if expected else "is dropped"
-    return labels, (
-        f"step {manifest.step} holds the optimizer state {held}; this optimizer keeps {kept}: it {what}"
-    )
+    said = f"step {manifest.step} holds the optimizer state {held}; this optimizer keeps {kept}: it {what}"
+    return labels + average, f"{said}; {note}" if note else said
 
 
 # Saving ------------------------------------------------------------------------------------------------------------
@@ -543,7 +554,8 @@ def _restore(
         pieces: list[tuple[int, dict[str, float] | None]] = []
         for slot, start, stop, local in bucket.layout.overlaps(*bucket.owned_range):
             has_state = any(manifest.find(label, slot.name) is not None for label in flats)
-            counts_alone = bool(told["common"]) and not (flats or optimizer.state.labels)
+            others = {*flats, *optimizer.state.labels} - {EMA}
+            counts_alone = bool(told["common"]) and not others
             known = (has_state or counts_alone) and slot.name not in found.kept
             pieces.append(
                 (
@@ -555,9 +567,14 @@ def _restore(
             optimizer.state.restore(
                 {label: flat for label, flat in flats.items() if isinstance(flat, Tensor)}, pieces
             )
+            if EMA not in flats:
+                optimizer.state.restart_average()
             continue
         is_new = optimizer.state.coded is not None or any(scalars is None for _, scalars in pieces)
+        is_new = is_new or (optimizer.state.average is not None and EMA not in flats)
         with bucket.opened(changes=is_new, kinds=None if is_new else ()):  # else it only lies elsewhere
             tensors = bucket.state.tensors
             labels = () if optimizer.state.coded is not None else optimizer.state.labels
             optimizer.state.restore({label: tensors[label] for label in labels}, pieces)
+            if EMA not in flats:
+                optimizer.state.restart_average()

@@ -339,7 +339,7 @@ class StepEnd:
                     bucket.gradient.owned, *told, bucket.weight.rounded, self.update.steps
                 )
             else:
-                optimizer.apply(self._factors(bucket, optimizer))
+                optimizer.apply(self._factors(bucket, optimizer), self.update.steps)
             bucket.weight.copy_from_master(is_rounded)
 
     def _step_beside(self, bucket: BucketState, optimizer: FlatOptimizer, place: int) -> None:

@@ -52,9 +52,11 @@ class FlatOptimizer:
         form: StateForm = "fp32",
         rounding: Rounding | None = None,
         into: Mapping[str, Tensor] | None = None,
+        decay: float | None = None,
     ):
-        """As ``FlatState``."""
-        self.state = FlatState(master, make, group, form, rounding, into)
+        """As ``FlatState``; ``decay``: of an average of the master, None without one."""
+        self._decay = decay
+        self.state = FlatState(master, make, group, form, rounding, into, decay is not None)
         """Master, moments and step counts."""
         self._optimizer = self.state.optimizer
         self._group = group
@@ -84,6 +86,23 @@ class FlatOptimizer:
         ``weight``, as long as the master, takes its new numbers rounded where that needs no pass of its own; whether it
         did. ``steps`` were before: what coded moments are rounded by.
         """
+        is_rounded = self._update(grad, divisor, rates, unused, weight, steps)
+        self._average(steps)
+        return is_rounded
+
+    def _average(self, steps: int) -> None:
+        if self._decay is not None:
+            self.state.update_average(self._decay, is_first=steps == 0)
+
+    def _update(
+        self,
+        grad: Tensor,
+        divisor: float,
+        rates: Sequence[Mapping[str, Any]],
+        unused: Sequence[tuple[int, int]],
+        weight: Tensor | None,
+        steps: int,
+    ) -> bool:
         if self.state.coded is not None:
             self._cut(rates, unused)
             self._step_by_chunk(self._chunk_kernel(), grad, divisor, unused, weight, steps)
@@ -219,8 +238,8 @@ class FlatOptimizer:
         assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
         return self._optimizer.factor(self.options, whole)
 
-    def apply(self, factors: Iterable[Factor]) -> None:
-        """The second half."""
+    def apply(self, factors: Iterable[Factor], steps: int = 0) -> None:
+        """The second half; ``steps`` were before."""
         assert isinstance(self._optimizer, TwoPass), "an elementwise update has no halves"
         master, direction = self.halves
         for start, stop, factor in factors:
@@ -228,6 +247,7 @@ class FlatOptimizer:
         self._optimizer.apply()
         self._drop()
         self._direction = None
+        self._average(steps)
 
     def _take(
         self,

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.optim.average import EMA
 from shardwise.optim.classes import Make, labels_of, make_state
 from shardwise.optim.coded_moments import CodedMoments
 from shardwise.optim.rounding import Rounding
@@ -64,12 +65,19 @@ class FlatState:
         form: StateForm = "fp32",
         rounding: Rounding | None = None,
         into: Mapping[str, Tensor] | None = None,
+        averages: bool = False,
     ):
         """``form``: of the moments, whose random numbers are those of ``rounding``. ``into``: memory that they are made
-        in, flat, by label, instead of their own."""
+        in, flat, by label, instead of their own. ``averages``: an average of the master is kept (average.py)."""
+        self.average: Tensor | None = None
+        """The average of the master, flat, beside torch's optimizer, which does not know it."""
         self.master = master.detach()
         self.remake = lambda leaf: make([leaf], group)
         """The same optimizer as it was made, on another leaf."""
+        if averages:
+            own = None if into is None else into.get(EMA)
+            self.average = torch.empty_like(self.master) if own is None else own
+            self.restart_average()
         is_made_by_torch = form == "fp32" and into is None
         leaf = self.master if is_made_by_torch else master[:1].detach()
         self.optimizer = self.remake(leaf)
@@ -87,6 +95,31 @@ class FlatState:
             self.coded = CodedMoments(form, labels, master.numel(), master.device, rounding, into)
         self.optimizer.state[self.master] = self._begin(0, master.numel(), into or {})
         self.optimizer.param_groups[0]["params"] = [self.master]
+
+    def restart_average(self, start: int = 0, stop: int | None = None) -> None:
+        """Let the average of elements [start, stop) begin at the master."""
+        if self.average is not None:
+            self.average[start:stop].copy_(self.master[start:stop])
+
+    def update_average(self, decay: float, is_first: bool) -> None:
+        """Let the average follow an update of the master."""
+        if self.average is None:
+            return
+        if is_first:
+            self.restart_average()
+        else:
+            self.average.lerp_(self.master, 1.0 - decay)
+
+    def swap_average(self) -> None:
+        """Exchange the master's numbers with the average's, to the bit, a chunk at a time."""
+        if self.average is None:
+            return
+        for ours, theirs in zip(
+            self.master.split(_MADE_AT_ONCE), self.average.split(_MADE_AT_ONCE), strict=True
+        ):
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
 
     def of(self, leaf: Tensor) -> dict[str, Any]:
         """What torch's optimizer keeps of a segment; empty before there is anything."""
@@ -111,6 +144,8 @@ class FlatState:
         for label, flat in self.coded.tensors.items() if self.coded else ():
             if label in moments:
                 flat.data = moments[label]
+        if self.average is not None and EMA in moments:
+            self.average = moments[EMA]
 
     def count_bytes(self) -> int:
         """Bytes of the moments."""
@@ -124,6 +159,8 @@ class FlatState:
             for label, value in self.of(leaf).items():
                 if isinstance(value, Tensor) and value.dim() == 1:
                     yield label, start, stop, value
+        if self.average is not None:
+            yield EMA, 0, self.average.numel(), self.average
 
     @property
     def labels(self) -> list[str]:
@@ -133,7 +170,7 @@ class FlatState:
     def read(self, label: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of a moment in the master's dtype; 0 where it has none yet."""
         stop = self.master.numel() if stop is None else stop
-        if self.coded is not None:
+        if self.coded is not None and label != EMA:
             return self.coded.read(label, start, stop)
         found = torch.zeros_like(self.master[start:stop])
         for first, last, held in self._held(label, start, stop):
@@ -142,7 +179,7 @@ class FlatState:
 
     def write(self, label: str, start: int, values: Tensor) -> None:
         """``values`` [N] become elements of a moment, from ``start`` on; coded ones are rounded to the nearest."""
-        if self.coded is not None:
+        if self.coded is not None and label != EMA:
             self.coded.write(label, start, values)
             return
         for first, last, held in self._held(label, start, start + values.numel()):
@@ -165,7 +202,8 @@ class FlatState:
                 for label, value in state.items()
                 if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
             }
-            rows.append(Scalars(start, stop, numbers, is_stepped and bool(state)))
+            has_state = is_stepped and (bool(state) or self.average is not None)
+            rows.append(Scalars(start, stop, numbers, has_state))
         return rows
 
     def restore(
@@ -175,6 +213,9 @@ class FlatState:
         which were written; and for each parameter in turn where its part ends and its scalars (None: it never got a
         gradient, and its moments are made anew). Neighbours with equal scalars become one segment."""
         elements, whole = self.master.numel(), self.master
+        if self.average is not None and EMA in moments:
+            self.average = moments[EMA]
+        moments = {label: flat for label, flat in moments.items() if label != EMA}
         merged: list[tuple[int, dict[str, float] | None]] = []
         for stop, scalars in ends or [(elements, None)]:
             if merged and merged[-1][1] == scalars:
@@ -188,6 +229,7 @@ class FlatState:
             leaf = whole[start:stop].detach()
             self.segments.append(Segment(start, stop, leaf, scalars is not None))
             if scalars is None:
+                self.restart_average(start, stop)
                 self.optimizer.state[leaf] = self._begin(start, stop, moments)
             else:
                 state = {label: _like(kinds.get(label), value) for label, value in scalars.items()}

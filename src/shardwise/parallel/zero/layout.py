@@ -105,9 +105,15 @@ def strategies_of(
 
 
 def buffers(
-    strategy: Strategy, dtypes: Dtypes, trained: bool, moments: Sequence[str], form: StateForm = "fp32"
+    strategy: Strategy,
+    dtypes: Dtypes,
+    trained: bool,
+    moments: Sequence[str],
+    form: StateForm = "fp32",
+    exact: Collection[str] = (),
 ) -> tuple[Buffers, ...]:
-    """The persistent flat buffers of one bucket; ``form``: of the moments.
+    """The persistent flat buffers of one bucket; ``form``: of the moments, but for the
+    ``exact`` ones, which are kept as the masters.
 
     A master of the compute dtype on the weight's tier is the weight itself (or a view of it) and takes no bytes of its
     own.
@@ -127,8 +133,10 @@ def buffers(
         rows.append(placed("grad", dtypes.grad.itemsize, strategy.grad, strategy.grad_tier))
         if dtypes.master != dtypes.compute or strategy.tier != strategy.weight_tier:
             rows.append(placed("master", dtypes.master.itemsize, strategy.master, strategy.tier))
-        itemsize = stored_dtype(form, dtypes.master).itemsize
-        rows += [placed(moment, itemsize, strategy.master, strategy.tier, form) for moment in moments]
+        for moment in moments:
+            kept: StateForm = "fp32" if moment in exact else form
+            itemsize = stored_dtype(kept, dtypes.master).itemsize
+            rows.append(placed(moment, itemsize, strategy.master, strategy.tier, kept))
         if strategy.is_delayed:
             rows.append(placed("next weight", dtypes.compute.itemsize, strategy.master, "host"))
     return tuple(rows)
