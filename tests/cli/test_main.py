@@ -1,5 +1,6 @@
 """The command line from outside: what is printed, the exit codes, and that it does not wait for torch."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -107,12 +108,10 @@ def test_what_is_not_there_is_said_in_one_line(
 
 
 def test_a_defect_keeps_its_traceback(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr("shardwise.cli.rank.train", broken)
+    # Of no code of a user's: a builtin in the place of the rank's program.
+    monkeypatch.setattr("shardwise.cli.rank.train", functools.partial(int, base=0))
     monkeypatch.setattr(sys, "argv", ["shardwise", "train", str(config)])
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(TypeError):
         main()
 
 
@@ -180,3 +179,24 @@ def test_config_answers_with_the_name_that_a_key_has_here(
     assert "there is no key 'clip'; here it is max_grad_norm" in " ".join(capsys.readouterr().err.split())
     assert call(monkeypatch, "config", "learning_rate") == 2
     assert "here it is optimizer.lr" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_target_that_raises_shows_the_users_frames_alone(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_broken_model.py").write_text("def build(**options):\n    return 1 // 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = yaml.safe_load(config.read_text()) | {"model": {"target": "my_broken_model:build", "context": 8}}
+    config.write_text(yaml.safe_dump(given))
+    assert call(monkeypatch, "train", str(config), "--check") == 1, capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("ZeroDivisionError")
+    assert "my_broken_model.py" in lines[1] and len(lines) <= 6
+
+
+def test_a_count_of_ranks_is_refused_alike_with_and_without_a_check(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more in [], ["--check"]:
+        assert call(monkeypatch, "train", str(config), "--ranks", "-2", *more) == 2
+        assert "-2 ranks were requested; at least 1 is needed" in " ".join(capsys.readouterr().err.split())

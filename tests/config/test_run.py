@@ -18,7 +18,7 @@ from shardwise.plan.errors import ConfigError
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"zeroo": {}}, r"\(top level\): unknown key 'zeroo'; did you mean 'zero'"),
+        ({"zeroo": {}}, r"^config: unknown key 'zeroo'; did you mean 'zero'"),
         ({"zero": {"stge": 1}}, "zero: unknown key 'stge'; did you mean 'stage'"),
         (
             {"precision": {"loss_scale": {"init_scal": 1}}},
@@ -218,3 +218,34 @@ def test_former_keys_are_refused_with_their_new_name() -> None:
         new = ours.partition(" ")[0].rpartition(".")[2]
         assert "unknown key" not in refusal(".".join([*block, new])), former  # the value alone is at fault
     assert "here it is exchange" in refusal("tables.named.user.sends")
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides", "said"),
+    [
+        ({"offload": {"optimizer": "nvme"}}, [], "did you mean 'disk'?"),
+        ({"offload": {"optimizer": "cpu"}}, [], "did you mean 'host'?"),
+        ({"precision": "float16"}, [], "did you mean 'fp16'?"),
+        ({"optimizer": {"type": "adamww"}}, [], "did you mean 'adamw'?"),
+        ({"cp": 2}, [], "unknown key 'cp'; here it is mesh.cp"),
+        (
+            {"zero": {"stage": 1}},
+            ["zero.stge=3"],
+            "^--set zero.stge=3: zero: unknown key 'stge'; did you mean 'stage'",
+        ),
+        ({"zero": {"stage": 1}}, ["optimizer.lr=-1"], "^--set optimizer.lr=-1: optimizer.lr: "),
+        (
+            {"fp16": True, "per_device_train_batch_size": 8, "logging_steps": 10, "num_train_epochs": 3},
+            [],
+            "4 faults:\n  unknown key 'fp16'; here it is precision: fp16\n"
+            "  unknown key 'per_device_train_batch_size'; here it is batch.micro_size\n"
+            "  unknown key 'logging_steps'; here it is monitor.print_every\n"
+            "  unknown key 'num_train_epochs'; here it is train.steps, which counts optimizer steps and not epochs",
+        ),
+    ],
+)
+def test_errors_name_the_fault_and_a_word_of_ours(
+    given: dict[str, Any], overrides: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(given, overrides)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import shardwise
@@ -35,6 +36,46 @@ def engine() -> Iterator[Any]:
 def test_engine(engine: Any, call: Callable[[Any], object], says: str) -> None:
     with pytest.raises((UsageError, MismatchError), match=says):
         call(engine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((None,), r"model: expected an nn.Module, given None"),
+        ((nn.Linear,), r"model: expected an nn.Module, given the class Linear; make one: Linear\(...\)"),
+        (({}, nn.Linear(2, 1)), "the second argument is a Linear, which is a model"),
+        (
+            (nn.Linear(2, 1), [{"zero": 1}]),
+            "config: expected a path, a dictionary or a RunConfig, given a list",
+        ),
+    ],
+)
+def test_initialize(arguments: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        shardwise.initialize(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+            r"^optimizer.step\(\): call engine.step",
+        ),
+        (
+            lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            "^clip_grad_norm_: set max_grad_norm: 1.0",
+        ),
+        (lambda model: model.weight.grad * 2, "^weight.grad: between engine.backward"),
+    ],
+)
+def test_what_stands_in_a_gradient_begins_with_the_callers_cure(
+    engine: Any, call: Callable[[nn.Module], object], says: str
+) -> None:
+    engine.backward(engine.module(torch.ones(3, 2)).sum())
+    with pytest.raises(UsageError, match=says):
+        call(engine.module)
+    engine.discard()
 
 
 DS = {"train_batch_size": 4}

@@ -34,6 +34,7 @@ from shardwise.data.clicks import ClickPolicy, build_clicks
 from shardwise.data.images import ImagePolicy, build_images
 from shardwise.engine.fits import Fit, Memory, budget, fits
 from shardwise.engine.foresee import Outlook, examine_step, foresee
+from shardwise.launch.local import check_ranks
 from shardwise.memory.scratch_folder import check_folder
 from shardwise.models import BertPolicy, GptPolicy, TargetPolicy, build_ctr, build_image_model
 from shardwise.models import build as build_model
@@ -114,6 +115,8 @@ class Foreseen:
 
 def check(request: Request, memory: Memory | None = None) -> Foreseen:
     """``memory``: of a rank, which the run is to fit. Errors: as the run's own, before its first step."""
+    if request.ranks is not None:
+        check_ranks(request.ranks)
     ranks = request.ranks or 1
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")

@@ -1,19 +1,21 @@
 """``shardwise``: the commands put together, and what an error looks like.
 
 An error of Shardwise's own is an answer to the user: one line, no traceback, exit code 2 where the configuration or
-the call is at fault and 1 where the run failed. Anything else is a defect and keeps its traceback.
+the call is at fault and 1 where the run failed. An error that passed through code of the user's (a target) shows its
+traceback from there on. Anything else is a defect and keeps its traceback.
 
 The commands import what they need when they run, so that ``shardwise --help`` does not wait for torch.
 """
 
 import sys
+import traceback
 from typing import Annotated
 
 import typer
 
 import shardwise
 from shardwise.cli import config, convert, examples, generate, inspect, launch, train
-from shardwise.launch.failure import exit_code, headline
+from shardwise.launch.failure import exit_code, headline, users_part
 from shardwise.launch.report import show_answer
 from shardwise.launch.terminal import lasting_console, open_standard_streams
 from shardwise.plan.errors import ShardwiseError
@@ -56,6 +58,12 @@ def main() -> None:
         app()
     except ShardwiseError as error:
         show_answer(lasting_console(stderr=True), headline(error))
+        sys.exit(exit_code(error))
+    except Exception as error:
+        trace = users_part(error.__traceback__)
+        if trace is None:
+            raise
+        traceback.print_exception(type(error), error, trace)
         sys.exit(exit_code(error))
 
 

@@ -10,7 +10,12 @@ FOREIGN_KEYS = {
     "train_iters": "train.steps",
     "training_steps": "train.steps",
     "num_steps": "train.steps",
-    "num_train_epochs": "train.steps",
+    "num_train_epochs": "train.steps, which counts optimizer steps and not epochs",
+    "warmup_ratio": "schedule.warmup_steps, which counts steps and is no share",
+    "logging_steps": "monitor.print_every",
+    "optim": "optimizer.type",
+    "dataloader_num_workers": "data.workers",
+    "load_best_model_at_end": "checkpoint.keep_best",
     "eval_interval": "train.eval_every",
     "eval_steps": "train.eval_every",
     "eval_iters": "data.validation_samples",
@@ -68,6 +73,11 @@ FOREIGN_KEYS = {
     "fp16": "precision: fp16",
     "seed": "train.seed",
     "device": "comm.device",
+    "dp": "mesh.dp",
+    "tp": "mesh.tp",
+    "pp": "mesh.pp",
+    "cp": "mesh.cp",
+    "ep": "mesh.ep",
     "zero_optimization": "zero",
     "stage3_prefetch_bucket_size": "zero.prefetch_bytes",
     "transformer_layer_cls_to_wrap": "zero.units",
@@ -95,6 +105,30 @@ FOREIGN_KEYS = {
     "report_to": "monitor",
 }
 """Our key, by theirs."""
+
+FOREIGN_VALUES: dict[str, tuple[str, ...]] = {
+    "nvme": ("disk",),
+    "ssd": ("disk",),
+    "cpu": ("host",),
+    "ram": ("host",),
+    "gpu": ("device", "cuda"),
+    "cuda": ("device",),
+    "float16": ("fp16",),
+    "half": ("fp16",),
+    "16-mixed": ("fp16",),
+    "bfloat16": ("bf16",),
+    "bf16-mixed": ("bf16",),
+    "float32": ("fp32",),
+    "float": ("fp32",),
+    "no": ("fp32", "none"),
+    "float64": ("fp64",),
+    "double": ("fp64",),
+    "linear": ("warmup_decay", "linear"),
+    "fused_adam": ("adam",),
+    "adamw_torch": ("adamw",),
+    "adamw_torch_fused": ("adamw",),
+}
+"""Our value, by the word that other tools have for it; the first one that a key takes is meant."""
 
 FORMER_KEYS = {
     "out": "output_dir",

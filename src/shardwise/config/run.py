@@ -7,6 +7,7 @@ command line does. A DeepSpeed configuration is recognised by its keys and trans
 
 import errno
 import json
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.comm.policy import CommPolicy
 from shardwise.config.batch import BatchPolicy, TrainPolicy
 from shardwise.config.deepspeed import SHARED, from_base64, is_deepspeed, translate
-from shardwise.config.foreign_keys import known_elsewhere
+from shardwise.config.foreign_keys import FOREIGN_VALUES, known_elsewhere
 from shardwise.config.relaxed_json import read_json
 from shardwise.data.policy import AnyDataPolicy, DataPolicy, with_kind
 from shardwise.memory.offload import OffloadPolicy
@@ -37,7 +38,7 @@ from shardwise.parallel.tensor.policy import TensorPolicy
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.errors import ConfigError
 from shardwise.plan.mesh import MeshPolicy
-from shardwise.plan.policy import UNKNOWN, Policy
+from shardwise.plan.policy import UNKNOWN, Policy, nearest
 from shardwise.plan.regular_files import read_small_file
 from shardwise.precision.policy import PrecisionPolicy
 
@@ -53,6 +54,8 @@ _MERGE_LIMIT = 10_000
 """No configuration is larger."""
 _SHOWN = 300
 """Characters of a value that an error repeats."""
+_IN_ONE_LINE = 3
+"""Faults; more have a line each."""
 _FAULTS = 20
 """Faults that one error names."""
 
@@ -193,16 +196,27 @@ class RunConfig(Policy):
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], where: str = "config") -> "RunConfig":
-        """Check a dictionary. Errors: ConfigError that names every wrong key by its path."""
+    def parse(
+        cls, given: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = ()
+    ) -> "RunConfig":
+        """Check a dictionary, into which ``overrides`` were written already.
+
+        Raises:
+            ConfigError: names every wrong key by its path, and the override that it came from.
+        """
         if not isinstance(given, Mapping):
             raise ConfigError(f"{where}: expected keys and values, found a {type(given).__name__}")
         try:
             return cls.model_validate(dict(given))
         except ValidationError as error:
-            raise ConfigError(_explained(error, where)) from None
+            raise ConfigError(_explained(error, where, overrides)) from None
 
 
+_FLAGS = ("bf16", "fp16")
+_OF_TRANSFORMERS = frozenset(
+    ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "max_steps", "logging_steps")
+)
+"""Keys of its TrainingArguments that no DeepSpeed configuration has."""
 _OURS_ALONE = frozenset(RunConfig.model_fields) - frozenset(SHARED)
 """Keys of the top level that DeepSpeed has not."""
 
@@ -232,7 +246,7 @@ def load(source: "str | Path | Mapping[str, Any] | RunConfig", overrides: Sequen
         given, translated = made.config, f"a DeepSpeed configuration: {made.summary()}"
     for override in overrides:
         _override(given, override)
-    config = RunConfig.parse(given, where)
+    config = RunConfig.parse(given, where, overrides)
     config._translated = translated
     return config
 
@@ -245,7 +259,13 @@ def is_theirs(given: Mapping[str, Any]) -> bool:
         "compile": CompilePolicy,
     }
     blocks["checkpoint"] = CheckpointPolicy
-    return is_deepspeed(given, {name: blocks[name].model_fields for name in SHARED})
+    # A flag is transformers' way to say it; DeepSpeed's is a block.
+    told = {
+        key: value
+        for key, value in given.items()
+        if key not in _FLAGS or not isinstance(value, bool) or _OF_TRANSFORMERS.isdisjoint(given)
+    }
+    return is_deepspeed(told, {name: blocks[name].model_fields for name in SHARED})
 
 
 def _found(source: str | Path) -> tuple[dict[str, Any], str]:
@@ -388,14 +408,14 @@ def _override(given: dict[str, Any], text: str) -> None:
     target[last] = parsed
 
 
-def _explained(error: ValidationError, where: str) -> str:
-    lines = []
+def _explained(error: ValidationError, where: str, overrides: Sequence[str] = ()) -> str:
+    lines, of_file = [], False
     listed = set()
     for detail in error.errors(include_url=False, include_context=False):
         steps = [str(part) for part in detail["loc"]]
         if steps[:1] in (["model"], ["data"], ["schedule"]) and len(steps) > 1:
             del steps[1]  # the tag of the union, which is no key of the user's
-        path = ".".join(steps) or "(top level)"
+        path = ".".join(steps)
         message = detail["msg"].removeprefix("Value error, ")
         given = detail["input"]
         if message.startswith(UNKNOWN) and isinstance(given, str):
@@ -410,6 +430,35 @@ def _explained(error: ValidationError, where: str) -> str:
             if not isinstance(given, Mapping | Policy) and "unknown key" not in message
             else ""
         )
-        lines.append(f"{_short(path)}: {_short(message)}{shown}")
-    more = f"; and {len(lines) - _FAULTS} more" if len(lines) > _FAULTS else ""
-    return f"{where}: " + "; ".join(lines[:_FAULTS]) + more
+        is_key = message.startswith(UNKNOWN) and isinstance(given, str)
+        cause = _override_of(".".join([*steps, given]) if is_key else path, overrides)
+        if detail["type"] == "literal_error" and isinstance(given, str):
+            message += _near_value(given, message)
+        of_file = of_file or not cause
+        line = f"{_short(message)}{shown}"
+        lines.append(cause + (f"{_short(path)}: {line}" if path else line))
+    more = [f"and {len(lines) - _FAULTS} more"] if len(lines) > _FAULTS else []
+    said = [*lines[:_FAULTS], *more]
+    head = f"{where}: " if of_file else ""
+    if len(said) <= _IN_ONE_LINE:
+        return head + "; ".join(said)
+    return "\n  ".join([f"{head or 'configuration: '}{len(lines)} faults:", *said])
+
+
+def _override_of(path: str, overrides: Sequence[str]) -> str:
+    """Return the override that a fault at ``path`` comes from, for the front of its sentence; empty if none does."""
+    for override in reversed(overrides):
+        key = override.partition("=")[0].strip()
+        if path == key or path.startswith(f"{key}."):
+            return f"--set {_short(override)}: "
+    return ""
+
+
+def _near_value(given: str, message: str) -> str:
+    """Return ``; did you mean 'disk'?`` where a value of another tool, or a near one, is among those expected."""
+    expected = re.findall(r"'([^']*)'", message)
+    synonym = next((each for each in FOREIGN_VALUES.get(given.lower(), ()) if each in expected), None)
+    if synonym is not None:
+        return f"; did you mean {synonym!r}?"
+    hint = nearest(given, expected)
+    return hint if "did you mean" in hint else ""

@@ -74,6 +74,8 @@ def find_files(source: str, pattern: str = "*") -> TextFiles:
         return TextFiles(STDLIB, root, _in_order(root, paths))
     try:
         return _files_at(source, expanded(source), pattern)
+    except SourceError:
+        raise
     except OSError as error:
         raise SourceError(f"data source {source!r} cannot be read: {in_words(error)}") from None
     except ValueError as error:

@@ -107,6 +107,7 @@ def initialize(
 
     Errors: ConfigError, MeshError, PlanError, UsageError.
     """
+    _check_arguments(model, config)
     policies = load({} if config is None else config)
     with sole_builder(world or world_of(model)), ExitStack() as refused:
         LEFTOVERS.end_dropped()
@@ -213,6 +214,29 @@ def _built(
     engine = Engine(parts, original, loss, on_step, end, pipeline, check)
     _start_from_step(engine)
     return engine
+
+
+def _check_arguments(model: object, config: object) -> None:
+    """Raise UsageError for a model that is none, and for arguments in the wrong order."""
+    if isinstance(config, nn.Module):
+        raise UsageError(
+            f"initialize: the second argument is a {type(config).__name__}, which is a model; call "
+            "initialize(model, config)"
+        )
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise UsageError(
+            f"model: expected an nn.Module, given the class {model.__name__}; make one: {model.__name__}(...)"
+        )
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model: expected an nn.Module, given {_kind(model)}; call initialize(model, config)"
+        )
+    if config is not None and not isinstance(config, str | Path | Mapping | RunConfig):
+        raise UsageError(f"config: expected a path, a dictionary or a RunConfig, given {_kind(config)}")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _start_from_step(engine: Engine) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import sysconfig
 import time
 import traceback
 from collections.abc import Iterable
@@ -24,6 +25,8 @@ from shardwise.plan.regular_files import read_small_file
 
 CLOSE_S = 1.0
 """Failures no further apart than this may be one the cause of the other, in either order of arrival."""
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _OUR_FRAMES = (
     os.path.join("shardwise", "launch", "child.py"),
     os.path.join("shardwise", "launch", "function.py"),
@@ -106,8 +109,25 @@ def of_exception(rank: int, error: BaseException) -> Failure:
     )
 
 
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame of the user's own code; None if there is no such frame.
+
+    Frames of this package, of installed packages and of Python's start belong to nobody who reads the traceback for
+    a fault of their own.
+    """
+    while trace is not None and _is_installed(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<frozen", *_INSTALLED)) or f"{os.sep}site-packages{os.sep}" in file
+
+
 def _user_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is the user's."""
+    """The traceback from the first frame that is the user's; all but the launcher's own frames if none is."""
+    if (found := users_part(trace)) is not None:
+        return found
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OUR_FRAMES):
         trace = trace.tb_next
     return trace

@@ -492,9 +492,10 @@ class UnitHooks:
             parameter.grad = None
             raise UsageError(
                 f"backward: the gradient of {name} arrived outside engine.backward(loss), which alone knows when to "
-                "reduce. Call it instead of loss.backward(). Where another engine's loss passes through this model (a "
-                "generator's through its discriminator) torch would let the gradients land for zero_grad() to drop; "
-                "here set model.requires_grad_(False) before that loss is computed and True again after its backward"
+                "reduce; call it instead of loss.backward().\n"
+                "  Where another engine's loss passes through this model (a generator's through its discriminator) "
+                "torch would let the gradients land for zero_grad() to drop; here set model.requires_grad_(False) "
+                "before that loss is computed and True again after its backward"
             )
         if state.is_reduced:
             raise UsageError(

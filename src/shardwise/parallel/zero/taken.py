@@ -12,6 +12,7 @@ memory, and any operation on it is an error that names the cure, from Python or 
 Cost: 0.3 microseconds per parameter and backward pass; no memory but one object per parameter.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -40,12 +41,11 @@ class TakenGradient(Tensor):
     def _refuse(cls, operation: Any, values: Any) -> Any:
         marks = [value for value in _flat(values) if type(value) is cls]
         what = marks[0]._parameter_name if marks else "a parameter"
+        caller = _caller()
         raise UsageError(
-            f"{what}.grad: between engine.backward(loss) and engine.step() the gradients lie in the engine's buffers, "
-            f"so {_title(operation)} would find nothing in p.grad. Instead of torch.nn.utils.clip_grad_norm_ set "
-            "max_grad_norm: 1.0 in the configuration (engine.step() returns the norm); to read gradients call "
-            "engine.gradients(); to scale them scale the loss; fp16 has a loss scale of its own (precision: fp16), and "
-            "engine.step() steps the optimizer"
+            f"{_CURES.get(caller, '')}{what}.grad: between engine.backward(loss) and engine.step() the gradients "
+            f"lie in the engine's buffers, so {_title(operation)} would find nothing in p.grad.\n"
+            + "\n".join(f"  {cure}" for name, cure in _ALL_CURES.items() if name != caller)
         )
 
     @classmethod
@@ -57,6 +57,32 @@ class TakenGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return cls._refuse(func, args)
+
+
+_ALL_CURES = {
+    "clip": "To clip set max_grad_norm: 1.0 in the configuration, instead of torch.nn.utils.clip_grad_norm_; "
+    "engine.step() returns the norm",
+    "read": "To read gradients call engine.gradients(); to scale them scale the loss",
+    "step": "engine.step() steps the optimizer; fp16 has a loss scale of its own (precision: fp16)",
+}
+_CURES = {
+    "clip": "clip_grad_norm_: set max_grad_norm: 1.0 in the configuration instead; engine.step() returns the norm. ",
+    "step": "optimizer.step(): call engine.step() instead, which steps the optimizer on its shards. ",
+}
+"""The cure of a caller that is on the stack, which comes first."""
+
+
+def _caller() -> str:
+    """Return which habit is on the stack: ``clip``, ``step``, or "" for anything else."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.endswith("clip_grad.py"):
+            return "clip"
+        if name in ("step", "_init_group") and "optim" in file:
+            return "step"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def _flat(values: Any) -> list[Any]:
