@@ -115,7 +115,7 @@ class TextTrainer(Trainer):
             return None if peak is None else peak * world.size
         peak = measured_peak(dtype)
         _log.info(
-            "MFU: of %s/s, %d times what a matrix product reached here in %s",
+            "MFU: of %s/s, %d times what a matrix product reached here in %s just now, under the load of the moment",
             flops_text(peak * world.size),
             world.size,
             str(dtype).removeprefix("torch."),
