@@ -23,7 +23,6 @@
 A message says where, what was given, what was expected and what to do.
 """
 
-
 from collections.abc import Sequence
 
 
