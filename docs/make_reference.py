@@ -285,7 +285,7 @@ def methods(tree: ast.ClassDef) -> Iterator[Member]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             decorators = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
-            if decorators & {"overload", "setter", "model_validator"} or any("validator" in mark for mark in decorators):
+            if decorators & {"overload", "setter"} or any("validator" in mark for mark in decorators):
                 continue
             kind = "property" if decorators & {"property", "cached_property"} else "method"
             yield Member(node.name, node, ast.get_docstring(node), kind)
