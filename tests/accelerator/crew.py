@@ -214,7 +214,7 @@ class _CrewBoard(Board):
         super().__init__(rank, word=word)
         self._crew = crew
 
-    def part(self, rank: int, name: str) -> Board:
+    def part(self, rank: int, name: str, members: Sequence[int]) -> Board:
         return _CrewBoard(self._crew, rank, f"{self.word}/{name}")
 
     def post(self, key: str, index: int, text: str) -> None:
@@ -222,7 +222,9 @@ class _CrewBoard(Board):
             self._crew.texts[self._name(key, index), 0] = text
             self._crew.said.notify_all()
 
-    def collect(self, key: str, size: int, timeout_s: float) -> list[str]:
+    def collect(
+        self, key: str, size: int, timeout_s: float, what: str = "", ranks: Sequence[int] | None = None
+    ) -> list[str]:
         names = [(self._name(key, index), 0) for index in range(size)]
         crew = self._crew
         with crew.waiting(), crew.said:

@@ -98,13 +98,15 @@ class _MirrorBoard(Board):
         super().__init__(rank)
         self._texts: dict[str, str] = {}
 
-    def part(self, rank: int, name: str) -> Board:
+    def part(self, rank: int, name: str, members: Sequence[int]) -> Board:
         return _MirrorBoard(rank)
 
     def post(self, key: str, index: int, text: str) -> None:
         self._texts[key] = text
 
-    def collect(self, key: str, size: int, timeout_s: float) -> list[str]:
+    def collect(
+        self, key: str, size: int, timeout_s: float, what: str = "", ranks: Sequence[int] | None = None
+    ) -> list[str]:
         return [self._texts[key]] * size
 
     def forget(self, key: str, size: int) -> None:

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,13 +38,19 @@ class ThreadPeers:
             self._store.texts[f"{key}/{self.rank}"] = text
             self._store.changed.notify_all()
 
-    def collect(self, key: str, timeout_s: float) -> list[str]:
+    def collect(self, key: str, timeout_s: float, what: str = "") -> list[str]:
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         with self._store.changed:
             if not self._store.changed.wait_for(lambda: all(k in self._store.texts for k in keys), timeout_s):
                 missing = [rank for rank, k in enumerate(keys) if k not in self._store.texts]
                 raise TimeoutError(f"no word from ranks {missing}")
             return [self._store.texts[k] for k in keys]
+
+    def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def joining(self, thread: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forget(self, key: str) -> None:
         with self._store.changed:

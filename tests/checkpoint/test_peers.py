@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_rank_that_is_gone_is_named() -> None:
     results = crew(3, work)
     for rank in (0, 2):
         with pytest.raises(
-            CheckpointError, match=rf"save of step 7: rank {rank} waited 1 s in phase 'write'.*\[1\]"
+            CheckpointError, match=rf"save of step 7: rank {rank} waited in phase 'write'.*\[1\]"
         ):
             raise results[rank]
 
@@ -124,10 +125,16 @@ class Forging:
     def post(self, key: str, text: str) -> None:
         self._peers.post(key, text)
 
-    def collect(self, key: str, timeout_s: float) -> list[str]:
+    def collect(self, key: str, timeout_s: float, what: str = "") -> list[str]:
         answers = self._peers.collect(key, timeout_s)
         lies = self.rank == 1 and key.endswith(self._phase)
         return [self._lie, *answers[1:]] if lies else answers
+
+    def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
+        return self._peers.at_work(key, what)
+
+    def joining(self, thread: int) -> AbstractContextManager[None]:
+        return self._peers.joining(thread)
 
     def forget(self, key: str) -> None:
         self._peers.forget(key)

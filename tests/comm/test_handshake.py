@@ -171,3 +171,46 @@ def test_a_word_that_is_no_word_is_not_made_a_path(tmp_path: Path) -> None:
     base.set("shardwise/join/1/welcome/1", '{"error": "", "word": "../../secret", "seal": ""}')
     with pytest.raises(CommError, match="where a word of 32 digits belongs"):
         handshake.meet(base, 1, 2, Who("host", 1, ""), None, tmp_path, JOIN_S)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"\xff\xfe garbage",
+        b"[" * 5_000_000,
+        b"[" * 30_000,
+        b"{}",
+        b'["nonce", "host", "pid", ""]',
+        b'["nonce", "host", 1, ""], "more": [1',
+        b'["\\ud800", "host", 1, ""]',
+        b"[1e999]",
+        b"",
+    ],
+    ids=lambda forged: str(forged[:20]),
+)
+def test_a_hello_that_no_rank_wrote_is_refused_by_all(forged: bytes) -> None:
+    """Rank 0 ended in an error of the parser, and the others in one of the network."""
+
+    class Overwritten(SealedStore):
+        def __init__(self, base: dist.Store):
+            dist.Store.__init__(self)
+            self._base = base
+
+        def set(self, key: str, value: Any) -> None:
+            self._base.set(key, forged if key.endswith("hello/1") else value)
+
+        def get(self, key: str) -> bytes:
+            return bytes(self._base.get(key))
+
+    host, guest = meeting(Overwritten(dist.HashStore()), 2)
+    for said in (host, guest):
+        assert isinstance(said, CommError) and "the hello of rank 1" in str(said), said
+
+
+def test_a_store_that_ends_during_the_meeting_is_said_to_have_ended() -> None:
+    class Ended(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(CommError, match="rank 0, which serves it, has ended"):
+        handshake.meet(Ended(), 1, 2, Who("host", 101, ""), "s", None, 1.0)

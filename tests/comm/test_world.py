@@ -1,5 +1,6 @@
 """Where the rank comes from, in which order, and what a contradiction says."""
 
+import errno
 import socket
 from pathlib import Path
 
@@ -216,3 +217,17 @@ def test_a_part_names_each_rank_once() -> None:
         World(0, 2).among((1,))
     with pytest.raises(UsageError, match="name each rank once"):
         World(0, 2).among((0, 0))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_without_a_loopback_interface_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Each rank waited for a minute, and quoted an address that torch made up."""
+
+    def bind(self: socket.socket, address: tuple[str, int]) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(CommError, match=f"rank {rank}: this host has no loopback interface"):
+        join(rank, 2, port=29517, timeout_s=5)

@@ -273,5 +273,8 @@ def test_moments_that_the_optimizer_does_not_keep_are_named(
     other = start(optimizer={"type": "sgd", "lr": 1e-3})
     with caplog.at_level(logging.WARNING, "shardwise"):
         other.load(tmp_path)
-    assert "holds the optimizer state exp_avg, exp_avg_sq; this optimizer keeps none: it is dropped" in caplog.text
+    assert (
+        "holds the optimizer state exp_avg, exp_avg_sq; this optimizer keeps none: it is dropped"
+        in caplog.text
+    )
     other.close()

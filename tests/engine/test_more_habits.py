@@ -241,7 +241,9 @@ def rounded() -> nn.Module:
     net = Net()
     with torch.no_grad():
         for p in net.parameters():
-            p.copy_(torch.where(p == 0, 0.25, p).bfloat16())  # a step of 1e-30 is lost beside every number but 0
+            p.copy_(
+                torch.where(p == 0, 0.25, p).bfloat16()
+            )  # a step of 1e-30 is lost beside every number but 0
     return net
 
 

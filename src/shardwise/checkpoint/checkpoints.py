@@ -200,7 +200,8 @@ class Checkpoints:
 
     def _save(self, coordinator: Coordinator, contents: Contents) -> None:
         try:
-            Saving(self._folder, self._files, self._sizes, self._writer, coordinator, contents).run()
+            with coordinator.at_work():
+                Saving(self._folder, self._files, self._sizes, self._writer, coordinator, contents).run()
         except (CheckpointError, TierError) as error:
             kind = type(error) if isinstance(error, TierError) else CheckpointError
             raise kind(f"{self.root}: step {contents.step} was not saved: {error}") from error
@@ -246,7 +247,8 @@ class Checkpoints:
 
     def _join(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            with self._peers.joining(self._thread.ident or 0):
+                self._thread.join()
             self._thread = None
 
     @property
@@ -283,7 +285,13 @@ class Checkpoints:
         coordinator = self._open("load")
         self.wait()
         load = Loading(self._folder, self._files, coordinator, self._warn, partial, is_checked, examine)
-        return load.newest(items, look_first) if path is None else load.exactly(Path(path), items)
+        with coordinator.at_work():
+            try:
+                if path is None:
+                    return load.newest(items, look_first)
+                return load.exactly(Path(path), items)
+            finally:
+                coordinator.end()
 
     def steps(self) -> list[StepDirectory]:
         """What lies in the folder, newest first; asks this process's view of the disk alone."""

@@ -3,7 +3,8 @@
 A save runs behind training in its own thread, where a collective would tangle with the training's own. Texts under
 agreed keys do not. Every phase of a save or load is one ``Coordinator.gather``: each rank does its part, posts how it
 went, and reads how all the others fared, so that all of them go on or all of them raise, and no rank is left waiting
-for one that failed. A rank that died does not post; the others name the phase when their time is up.
+for one that failed. A rank that died or hangs does not post: ``JobRanks.collect`` raises, which names it, and a rank
+that does its own part says so by ``JobRanks.at_work``.
 
 Cost: one text per rank and phase; 5 to 7 phases a save, 3 a load.
 """
@@ -13,6 +14,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from shardwise.plan.errors import (
@@ -43,8 +45,15 @@ class JobRanks(Protocol):
     def post(self, key: str, text: str) -> None:
         """Leave ``text`` for the others under ``key``."""
 
-    def collect(self, key: str, timeout_s: float) -> list[str]:
-        """What every rank posted under ``key``, by rank; raises when one is missing after ``timeout_s``."""
+    def collect(self, key: str, timeout_s: float, what: str = "") -> list[str]:
+        """Return what every rank posted under ``key``, by rank; raise if one does not come within ``timeout_s``.
+        ``what`` names the meeting in errors."""
+
+    def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
+        """Inside, the calling thread does this rank's part of what all meet for at keys below ``key``."""
+
+    def joining(self, thread: int) -> AbstractContextManager[None]:
+        """Inside, the calling thread waits for the thread of this process with that number."""
 
     def forget(self, key: str) -> None:
         """Drop what all ranks posted under ``key``; for one of them, when all have read it."""
@@ -65,8 +74,16 @@ class Solo:
     def post(self, key: str, text: str) -> None:
         self._posted[key] = text
 
-    def collect(self, key: str, timeout_s: float) -> list[str]:
+    def collect(self, key: str, timeout_s: float, what: str = "") -> list[str]:
         return [self._posted.pop(key)]
+
+    def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
+        """Nobody to tell."""
+        return contextlib.nullcontext()
+
+    def joining(self, thread: int) -> AbstractContextManager[None]:
+        """Nobody to tell."""
+        return contextlib.nullcontext()
 
     def forget(self, key: str) -> None:
         """It is gone since it was read."""
@@ -123,6 +140,12 @@ class Coordinator:
         self._timeout_s = timeout_s
         self._key = f"checkpoint/{_turns.next(peers)}"
         self._phases: list[str] = []
+        self._is_open = False
+        """True from the beginning of a phase until all have come, and for ever if one of them does not."""
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Inside, the calling thread runs this conversation: between its waits it works for the others."""
+        return self._peers.at_work(self._key, self._purpose)
 
     def gather(self, phase: str, work: Callable[[], Any]) -> list[str]:
         """Do ``work``, tell the others, and return the JSON text of every rank's result.
@@ -130,8 +153,10 @@ class Coordinator:
         Raises on all ranks if any failed: the same class with the same story.
         """
         failure: Exception | None = None
+        self._is_open = True
         try:
-            text = "+" + json.dumps(work(), separators=(",", ":"))
+            with self._peers.at_work(self._key, f"{self._purpose}, phase {phase!r}"):
+                text = "+" + json.dumps(work(), separators=(",", ":"))
         except Exception as error:
             failure = error
             kind = next((k for k in type(error).__mro__ if k in self._KINDS), CheckpointError)
@@ -139,24 +164,28 @@ class Coordinator:
             text = "-" + json.dumps({"kind": self._KINDS.index(kind), "story": story[:4000]})
         try:
             self._peers.post(f"{self._key}/{phase}", text)
-            answers = self._peers.collect(f"{self._key}/{phase}", self._timeout_s)
+            answers = self._peers.collect(
+                f"{self._key}/{phase}", self._timeout_s, f"{self._purpose}, phase {phase!r}"
+            )
         except Exception as late:
             if failure is not None:
                 raise CheckpointError(f"{self._purpose}, {phase}: {failure}") from failure
             raise CheckpointError(
-                f"{self._purpose}: rank {self.rank} waited {self._timeout_s:g} s in phase {phase!r} for the other "
-                f"ranks ({late}). A rank died or hangs; checkpoints committed before are untouched"
+                f"{self._purpose}: rank {self.rank} waited in phase {phase!r} for the other ranks, which died, hang or "
+                f"are slow: {late}. Checkpoints committed before are untouched"
             ) from late
+        self._is_open = False
         self._forget(phase)
         self._raise_failures(answers, failure)
         return [answer[1:] for answer in answers]
 
     def end(self) -> None:
-        """After the last phase: rank 0 goes on when all have read its outcome. The store may live in its process, and a
-        script may end right after a save; the others would take a step that is committed for one that is lost.
-        Nobody reads a text of this conversation any more, and they are dropped.
+        """End the conversation, also if it has failed on all ranks: rank 0 goes on when all have read the outcome.
+        The store may live in its process, and a script may end right after a save or a load; the others would take a
+        step that is committed for one that is lost. Nobody reads a text of this conversation any more, and they are
+        dropped.
         """
-        if self.size == 1:
+        if self.size == 1 or self._is_open:
             return
         with contextlib.suppress(Exception):  # who died here has lost nothing that was saved
             self._peers.post(f"{self._key}/end", "")

@@ -128,7 +128,6 @@ class Saving:
             self._coordinator.gather("commit", lambda: self._commit(temporary, layouts, sums, crcs))
             if self._leads:
                 self._tidy()
-            self._coordinator.end()
         except Exception:
             # Other ranks may still be writing if one died; their files vanish under them, which harms nobody.
             if self._leads and self._temporary is not None:
@@ -136,6 +135,7 @@ class Saving:
                     self._folder.trash(self._temporary)
             raise
         finally:
+            self._coordinator.end()
             if self._unlock is not None:
                 self._unlock()
 

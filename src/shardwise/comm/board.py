@@ -2,41 +2,76 @@
 
     world.post(key, text)          each rank, under its own index
     world.collect(key, timeout_s)  all of them, by rank; waits for the late
+    board.meet(ranks, call)        no text: returns when all ``ranks`` have come to the same call
 
 A word that no other World of the job has begins every key, so what two Worlds write never mixes. ``number`` counts how
 often the ranks have met for one thing, which keeps the keys of each meeting apart: ranks that do the same in the same
 order count alike.
+
+A thread of its own reads the texts, since a call of the store may block (rank 0, which serves it, may be stopped). The
+caller meanwhile looks at the watch's verdict, and once a second whether a rank of this host has ended.
+
+Cost of a meeting: one thread, and some calls of the store; ``meet`` takes as many of a rank however many ranks meet.
 """
 
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.comm.store import missing_keys
-from shardwise.comm.watch import Watch
+from shardwise.comm.watch import Watch, Words
 from shardwise.plan.errors import CommError, DeadlineError
 from shardwise.plan.words import named_ranks
+
+_SLICE_S = 0.05
+"""A thread that waits for texts looks this often at the verdict."""
+_LOOK_S = 1.0
+"""It looks this often whether a rank has ended."""
+_LAST_TEXT_S = 0.5
+"""The time that the last text of a rank that has ended gets to arrive."""
 
 
 class Board:
     """See the module's docstring. ``rank``: this one's, in errors. Without a ``store`` one process writes to itself.
 
-    ``watch`` knows who keeps the others waiting; None for one process.
+    ``watch`` knows who keeps the others waiting; None for one process. ``members``: ranks of the job, by rank here.
     """
 
     def __init__(
-        self, rank: int, store: dist.Store | None = None, word: str = "", watch: Watch | None = None
+        self,
+        rank: int,
+        store: dist.Store | None = None,
+        word: str = "",
+        watch: Watch | None = None,
+        members: Sequence[int] = (),
     ):
         self.store = store
         self.word = word
         """First part of every key and name: no other World of the job has it."""
         self.watch = watch
+        self.members = tuple(members)
         self._rank = rank
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._past: dict[tuple[int, ...], str] = {}
+        """By the ranks that met: the key of their last meeting."""
 
-    def part(self, rank: int, name: str) -> "Board":
-        """That of some of the ranks, in which this one counts as ``rank``."""
-        return Board(rank, self.store, f"{self.word}/{name}", self.watch)
+    def part(self, rank: int, name: str, members: Sequence[int]) -> "Board":
+        """Return the board of some of the ranks, ``members`` of the job, in which this one counts as ``rank``."""
+        return Board(rank, self.store, f"{self.word}/{name}", self.watch, members)
+
+    def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
+        """Inside, the calling thread does its own part of something for which others wait at keys below ``key``."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.at_work(key, what)
+
+    def joining(self, thread: int) -> AbstractContextManager[None]:
+        """Inside, the calling thread waits for another one of this process."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.joining(thread)
 
     def number(self, *what: Any) -> int:
         """0, 1, 2 ... each time that ``what`` is asked for."""
@@ -49,23 +84,102 @@ class Board:
             self.store = dist.HashStore()
         self.store.set(self._name(key, index), text)
 
-    def collect(self, key: str, size: int, timeout_s: float) -> list[str]:
-        """The texts of all ``size`` that meet under ``key``, by index; waits for the late. Errors: DeadlineError."""
+    def collect(
+        self, key: str, size: int, timeout_s: float, what: str = "", ranks: Sequence[int] | None = None
+    ) -> list[str]:
+        """Return the texts of all ``size`` that meet under ``key``, by index; wait for the late.
+
+        Args:
+            key: As in ``post``.
+            size: The number of texts.
+            timeout_s: Seconds after which it is an error.
+            what: The meeting in errors; left out, ``key``.
+            ranks: The job's ranks that meet, by index; left out, the first members of this board.
+
+        Raises:
+            DeadlineError: If a text is missing after ``timeout_s``, or the watch finds that it will not come.
+            CommError: If a rank that has not written has ended, or the store has.
+        """
         if self.store is None:
             raise CommError(f"store: nothing was ever posted under {key!r}")
-        names = [self._name(key, index) for index in range(size)]
-        if self.watch is not None:  # so that nobody takes a rank that waits here for one that hangs
-            self.watch.begin((self._rank, "word", key, ""), timeout_s, False, timeout_s)
-        try:
+        names = tuple(self._name(key, index) for index in range(size))
+        ranks = tuple(self.members[:size] if ranks is None else ranks)
+        if self.watch is None or len(ranks) != size:
             missing = missing_keys(self.store, names, timeout_s)
+            if not missing:
+                return [self.store.get(name).decode() for name in names]
+            raise DeadlineError(self._late(what or repr(key), missing, timeout_s))
+        reading = _Reading(self.store, names)
+        self.watch.begin_words(self._own_name, what or repr(key), Words(key, ranks, names), timeout_s)
+        try:
+            return self._awaited(reading, self.watch, ranks, what or repr(key), timeout_s)
         finally:
-            if self.watch is not None:
-                self.watch.end()
-        if missing:
-            raise DeadlineError(
-                f"rank {self._rank}: {key!r}: no word from {named_ranks(missing)} within {timeout_s:.0f} s"
+            reading.is_over = True
+            self.watch.end()
+
+    def meet(self, ranks: tuple[int, ...], call: str, timeout_s: float) -> None:
+        """Return when all ``ranks`` of the job have come to ``call``.
+
+        Raises:
+            DeadlineError: If a rank does not come in time, or the watch finds that it will not come.
+            CommError: If a rank has ended, or the store has.
+        """
+        if self.watch is None or self.store is None:
+            return
+        place = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
+        key = f"meeting/{place}/{self.number('meeting', ranks)}/{call}"
+        names = tuple(self._name(key, index) for index in range(len(ranks)))
+        arriving = _Arriving(self.store, names, ranks.index(self._own_name), self._past.get(ranks, ""))
+        self._past[ranks] = self._name(key, 0)
+        self.watch.begin_words(self._own_name, "its beginning", Words(key, ranks, names), timeout_s)
+        try:
+            self._awaited(arriving, self.watch, ranks, "its beginning", timeout_s)
+        finally:
+            arriving.is_over = True
+            self.watch.end()
+
+    def _awaited(
+        self, reading: "_Reading", watch: Watch, ranks: tuple[int, ...], what: str, timeout_s: float
+    ) -> list[str]:
+        start = time.monotonic()
+        looked_s = start
+        reading.start()
+        while not reading.is_done.wait(_SLICE_S):
+            watch.raise_verdict()
+            now = time.monotonic()
+            if now - looked_s > _LOOK_S:
+                looked_s = now
+                reading.ended = tuple(ranks.index(rank) for rank in watch.ended(ranks))
+            if now - start > timeout_s:
+                raise DeadlineError(
+                    self._late(what, [ranks[place] for place in reading.missing()], timeout_s)
+                )
+        if reading.texts:
+            return reading.texts
+        verdict = watch.last_word()
+        if verdict:
+            raise DeadlineError(verdict)
+        where = f"rank {self._own_name}: {watch.place(what)}"
+        gone = [ranks[place] for place in reading.lost]
+        if gone:
+            raise CommError(
+                f"{where}: {named_ranks(gone)} ended and will not come; see the last lines of the log.{watch.advice}"
             )
-        return [self.store.get(name).decode() for name in names]
+        gone = watch.ended((0,))
+        why = (
+            "rank 0, which serves it, has ended; see the last lines of its log"
+            if gone
+            else "rank 0 serves it"
+        )
+        raise CommError(f"{where}: the store does not answer: {why}. ({reading.error})") from reading.error
+
+    def _late(self, what: str, missing: Sequence[int], timeout_s: float) -> str:
+        place = what if self.watch is None else self.watch.place(what)
+        return f"rank {self._own_name}: {place}: no word from {named_ranks(missing)} within {timeout_s:.0f} s"
+
+    @property
+    def _own_name(self) -> int:
+        return self.members[self._rank] if self._rank < len(self.members) else self._rank
 
     def forget(self, key: str, size: int) -> None:
         """Drop the texts of all ``size``; for one of them, when all have read them."""
@@ -80,3 +194,72 @@ class Board:
 
     def _name(self, key: str, index: int) -> str:
         return f"shardwise/{self.word}/{key}/{index}"
+
+
+class _Reading(threading.Thread):
+    """A thread that waits until all of ``names`` are in the store, and reads them."""
+
+    def __init__(self, store: dist.Store, names: Sequence[str]):
+        super().__init__(name="shardwise-words", daemon=True)
+        self._store = store
+        self._names = list(names)
+        self._awaited = self._names
+        self.texts: list[str] = []
+        self.error: Exception | None = None
+        self.ended: tuple[int, ...] = ()
+        """Places of ranks that have ended, which may have written before."""
+        self.lost: list[int] = []
+        """Places of those that have not."""
+        self.is_over = False
+        """True if nobody waits for the texts any more."""
+        self.is_done = threading.Event()
+
+    def run(self) -> None:
+        """Read them, or store why that is in vain."""
+        pause_s = 0.0005
+        try:
+            self._arrive()
+            while not self._store.check(self._awaited):
+                if self.is_over:
+                    return
+                if self.ended:
+                    time.sleep(_LAST_TEXT_S)
+                    self.lost = [place for place in self.ended if not self._store.check([self._names[place]])]
+                    if self.lost:
+                        return
+                    self.ended = ()
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 2, 0.05)
+            self.texts = [self._store.get(name).decode() for name in self._awaited]
+        except Exception as error:  # the store has ended
+            self.error = error
+        finally:
+            self.is_done.set()
+
+    def _arrive(self) -> None:
+        """Nothing: the caller has written its text."""
+
+    def missing(self) -> list[int]:
+        """Return the places of texts that are not there, each asked for on its own."""
+        return [place for place, name in enumerate(self._names) if not self._store.check([name])]
+
+
+class _Arriving(_Reading):
+    """A thread that says that this rank has come, and waits for the word of the last one that comes."""
+
+    def __init__(self, store: dist.Store, names: Sequence[str], index: int, past: str):
+        super().__init__(store, names)
+        self._index = index
+        self._past = past.rpartition("/")[0]
+        """Of the meeting before, whose keys nobody reads any more."""
+        self._key = self._names[0].rpartition("/")[0]
+        self._awaited = [f"{self._key}/go"]
+
+    def _arrive(self) -> None:
+        self._store.set(self._names[self._index], "")
+        if self._past:
+            self._store.delete_key(f"{self._past}/{self._index}")
+        if self._store.add(f"{self._key}/count", 1) == len(self._names):
+            self._store.set(f"{self._key}/go", "go")
+            for name in ("count", "go") if self._past else ():
+                self._store.delete_key(f"{self._past}/{name}")

@@ -36,7 +36,7 @@ from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import Communicator, Flight
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.trace import Operation, Purpose, Traffic
-from shardwise.comm.watch import Watch
+from shardwise.comm.watch import Patience, Watch, advice
 from shardwise.plan.errors import CommError, DeadlineError, UsageError
 
 _PIECE_BYTES = 16 << 20
@@ -99,10 +99,17 @@ class Transport(Protocol):
 class Clock:
     """The step that the ranks are in, shared by all groups of an engine; errors and deadlines read it.
 
-    ``timeout_s``: as ``comm.timeout_s``. ``watch`` hears of every wait; None where nobody watches.
+    ``timeout_s``: as ``comm.timeout_s``. ``watch`` hears of every wait; None where nobody watches. ``meet``: as
+    ``Board.meet``.
     """
 
-    def __init__(self, timeout_s: float | str, delay_s: float = 0.0, watch: Watch | None = None):
+    def __init__(
+        self,
+        timeout_s: float | str,
+        delay_s: float = 0.0,
+        watch: Watch | None = None,
+        meet: Callable[[tuple[int, ...], str, float], None] | None = None,
+    ):
         self.step = 0
         self.steps_done = 0
         self.watch = watch
@@ -114,6 +121,10 @@ class Clock:
         self._median_s = 0.0
         self._patience_s = self._patience()
         self._is_alone = False
+        self._meet = meet
+        self.met: set[tuple[int, ...]] | None = None
+        """The ranks that have met in the call that the main thread is in; None outside of a call that begins so."""
+        self._tell_patience()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -138,6 +149,7 @@ class Clock:
         self._ended_s = now
         self.steps_done += 1
         self._patience_s = self._patience()
+        self._tell_patience()
 
     @property
     def timeout_s(self) -> float:
@@ -146,12 +158,53 @@ class Clock:
         base = max(LONGEST_WAIT_S, _LIMIT_STEPS * self._median_s) if isinstance(given, str) else given
         return base * (10 if self.steps_done == 0 else 1)
 
-    def begin_wait(self, what: tuple[Any, ...], give_up: Callable[[], None] | None = None) -> None:
-        """The calling thread waits for other ranks: ``what`` is (rank, operation, tensor). ``end_wait`` ends it."""
+    @contextmanager
+    def within(self, call: str, meets: bool = False) -> Iterator[None]:
+        """Inside, the calling thread is in ``call``, which all ranks must make: errors and the watch name it. With
+        ``meets`` the ranks of a group first see that all have come to it: else a collective of a call that one rank
+        makes alone could be taken for one of the training's."""
+        if self.watch is None:
+            yield
+            return
+        is_outermost = not self.call
+        if is_outermost and meets:
+            self.met = set()
+        try:
+            with self.watch.within(call):
+                yield
+        finally:
+            if is_outermost:
+                self.met = None
+
+    def meet(self, ranks: tuple[int, ...]) -> None:
+        """Within a call that begins so, return when all ``ranks`` of the job have come to it; once for each call."""
+        if self.met is not None and self._meet is not None and ranks not in self.met and self.call:
+            self.met.add(ranks)
+            self._meet(ranks, self.call, self.timeout_s)
+
+    @property
+    def call(self) -> str:
+        """The collective call that the calling thread is in; empty outside of one."""
+        return "" if self.watch is None else self.watch.call
+
+    @property
+    def advice(self) -> str:
+        """The sentence of ``advice`` about the call that the calling thread is in; empty outside of one."""
+        call = self.call
+        return f" {advice(call)}" if call else ""
+
+    def begin_wait(
+        self,
+        what: tuple[Any, ...],
+        give_up: Callable[[], None] | None = None,
+        members: tuple[int, ...] = (),
+    ) -> None:
+        """The calling thread waits for other ranks: ``what`` is (rank, operation, tensor), ``members`` are the ranks of
+        the job that take part. ``end_wait`` ends it."""
         if self.watch is not None:
             is_auto = isinstance(self._timeout_s, str)
             patience_s, standstill_s = self._patience_s
-            self.watch.begin((*what, self.step), patience_s, is_auto, standstill_s, give_up)
+            self.watch.begin((*what, self.step), patience_s, is_auto, standstill_s, give_up, members)
 
     def end_wait(self) -> None:
         """It waits no longer."""
@@ -165,8 +218,20 @@ class Clock:
             patience_s = min(patience_s, self.timeout_s / 2)
         return patience_s, patience_s if self.steps_done else max(patience_s, FIRST_STEP_S)
 
+    def _tell_patience(self) -> None:
+        """Let waits for texts of other ranks, which no clock measures, have the patience of this engine."""
+        if self.watch is not None:
+            patience_s, standstill_s = self._patience_s
+            given = self._timeout_s
+            ends_s = patience_s if isinstance(given, str) else max(patience_s, given)
+            self.watch.set_patience(self, Patience(patience_s, standstill_s, ends_s))
+
     def follow(
-        self, pending: Pending, what: tuple[Any, ...], explain: Callable[[Exception], CommError]
+        self,
+        pending: Pending,
+        what: tuple[Any, ...],
+        explain: Callable[[Exception], CommError],
+        members: tuple[int, ...] = (),
     ) -> Flight | None:
         """What a device exchanges while the host goes on has as long as a wait; None where nobody watches."""
         if self.watch is None or pending.communicator is None:
@@ -179,6 +244,8 @@ class Clock:
             explain,
             pending.works,
             pending.communicator,
+            members,
+            self.call,
         )
         self.watch.flights.add(flight)
         return flight
@@ -336,12 +403,14 @@ class Group:
         self.traffic.add(operation, purpose, elements, full.itemsize, self.size, what, self.axis)
         self.clock.maybe_delay()
         timeout_s, step = self.clock.timeout_s, self.clock.step
-        name = (self._name, operation, what)
+        name, members = (self._name, operation, what), self.names or self.ranks
+        if self.clock.met is not None:
+            self.clock.meet(members)
 
         def explained(error: Exception) -> CommError:
             return self._explained(error, operation, what, step, timeout_s)
 
-        self.clock.begin_wait(name)
+        self.clock.begin_wait(name, None, members)
         try:
             pending = start(self.transport, timeout_s)
         except (RuntimeError, CommError) as error:
@@ -350,10 +419,12 @@ class Group:
             self.clock.end_wait()
         if pending is None:
             return DONE
-        flight = None if pending.communicator is None else self.clock.follow(pending, name, explained)
+        flight = (
+            None if pending.communicator is None else self.clock.follow(pending, name, explained, members)
+        )
 
         def finish() -> None:
-            self.clock.begin_wait(name)
+            self.clock.begin_wait(name, None, members)
             try:
                 pending.wait()
             except (RuntimeError, CommError) as error:
@@ -365,6 +436,11 @@ class Group:
                 self.clock.check_intact()
 
         return Pending(finish)
+
+    def meet(self) -> None:
+        """Return when all ranks of the group have come to the call of the engine's that this one is in."""
+        if self.transport is not None:
+            self.clock.meet(self.names or self.ranks)
 
     @property
     def _name(self) -> int:
@@ -386,8 +462,8 @@ class Group:
                 f"ranks' logs; a rank that is merely slow needs a larger comm.timeout_s. ({error}){self.clock.story}"
             )
         if isinstance(error, CommError):
-            return CommError(f"{where} failed: {error}")
-        return CommError(f"{where} failed; {cause_of(error)}. ({error})")
+            return CommError(f"{where} failed: {error}{self.clock.advice}")
+        return CommError(f"{where} failed; {cause_of(error)}. ({error}){self.clock.advice}")
 
 
 class NoTransport:

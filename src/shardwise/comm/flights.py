@@ -61,9 +61,21 @@ class Flight:
     limit_s   how long it may take
     patience  after how long the others are asked, whether what they say may end the job, how long one may stand still
     explain   our error from torch's
+    members   the job's ranks that take part
+    call      the collective call of the engine's in which it started
     """
 
-    __slots__ = ("_is_over", "communicator", "explain", "limit_s", "patience", "since_s", "what")
+    __slots__ = (
+        "_is_over",
+        "call",
+        "communicator",
+        "explain",
+        "limit_s",
+        "members",
+        "patience",
+        "since_s",
+        "what",
+    )
 
     def __init__(
         self,
@@ -73,8 +85,12 @@ class Flight:
         explain: Callable[[Exception], CommError],
         works: Sequence[Any],
         communicator: Communicator,
+        members: tuple[int, ...] = (),
+        call: str = "",
     ):
         self.what = what
+        self.members = members
+        self.call = call
         self.limit_s = limit_s
         self.patience = patience
         self.explain = explain

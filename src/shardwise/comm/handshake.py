@@ -31,9 +31,12 @@ import torch.distributed as dist
 
 from shardwise.comm.store import SealedStore, missing_keys, seal
 from shardwise.plan.errors import CommError, ConfigError, DeadlineError
+from shardwise.plan.strict_json import read_object
 from shardwise.plan.words import counted, named_ranks
 
 _WORD_BYTES = 16
+_TEXT_BYTES = 1 << 16
+"""No text of the meeting is longer that no seal protects."""
 _PATIENCE_S = 15.0
 """More than rank 0 waits for the others, so that it is rank 0 that says who is missing."""
 
@@ -98,6 +101,26 @@ def meet(
     Errors: DeadlineError names the ranks that did not come within ``timeout_s``; CommError where a secret does not fit;
     ConfigError where ranks share a device.
     """
+    try:
+        return _meet(base, rank, size, me, given, folder, timeout_s)
+    except dist.DistError as error:
+        why = (
+            "this rank serves it"
+            if rank == 0
+            else "rank 0, which serves it, has ended; the first error is in its log"
+        )
+        raise CommError(f"rank {rank}: the job's store does not answer: {why}. ({error})") from error
+
+
+def _meet(
+    base: dist.Store,
+    rank: int,
+    size: int,
+    me: Who,
+    given: str | None,
+    folder: Path | None,
+    timeout_s: float,
+) -> Meeting:
     turn = base.add(f"shardwise/joins/{rank}", 1)
     place = f"shardwise/join/{turn}"
     nonce = secrets.token_hex(_WORD_BYTES)
@@ -111,10 +134,10 @@ def meet(
             f"rank {rank}: rank 0 has not joined within {timeout_s + _PATIENCE_S:.0f} s; see its log. Where ranks "
             "start that far apart, raise comm.join_timeout_s"
         )
-    said = json.loads(base.get(key))
-    if said["error"]:
-        raise DeadlineError(f"rank {rank}: {said['error']}")
-    word = _checked(said["word"])
+    said = read_object(bytes(base.get(key)), f"store: {key}", limit_bytes=_TEXT_BYTES, kind=CommError)
+    if said.get("error"):
+        raise DeadlineError(f"rank {rank}: {str(said['error'])[:_TEXT_BYTES]}")
+    word = _checked(said.get("word"))
     secret = (given or "").encode()
     if source == "file":
         assert folder is not None, "a secret in a file has a folder"
@@ -125,7 +148,7 @@ def meet(
                 f"rank {rank}: cannot read the job's secret in {folder}, where rank 0 should have left it ({error}). "
                 "Give all ranks the same SHARDWISE_SECRET in their environment"
             ) from error
-    if said["seal"] != seal(secret, b"welcome", key.encode(), nonce.encode(), word.encode()).hex():
+    if said.get("seal") != seal(secret, b"welcome", key.encode(), nonce.encode(), word.encode()).hex():
         base.set(f"{place}/ready/{rank}", "refused")
         raise CommError(
             f"rank {rank}: what answers as rank 0 at the store does not know this job's secret (from {source}): the "
@@ -163,8 +186,13 @@ def _host(
         for rank in set(range(1, size)) - set(absent):
             base.set(f"{place}/welcome/{rank}", json.dumps({"error": error}))
         raise DeadlineError(f"rank 0: {error}")
-    hellos = [json.loads(base.get(f"{place}/hello/{rank}")) for rank in range(size)]
-    who = [Who(str(host), int(pid), str(device)) for _, host, pid, device in hellos]
+    try:
+        hellos = [_hello(bytes(base.get(f"{place}/hello/{rank}")), rank) for rank in range(size)]
+    except CommError as forged:
+        for rank in range(1, size):
+            base.set(f"{place}/welcome/{rank}", json.dumps({"error": str(forged)}))
+        raise
+    who = [each for _, each in hellos]
     word = secrets.token_hex(_WORD_BYTES)
     with _secret(given, folder if source == "file" else None, word) as secret:
         for rank in range(1, size):
@@ -200,6 +228,27 @@ def _secret(given: str | None, folder: Path | None, word: str) -> Iterator[bytes
         yield secret
     finally:
         path.unlink(missing_ok=True)
+
+
+def _hello(data: bytes, rank: int) -> tuple[str, Who]:
+    """Return the number used once and the identity in a rank's hello. Any program that reaches the port may write one.
+
+    Raises:
+        CommError: If the hello is not one.
+    """
+    where = f"store: the hello of rank {rank}"
+    found = read_object(
+        b'{"hello": ' + data[: _TEXT_BYTES + 1] + b"}", where, limit_bytes=_TEXT_BYTES, kind=CommError
+    )
+    match found["hello"]:
+        case [str(nonce), str(host), int(pid), str(device)] if (
+            len(found) == 1 and 0 < pid < 2**31 and (nonce + host + device).isprintable()
+        ):
+            return nonce, Who(host, pid, device)
+    raise CommError(
+        f"{where} is not what a rank writes ({data[:80]!r}): another program reached the job's store. Start the job "
+        "again, where no other program reaches its port"
+    )
 
 
 def _checked(word: object) -> str:

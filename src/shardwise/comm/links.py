@@ -143,7 +143,13 @@ class Links:
                 index,
                 len(ranks),
                 post=lambda key, text: self._board.post(f"{prefix}/{key}", index, text),
-                collect=lambda key, timeout_s: self._board.collect(f"{prefix}/{key}", len(ranks), timeout_s),
+                collect=lambda key, timeout_s: self._board.collect(
+                    f"{prefix}/{key}",
+                    len(ranks),
+                    timeout_s,
+                    "a meeting for shared memory",
+                    self._names(ranks),
+                ),
                 timeout_s=policy.limit_s,
                 names=self._names(ranks),
                 alarm=self._board.raise_verdict,
@@ -219,7 +225,9 @@ class Links:
             rings = meet(
                 index,
                 lambda key, text: self._board.post(f"{prefix}/{key}", index, text),
-                lambda key, timeout_s: self._board.collect(f"{prefix}/{key}", 2, timeout_s),
+                lambda key, timeout_s: self._board.collect(
+                    f"{prefix}/{key}", 2, timeout_s, "a meeting for messages", self._names((low, high))
+                ),
                 policy.limit_s,
                 RING,
                 self._names((low, high)),

@@ -269,6 +269,7 @@ class Peers:
                 pending,
                 self._waits_for(operation, index, what),
                 lambda error: self._explained(error, operation, index, what, step, timeout_s),
+                self._ends(index),
             )
 
         def finish() -> None:
@@ -285,12 +286,16 @@ class Peers:
         direction = "to" if operation == "send" else "from"
         return names[self.group.index], operation, f"{what} {direction} rank {names[index]}"
 
+    def _ends(self, index: int) -> tuple[int, int]:
+        names = self.group.names or self.group.ranks
+        return names[self.group.index], names[index]
+
     @contextlib.contextmanager
     def _explaining(self, operation: str, index: int, what: str) -> Iterator[Call]:
         clock, timeout_s = self.group.clock, self.group.clock.timeout_s
         clock.check_intact()
         give_up = getattr(self._wires.get(index), "give_up", None)
-        clock.begin_wait(self._waits_for(operation, index, what), give_up)
+        clock.begin_wait(self._waits_for(operation, index, what), give_up, self._ends(index))
         try:
             yield Call(operation, what, timeout_s)
         except (RuntimeError, CommError) as error:
@@ -312,8 +317,8 @@ class Peers:
                 f"log; a rank that is merely slow needs a larger comm.timeout_s. ({error}){self.group.clock.story}"
             )
         if isinstance(error, CommError):
-            return CommError(f"{where} failed: {error}")
-        return CommError(f"{where} failed; {cause_of(error)}. ({error})")
+            return CommError(f"{where} failed: {error}{self.group.clock.advice}")
+        return CommError(f"{where} failed; {cause_of(error)}. ({error}){self.group.clock.advice}")
 
 
 class _Agreed(NamedTuple):

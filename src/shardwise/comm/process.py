@@ -62,7 +62,7 @@ class ThreadCall(NamedTuple):
 
 
 def calls_of(thread_id: int) -> list[ThreadCall]:
-    """The calls of a thread of this process, the last one first, a hundred at most.
+    """Return the calls of a thread of this process, the last one first, a hundred at most.
 
     ``faulthandler`` writes them down without letting another thread run. To walk ``sys._current_frames()`` in Python is
     to hold frames whose callers return meanwhile: ``frame.f_back`` may then read freed memory (CPython 3.11).
@@ -70,13 +70,20 @@ def calls_of(thread_id: int) -> list[ThreadCall]:
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)
-        text = file.read().decode(errors="replace")
+        return threads_of(file.read().decode(errors="replace")).get(thread_id, [])
+
+
+def threads_of(text: str) -> dict[int, list[ThreadCall]]:
+    """Return the calls of each thread in what ``faulthandler`` wrote, by the thread's number."""
+    found = {}
     for part in re.split(r"^(?=(?:Current t|T)hread )", text, flags=re.MULTILINE):
         head, _, rest = part.partition("\n")
         named = re.match(r"(?:Current t|T)hread 0x([0-9a-f]+)", head)
-        if named and int(named[1], 16) == thread_id:
-            return [ThreadCall(file, int(line), name) for file, line, name in _CALL.findall(rest)]
-    return []
+        if named:
+            found[int(named[1], 16)] = [
+                ThreadCall(file, int(line), name) for file, line, name in _CALL.findall(rest)
+            ]
+    return found
 
 
 def stack_of(calls: Sequence[ThreadCall]) -> str:
@@ -105,6 +112,17 @@ def state_of(pid: int, thread: int | None = None) -> str:
     """One letter, as ps shows it; empty where there is no such process, or no /proc."""
     found = _fields(pid, thread)
     return found[0] if found else ""
+
+
+def has_ended(pid: int) -> bool:
+    """Return True if there is no such process any more, or its parent alone has yet to take note of its end."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return state_of(pid) in ("Z", "X")
 
 
 def seconds_of(pid: int) -> float:

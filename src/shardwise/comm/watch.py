@@ -13,9 +13,15 @@ From the answers follows one of these, and what becomes of it under ``comm.timeo
     is at work         slow, or in a loop: from outside they look alike            named in the log; the job ends at
                                                                                    300 s or ten median steps
     all wait           for one another: ranks called different collectives         the job ends
+    two wait           for one another, at least one of them in a call of the      the job ends, within seconds
+                       engine's that all ranks must make (``within``)
+
+A wait for a text of others in the store (a save, a load) is watched in the same manner: those whose text is missing are
+asked for, and a rank says what it does on its own for it (``at_work``), so that a slow disk is no hang.
 
 Being asked costs nothing that counts, so it happens early: after 20 s, or five median steps where steps are long; a
-number for ``comm.timeout_s`` asks before it, and ends the job then and not before. A debugger is no hang.
+number for ``comm.timeout_s`` asks before it, and ends the job then and not before. A debugger is no hang. The stack of
+a process that holds the interpreter's lock comes from a signal (stack_file.py).
 
 On a device the host goes on, and a collective in flight is what waits (flights.py): it is asked for in the same manner,
 and where it fails or its time is over its communicator is ended, and every later call raises why.
@@ -34,13 +40,15 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
 from shardwise.comm.flights import Flights
 from shardwise.comm.handshake import Who
-from shardwise.comm.process import Pulse, seconds_of, stack_of, state_of
+from shardwise.comm.process import Pulse, calls_of, has_ended, seconds_of, stack_of, state_of
+from shardwise.comm.stack_file import StackFile, stack_by_signal
 from shardwise.comm.store import SealedStore, Talker
 from shardwise.plan.errors import CommError, DeadlineError
 
@@ -56,13 +64,38 @@ _RECENT_S = 10.0
 _LAST_WORD_S = 2.5
 _AGAIN_S = 60.0
 """Between two notices of one wait."""
+_SOON_S = 5.0
+"""Ranks that wait for one another for so long, one of them in a call that all must make, wait for ever."""
+_AHEAD = 0.75
+"""A rank is first asked after this part of the patience, so that one that does not answer can be asked twice."""
+
+
+class Patience(NamedTuple):
+    """Seconds that the waits of one engine have."""
+
+    patience_s: float
+    """After which the others are asked."""
+    standstill_s: float
+    """How long a rank may stand still."""
+    ends_s: float
+    """After which what the others say may end the job."""
+
+
+class Words(NamedTuple):
+    """The texts of other ranks that a thread waits for."""
+
+    key: str
+    ranks: tuple[int, ...]
+    """Of the job."""
+    names: tuple[str, ...]
+    """The keys of their texts in the store, by ``ranks``."""
 
 
 class Wait(NamedTuple):
-    """One thread's wait in a collective or for a message."""
+    """One thread's wait in a collective, for a message or for the texts of other ranks."""
 
     what: tuple[Any, ...]
-    """(rank, operation, tensor, step)"""
+    """(rank, operation, tensor, step), or (rank, words)"""
     since_s: float
     patience_s: float
     """After which the others are asked."""
@@ -72,10 +105,64 @@ class Wait(NamedTuple):
     """How long a rank may stand still."""
     give_up: Callable[[], None] | None
     """Wakes a thread that waits inside torch."""
+    members: tuple[int, ...] = ()
+    """The job's ranks that take part."""
+    call: str = ""
+    """The call of the engine's in which it waits; all ranks make it."""
+    words: Words | None = None
+    ends_s: float = 0.0
+    """The job goes on for so long, whatever the others say."""
+
+    @property
+    def soon_s(self) -> float:
+        """Seconds after which the others are first asked."""
+        early_s = _AHEAD * self.patience_s
+        return min(_SOON_S, early_s) if self.call or self.words is not None else early_s
 
     def __str__(self) -> str:
+        if self.words is not None:
+            rank, what = self.what
+            return f"rank {rank}: {', '.join(filter(None, (self.call, what)))}"
         rank, operation, what, step = self.what
-        return f"rank {rank}: {operation} of {what} in step {step}"
+        return f"rank {rank}: {operation} of {what} in step {step}" + (
+            f", in {self.call}" if self.call else ""
+        )
+
+
+class State(Enum):
+    """The state of a rank that keeps another one waiting."""
+
+    WAITS = "waits"
+    WORKS = "works"
+    STILL = "still"
+
+
+class Work(NamedTuple):
+    """A part of something for which others wait, in the hands of one thread."""
+
+    key: str
+    """Begins the keys of the texts that follow from it."""
+    what: str
+    since_s: float
+
+
+END_OF_PASS = "the end of a pass over engine.loader()"
+"""Begins the name of the meeting at the end of a pass over the data."""
+
+
+def advice(call: str) -> str:
+    """Return what to do about a call that not all ranks make; empty if there is none."""
+    if not call:
+        return ""
+    if END_OF_PASS in call:
+        return (
+            "The data ends after unlike numbers of steps on the ranks: give engine.loader() the same dataset on every "
+            "rank, and a stream that yields as many items on each"
+        )
+    return (
+        f"{call} is collective: call it on all ranks, in the same order, and not under `if engine.is_main:` or "
+        "`if rank == 0:`"
+    )
 
 
 class _Questions:
@@ -103,6 +190,21 @@ class _Questions:
         self._store = self._store.again()
         self.contact_s = time.monotonic()
         return Talker(self._store)
+
+    def offer(self, numbers: list[int]) -> None:
+        """Tell the others how to ask for this rank's stack without its answer."""
+        self._store.set(self._key("stack", self._rank), json.dumps(numbers))
+
+    def offer_of(self, rank: int) -> list[int] | None:
+        """Return what a rank has offered, or None if it has not yet."""
+        key = self._key("stack", rank)
+        return list(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def missing(self, words: Words) -> list[int]:
+        """Return the ranks whose text is not there."""
+        return [
+            rank for rank, name in zip(words.ranks, words.names, strict=True) if not self._store.check([name])
+        ]
 
     @property
     def is_asked(self) -> bool:
@@ -141,6 +243,29 @@ class _Questions:
         return "/".join([self._prefix, *map(str, parts)])
 
 
+class _Doings:
+    """The work of the threads of one rank, by thread, and the patience of its engines."""
+
+    def __init__(self) -> None:
+        self.works: dict[int, Work] = {}
+        self.joins: dict[int, int] = {}
+        """The thread of this process that each waits for."""
+        self.calls: dict[int, str] = {}
+        """The collective call of the engine's that each is in."""
+        self.patiences: weakref.WeakKeyDictionary[Any, Patience] = weakref.WeakKeyDictionary()
+        """By the clock of an engine: how long its waits may take."""
+        self.stacks = _Stacks()
+
+
+class _Stacks:
+    """The way to the stacks of ranks that do not answer."""
+
+    def __init__(self) -> None:
+        self.own: StackFile | None = None
+        self.offers: dict[int, list[int]] = {}
+        """By rank of this host."""
+
+
 class Watch:
     """Of one rank of a job. ``who``: all ranks; ``prefix`` begins the keys in ``store``."""
 
@@ -150,6 +275,7 @@ class Watch:
         self._questions = _Questions(rank, len(who), store, prefix)
         self._waits: dict[int, Wait] = {}
         """By thread."""
+        self._doings = _Doings()
         self._pulse = Pulse(None, None)
         self.flights = Flights()
         """What the device exchanges."""
@@ -170,6 +296,8 @@ class Watch:
         if self._threads or len(self._who) < 2:
             return False
         self._pulse = Pulse(threading.get_ident(), threading.get_native_id())
+        self._doings.stacks.own = StackFile(threading.get_ident())
+        self._questions.offer(self._doings.stacks.own.offer)
         talker = self._questions.connect()
         # The threads hold no reference between two ticks: a World that is dropped and not closed ends them.
         own, ended = weakref.ref(self), self._ended
@@ -192,8 +320,86 @@ class Watch:
         for thread in self._threads:
             thread.join(2.0)
         self._threads = []
+        self._doings.stacks.own = None
         self.flights = Flights()
         atexit.unregister(self._at_exit)
+
+    def set_patience(self, clock: Any, patience: Patience) -> None:
+        """Store how long the waits of one engine may take; it is forgotten with ``clock``."""
+        self._doings.patiences[clock] = patience
+
+    @contextlib.contextmanager
+    def within(self, call: str) -> Iterator[None]:
+        """Inside, the calling thread is in ``call``, which all ranks must make; the outermost one counts."""
+        thread = threading.get_ident()
+        if thread in self._doings.calls:
+            yield
+            return
+        self._doings.calls[thread] = call
+        try:
+            yield
+        finally:
+            del self._doings.calls[thread]
+
+    @property
+    def call(self) -> str:
+        """The collective call that the calling thread is in."""
+        return self._doings.calls.get(threading.get_ident(), "")
+
+    @property
+    def advice(self) -> str:
+        """The sentence of ``advice`` about the call that the calling thread is in; empty outside of one."""
+        return f" {advice(self.call)}" if self.call else ""
+
+    def place(self, what: str) -> str:
+        """Return ``what`` with the call that the calling thread is in."""
+        return ", ".join(filter(None, (self.call, what)))
+
+    @contextlib.contextmanager
+    def at_work(self, key: str, what: str) -> Iterator[None]:
+        """Inside, the calling thread does its own part of something for which others wait at keys below ``key``."""
+        thread = threading.get_ident()
+        before = self._doings.works.get(thread)
+        self._doings.works[thread] = Work(key, what, time.monotonic())
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._doings.works[thread]
+            else:
+                self._doings.works[thread] = before
+
+    @contextlib.contextmanager
+    def joining(self, thread: int) -> Iterator[None]:
+        """Inside, the calling thread waits for another one of this process, and so for what that one waits for."""
+        self._doings.joins[threading.get_ident()] = thread
+        try:
+            yield
+        finally:
+            del self._doings.joins[threading.get_ident()]
+
+    def begin_words(self, rank: int, what: str, words: Words, timeout_s: float) -> None:
+        """The calling thread begins to wait for texts of other ranks. ``end`` ends it."""
+        patiences = list(self._doings.patiences.values())
+        longest = [max(each) for each in zip(*patiences, strict=True)] or [timeout_s] * 3
+        patience_s, standstill_s, ends_s = longest
+        self._waits[threading.get_ident()] = Wait(
+            (rank, what),
+            time.monotonic(),
+            min(patience_s, timeout_s),
+            bool(patiences),
+            standstill_s,
+            None,
+            words.ranks,
+            self.call,
+            words,
+            ends_s,
+        )
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of ``ranks`` that were on this host and whose process has ended."""
+        here = self._here()
+        return [rank for rank in ranks if rank in here and has_ended(self._who[rank].pid)]
 
     def begin(
         self,
@@ -202,10 +408,19 @@ class Watch:
         is_auto: bool,
         standstill_s: float,
         give_up: Callable[[], None] | None = None,
+        members: tuple[int, ...] = (),
     ) -> None:
         """The calling thread begins to wait."""
-        self._waits[threading.get_ident()] = Wait(
-            what, time.monotonic(), patience_s, is_auto, standstill_s, give_up
+        thread = threading.get_ident()
+        self._waits[thread] = Wait(
+            what,
+            time.monotonic(),
+            patience_s,
+            is_auto,
+            standstill_s,
+            give_up,
+            members,
+            self._doings.calls.get(thread, ""),
         )
 
     def end(self) -> None:
@@ -254,7 +469,7 @@ class Watch:
             self._suspects = frozenset()
             return
         age_s = time.monotonic() - longest.since_s
-        if age_s > longest.patience_s and not self._verdict:
+        if age_s > longest.soon_s and not self._verdict:
             self._wanted = True
             silence_s = time.monotonic() - self._questions.contact_s
             if silence_s > _STORE_S and age_s > longest.patience_s + _ANSWER_S:
@@ -265,7 +480,7 @@ class Watch:
     def _longest(self) -> Wait | None:
         """The wait whose patience ends first."""
         waits = [*self._waits.copy().values(), *self._flying()]
-        return min(waits, key=lambda wait: wait.since_s + wait.patience_s, default=None)
+        return min(waits, key=lambda wait: wait.since_s + wait.soon_s, default=None)
 
     def _flying(self) -> list[Wait]:
         """The device's longest flight, if there is one."""
@@ -274,7 +489,9 @@ class Watch:
             return []
         flight, since_s = found
         patience_s, is_auto, standstill_s = flight.patience
-        return [Wait(flight.what, since_s, patience_s, is_auto, standstill_s, None)]
+        return [
+            Wait(flight.what, since_s, patience_s, is_auto, standstill_s, None, flight.members, flight.call)
+        ]
 
     def _fail(self, error: CommError) -> None:
         """The communicators end, so that a host that waits for the device goes on, to where it meets the error."""
@@ -300,7 +517,8 @@ class Watch:
                 f"the store has not answered for {silence_s:.0f} s: rank 0, which serves it, hangs or is cut off"
             ]
         self._story = "; ".join(lines)
-        if wait.is_auto and (stopped or silence_s > wait.patience_s):
+        ripe = time.monotonic() - wait.since_s > max(wait.patience_s, wait.ends_s)
+        if wait.is_auto and ripe and (stopped or silence_s > wait.patience_s):
             self._verdict = self._sentence(wait, self._story)
         else:
             self._tell(wait)
@@ -309,8 +527,9 @@ class Watch:
         host = self._who[self._rank].host
         return [rank for rank, each in enumerate(self._who) if each.host == host]
 
-    def _seen_from_outside(self, rank: int) -> tuple[bool, str]:
-        """Whether this rank of this host can never answer, and what the kernel says of it."""
+    def _seen_from_outside(self, rank: int, is_late: bool = True) -> tuple[bool, str]:
+        """Return whether this rank of this host can never answer, and what the kernel says of it. ``is_late``: the rank
+        may be sent a signal for its stack, which ends a sleep in C early."""
         pid = self._who[rank].pid
         state = state_of(pid)
         if state in ("T", "t"):
@@ -318,13 +537,22 @@ class Watch:
                 True,
                 f"its process {pid} is stopped (SIGSTOP or a debugger), so its stack cannot be asked for",
             )
-        if state in ("", "Z", "X"):
+        if has_ended(pid):
             return True, f"its process {pid} has ended"
         before = seconds_of(pid)
         time.sleep(0.3)
+        calls = (
+            stack_by_signal(pid, self._doings.stacks.offers[rank])
+            if is_late and self._doings.stacks.offers.get(rank)
+            else []
+        )
+        where = f". Its main thread is at\n{stack_of(calls)}" if calls else ""
         if state == "R" or seconds_of(pid) > before:
-            return False, f"its process {pid} computes in one long call that lets no Python run beside it"
-        return False, f"its process {pid} sleeps (state {state})"
+            return (
+                False,
+                f"its process {pid} computes in one long call that lets no Python run beside it{where}",
+            )
+        return False, f"its process {pid} sleeps (state {state}){where}"
 
     # The store -------------------------------------------------------------------------------------------------
 
@@ -333,26 +561,53 @@ class Watch:
         while questions.is_asked:
             questions.answer(self._answer())
         self._is_judged()
+        for rank in self._here():
+            offer = (
+                None if rank in self._doings.stacks.offers or rank == self._rank else questions.offer_of(rank)
+            )
+            if offer is not None:
+                self._doings.stacks.offers[rank] = offer
         questions.contact_s = time.monotonic()
         wait = self._longest()
-        is_due = time.monotonic() - questions.asked_s > (0 if self._suspects else _ANSWER_S)
-        if self._wanted and wait is not None and is_due and not self._verdict:
+        if self._wanted and wait is not None and self._is_due(wait) and not self._verdict:
             self._wanted = False
             answers = questions.ask(self._answer(), self._is_judged)
             if not self._is_judged():
                 self._judge(wait, answers)
 
+    def _is_due(self, wait: Wait) -> bool:
+        """Return True if the others are to be asked now: seldom where a wait is long."""
+        now, ripe_s = time.monotonic(), wait.since_s + wait.patience_s
+        silence_s = now - self._questions.asked_s
+        if self._suspects or self._questions.asked_s < ripe_s < now:
+            return True
+        return silence_s > max(_ANSWER_S, (now - wait.since_s) / 5)
+
     def _answer(self) -> dict[str, Any]:
-        thread = self._pulse.thread_id
-        wait = None if thread is None else self._waits.get(thread)
-        flying = [] if wait is not None else self._flying()
-        wait = wait or next(iter(flying), None)
+        thread = self._pulse.thread_id or 0
+        thread = self._doings.joins.get(thread, thread)
+        wait = self._waits.get(thread)
+        flying = self._flying()
+        shown = wait or next(iter(flying), None)
+        now = time.monotonic()
         return {
-            "waits": None if wait is None else [str(wait), time.monotonic() - wait.since_s],
-            "flies": bool(flying),
-            "unmoved_s": time.monotonic() - self._pulse.moved_s,
+            "waits": None if shown is None else [str(shown), now - shown.since_s],
+            "members": [] if shown is None else list(shown.members),
+            "call": "" if shown is None else shown.call,
+            "key": "" if shown is None or shown.words is None else shown.words.key,
+            "flies": bool(flying) and wait is None,
+            "works": [
+                [each.key, each.what, now - each.since_s, each_thread == thread, self._stack(each_thread)]
+                for each_thread, each in self._doings.works.copy().items()
+                if each_thread not in self._waits
+            ],
+            "unmoved_s": now - self._pulse.moved_s,
             "stack": stack_of(self._pulse.calls()),
         }
+
+    @staticmethod
+    def _stack(thread: int) -> str:
+        return stack_of(calls_of(thread))
 
     def _is_judged(self) -> bool:
         """Whether another rank has come to a verdict, which is then ours too."""
@@ -363,44 +618,108 @@ class Watch:
         return bool(self._verdict)
 
     def _judge(self, wait: Wait, answers: Mapping[int, dict[str, Any]]) -> None:
-        lines: list[str] = []
-        ends = False
-        silent = frozenset(range(len(self._who))) - frozenset(answers)
-        here = self._here()
-        for rank in sorted(silent):
-            if rank in here:
-                is_over, seen = self._seen_from_outside(rank)
-                is_over = is_over or (rank in self._suspects and "sleeps" in seen)
-            else:
-                is_over, seen = rank in self._suspects, "nothing is heard from its host"
-            ends = ends or is_over
-            lines.append(f"rank {rank} does not answer: {seen}")
+        age_s = time.monotonic() - wait.since_s
+        awaited = [*range(len(self._who))] if wait.words is None else self._questions.missing(wait.words)
+        silent = frozenset(awaited) - frozenset(answers)
+        lines, ends = self._of_silent(silent)
+        # A rank that does not answer is told of after the second question, with its stack.
+        is_sure = silent <= self._suspects
         self._suspects = silent
-        free = [rank for rank, said in answers.items() if said["waits"] is None]
-        for rank in free:
-            unmoved_s = float(answers[rank]["unmoved_s"])
-            if unmoved_s > wait.patience_s / 2:
-                state = f"has not moved for {unmoved_s:.0f} s: no line, no computing, no reading or writing"
-            else:
-                state = "is alive and at work"
-            ends = ends or unmoved_s >= wait.standstill_s
-            lines.append(f"rank {rank} {state}. Its main thread is at\n{answers[rank]['stack']}")
-        if not lines:
+        found = [self._of_one(rank, answers[rank], wait) for rank in awaited if rank in answers]
+        lines += [line for line, _ in found if line]
+        ends = ends or State.STILL in (state for _, state in found)
+        if not wait.is_auto or age_s <= max(wait.patience_s, wait.ends_s):
+            ends = False
+        is_idle = not silent and {state for _, state in found} <= {State.WAITS}
+        if is_idle and all(said["waits"] is not None for said in answers.values()):
             waits = {rank: said["waits"] for rank, said in answers.items()}
             # A device may just be busy with what its rank launched before, which no one sees from outside.
             flies = any(said["flies"] for said in answers.values())
-            ends = not flies and min(seconds for _, seconds in waits.values()) > wait.patience_s
+            alike = {(said["key"], said["call"]) for said in answers.values()}
+            ends = (
+                wait.is_auto and not flies and min(seconds for _, seconds in waits.values()) > wait.patience_s
+            )
             lines = ["all ranks wait for one another:"]
             lines += [f"    {what}, for {seconds:.0f} s" for what, seconds in waits.values()]
+            calls = sorted({said["call"] for said in answers.values()} - {""})
+            lines += [advice(" and ".join(calls))] if len(alike) > 1 and calls else []
+        crossed = self._crossed(wait, answers, awaited)
+        if crossed:
+            lines, ends = [crossed], True
+        if not lines:
+            return
         self._story = "\n".join(lines)
-        speakers = [rank for rank, said in answers.items() if said["waits"] is not None]
-        if self._rank == min(speakers, default=self._rank) and not (ends and wait.is_auto):
+        speakers = [
+            rank
+            for rank, said in answers.items()
+            if (said["waits"] is not None if wait.words is None else rank not in awaited)
+        ]
+        is_speaker = self._rank == min(speakers, default=self._rank)
+        if is_speaker and is_sure and not ends and age_s > wait.patience_s:
             self._tell(wait)
-        if ends and wait.is_auto and self._longest() is not None and not self._is_judged():
+        if ends and self._longest() is not None and not self._is_judged():
             sentence = self._sentence(wait, self._story)
             self._questions.leave_verdict(sentence)
             self._verdict = sentence
             self._wake()
+
+    def _of_silent(self, silent: Collection[int]) -> tuple[list[str], bool]:
+        """Return a line for each rank that does not answer, and whether one of them never will."""
+        lines, ends = [], False
+        here = self._here()
+        for rank in sorted(silent):
+            if rank in here:
+                is_over, seen = self._seen_from_outside(rank, rank in self._suspects)
+                is_over = is_over or (rank in self._suspects and " sleeps (" in seen)
+            else:
+                is_over, seen = rank in self._suspects, "nothing is heard from its host"
+            ends = ends or is_over
+            lines.append(f"rank {rank} does not answer: {seen}")
+        return lines, ends
+
+    def _of_one(self, rank: int, said: Mapping[str, Any], wait: Wait) -> tuple[str, State]:
+        """Return a line about a rank that answers, and its state; no line if it waits as this one does."""
+        for key, what, seconds, is_main, stack in said["works"]:
+            if is_main or (wait.words is not None and wait.words.key.startswith(f"{key}/")):
+                at = f"That thread is at\n{stack}"
+                return f"rank {rank} is at work on its own for {seconds:.0f} s: {what}. {at}", State.WORKS
+        if said["waits"] is not None:
+            what, seconds = said["waits"]
+            return ("" if wait.words is None else f"{what}, waits for {seconds:.0f} s"), State.WAITS
+        unmoved_s = float(said["unmoved_s"])
+        if unmoved_s > wait.patience_s / 2:
+            state = f"has not moved for {unmoved_s:.0f} s: no line, no computing, no reading or writing"
+        else:
+            state = "is alive and at work"
+        hint = f" {advice(wait.call)}." if wait.call and wait.words is not None else ""
+        return (
+            f"rank {rank} {state}.{hint} Its main thread is at\n{said['stack']}",
+            State.STILL if unmoved_s >= wait.standstill_s else State.WORKS,
+        )
+
+    def _crossed(self, wait: Wait, answers: Mapping[int, dict[str, Any]], awaited: Sequence[int]) -> str:
+        """Return a sentence if this rank's main thread and another's have waited for one another for a while, each in
+        another call of the engine's; empty otherwise."""
+        own = answers.get(self._rank, {})
+        if own.get("waits") is None or own["flies"] or own["waits"][0] != str(wait):
+            return ""
+        for rank in awaited:
+            said = answers.get(rank, {})
+            if rank == self._rank or said.get("waits") is None or rank not in wait.members:
+                continue
+            is_other = said["call"] != own["call"] or said["key"] != own["key"]
+            calls = [call for call in (own["call"], said["call"]) if call]
+            if not is_other or not calls or self._rank not in said["members"]:
+                continue
+            # A rank within the call may be a phase ahead of one that reads what it has written.
+            if said["call"] == own["call"] or min(own["waits"][1], said["waits"][1]) < _SOON_S:
+                continue
+            both = " and ".join(dict.fromkeys(calls))
+            return (
+                f"it waits for rank {rank}, and {said['waits'][0]}, has waited for this one for "
+                f"{said['waits'][1]:.0f} s: neither can go on. {advice(both)}"
+            )
+        return ""
 
     def _tell(self, wait: Wait) -> None:
         """In the log, now and then."""

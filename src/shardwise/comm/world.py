@@ -11,6 +11,7 @@ interface.
 """
 
 import contextlib
+import errno
 import logging
 import multiprocessing.util
 import os
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,7 @@ class World:
         self.device = device
         self.members = members or tuple(range(size))
         self.hosts = hosts or (0,) * size
-        self.board = Board(rank) if board is None else board
+        self.board = Board(rank, members=self.members) if board is None else board
         self.links = Links(rank, self.members, local_size, device, backend, self.board, owns_default)
         """What carries tensors between its ranks."""
         self.ends_with_engine = False
@@ -120,7 +122,7 @@ class World:
             self.device,
             tuple(self.members[rank] for rank in ranks),
             tuple(self.hosts[rank] for rank in ranks),
-            self.board.part(here, name),
+            self.board.part(here, name, [self.members[rank] for rank in ranks]),
             is_part=True,
         )
 
@@ -129,7 +131,7 @@ class World:
         watch = self.board.watch
         if watch is not None and watch.start():
             _log.debug("rank %d: the watch begins", self.rank)
-        return Clock(policy.timeout_s, policy.debug_delay_s, watch)
+        return Clock(policy.timeout_s, policy.debug_delay_s, watch, self.board.meet)
 
     def group(self, mesh: Mesh, axis: str, policy: CommPolicy, clock: Clock, traffic: Traffic) -> Group:
         """The ranks along ``axis``. Every rank calls this for the same axes in the same order."""
@@ -217,9 +219,18 @@ class World:
         """Publish this rank's string under ``key``; usable from any thread."""
         self.board.post(key, self.rank, text)
 
-    def collect(self, key: str, timeout_s: float) -> list[str]:
-        """The strings that all ranks posted under ``key``, by rank; waits for the late."""
-        return self.board.collect(key, self.size, timeout_s)
+    def collect(self, key: str, timeout_s: float, what: str = "") -> list[str]:
+        """Return the strings that all ranks posted under ``key``, by rank; wait for the late. ``what``: the meeting in
+        errors."""
+        return self.board.collect(key, self.size, timeout_s, what)
+
+    def at_work(self, key: str, what: str) -> AbstractContextManager[None]:
+        """Inside, the calling thread does its own part of something for which others wait at keys below ``key``."""
+        return self.board.at_work(key, what)
+
+    def joining(self, thread: int) -> AbstractContextManager[None]:
+        """Inside, the calling thread waits for another one of this process."""
+        return self.board.joining(thread)
 
     def forget(self, key: str) -> None:
         """Drop the strings that all ranks posted under ``key``; for one of them, when all have read them."""
@@ -405,7 +416,8 @@ def _meet(
             # Not atexit, whose handlers the ranks of shardwise.launch(function) never run.
             multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
     hosts = numbered([each.host for each in met.who])
-    return Board(seat.rank, met.store, met.word, watch), hosts, is_first
+    board = Board(seat.rank, met.store, met.word, watch, range(seat.world_size))
+    return board, hosts, is_first
 
 
 def _end_of_job(store: "weakref.ref[SealedStore]") -> None:
@@ -439,6 +451,11 @@ def _connect(seat: Seat, timeout_s: float) -> dist.Store:
     # All ranks here: nobody else shall reach the store, whatever name of this host the environment gives.
     address = LOOPBACK if seat.local_size == seat.world_size and not under_agent else seat.address
     listening: dict[str, Any] = {}
+    if address == LOOPBACK and not _has_loopback():
+        raise CommError(
+            f"rank {seat.rank}: this host has no loopback interface ({LOOPBACK} cannot be bound), where ranks of one "
+            "host meet; switch it on (ip link set lo up), or let the container have one"
+        )
     try:
         if descriptor and listens:
             listening = {"master_listen_fd": int(descriptor)}
@@ -462,6 +479,16 @@ def _connect(seat: Seat, timeout_s: float) -> dist.Store:
         raise CommError(
             f"rank {seat.rank}: cannot reach the store at {address}:{seat.port} (from {seat.source}){advice}: {error}"
         ) from error
+
+
+def _has_loopback() -> bool:
+    """Return False if no socket can be bound to the loopback interface; torch's error would name another address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
+        try:
+            opened.bind((LOOPBACK, 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 def _bound(port: int) -> int:

@@ -34,6 +34,7 @@ from shardwise.data.draws import Draws
 from shardwise.data.placed import PlacedDataset, SampleAt, placed_batches
 from shardwise.data.sampler import key_of
 from shardwise.data.windows import Windows
+from shardwise.data.workers import PendingBlocks, from_workers
 from shardwise.plan.errors import ConfigError, DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -118,14 +119,16 @@ class Mapped:
             return (collator([reader[place] for place in block]) for block in blocks)
         # The loader draws its workers' seed when it is iterated; from a generator of its own, not from the model's.
         generator = torch.Generator().manual_seed(key)
-        sampler: Any = blocks  # any iterable of lists serves; the stub asks for lists of int
+        given = PendingBlocks(blocks)
+        sampler: Any = given  # any iterable of lists serves; the stub asks for lists of int
         options = {
             **self.worker_options,
             "prefetch_factor": self.worker_options.get("prefetch_factor") or ahead,
         }
-        return iter(
-            DataLoader(reader, batch_sampler=sampler, collate_fn=collator, generator=generator, **options)
+        loader: DataLoader[Any] = DataLoader(
+            reader, batch_sampler=sampler, collate_fn=collator, generator=generator, **options
         )
+        return from_workers(loader, given)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from shardwise.data.adopt import Mapped, Stream, samples_in
 from shardwise.data.draws import Draws
 from shardwise.data.placed import SampleAt
 from shardwise.data.sampler import Sampler, Share, key_of
+from shardwise.data.workers import FAULTS, worker_error
 from shardwise.plan.errors import ConfigError, DataError, UsageError
 
 Cursor = dict[str, int]
@@ -189,6 +190,11 @@ def read_stream(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
                 item = next(items)
             except StopIteration:
                 return
+            except FAULTS as error:
+                found = worker_error(error, items)
+                if found is None:
+                    raise
+                raise found from error
         yield item
 
 

@@ -29,6 +29,25 @@ from shardwise.plan.errors import ConfigError, DataError
 _STEPS_AHEAD = 1
 
 
+class Position:
+    """The position of a loader in its data, which outlives the loader."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self.step = 0
+        self.samples = 0
+        self.cursor = feed.start()
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as JSON, equal on every rank."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "cursor": dict(self.cursor),
+            "data": self.feed.identity(),
+        }
+
+
 class Loader:
     """Hands one data-parallel rank its microbatches."""
 
@@ -78,21 +97,20 @@ class Loader:
             self._reads_ahead = adopted.is_ours and not adopted.worker_options
         else:
             self._feed = StreamFeed(adopted, self.share, seed)
-        self._step = 0
-        self._samples = 0
-        self._cursor = self._feed.start()
+        self.place = Position(self._feed)
+        """What has been handed out."""
         self._open: Iterator[Fetched] | None = None
         self._take_back: Callable[[], None] | None = None
 
     @property
     def step(self) -> int:
         """The step that ``step_batches`` gives next."""
-        return self._step
+        return self.place.step
 
     @property
     def samples(self) -> int:
         """Samples handed out so far, over all ranks."""
-        return self._samples
+        return self.place.samples
 
     @property
     def size(self) -> int | None:
@@ -103,15 +121,15 @@ class Loader:
     def epoch(self) -> int:
         """Passes over the data that are done."""
         if self._size is not None:
-            return int(self._cursor["position"]) // self._size
-        return int(self._cursor.get("epoch", 0))
+            return int(self.place.cursor["position"]) // self._size
+        return int(self.place.cursor.get("epoch", 0))
 
     @property
     def steps_left(self) -> int | None:
         """Steps until the last epoch ends; None where epochs follow one another without end."""
         if self._end is None:
             return None
-        return -(-max(self._end - self._cursor["position"], 0) // self.share.global_batch)
+        return -(-max(self._end - self.place.cursor["position"], 0) // self.share.global_batch)
 
     def set_accumulation(self, microbatches: int) -> None:
         """From the next step on, as many microbatches make one; the position stays."""
@@ -127,10 +145,10 @@ class Loader:
         Another step than the next counts from the last loaded state, by the present global batch.
         """
         self._end_loan()
-        if step is not None and step != self._step:
-            self._cursor = self._feed.advance(self._cursor, step - self._step)
-            self._samples += (step - self._step) * self.share.global_batch
-            self._step = step
+        if step is not None and step != self.place.step:
+            self.place.cursor = self._feed.advance(self.place.cursor, step - self.place.step)
+            self.place.samples += (step - self.place.step) * self.share.global_batch
+            self.place.step = step
             self._forget()
         fetched = self.fetch()
         self.count(fetched)
@@ -148,7 +166,7 @@ class Loader:
         ``lend``.
         """
         if self._open is None:
-            steps = self._feed.steps(self._cursor)
+            steps = self._feed.steps(self.place.cursor)
             self._open = _ReadAhead(steps) if self._reads_ahead else steps
         try:
             return next(self._open)
@@ -158,9 +176,9 @@ class Loader:
 
     def count(self, fetched: Fetched) -> None:
         """This step, the oldest that was not counted, is handed out."""
-        self._step += 1
-        self._samples += self.share.global_batch
-        self._cursor = fetched.after
+        self.place.step += 1
+        self.place.samples += self.share.global_batch
+        self.place.cursor = fetched.after
 
     def lend(self, take_back: Callable[[], None]) -> None:
         """To one who will fetch ahead, until ``close``. Whoever asks for steps in another way, or moves the position,
@@ -191,12 +209,7 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """The position as JSON, equal on every rank."""
-        return {
-            "step": self._step,
-            "samples": self._samples,
-            "cursor": dict(self._cursor),
-            "data": self._feed.identity(),
-        }
+        return self.place.state()
 
     def load_state(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Go on where a state was saved; with ``strict`` only over the data that it was saved with."""
@@ -215,8 +228,8 @@ class Loader:
                 "bring the same data, or start without the saved position"
             )
         self.close()
-        self._step, self._samples = int(state["step"]), int(state["samples"])
-        self._cursor = {key: int(value) for key, value in state["cursor"].items()}
+        self.place.step, self.place.samples = int(state["step"]), int(state["samples"])
+        self.place.cursor = {key: int(value) for key, value in state["cursor"].items()}
 
     def close(self) -> None:
         """End what reads ahead; the next call of ``step_batches`` starts it again."""

@@ -12,7 +12,7 @@ no batch is short, no sample is left out or read twice, and a pass may be a step
 A loop that is left, or a checkpoint that is loaded, goes on where it stood, in the middle of a pass too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwise.data.loader import Loader
@@ -21,23 +21,31 @@ from shardwise.data.loader import Loader
 class Passes:
     """See the module's docstring. Made by ``engine.loader``."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, at_end: Callable[[int], None] | None = None) -> None:
         self.loader = loader
         """What reads; its ``step_batches``, ``state`` and ``load_state`` may be used as well."""
+        self._at_end = at_end
+        """Called at the end of a pass, with the number of steps that were handed out in this loop."""
 
     def __iter__(self) -> Iterator[Any]:
         """Microbatches until the end of the pass that the position is in."""
-        epoch = self.loader.epoch
+        epoch, begin = self.loader.epoch, self.loader.step
         for batch in self.loader:
             yield batch
             if self.loader.epoch > epoch:  # the position moves with the last microbatch of a step
-                return
+                break
+        self._ended(begin)
 
     def steps(self) -> Iterator[list[Any]]:
         """The same, the microbatches of an optimizer step together, for ``engine.train_step``."""
-        epoch = self.loader.epoch
+        epoch, begin = self.loader.epoch, self.loader.step
         while self.loader.epoch == epoch and self.loader.steps_left != 0:
             yield self.loader.step_batches()
+        self._ended(begin)
+
+    def _ended(self, begin: int) -> None:
+        if self._at_end is not None:
+            self._at_end(self.loader.step - begin)
 
     def __len__(self) -> int:
         """Return the microbatches of a whole pass: how often a ``for`` over it goes round.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from shardwise.data.workers import PendingBlocks, from_workers
 from shardwise.plan.errors import DataError
 
 
@@ -75,8 +76,9 @@ def placed_batches(
         for block in blocks:
             yield data.batch(block, key)
         return
-    sampler: Any = blocks  # any iterable serves
-    loader = DataLoader(
+    given = PendingBlocks(blocks)
+    sampler: Any = given  # any iterable serves
+    loader: DataLoader[Any] = DataLoader(
         _ByPlaces(data, key),
         batch_size=None,
         sampler=sampler,
@@ -87,7 +89,7 @@ def placed_batches(
         # The loader draws its workers' seed when it is iterated; from a generator of its own, not from the model's.
         generator=torch.Generator().manual_seed(key),
     )
-    for batch in loader:
+    for batch in from_workers(loader, given):
         if isinstance(batch, DataError):
             raise batch
         yield batch

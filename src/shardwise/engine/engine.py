@@ -44,6 +44,7 @@ from shardwise.engine.record import StepInputs
 from shardwise.engine.saves import Saves
 from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepEnd, StepResult
+from shardwise.engine.together import named, together
 from shardwise.engine.training_step import StepDiscard, TrainingStep
 from shardwise.engine.weighing import Weighing
 from shardwise.memory.recompute import recomputed
@@ -83,7 +84,9 @@ class Engine(StateAccess):
             parts, end, pipeline, self._forward, record, self.weighing, self._discard, self._step_ended
         )
         self._prefetcher = PrefetcherMaker(parts, self.on_step)
-        self._loaders = Loaders(parts.config, parts.dp, parts.accumulation.microbatches)
+        self._loaders = Loaders(
+            parts.config, parts.dp, parts.accumulation.microbatches, parts.groups["world"]
+        )
         self._saves = Saves(parts, self._loaders)
 
     # Training --------------------------------------------------------------------------------------------------
@@ -237,6 +240,7 @@ class Engine(StateAccess):
     # Evaluation ------------------------------------------------------------------------------------------------
 
     @tells_out_of_memory
+    @together
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Any, float | None]] | DataLoader[Any] | Dataset[Any]) -> float:
         """Return the mean loss over all ranks' batches, without gradients and in ``eval`` mode.
@@ -256,6 +260,7 @@ class Engine(StateAccess):
                 belongs to training.
         """
         self._held.away.check("evaluate", reads_weights_alone=True)
+        self._parts.groups["world"].meet()
         if isinstance(batches, Passes | Loader):
             raise UsageError(
                 "evaluate: engine.loader is for training, and its position would move; give "
@@ -293,6 +298,7 @@ class Engine(StateAccess):
         return nullcontext() if policy is None or not policy.evaluate else self.ema()
 
     @tells_out_of_memory
+    @named
     @torch.no_grad()
     def predict(
         self,
@@ -352,6 +358,7 @@ class Engine(StateAccess):
 
     # Another model's turn ---------------------------------------------------------------------------------------
 
+    @named
     def offload_states(
         self,
         to: AwayTier = "host",
@@ -372,6 +379,7 @@ class Engine(StateAccess):
         self._held.check("offload_states")
         self._held.away.leave(to, None if folder is None else Path(folder), include)
 
+    @named
     def reload_states(self) -> None:
         """End of ``offload_states``; without one it does nothing. Errors: TierError, DamagedError."""
         self._held.away.come()
@@ -438,6 +446,7 @@ class Engine(StateAccess):
         if self.is_main:
             print(*values, **options)
 
+    @named
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
         self.agree(False)
@@ -450,6 +459,7 @@ class Engine(StateAccess):
         self, first: Tensor, second: Tensor, /, *more: Tensor, samples: int | None = None
     ) -> tuple[Tensor, ...]: ...
 
+    @named
     def gather_metrics(self, *values: Tensor, samples: int | None = None) -> Tensor | tuple[Tensor, ...]:
         """The rows of a tensor from all data-parallel ranks, in their order, on every rank: [B, ...] -> [ΣB, ...].
 
@@ -467,6 +477,7 @@ class Engine(StateAccess):
 
     # Saving ----------------------------------------------------------------------------------------------------
 
+    @together
     def save(
         self,
         directory: str | Path,
@@ -493,6 +504,7 @@ class Engine(StateAccess):
         """Whether ``score`` is better than that of every step saved with one so far; NaN never is."""
         return self._saves.is_best(score, higher_is_better)
 
+    @together
     def load(
         self,
         directory: str | Path,
@@ -528,6 +540,7 @@ class Engine(StateAccess):
         """Return when a save that runs behind training is committed; raises what went wrong with it."""
         self._parts.folders.wait()
 
+    @together
     def close(self, whole: bool = True) -> None:
         """Finish what runs behind training and give the model back as it came: without hooks, its own dropout, forward
         passes and dtypes, and its weights whole again, as precise as the masters that the optimizer updated. It trains

@@ -79,7 +79,9 @@ class Folders:
         # Several engines of a world share its store.
         key = f"engine/{self._number}/{what}/"
         self._world.post(f"{key}{self._exchanges}", text)
-        texts = self._world.collect(f"{key}{self._exchanges}", self._policy.timeout_s)
+        texts = self._world.collect(
+            f"{key}{self._exchanges}", self._policy.timeout_s, f"the exchange of {what}"
+        )
         if self._world.rank == 0 and self._exchanges > 1:
             self._world.forget(f"{key}{self._exchanges - 1}")  # whoever posted these has read those before
         return texts

@@ -1,14 +1,17 @@
 """Loaders of one engine: each rank's share of the data, and positions that are saved and loaded with the engine."""
 
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardwise.comm.collectives import Group
+from shardwise.comm.watch import END_OF_PASS
 from shardwise.config.run import RunConfig
 from shardwise.data.adopt import Collate
 from shardwise.data.evaluation import Weighted, evaluation_batches
-from shardwise.data.loader import Loader
+from shardwise.data.loader import Loader, Position
 from shardwise.data.passes import Passes
 from shardwise.plan.errors import ConfigError, DataError
 
@@ -16,13 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 class Loaders:
-    """Those that an engine made, in order. ``dp``: the ranks that get different samples."""
+    """Those that an engine made, in order. ``dp``: the ranks that get different samples; ``world``: all ranks."""
 
-    def __init__(self, config: RunConfig, dp: Group, microbatches: int) -> None:
+    def __init__(self, config: RunConfig, dp: Group, microbatches: int, world: Group | None = None) -> None:
         self._config = config
+        self._world = world or dp
         self._dp = dp
         self._microbatches = microbatches
-        self._made: list[Loader] = []
+        self._made: list[tuple[weakref.ref[Loader], Position]] = []
+        """Weakly: one that its user has dropped ends its workers, and its position is saved all the same."""
         self._positions: list[dict[str, Any]] = []
         """Of the step that was loaded, also for loaders that are made later."""
 
@@ -64,10 +69,25 @@ class Loaders:
             epochs=epochs,
         )
         place = len(self._made)
-        self._made.append(made)
+        self._made.append((weakref.ref(made), made.place))
         if place < len(self._positions):
             made.load_state(self._positions[place])
-        return Passes(made)
+        return Passes(made, self._at_end())
+
+    def _at_end(self) -> Callable[[int], None]:
+        """Return what a pass calls at its end: a rank whose data ends before that of the others is told so, on all
+        ranks, and not that the others are gone. Passes that train nothing may be one rank's own."""
+        clock = self._world.clock
+        began = clock.steps_done
+
+        def at_end(steps: int) -> None:
+            nonlocal began
+            trained, began = clock.steps_done - began, clock.steps_done
+            if 0 < trained <= steps and threading.current_thread() is threading.main_thread():
+                with clock.within(f"{END_OF_PASS} after {steps} steps", meets=True):
+                    self._world.meet()
+
+        return at_end
 
     def _why(self, micro: int) -> str:
         """Return the keys that the size of a microbatch follows from."""
@@ -80,10 +100,10 @@ class Loaders:
     def set_accumulation(self, microbatches: int) -> None:
         """See ``Engine.set_accumulation``."""
         try:
-            for loader in self._made:
+            for loader in self._alive():
                 loader.set_accumulation(microbatches)
         except DataError:  # one is too small
-            for loader in self._made:
+            for loader in self._alive():
                 loader.set_accumulation(self._microbatches)
             raise
         self._microbatches = microbatches
@@ -98,15 +118,22 @@ class Loaders:
 
     def close(self) -> None:
         """Nothing is read ahead any more, until somebody asks for a step."""
-        for loader in self._made:
+        for loader in self._alive():
             loader.close()
+
+    def _alive(self) -> list[Loader]:
+        """Return the loaders that somebody still has."""
+        found = [made() for made, _ in self._made]
+        return [loader for loader in found if loader is not None]
 
     def positions(self) -> list[dict[str, Any]]:
         """Of each, as JSON."""
-        return [loader.state() for loader in self._made]
+        return [place.state() for _, place in self._made]
 
     def move_to(self, positions: Sequence[dict[str, Any]]) -> None:
         """Go on at ``positions``, in the order in which loaders are made."""
         self._positions = list(positions)
-        for loader, position in zip(self._made, self._positions, strict=False):
-            loader.load_state(position)
+        for (made, _), position in zip(self._made, self._positions, strict=False):
+            loader = made()
+            if loader is not None:
+                loader.load_state(position)

@@ -28,6 +28,7 @@ from shardwise.engine.held import Held
 from shardwise.engine.parts import Parts
 from shardwise.engine.pipeline import Pipeline
 from shardwise.engine.record import StepInputs
+from shardwise.engine.together import named, together, within
 from shardwise.observe.module_profile import ModuleTree
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import Tally
@@ -181,6 +182,7 @@ class StateAccess:
         """The model's embedding collections, by their names in it."""
         return dict(self._parts.tables.collections)
 
+    @named
     def table_tallies(self) -> dict[str, Tally]:
         """Rows in use, inserted and evicted of each embedding table, over all ranks. Collective."""
         return self._parts.tables.tallies()
@@ -190,6 +192,7 @@ class StateAccess:
         empty before the first one. Pairs kept and dropped are tokens times k."""
         return dict(self._parts.passes.loads.last)
 
+    @named
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients by name after the last backward of a step and before ``step()``: means, as the optimizer
         sees them before clipping. Collective; parameters that no rank used are left out."""
@@ -212,8 +215,10 @@ class StateAccess:
         not, for edits without ``write``, and for edits that differ between ranks without ``from_rank``.
         """
         self._held.check("full_parameters", reads_weights_alone=not write and from_rank is None)
-        return state.full_parameters(self._parts, which, write, from_rank)
+        opened = state.full_parameters(self._parts, which, write, from_rank)
+        return within(self.clock, "engine.full_parameters()", opened)
 
+    @named
     def full_tensor(self, name: str, of: str = "master") -> Tensor | None:
         """What belongs to one parameter, whole, a copy on every rank; nothing else is gathered. Collective.
 
@@ -226,6 +231,7 @@ class StateAccess:
         self._held.away.check("full_tensor")
         return single_tensors.full_tensor(self._parts, name, of)
 
+    @named
     def set_full_tensor(self, name: str, value: Tensor, of: str = "master") -> None:
         """Write what ``full_tensor`` reads, from the same whole ``value`` on all ranks. Collective.
 
@@ -262,8 +268,9 @@ class StateAccess:
         Collective; slices and stages stay cut, so that it takes 1/(tp·pp) of what ``full_parameters`` takes.
         Errors: UsageError where they do not fit, with their bytes."""
         self._held.check("gathered", reads_weights_alone=True)
-        return state.summoned_parameters(self._parts)
+        return within(self.clock, "engine.gathered()", state.summoned_parameters(self._parts))
 
+    @together
     def state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
         """The whole model on the CPU of every rank, under the model's own names (tied names both); one Unit's memory
         beside. Where it does not fit: ``mapped_state_dict``, ``full_tensor``, ``save``. Collective.
@@ -275,6 +282,7 @@ class StateAccess:
         self._held.known.check("state_dict")
         return state.state_dict(self._parts, trained_only)
 
+    @together
     def mapped_state_dict(
         self, folder: str | Path, trained_only: bool = False, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
@@ -289,6 +297,7 @@ class StateAccess:
         self._held.known.check("mapped_state_dict")
         return mapped_state.mapped_state_dict(self._parts, Path(folder), trained_only, dtype)
 
+    @together
     def load_state_dict(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
         """Weights and buffers from whole tensors under the model's own names, the same on all ranks. Collective.
 
@@ -299,6 +308,7 @@ class StateAccess:
         self._held.away.check("load_state_dict")
         state.load_state_dict(self._parts, tensors, strict)
 
+    @together
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """The whole model as a folder that transformers opens, from any mesh and stage. Collective.
 

@@ -540,8 +540,8 @@ class UnitHooks:
         for module in parts:
             if next(module.parameters(recurse=False), None) is not None:
                 self._handles += [
-                    module.register_forward_pre_hook(_Hook(before_part), prepend=True),
-                    module.register_forward_hook(_Hook(after_part)),
+                    module.register_forward_pre_hook(ModuleHook(before_part), prepend=True),
+                    module.register_forward_hook(ModuleHook(after_part)),
                 ]
 
     def _land_last(self) -> None:
