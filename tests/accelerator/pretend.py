@@ -357,6 +357,8 @@ def _without_pins(func: Any, args: Any, kwargs: Any) -> Any:
     pins = bool(kwargs.pop("pin_memory", False))
     if func._schema.name == "aten::record_stream":
         raise NotImplementedError("aten::record_stream of a host tensor, which CUDA refuses")
+    if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+        return args[0]  # a tensor that stands for a number of Python's comes through a mode as the number
     made = func(*args, **kwargs)
     if pins:
         made.untyped_storage().pinned = True

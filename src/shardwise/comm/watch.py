@@ -255,6 +255,8 @@ class _Doings:
         self.patiences: weakref.WeakKeyDictionary[Any, Patience] = weakref.WeakKeyDictionary()
         """By the clock of an engine: how long its waits may take."""
         self.stacks = _Stacks()
+        self.at_exit: Callable[[], None] = lambda: None
+        """Called at the end of the process; ends the threads."""
 
 
 class _Stacks:
@@ -287,7 +289,6 @@ class Watch:
         self._suspects: frozenset[int] = frozenset()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._at_exit: Callable[[], None] = lambda: None
 
     # The main thread's side ------------------------------------------------------------------------------------
 
@@ -301,17 +302,17 @@ class Watch:
         talker = self._questions.connect()
         # The threads hold no reference between two ticks: a World that is dropped and not closed ends them.
         own, ended = weakref.ref(self), self._ended
-        self._at_exit = partial(_stop, own)
+        self._doings.at_exit = partial(_stop, own)
         self._threads = [
             threading.Thread(target=run, args=arguments, name=f"shardwise-watch-{name}", daemon=True)
             for name, run, arguments in (
                 ("observe", _observe, (own, ended)),
-                ("talk", _talk, (own, ended, talker, self._at_exit)),
+                ("talk", _talk, (own, ended, talker, self._doings.at_exit)),
             )
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self._at_exit)  # the interpreter does not end well beneath a thread in torch
+        atexit.register(self._doings.at_exit)  # the interpreter does not end well beneath a thread in torch
         return True
 
     def stop(self) -> None:
@@ -322,7 +323,7 @@ class Watch:
         self._threads = []
         self._doings.stacks.own = None
         self.flights = Flights()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._doings.at_exit)
 
     def set_patience(self, clock: Any, patience: Patience) -> None:
         """Store how long the waits of one engine may take; it is forgotten with ``clock``."""

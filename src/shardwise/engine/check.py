@@ -57,7 +57,7 @@ from shardwise.observe.memory import available_bytes
 from shardwise.parallel.expert.apply import surround
 from shardwise.parallel.pipeline.stage_module import parts_of
 from shardwise.plan.errors import PlanError, ShardwiseError, UsageError
-from shardwise.plan.pytree import rebuilt, tensors_in
+from shardwise.plan.pytree import rebuilt, tensors_by_path
 from shardwise.plan.user_hooks import is_users
 
 _log = logging.getLogger("shardwise")
@@ -104,8 +104,8 @@ class _Pass:
     autocast: tuple[bool, torch.dtype]
     microbatch: int = 0
     begun: Begun | None = None
-    outputs: dict[int, _Output] = field(default_factory=dict)
-    """By their place among the tensors that the pass returned."""
+    outputs: dict[str, _Output] = field(default_factory=dict)
+    """The tensors that the pass returned, by their paths in the output."""
     nodes: set[Any] = field(default_factory=set)
     """Of the graph, where it is left to the caller."""
     losses: list[Tensor] = field(default_factory=list)
@@ -160,7 +160,7 @@ class Check:
             return output
         run = self._running[-1]
         run.microbatch, run.begun = microbatch, self._parts.passes.replay.draws.begun.get(microbatch)
-        places = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors_in(output))))}
+        paths = {id(tensor): path for path, tensor in reversed(list(tensors_by_path(output)))}
         seen: dict[int, Tensor] = {}
 
         def watched(value: Any) -> Any:
@@ -170,7 +170,7 @@ class Check:
                 return value
             if id(value) not in seen:
                 twin = seen[id(value)] = value.view_as(value)
-                held = run.outputs[places[id(value)]] = _Output(value.detach(), value._version)
+                held = run.outputs[paths[id(value)]] = _Output(value.detach(), value._version)
                 self._handles.append(twin.register_hook(held.add))
                 run.nodes.add(twin.grad_fn)
             return seen[id(value)]
@@ -430,12 +430,13 @@ class Check:
 
     def _ends(self, output: Any, run: _Pass, factor: float) -> tuple[list[Tensor], list[Tensor], str]:
         """Return where the copy's backward pass begins, the gradients there, and how its output differs, in words."""
-        tensors, ends, gradients, problem = list(tensors_in(output)), [], [], ""
-        for place, held in run.outputs.items():
+        ends, gradients, problem = [], [], ""
+        tensors = dict(tensors_by_path(output))
+        for path, held in run.outputs.items():
             if held.gradient is None:
                 continue
-            if place >= len(tensors) or tensors[place].shape != held.tensor.shape:
-                shape = tuple(tensors[place].shape) if place < len(tensors) else None
+            if path not in tensors or tensors[path].shape != held.tensor.shape:
+                shape = tuple(tensors[path].shape) if path in tensors else None
                 return (
                     [],
                     [],
@@ -444,7 +445,7 @@ class Check:
                         f"model {shape}"
                     ),
                 )
-            twin = tensors[place]
+            twin = tensors[path]
             if held.tensor._version == held.version:
                 away = (held.tensor.double() - twin.detach().double()).norm()
                 size = twin.detach().double().norm()

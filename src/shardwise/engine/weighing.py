@@ -373,7 +373,9 @@ def _labels(node: Any) -> Tensor:
 def _divisor(quotient: Any) -> Number | None:
     """None where it is no single number."""
     value = quotient._saved_other
-    return number_of(value.detach()) if isinstance(value, Tensor) and value.numel() == 1 else None
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return None
+    return number_of(value.detach() if value.requires_grad else value)
 
 
 # Other sums and means ----------------------------------------------------------------------------------------------

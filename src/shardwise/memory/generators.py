@@ -41,7 +41,7 @@ class Generators:
     """The default generators, those of ``devices``, and ``own`` ones by name."""
 
     def __init__(self, devices: Iterable[torch.device] = (), own: Mapping[str, Any] | None = None):
-        self._devices = {str(each): each for each in devices if each.type not in ("cpu", "meta")}
+        self._devices = {str(each): each for each in devices if _has_states(each)}
         self._own = dict(own or {})
         self._looks = 0
         self._slow: set[str] = set()
@@ -110,6 +110,18 @@ class Generators:
                 torch.get_device_module(device).set_rng_state(made.get_state(), device)
             else:
                 _seed(self._own[name.removeprefix("own ")], number)
+
+
+def _has_states(device: torch.device) -> bool:
+    """Return True if the random generator of ``device`` is one of its own, whose states can be read and made."""
+    if device.type in ("cpu", "meta"):
+        return False
+    try:
+        torch.get_device_module(device).get_rng_state(device)
+        torch.Generator(device)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def pack(states: States) -> bytes:

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import (
 
 from shardwise.memory.generators import Generators, own_generators
 from shardwise.memory.replay import Replay
-from shardwise.memory.second_run import BlockBuffers, Draws, SecondRuns, different
+from shardwise.memory.second_run import BlockBuffers, BlockDraws, SecondRuns, different
 from shardwise.plan.errors import ConfigError, UsageError
 from shardwise.plan.names import chosen_by
 from shardwise.plan.policy import Policy
@@ -153,7 +153,7 @@ def recomputed(
         devices = frozenset(each.device for each in tensors_in((args, kwargs)) if each.device.type != "cpu")
         if devices not in generators:
             generators[devices] = Generators(devices, own)
-        contexts = partial(_contexts, replay, saves, buffers, Draws(generators[devices]), runs)
+        contexts = partial(_contexts, replay, saves, buffers, BlockDraws(generators[devices]), runs)
         return checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
         )
@@ -198,7 +198,7 @@ def _contexts(
     replay: Replay,
     saves: Callable[..., CheckpointPolicy] | None,
     buffers: BlockBuffers | None,
-    draws: Draws,
+    draws: BlockDraws,
     runs: SecondRuns,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the forward pass, and around each recomputation."""

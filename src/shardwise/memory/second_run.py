@@ -32,7 +32,7 @@ _SMALL_BYTES = 1 << 16
 """Buffers up to this size are copied in every pass, whether they have changed before or not."""
 
 
-class Draws(AbstractContextManager[None]):
+class BlockDraws(AbstractContextManager[None]):
     """What a piece draws from ``generators``, its second run draws, too. Entered around the first run, ``again`` around
     every further one.
 
@@ -71,7 +71,7 @@ class Draws(AbstractContextManager[None]):
 
 
 class _Redrawn(AbstractContextManager[None]):
-    def __init__(self, draws: Draws):
+    def __init__(self, draws: BlockDraws):
         self._draws = draws
         self._held: list[States] = []
 
@@ -260,6 +260,10 @@ class _SavedAgain(AbstractContextManager[None]):
         self._alike._hooks.pop().__exit__(*exception)
 
 
+_SAMPLED = ("cpu", "cuda", "xpu")
+"""Types of devices whose tensors are compared."""
+
+
 def different(name: str, how: str) -> str:
     """Return the words for a piece ``name`` whose second run is not its first."""
     return (
@@ -271,9 +275,12 @@ def different(name: str, how: str) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """A copy of some elements, evenly spread; None of tensors without numbers."""
+    """Return a copy of some elements, evenly spread; None for tensors without numbers.
+
+    Backends that dispatch in Python cannot copy inside of the hook that is given what autograd saves.
+    """
     if (
-        tensor.is_meta
+        tensor.device.type not in _SAMPLED
         or not tensor.numel()
         or tensor.layout is not torch.strided
         or type(tensor) is not Tensor

@@ -48,6 +48,25 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
+def tensors_by_path(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of what a model returned, with its path: ``hidden_states[1]``, or ``logits``.
+
+    A path names the same tensor in two models of which one returns less; a number of ``tensors_in`` does not.
+    """
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tensors_by_path(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple | list):
+        for i, inner in enumerate(value):
+            yield from tensors_by_path(inner, f"{path}[{i}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            inner = getattr(value, field.name)
+            yield from tensors_by_path(inner, f"{path}.{field.name}" if path else field.name)
+
+
 def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
     """A tuple, list, mapping or dataclass again, of its own class, of what ``of`` makes of its parts; anything else,
     mappings that nobody can write into among it, as it is."""

@@ -1,4 +1,8 @@
-"""The hooks on modules that are a user's own: not those of torch's utilities, nor of this package."""
+"""The hooks on modules that are a user's own: not those of torch's utilities, of transformers, nor of this package.
+
+A model of transformers records its hidden states and attentions by hooks that it puts on its layers in its first
+call. A copy of the model does the same, and would record each of them twice with the first model's hooks.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -8,11 +12,11 @@ from torch import nn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module that hold hooks by number."""
-_NOT_USERS = ("torch.nn.utils", "torch.ao.", "torch._dynamo", "shardwise.")
+_NOT_USERS = ("torch.nn.utils", "torch.ao.", "torch._dynamo", "transformers.utils.", "shardwise.")
 
 
 def is_users(hook: Any) -> bool:
-    """Return True if ``hook`` was made neither by torch's utilities nor by this package."""
+    """Return True if ``hook`` was made neither by torch's utilities, nor by transformers, nor by this package."""
     made = hook.func if isinstance(hook, functools.partial) else hook
     made = getattr(made, "__func__", made)
     # ``functools.wraps`` gives a function the name of another one's module.

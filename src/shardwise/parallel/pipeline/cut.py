@@ -69,11 +69,11 @@ class _Skeleton:
         self.relay = Relay(stage, f"The model cannot be cut so: cut elsewhere (pipeline.partition), {LIST}")
         self._stage = stage
         self._stage_of = stage_of
-        self._blocks = self.all_blocks = blocks_around(model, starts)
-        self.blocks = mine = [block for block in self._blocks if stage_of[block] == stage]
+        self.all_blocks = blocks_around(model, starts)
+        self.blocks = mine = [block for block in self.all_blocks if stage_of[block] == stage]
         """Names of this stage's own."""
         self._last = mine[-1] if mine and stage < len(starts) else None
-        self._before = [block for block in self._blocks if stage_of[block] < stage]
+        self._before = [block for block in self.all_blocks if stage_of[block] < stage]
         self._rows = {name for name, module in model.named_modules() if isinstance(module, ROWS)}
         self._taken = taken
         self._local: dict[int, tuple[nn.Module, str]] = {}
@@ -103,7 +103,7 @@ class _Skeleton:
 
     def _rebuilt(self, name: str, module: nn.Module) -> nn.Module:
         """``module`` itself where nothing of it is foreign, else a copy with stand-ins."""
-        if name in self._blocks and self._stage_of[name] != self._stage:
+        if name in self.all_blocks and self._stage_of[name] != self._stage:
             comes = "before" if name in self._before else "after"
             comes = "just before" if self._before and name == self._before[-1] else comes
             in_row = name.rpartition(".")[0] in self._rows

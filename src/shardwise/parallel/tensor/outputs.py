@@ -23,7 +23,6 @@ Shapes: B batch, T sequence, H heads, tp ranks.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from shardwise.comm import duals
 from shardwise.memory.absent import Absent
 from shardwise.parallel.tensor.region import Region, WithheldValue
-from shardwise.plan.pytree import rebuilt
+from shardwise.plan.pytree import rebuilt, tensors_by_path
 
 _NODES = 4096
 """Graph nodes that a walk looks at; a tensor whose graph is longer is compared over the ranks."""
@@ -44,7 +43,7 @@ _ROUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How far the projections of tensors of two ranks may lie apart, of their norms; 2^-5 for 16 bits."""
 
 
-class _State(Enum):
+class _Holding(Enum):
     """States of a tensor on a rank: the part of the whole that the tensor holds."""
 
     WHOLE = "everything"
@@ -81,7 +80,9 @@ class CutOutputs:
             "_has_ended"
         ):  # a stage's output goes to the next stage
             return None
-        found = [(path, each) for path, each in _tensors(output) if each.is_floating_point() and each.dim()]
+        found = [
+            (path, each) for path, each in tensors_by_path(output) if each.is_floating_point() and each.dim()
+        ]
         if not found:
             return None
         region = self._region
@@ -115,13 +116,13 @@ class CutOutputs:
         if isinstance(tensor, Absent):
             return _Decision.KEEP
         state = _state_of(tensor)
-        if state is _State.UNKNOWN:
+        if state is _Holding.UNKNOWN:
             return None
-        if state is _State.WHOLE:
+        if state is _Holding.WHOLE:
             return _Decision.KEEP
-        if state is _State.ADDENDS:
+        if state is _Holding.ADDENDS:
             return _Decision.SCALE
-        if state is _State.TOKENS and not _is_attention(path):
+        if state is _Holding.TOKENS and not _is_attention(path):
             return _Decision.JOIN_TOKENS if self._is_cut_sequence(tensor) else _Decision.WITHHOLD
         is_heads = tensor.dim() == 4 and self._heads_in_order and not _is_cache(path)
         return _Decision.JOIN_HEADS if is_heads else _Decision.WITHHOLD
@@ -186,37 +187,37 @@ def _is_cache(path: str) -> bool:
 # Graphs ------------------------------------------------------------------------------------------------------------
 
 
-def _state_of(tensor: Tensor) -> _State:
+def _state_of(tensor: Tensor) -> _Holding:
     """Return what a rank's tensor holds, by the nearest functions of cut layers in its graph."""
     if tensor.grad_fn is None:
-        return _State.UNKNOWN
+        return _Holding.UNKNOWN
     waiting: deque[Any] = deque([tensor.grad_fn])
     seen: set[Any] = set()
-    states: set[_State] = set()
+    states: set[_Holding] = set()
     while waiting:
         node = waiting.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
         if len(seen) > _NODES:
-            return _State.UNKNOWN
+            return _Holding.UNKNOWN
         state = _state_after(node)
         if state is not None:
             states.add(state)
         else:
             waiting.extend(parent for parent, _ in node.next_functions)
-    if _State.TOKENS in states and _State.HEADS in states:
-        return _State.HEADS
-    for state in (_State.HEADS, _State.TOKENS, _State.ADDENDS, _State.WHOLE):
+    if _Holding.TOKENS in states and _Holding.HEADS in states:
+        return _Holding.HEADS
+    for state in (_Holding.HEADS, _Holding.TOKENS, _Holding.ADDENDS, _Holding.WHOLE):
         if state in states:
             return state
-    return _State.UNKNOWN
+    return _Holding.UNKNOWN
 
 
-def _state_after(node: Any) -> _State | None:
+def _state_after(node: Any) -> _Holding | None:
     """Return what a function of the cut layers gives; None for any other node."""
     gives = getattr(node, "gives", None) or getattr(getattr(type(node), "_forward_cls", None), "gives", None)
-    return _State[gives] if gives else None
+    return _Holding[gives] if gives else None
 
 
 # Values ------------------------------------------------------------------------------------------------------------
@@ -245,21 +246,6 @@ def _uncounted(group: Any) -> Iterator[None]:
         traffic.counts.clear()
         traffic.counts.update(counts)
         traffic.sequence = sequence
-
-
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of what a model returned, with its place: ``hidden_states[1]``."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, tuple | list):
-        for i, inner in enumerate(value):
-            yield from _tensors(inner, f"{path}[{i}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
 
 
 def _replaced(value: Any, made: Mapping[int, Any]) -> Any:

@@ -46,6 +46,7 @@ Cost: two hooks per Unit and pass, one per parameter, and two per module of the 
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
@@ -126,6 +127,17 @@ def unhooked(*args: Any, **kwargs: Any) -> None:
     """What stands in a copied module where the engine's hooks were."""
 
 
+@dataclass
+class _Installed:
+    """The hooks on modules and parameters that are to be taken away, and what they need to know."""
+
+    handles: list[Any] = field(default_factory=list)
+    landing: list[tuple[nn.Parameter, int]] = field(default_factory=list)
+    """The parameters whose gradients are taken over, with the number of the hook that does it."""
+    watched: list[BucketState] = field(default_factory=list)
+    """Buckets whose parameters are of their own classes while a pass runs, which a compiler looks at."""
+
+
 class UnitHooks:
     """See the module's docstring. ``is_driven``: a schedule's loop enters the passes of ``stage``; else hooks do."""
 
@@ -147,8 +159,6 @@ class UnitHooks:
         self._stage = stage
         self._is_driven = is_driven
         self._pass = Pass.NONE
-        self._watched = [bucket for state in self.states for bucket in state.buckets] if is_compiled else []
-        """Buckets whose parameters are of their own classes while a pass runs, which a compiler looks at."""
         self._is_aside = False
         """Whether the forward pass walks a list of its own."""
         self._interrupted: _ForwardUnderWay | None = None
@@ -160,8 +170,9 @@ class UnitHooks:
         units = {id(state.module) for state in self.states}
         self._inside = [list(_own_modules(state.module, units)) for state in self.states]
         """Modules of each Unit, those of Units inside it left out."""
-        self._handles: list[Any] = []
-        self._landing: list[tuple[nn.Parameter, int]] = []
+        self._installed = _Installed(
+            watched=[bucket for state in self.states for bucket in state.buckets] if is_compiled else []
+        )
         """Trained parameters, and the key of the hook that takes their gradients over."""
         self._install()
 
@@ -245,12 +256,12 @@ class UnitHooks:
         else:
             for bucket in state.buckets:
                 bucket.weight.finish_update()
-                if self._watched:
+                if self._installed.watched:
                     bucket.views.unwatch()
 
     def _watch(self, is_on: bool) -> None:
         """Let the reading of ``p.data`` be seen, or not, where blocks are compiled."""
-        for bucket in self._watched:
+        for bucket in self._installed.watched:
             if is_on:
                 bucket.weight.watch()
             else:
@@ -524,7 +535,7 @@ class UnitHooks:
         for state in self.states:
             index = state.unit.index
             # The lists need a window for the root even where it holds no parameter itself.
-            self._handles += [
+            self._installed.handles += [
                 # First of all: a hook of the user's (weight_norm, say) reads the weights.
                 state.module.register_forward_pre_hook(ModuleHook(before, index), prepend=True),
                 state.module.register_forward_hook(ModuleHook(after, index)),
@@ -533,13 +544,13 @@ class UnitHooks:
                 for place, parameter in enumerate(bucket.parameters if bucket.layout.key.trained else ()):
                     hook = _accumulation_hook(self, index, bucket, place)
                     handle = parameter.register_post_accumulate_grad_hook(hook)
-                    self._handles.append(handle)
-                    self._landing.append((parameter, handle.id))
+                    self._installed.handles.append(handle)
+                    self._installed.landing.append((parameter, handle.id))
         parts = self._inside[0][1:] if self.states[0].has_windows and not self._is_driven else []
         before_part, after_part = apart(self._before_part), apart(self._after_part)
         for module in parts:
             if next(module.parameters(recurse=False), None) is not None:
-                self._handles += [
+                self._installed.handles += [
                     module.register_forward_pre_hook(ModuleHook(before_part), prepend=True),
                     module.register_forward_hook(ModuleHook(after_part)),
                 ]
@@ -547,7 +558,7 @@ class UnitHooks:
     def _land_last(self) -> None:
         """Let gradients be taken over behind the user's own hooks, also those that were registered later."""
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer by way of Python
-            for parameter, key in self._landing:
+            for parameter, key in self._installed.landing:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if len(hooks) > 1 and next(reversed(hooks)) != key and key in hooks:
                     hooks[key] = hooks.pop(key)
@@ -569,13 +580,13 @@ class UnitHooks:
             return output
 
         setattr(module, method, call)
-        self._handles.append(_Method(module, method))
+        self._installed.handles.append(_Method(module, method))
 
     def remove(self) -> None:
         """Give the model back as it was."""
-        for handle in self._handles:
+        for handle in self._installed.handles:
             handle.remove()
-        self._handles.clear()
+        self._installed.handles.clear()
 
 
 def _accumulation_hook(
