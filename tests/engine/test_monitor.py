@@ -81,8 +81,10 @@ def test_a_run_that_is_resumed_goes_on_in_its_file(tmp_path: Path) -> None:
     engine = shardwise.initialize(Net(), config, world=world)
     engine.load(tmp_path / "saved")
     steps(engine, 3)
-    assert [row.step for row in read(tmp_path / "metrics.csv")] == [1, 2, 3, 4, 5]
     engine.close()
+    found = read(tmp_path / "metrics.csv")
+    assert [row.step for row in found] == [1, 2, 3, 4, 5]
+    assert [row.resumed_from for row in found] == [None, None, 2, None, None]
 
 
 def test_lines_every_few_steps_with_a_breakdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from shardwise.plan.errors import DataError
 
 BEFORE = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
 HEADER = f"{BEFORE},forward_s,backward_s,update_s,loss_scale,expert_load,expert_drops,router_entropy"
-HEADER += ",memory_allocated,memory_reserved,stalled"
+HEADER += ",memory_allocated,memory_reserved,stalled,resumed_from"
 
 
 def write(path: Path, steps: range, resume_step: int = 0, loss: float = 1.0) -> None:
@@ -41,7 +41,7 @@ def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
 def test_columns_are_in_the_promised_order_and_absent_numbers_are_empty(tmp_path: Path) -> None:
     with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
         metrics.write(StepRecord(7, 2.5, grad_norm=1.0))
-    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,,,,,,,\n"
+    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,,,,,,,,\n"
 
 
 def test_numpy_numbers_are_written_as_plain_ones(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_click_through_model_has_columns_of_its_own(tmp_path: Path) -> None:
         for record in records:
             metrics.write(record)
     assert read(path) == records
-    assert path.read_text().splitlines()[2].endswith(",10,12,2,,,,,,")
+    assert path.read_text().splitlines()[2].endswith(",10,12,2,,,,,,,")
     assert [record.validation for record in records] == [None, 0.45]
     with closing(MetricsFile(path, 1, ClickRecord)):
         assert read(path) == records[:1]

@@ -1,9 +1,11 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from shardwise.observe import picture
 from shardwise.observe.metrics import ClickRecord, StepRecord
 from shardwise.observe.picture import AucPicture, LossPicture, draw_auc, draw_loss, smoothed
 
@@ -31,6 +33,19 @@ def test_the_shortest_runs_are_drawn(tmp_path: Path, size: int) -> None:
     )
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_resumes_are_marked_with_their_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(picture, "write_picture", lambda axes, path: drawn.append(axes))
+    resumed = {31: 30, 33: 32, 61: 60}
+    draw_loss([StepRecord(i, 1.0 / i, resumed_from=resumed.get(i)) for i in range(1, 101)], tmp_path / "a")
+    clicks = [ClickRecord(i, 0.5, auc=0.7, resumed_from=resumed.get(i)) for i in range(1, 101)]
+    draw_auc(clicks, tmp_path / "b", best=0.8)
+    for axes in drawn:
+        dashed = [line.get_xdata() for line in axes.lines if line.get_color() == picture.RESUMED]
+        assert [list(across) for across in dashed] == [[30, 30], [32, 32], [60, 60]]
+        assert [text.get_text() for text in axes.texts] == ["resumed at 30", "resumed at 60"]
 
 
 def test_the_picture_is_drawn_after_an_evaluation_once_a_minute_and_at_the_end(tmp_path: Path) -> None:

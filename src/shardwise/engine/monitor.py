@@ -16,7 +16,7 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.step import StepResult
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import taken
-from shardwise.observe.metrics import ClickRecord, Record, Sink, StepRecord
+from shardwise.observe.metrics import NO_SCALARS, ClickRecord, Record, Sink, StepRecord
 from shardwise.observe.progress import PrintedLines
 from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, open_sinks
 from shardwise.optim.schedule_policy import RangeTestPolicy
@@ -38,6 +38,8 @@ class Monitor:
         self._close = LEFTOVERS.keep(self, self._sinks.close, at_exit=True)
         self._last: tuple[int, float] | None = None
         """The last step that was noted, and when it was over."""
+        self._resumed_from: int | None = None
+        """Step that the next record goes on from, until that record is written."""
 
     def open(self, step: int, kind: type[Record] = StepRecord, best_auc: float | None = None) -> None:
         """Whoever calls this ``write``s the records itself: all that ``monitor:`` says, after ``step``."""
@@ -49,7 +51,10 @@ class Monitor:
         self._sinks.add(sink)
 
     def write(self, record: Record) -> None:
-        """Hand a record to all of them."""
+        """Hand a record to all sinks; the first one after a resume says which step it goes on from."""
+        if self._resumed_from is not None:
+            record = record._replace(resumed_from=self._resumed_from)
+            self._resumed_from = None
         self._sinks.write(record)
 
     def send(self, scalars: Mapping[str, float], step: int | None = None) -> None:
@@ -106,6 +111,7 @@ class Monitor:
 
     def _open(self, policy: MonitorPolicy, step: int, kind: type[Record], best_auc: float | None) -> None:
         self._close()
+        self._resumed_from = step or None
         if not self._is_main:
             return
         config = self._config
@@ -124,7 +130,7 @@ class Monitor:
 
 def _naming(config: RunConfig) -> Naming:
     monitor, samples = config.monitor, config.batch.global_size
-    columns = {*StepRecord._fields, *ClickRecord._fields} - {"step"}
+    columns = {*StepRecord._fields, *ClickRecord._fields} - NO_SCALARS
     for column in monitor.tags:
         if column not in columns:
             raise ConfigError(f"monitor.tags: metrics.csv has no column {column!r}{nearest(column, columns)}")

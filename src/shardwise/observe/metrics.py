@@ -82,6 +82,8 @@ class StepRecord(NamedTuple):
     """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
     stalled: float | None = None
     """Share of ``step_s`` in which rank 0 waited for data."""
+    resumed_from: int | None = None
+    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all others."""
 
     @property
     def validation(self) -> float | None:
@@ -132,6 +134,8 @@ class ClickRecord(NamedTuple):
     """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
     stalled: float | None = None
     """Share of ``step_s`` in which rank 0 waited for data."""
+    resumed_from: int | None = None
+    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all others."""
 
     @property
     def validation(self) -> float | None:
@@ -176,6 +180,8 @@ class ImageRecord(NamedTuple):
     """Bytes on rank 0's accelerator that tensors take at the end of the step; empty on a processor."""
     memory_reserved: int | None = None
     """The most that torch held of it since the record before: tensors, and what it keeps for others; empty as well."""
+    resumed_from: int | None = None
+    """Step that the run was resumed from, or that was loaded, in the first row after it; empty in all others."""
 
     @property
     def validation(self) -> float | None:
@@ -184,6 +190,9 @@ class ImageRecord(NamedTuple):
 
 
 Record = StepRecord | ClickRecord | ImageRecord
+
+NO_SCALARS = frozenset({"step", "resumed_from"})
+"""Columns that say where a record stands, and are no measurement to be sent on."""
 
 
 class Sink(Protocol):
@@ -208,6 +217,7 @@ _INTEGERS = frozenset(
         "rows",
         "inserted",
         "evicted",
+        "resumed_from",
     ]
 )
 _ALWAYS = frozenset({"step", "loss"})

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from shardwise.observe.metrics import ClickRecord, Record
 
-TRAIN, VALIDATION = "#3b6ea5", "#d1622b"
+TRAIN, VALIDATION, RESUMED = "#3b6ea5", "#d1622b", "#808080"
+_APART = 0.03
+"""Share of the axis between two resumes that are both labelled."""
 
 
 def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
@@ -57,6 +59,7 @@ def draw_loss(records: Sequence[Record], path: str | os.PathLike[str], title: st
             color=VALIDATION, marker="o", markersize=5, linewidth=1.2,
             label=f"validation, last {evaluated[-1][1]:.{digits}f}",
         )  # fmt: skip
+    _mark_resumes(axes, records)
     axes.set_ylabel("log loss (nats per sample)" if is_clicks else "loss (nats per token)")
     if records:
         axes.legend(frameon=False, loc="upper right")
@@ -77,11 +80,31 @@ def draw_auc(
         )  # fmt: skip
     if best is not None:
         axes.axhline(best, color=TRAIN, linewidth=1.2, linestyle="--", label=f"best possible, {best:.4f}")
+    _mark_resumes(axes, records)
     axes.set_ylabel("area under the ROC curve")
     if evaluated:
         # Above the axes: inside, its marker would read as one more measurement.
         axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
     write_picture(axes, path)
+
+
+def _mark_resumes(axes: Any, records: Sequence[Record]) -> None:
+    """Draw a thin dashed line at each step that the run was resumed from, with the step beside it.
+
+    Lines that stand closer than ``_APART`` of the axis to the last labelled one have no label of their own.
+    """
+    steps = sorted({r.resumed_from for r in records if r.resumed_from is not None})
+    span = records[-1].step - records[0].step if records else 0
+    labelled: int | None = None
+    for step in steps:
+        axes.axvline(step, color=RESUMED, linestyle="--", linewidth=0.8, zorder=1)
+        if labelled is None or step - labelled >= _APART * span:
+            # In points from the line, and at the foot of the axes: the legend has the top.
+            axes.annotate(
+                f"resumed at {step}", (step, 0.02), xycoords=axes.get_xaxis_transform(), xytext=(2, 0),
+                textcoords="offset points", rotation=90, va="bottom", fontsize=7, color=RESUMED,
+            )  # fmt: skip
+            labelled = step
 
 
 def _axes(title: str) -> Any:

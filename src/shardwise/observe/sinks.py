@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
-from shardwise.observe.metrics import ClickRecord, MetricsFile, Record, Sink, StepRecord, read
+from shardwise.observe.metrics import NO_SCALARS, ClickRecord, MetricsFile, Record, Sink, StepRecord, read
 from shardwise.observe.picture import AucPicture, LossPicture
 from shardwise.observe.range_picture import RangePicture
 from shardwise.plan.errors import ConfigError
@@ -105,8 +105,7 @@ class Naming(NamedTuple):
 
     def scalars(self, record: Record) -> dict[str, float]:
         """What is known of a step, except its number."""
-        known = record._asdict()
-        del known["step"]
+        known = {name: value for name, value in record._asdict().items() if name not in NO_SCALARS}
         if self.tags:
             known = {name: known.get(name) for name in self.tags}
         names = {**_TAGS, **self.tags}
