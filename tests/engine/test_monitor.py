@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn, ones
 
 import shardwise
 from shardwise.comm.world import World
+from shardwise.engine import monitor
 from shardwise.observe.metrics import read
 from shardwise.plan.errors import ConfigError
 
@@ -22,9 +24,9 @@ class Net(nn.Module):
         return self.linear(x).square().mean()
 
 
-def train(world: World, folder: str, monitor: dict[str, Any], steps: int, **config: Any) -> None:
+def train(world: World, folder: str, asked: dict[str, Any], steps: int, **config: Any) -> None:
     batch = {"micro_size": 2, "accumulation": 2}
-    given = {"monitor": monitor, "output_dir": folder, "batch": batch, **config}
+    given = {"monitor": asked, "output_dir": folder, "batch": batch, **config}
     engine = shardwise.initialize(Net(), given, world=world)
     for _ in range(2 * steps):
         engine.backward(engine(ones(2, 3)))
@@ -95,6 +97,28 @@ def test_lines_every_few_steps_with_a_breakdown(tmp_path: Path, capsys: pytest.C
     assert names(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize("given", [{"progress": 3}, {"progress": True}], ids=str)
+def test_progress_prints_the_time_left_in_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
+) -> None:
+    train(World(0, 1), str(tmp_path / "run"), {**given, "print_every": 2}, 4, train={"steps": 3})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/3", "step 2/3", "step 3/3", "step 4/3"]
+    assert [line.endswith(" left") for line in lines] == [False, True, True, True]
+    assert lines[-1].endswith("  0:00:00 left"), "a loop may go on beyond its steps"
+    assert names(tmp_path / "run") == []
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(monitor, "Console", lambda: Console(force_terminal=True, width=100))
+    train(World(0, 1), str(tmp_path / "run"), {"progress": 3}, 3)
+    shown = capsys.readouterr().out
+    assert "step 3/3" in shown and "\u2501" in shown and "left" in shown
+
+
 def test_a_range_test_draws_its_picture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     schedule = {"type": "range_test", "interval_steps": 2, "min_lr": 0.01}
     with caplog.at_level("INFO", logger="shardwise"):
@@ -109,6 +133,7 @@ def test_a_range_test_draws_its_picture(tmp_path: Path, caplog: pytest.LogCaptur
         ({"monitor": {"tags": {"los": "x"}}}, "no column 'los'; did you mean 'loss'"),
         ({"monitor": {"axis": "samples"}}, "give batch.global_size"),
         ({"monitor": {"print_every": 0}}, "print_every"),
+        ({"monitor": {"progress": True}}, "give train.steps, or the number of steps"),
     ],
     ids=str,
 )

@@ -11,13 +11,14 @@ import time
 from collections.abc import Mapping
 
 import torch
+from rich.console import Console
 
 from shardwise.config.run import RunConfig
 from shardwise.engine.step import StepResult
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import taken
 from shardwise.observe.metrics import NO_SCALARS, ClickRecord, Record, Sink, StepRecord
-from shardwise.observe.progress import PrintedLines
+from shardwise.observe.progress import PrintedLines, open_progress
 from shardwise.observe.sinks import MonitorPolicy, Naming, Sinks, open_sinks
 from shardwise.optim.schedule_policy import RangeTestPolicy
 from shardwise.parallel.expert.loads import ExpertSummary
@@ -32,6 +33,7 @@ class Monitor:
     def __init__(self, config: RunConfig, is_main: bool, device: torch.device) -> None:
         self._config, self._is_main, self._device = config, is_main, device
         self._naming = _naming(config)
+        self._total_steps = _total_steps(config)
         self._asked = config.monitor.asked()
         self._watches = is_main and not self._asked.is_silent
         self._sinks = Sinks([], [])
@@ -106,7 +108,10 @@ class Monitor:
     def _begin(self, step: int) -> None:
         self._open(self._asked, step, StepRecord, None)
         self._last = step, time.perf_counter()
-        if self._asked.print_every is not None:
+        if self._is_main and self._total_steps is not None:
+            every, breakdown = self._asked.print_every, self._asked.breakdown
+            self.add(open_progress(Console(), self._total_steps, step, every, breakdown))
+        elif self._asked.print_every is not None:
             self.add(PrintedLines(self._asked.print_every, self._asked.breakdown))
 
     def _open(self, policy: MonitorPolicy, step: int, kind: type[Record], best_auc: float | None) -> None:
@@ -126,6 +131,25 @@ class Monitor:
             isinstance(config.schedule, RangeTestPolicy),
         )
         self._close = LEFTOVERS.keep(self, self._sinks.close, at_exit=True)
+
+
+def _total_steps(config: RunConfig) -> int | None:
+    """Return the steps that ``monitor.progress`` counts up to, None without it.
+
+    Raises:
+        ConfigError: if ``monitor.progress`` is true and nobody gave ``train.steps``.
+    """
+    progress = config.monitor.progress
+    if progress is False:
+        return None
+    if progress is not True:
+        return progress
+    if "steps" not in config.train.model_fields_set:
+        raise ConfigError(
+            "monitor.progress: true counts up to train.steps, which is not given; give train.steps, or the number of "
+            "steps itself (monitor.progress: 1000), as loader.count_steps(epochs) returns it"
+        )
+    return config.train.steps
 
 
 def _naming(config: RunConfig) -> Naming:

@@ -131,7 +131,7 @@ class Pace:
         self._last = now
         if not self._steps:
             return None
-        return (self._total_steps - step) * (self._sum / self._weight + self._between_s / self._steps)
+        return max(0, self._total_steps - step) * (self._sum / self._weight + self._between_s / self._steps)
 
 
 class ConsoleHandler(logging.Handler):

@@ -53,6 +53,9 @@ class MonitorPolicy(Policy):
     """Name of the experiment there."""
     print_every: PositiveInt | None = None
     """Steps between two lines that rank 0 prints; left out, ``shardwise train`` prints by the clock."""
+    progress: bool | PositiveInt = False
+    """Show how far a loop of your own is and how long the rest takes: a bar on a terminal, lines elsewhere. true: of
+    ``train.steps`` steps, which must then be given; a number: of so many steps. ``shardwise train`` always does."""
     breakdown: bool = False
     """Say in the lines how long forward, backward and update took."""
     tags: dict[str, str] = Field(default_factory=dict)
@@ -78,6 +81,7 @@ class MonitorPolicy(Policy):
             self.wandb,
             self.comet,
             self.print_every,
+            self.progress,
         )
         return not any(places)
 
