@@ -1,8 +1,12 @@
 """Distinct keys in the order of their first occurrence; a stable order by owner."""
 
+import numpy as np
 import pytest
 import torch
 
+from shardwise.kernels.tables.compiled import is_installed
+from shardwise.kernels.tables.hash_index import HashIndex
+from shardwise.kernels.tables.keys import _FACTORS
 from shardwise.kernels.tables.unique import (
     Distinct,
     Scratch,
@@ -48,6 +52,33 @@ def test_scratch_leaves_nothing_behind() -> None:
     second = unique(torch.tensor([5, 5, 6]), scratch)
     assert second.keys.tolist() == [5, 6]
     assert torch.equal(first.keys, torch.arange(1000)), "results are not views of the scratch"
+
+
+def unmixed(mixes: list[int]) -> torch.Tensor:
+    """Return the keys that have these mixes: the inverse of ``mix``, which is a bijection."""
+    keys, bits = np.array(mixes, np.uint64), np.uint64(33)
+    for factor in reversed(_FACTORS):
+        keys = (keys ^ (keys >> bits)) * np.uint64(pow(factor, -1, 1 << 64))
+    return torch.from_numpy((keys ^ (keys >> bits)).view(np.int64))
+
+
+def longest_run(is_taken: np.ndarray) -> int:
+    """Return the most taken slots in a row: the most that one key may have to pass over."""
+    free = np.flatnonzero(~is_taken)
+    return int(np.diff(np.r_[-1, free, is_taken.size]).max()) - 1
+
+
+def test_keys_of_one_slot_spread_over_all() -> None:
+    """Keys whose mixes have equal lower bits would lie one behind the other, found in time that grows with their
+    square."""
+    if not is_installed():
+        pytest.skip("without numba there are no slots")
+    keys = unmixed([place << 32 for place in range(1, 4001)])
+    scratch, index = Scratch(), HashIndex()
+    assert unique(keys, scratch).keys.equal(keys)
+    assert longest_run(scratch.slots >= 0) < 400, "at most half of the slots are taken"
+    assert index.find_or_insert(keys)[0].equal(torch.arange(4000))
+    assert longest_run(index._places._pairs[:, 1] >= 0) < 400  # type: ignore[attr-defined]
 
 
 def test_keys_of_another_kind_are_refused() -> None:
