@@ -130,6 +130,58 @@ def test_a_step_that_is_given_up_leaves_no_key_behind(kind: str) -> None:
     assert (tally.rows, tally.inserted, tally.evicted) == (3, 3, 0)
 
 
+def look_between(group: Group, placement: str, policy: DynamicPolicy | None, is_looking: bool) -> list[Any]:
+    """Train a table with momentum; with ``is_looking``, forward passes without a backward pass run around those that
+    train. Returns keys, weights, moments, scores, waiting keys and tallies."""
+    fields: dict[str, Any] = {"rows": 60} if policy is None else {"dynamic": policy}
+    table = TablePolicy(name="t", width=3, placement=placement, **fields)
+    adam = RowOptimizerPolicy(type="adam", lr=0.1)
+    collection = EmbeddingCollection([table], adam, seed=1, dtype=torch.float64)
+    collection.place(group)
+
+    def look(keys: list[int]) -> None:
+        if is_looking:
+            collection({"t": Ragged.of_ones(torch.tensor(keys) + group.index)})
+
+    for step in range(4):
+        look([step, 30 + step])
+        for microbatch in range(2):
+            keys = torch.tensor([step, step + 2 * microbatch, 9 + group.index])
+            out = collection({"t": Ragged.of_ones(keys)})["t"]
+            if microbatch or group.index == 0:  # elsewhere zeros are brought
+                out.square().sum().backward()
+            look([9, 40 + step, 9])
+        collection.step()
+    look([1, 2])  # alone in its step
+    collection.step()
+    rows = collection.rows_here("t")
+    scores, waiting = rows.scores, rows.candidates
+    return [rows.keys, rows.weights, *rows.state.values(), scores, waiting, collection.tallies["t"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("placement", ["data_parallel", "column", "table", "row"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        DynamicPolicy(eviction=EvictionPolicy(type="lfu"), capacity=40),
+        DynamicPolicy(capacity=9),
+        DynamicPolicy(admission=AdmissionPolicy(type="frequency", count=2)),
+    ],
+    ids=["static", "lfu", "full", "admission"],
+)
+def test_a_pass_without_a_backward_pass_is_let_go(
+    policy: DynamicPolicy | None, placement: str, ranks: int
+) -> None:
+    """A user prints the loss of one more batch in training mode: its rows stay, and its keys get none."""
+    expected = on_ranks(ranks, look_between, placement, policy, False)
+    found = on_ranks(ranks, look_between, placement, policy, True)
+    for there, here in zip(expected, found, strict=True):
+        for one, other in zip(there, here, strict=True):
+            assert one.equal(other) if isinstance(one, torch.Tensor) else one == other
+
+
 def test_a_step_that_is_given_up_counts_for_nobody_who_waits() -> None:
     """Also where the table was full: a key keeps its place in the queue, and that it came does not count."""
     waits = AdmissionPolicy(type="frequency", count=3)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Group
+from shardwise.comm.collectives import DONE, Group, Pending
 from shardwise.comm.exchange import carry, share
 from shardwise.kernels.tables.unique import Scratch
 from shardwise.optim.clip import clip_factor
 from shardwise.parallel.embedding.batch import BatchVectors, Part, Prepared, features_on_host
-from shardwise.parallel.embedding.dynamic import is_unlimited
+from shardwise.parallel.embedding.dynamic import Dynamic, is_unlimited
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
 from shardwise.parallel.embedding.layout import Place
@@ -262,26 +262,62 @@ class PlacedTables:
         Once a step, after its last backward pass. Collective: a rank whose loss does not depend on the vectors brings
         zeros. Without a forward pass since the last call it does nothing.
 
+        A pass whose gradients came on no rank (its loss was only looked at) is let go: its keys did not come.
+
         Errors: TableFullError on all ranks alike where a table would have more rows than its capacity and evicts none
         for it. The new keys of the step are forgotten then, and its gradients: rows are those of the step before.
         """
         if not self._open:
             return
-        self._check_room()
+        came, rows, summed = self._count()
         open_passes, self._open = self._open, []
-        for prepared in open_passes:
-            for part, asked in zip(self.parts, prepared.asked, strict=True):
-                part.way.deliver(asked, part.store)
+        arrived = [  # while the numbers travel
+            [part.way.deliver(asked, part.store) for part, asked in zip(self.parts, prepared.asked, strict=True)]
+            for prepared in open_passes
+        ]
+        summed.wait()
+        if not bool(came.all()):
+            kept = [place for place, number in enumerate(came.tolist()) if number]
+            open_passes, arrived = [open_passes[place] for place in kept], [arrived[place] for place in kept]
+            self._take_again(open_passes)
+            _, rows, summed = self._count()
+            summed.wait()
+        self._check_room(rows)
+        for prepared, of_pass in zip(open_passes, arrived, strict=True):
+            for part, asked, gradients in zip(self.parts, prepared.asked, of_pass, strict=True):
+                assert asked.rows is not None, "rows are known since the vectors were fetched"
+                part.store.add(asked.rows.here, gradients)
 
-    def _check_room(self) -> None:
-        """One small all-reduce where a table has a capacity and evicts nothing for it; else free."""
-        capped = [(part.store, table) for part in self.parts for table in part.store.capped]
-        if not capped:
-            return
-        here = [table.rows_after(self.steps + 1) * store.is_counted for store, table in capped]
-        rows = torch.tensor(here, dtype=torch.float64)
-        self.group.all_reduce(rows, "rows of tables", "control").wait()
-        for (_, table), total in zip(capped, rows.tolist(), strict=True):
+    @property
+    def _capped(self) -> list[tuple[Store, Dynamic]]:
+        """The tables that may be too full."""
+        return [(part.store, table) for part in self.parts for table in part.store.capped]
+
+    def _count(self) -> tuple[Tensor, Tensor, Pending]:
+        """Return, summed over the ranks once the last is waited for: of each open pass on how many ranks its gradients
+        came, and the rows after this step of each table that may be too full. One small all-reduce."""
+        came = [float(prepared.gradients_came) for prepared in self._open]
+        rows = [float(table.rows_after(self.steps + 1) * store.is_counted) for store, table in self._capped]
+        numbers = torch.tensor(came + rows, dtype=torch.float64)
+        summed = DONE
+        if numbers.numel():
+            summed = self.group.all_reduce(numbers, "passes and rows of tables", "control")
+        return numbers[: len(came)], numbers[len(came) :], summed
+
+    def _take_again(self, passes: Sequence[Prepared]) -> None:
+        """Let dynamic tables forget the keys of this step, and take those of ``passes`` alone."""
+        for part in self.parts:
+            part.store.forget_keys_of_step()
+        for prepared in passes:
+            for part, asked in zip(self.parts, prepared.asked, strict=True):
+                if part.tables.is_dynamic:
+                    assert asked.arrived is not None, "keys have been exchanged"
+                    rows = part.store.rows(asked.arrived, asked.stretches, learns=True)
+                    asked.rows = SlabRows(rows, rows)
+
+    def _check_room(self, rows: Tensor) -> None:
+        """Refuse the step where a table would have more ``rows`` than its capacity."""
+        for (_, table), total in zip(self._capped, rows.tolist(), strict=True):
             if table.capacity is not None and total > table.capacity:
                 self.drop()
                 raise TableFullError(

@@ -231,6 +231,10 @@ class Store:
     def drop(self) -> None:
         """Forget gradients that wait, and the keys that came with them: this step does not count."""
         self._gradients.clear()
+        self.forget_keys_of_step()
+
+    def forget_keys_of_step(self) -> None:
+        """Leave dynamic tables as if the keys since the last step had not come."""
         for each in self._dynamic:
             each.forget_step()
 

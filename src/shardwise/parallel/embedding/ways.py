@@ -149,8 +149,8 @@ class Way:
         """Take the gradients of what ``fetch`` returned."""
         raise NotImplementedError
 
-    def deliver(self, asked: Asked, store: Store) -> None:
-        """Hand the gradients to the owners of the rows."""
+    def deliver(self, asked: Asked, store: Store) -> Tensor:
+        """Hand the gradients to the owners of the rows; return those of ``asked.rows``, which this rank serves."""
         raise NotImplementedError
 
     def of_weights(self, asked: Asked, grads: Sequence[Tensor | None]) -> Tensor:
@@ -275,20 +275,19 @@ class Everywhere(Way):
     def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
         asked.gradient = self._merged(asked, grads)
 
-    def deliver(self, asked: Asked, store: Store) -> None:
+    def deliver(self, asked: Asked, store: Store) -> Tensor:
         assert asked.rows is not None, "gradients follow vectors"
         me, parts = self.group.index, [part for (part,) in asked.counts]
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
         what = f"gradients of {self._name}"
         if self.tables.place.placement == "data_parallel" or self.group.size == 1:
-            store.add(asked.rows.here, gather(gradient, parts, self.group, what, "gradients"))
-            return
+            return gather(gradient, parts, self.group, what, "gradients")
         columns = [self.tables.columns(rank) for rank in self._ranks]
         sent = torch.cat([gradient[:, held.start : held.stop].reshape(-1) for held in columns])
         elements = [[part * len(held) for held in columns] for part in parts]
         output = sent.new_empty(sum(row[me] for row in elements))
         self.group.all_to_all(output, sent, elements, what, "gradients").wait()
-        store.add(asked.rows.here, output.view(asked.rows.here.numel(), len(columns[me])))
+        return output.view(asked.rows.here.numel(), len(columns[me]))
 
     @property
     def _ranks(self) -> range:
@@ -343,11 +342,9 @@ class Routed(Way):
     def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
         asked.gradient = self._merged(asked, grads)
 
-    def deliver(self, asked: Asked, store: Store) -> None:
-        assert asked.rows is not None, "gradients follow vectors"
+    def deliver(self, asked: Asked, store: Store) -> Tensor:
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
-        what = f"gradients of {self._name}"
-        store.add(asked.rows.here, send(gradient, asked.counts, self.group, what, "gradients"))
+        return send(gradient, asked.counts, self.group, f"gradients of {self._name}", "gradients")
 
 
 class Sums(Way):
@@ -418,7 +415,7 @@ class Sums(Way):
     def keep(self, asked: Asked, grads: Sequence[Tensor | None]) -> None:
         asked.gradient = grads[0]
 
-    def deliver(self, asked: Asked, store: Store) -> None:
+    def deliver(self, asked: Asked, store: Store) -> Tensor:
         assert asked.rows is not None and asked.bags is not None, "gradients follow vectors"
         counts, offsets, weights, inverse = asked.bags
         bags = len(self.tables.features) * asked.fused.samples
@@ -429,7 +426,7 @@ class Sums(Way):
             arrived = gather(gradient, parts, self.group, what, "gradients")
         else:
             arrived = send(gradient, counts, self.group, what, "gradients")
-        store.add(asked.rows.here, merge(arrived, inverse, offsets, asked.rows.here.numel(), "sum", weights))
+        return merge(arrived, inverse, offsets, asked.rows.here.numel(), "sum", weights)
 
 
 def _by_vector(fused: Fused, inverse: Tensor) -> Tensor:
