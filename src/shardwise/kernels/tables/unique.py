@@ -153,9 +153,7 @@ def plain_dealt(distinct: Distinct, owners: Tensor, groups: int) -> Dealt:
 
 
 @loop
-def _unique(
-    keys: np.ndarray, seed: int, slots: np.ndarray, found: np.ndarray, inverse: np.ndarray
-) -> int:
+def _unique(keys: np.ndarray, seed: int, slots: np.ndarray, found: np.ndarray, inverse: np.ndarray) -> int:
     mask = np.uint64(slots.size - 1)
     slots[:] = -1
     count = 0
