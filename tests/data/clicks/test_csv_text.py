@@ -150,6 +150,26 @@ def test_batches_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_whole_numbers_taken_for_keys_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An age is a whole number as an id is; of two files, and of a second run, nothing is said again."""
+    content = "label,user,age,price,city\n" + "".join(
+        f"{i % 2},{i + 2},{i + 20},{i / 8},c{i}\n" for i in range(20)
+    )
+    (tmp_path / "log").mkdir()
+    for name in ("a.csv", "b.csv"):
+        written(tmp_path / "log" / name, content)
+    given = ClickPolicy(source=str(tmp_path / "log"), pattern="*.csv")
+    for _ in range(2):
+        build_clicks(given, tmp_path / "cache")
+    (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "a.csv: whole numbers were taken for keys in user, age; for numbers were taken price." in said
+    named = ClickPolicy(source=given.source, pattern="*.csv", dense=["age", "price"], sparse=["user", "city"])
+    build_clicks(named, tmp_path / "cache")
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
+
+
 def test_from_the_keys_of_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A .csv by its name, any text by its separator, Criteo's text by its lines; what types decided is told."""
     caplog.set_level(logging.INFO)

@@ -160,7 +160,10 @@ def _convert(
     progress: Progress | None,
 ) -> PackedClicks:
     kinds = {file: _kind(file, separator) for file in files}
-    schemas = {file: _schema_of(file, kinds[file], schema, label, separator) for file in files}
+    schemas = {
+        file: _schema_of(file, kinds[file], schema, label, separator, tells=file == files[0])
+        for file in files
+    }
     first = schemas[files[0]]
     for file, found in schemas.items():
         if found != first:
@@ -207,14 +210,16 @@ def _read(
             advance((stop - start) * file.stat().st_size // len(packed))
 
 
-def _schema_of(file: Path, kind: str, schema: Schema | None, label: str, separator: str | None) -> Schema:
+def _schema_of(
+    file: Path, kind: str, schema: Schema | None, label: str, separator: str | None, tells: bool
+) -> Schema:
     if kind == "criteo":
         return CRITEO
     if kind == "packed":
         return PackedClicks(file).schema
     if kind == "csv":
-        return csv_schema(file, separator_of(file, separator) or ",", label, schema)
-    return parquet_schema(file, label, schema)
+        return csv_schema(file, separator_of(file, separator) or ",", label, schema, tells)
+    return parquet_schema(file, label, schema, tells)
 
 
 def _kind(file: Path, separator: str | None = None) -> str:

@@ -16,6 +16,7 @@ bits.
 """
 
 import hashlib
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ import numpy.typing as npt
 from shardwise.data.clicks.malformed import Malformed
 from shardwise.data.clicks.rows import CRITEO, ClickRows, Keys, Schema, SparseFeature
 from shardwise.plan.errors import ConfigError, DataError
+
+_log = logging.getLogger(__name__)
 
 _WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")
 _SHOWN = 20
@@ -70,14 +73,17 @@ def is_criteo(names: list[str]) -> bool:
     return set(CRITEO.dense) | {feature.name for feature in CRITEO.features} <= set(names)
 
 
-def infer(path: Path, batch: Any, label: str) -> Schema:
+def infer(path: Path, batch: Any, label: str, tells: bool = True) -> Schema:
     """Which columns are numbers and which are keys, by the types and values of the first rows.
+
+    ``tells``: log which columns of whole numbers were taken for keys, since an age or a count is one too.
 
     Errors: DataError for what a type does not decide.
     """
     types = arrow().types
     dense: list[str] = []
     features: list[SparseFeature] = []
+    whole: list[str] = []
     doubts: list[str] = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name == label:
@@ -95,6 +101,8 @@ def infer(path: Path, batch: Any, label: str) -> Schema:
             dense.append(name)
         elif types.is_integer(inner) or types.is_string(inner) or types.is_large_string(inner):
             features.append(SparseFeature(name, is_many))
+            if types.is_integer(kind):
+                whole.append(name)
         else:
             raise DataError(
                 f"{path}: column {name!r} has type {kind}; expected floats, integers, strings, or lists of the last "
@@ -104,6 +112,14 @@ def infer(path: Path, batch: Any, label: str) -> Schema:
         raise DataError(
             f"{path}: column {'; column '.join(doubts)}. Choose the columns: list numbers in data.dense and "
             "keys in data.sparse; columns that neither names are left out"
+        )
+    if whole and tells:
+        _log.warning(
+            "data: %s: whole numbers were taken for keys in %s; for numbers were taken %s. Where one of the first "
+            "counts or measures something (an age, a price), list numbers in data.dense and keys in data.sparse",
+            path.name,
+            listed(whole),
+            listed(dense) or "none",
         )
     return Schema(tuple(dense), tuple(features))
 

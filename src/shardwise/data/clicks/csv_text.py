@@ -42,9 +42,12 @@ def separator_of(path: Path, given: str | None) -> str | None:
     return given or SEPARATORS.get(name.suffix.lower())
 
 
-def csv_schema(path: Path, separator: str, label: str = "label", given: Schema | None = None) -> Schema:
+def csv_schema(
+    path: Path, separator: str, label: str = "label", given: Schema | None = None, tells: bool = True
+) -> Schema:
     """Which columns of a file are numbers and which are keys: as given, else by the texts of the first rows.
 
+    ``tells``: columns of whole numbers that become keys are logged.
     Errors: DataError for columns of which the texts do not say it.
     """
     names = _header(path, separator)
@@ -58,7 +61,7 @@ def csv_schema(path: Path, separator: str, label: str = "label", given: Schema |
         raise DataError(f"{path} has a header and no rows")
     api = arrow()
     columns = [_typed(column) for column in first.columns]
-    return infer(path, api.RecordBatch.from_arrays(columns, names=names), label)
+    return infer(path, api.RecordBatch.from_arrays(columns, names=names), label, tells)
 
 
 def read_csv(

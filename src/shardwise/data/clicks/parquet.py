@@ -15,9 +15,12 @@ _ROWS_AT_ONCE = 1 << 15
 MAGIC = b"PAR1"
 
 
-def parquet_schema(path: Path, label: str = "label", given: Schema | None = None) -> Schema:
+def parquet_schema(
+    path: Path, label: str = "label", given: Schema | None = None, tells: bool = True
+) -> Schema:
     """Which columns of a file are numbers and which are keys: as given, where types say which are lists; else by type.
 
+    ``tells``: columns of whole numbers that become keys are logged.
     Errors: DataError for columns of which a type does not say it.
     """
     file = _open(path)
@@ -34,7 +37,7 @@ def parquet_schema(path: Path, label: str = "label", given: Schema | None = None
         raise DataError(f"Parquet file {path} cannot be read ({error})") from error
     if first is None:
         first = arrow().RecordBatch.from_pylist([], file.schema_arrow)
-    return infer(path, first, label)
+    return infer(path, first, label, tells)
 
 
 def read_parquet(
