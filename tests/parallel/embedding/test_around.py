@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -404,3 +405,15 @@ def test_an_index_cannot_be_flooded() -> None:
         if not hasattr(index._places, "_pairs"):
             pytest.skip("without numba there are no slots")
     assert (one._places._pairs != other._places._pairs).any()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(weight: float) -> None:
+    """Without an engine, which looks at what comes of them, one such weight would ruin the row of its key."""
+    collection = one()
+    given = Ragged.of_ones(torch.arange(3))._replace(weights=torch.tensor([1.0, weight, 1.0]))
+    with pytest.raises(
+        DataError, match=rf"feature 't': the weight of the key at 1 is {weight}; expected finite"
+    ):
+        collection({"t": given})
+    assert collection.rows_here("t").weights.isfinite().all()

@@ -139,6 +139,8 @@ class PlacedTables:
             asked, weights = [], []
             names = [feature.name for part in self.parts for feature in part.tables.features]
             features = features_on_host(features, names)
+            if not self._is_led:  # an engine looks at what comes of them, and names the batch
+                _check_weights(features, names)
             for part in self.parts:
                 fused = fuse(part.tables, features, self.dtype)
                 weights.append(_live(fused.weights, part))
@@ -272,7 +274,10 @@ class PlacedTables:
         came, rows, summed = self._count()
         open_passes, self._open = self._open, []
         arrived = [  # while the numbers travel
-            [part.way.deliver(asked, part.store) for part, asked in zip(self.parts, prepared.asked, strict=True)]
+            [
+                part.way.deliver(asked, part.store)
+                for part, asked in zip(self.parts, prepared.asked, strict=True)
+            ]
             for prepared in open_passes
         ]
         summed.wait()
@@ -375,6 +380,19 @@ def check_table(table: str, names: Sequence[str]) -> None:
     """Errors: UsageError where ``table`` is not among ``names``."""
     if table not in names:
         raise UsageError(f"embedding: there is no table {table!r}{nearest(table, names)}")
+
+
+def _check_weights(features: Mapping[str, Ragged], names: Sequence[str]) -> None:
+    """Refuse weights of keys that are not finite: each would make the row of its key so for good."""
+    for name in names:
+        weights = features[name].weights if name in features else None
+        if weights is None or bool(weights.isfinite().all()):
+            continue
+        place = int((~weights.isfinite()).nonzero()[0])
+        raise DataError(
+            f"feature {name!r}: the weight of the key at {place} is {float(weights[place]):g}; expected finite "
+            "numbers: leave such keys out, or give them weight 0"
+        )
 
 
 def _live(weights: Tensor | None, part: Part) -> Tensor | None:
