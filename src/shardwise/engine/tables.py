@@ -70,6 +70,9 @@ class Tables:
         self._device = device
         self._full: TableFullError | None = None
         """What a table of the running step is too full for."""
+        read = [name for _, _, table in self.each() for name in table.feature_names]
+        for collection in self.collections.values():
+            collection.note_read_elsewhere(read)
 
     def __bool__(self) -> bool:
         return bool(self.everywhere)

@@ -417,3 +417,21 @@ def test_weights_that_are_not_finite_are_refused(weight: float) -> None:
     ):
         collection({"t": given})
     assert collection.rows_here("t").weights.isfinite().all()
+
+
+def test_features_that_no_table_reads_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A misspelt name stands beside the right one, and would be left out without a word."""
+    collection, keys = one(), Ragged.of_ones(torch.arange(3))
+    collection({"t": keys})
+    assert not caplog.records
+    collection = one()
+    copy.deepcopy(collection)({"t": keys, "typo": keys})
+    assert not caplog.records, "a copy leaves it to the original"
+    for _ in range(3):
+        collection({"t": keys, "typo": keys})
+    (record,) = caplog.records
+    assert "no table reads 'typo' of the batch; the tables read 't'" in record.getMessage()
+    other = one()
+    other.note_read_elsewhere(["typo"])
+    other({"t": keys, "typo": keys})
+    assert len(caplog.records) == 1, "an engine knows what the model's other collections read"

@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 _ROUNDING = {torch.bfloat16: 256, torch.float16: 2048}
 """Half a unit in the last place of 1."""
 _STATE_FORMAT = 1
+_SHOWN = 10
+"""Features that a warning lists."""
 Fill = Callable[[tuple[int, ...], torch.dtype], Tensor]
 Bring = Callable[[Tensor], Tensor]
 
@@ -79,6 +81,10 @@ class EmbeddingCollection(nn.Module):
         self._to_load: list[tuple[str, Rows]] = []
         """Rows that were given before the tables had a place."""
         self._progress_to_load: Mapping[str, Any] | None = None
+        self._read_elsewhere: frozenset[str] = frozenset()
+        """Features that other collections of the model read."""
+        self._has_looked = False
+        """True once the names of a batch's features were looked through."""
         self._copy_of: weakref.ref[EmbeddingCollection] | None = None
         """Of a copy that was made before there were rows."""
         self._check_names()
@@ -287,11 +293,30 @@ class EmbeddingCollection(nn.Module):
         ]
         return runs[0] if len(runs) == 1 else torch.cat(runs, 1)
 
+    def note_read_elsewhere(self, names: Iterable[str]) -> None:
+        """Take features that other collections of the model read, which this one does not name as unread."""
+        self._read_elsewhere |= frozenset(names)
+
+    def _tell_of_unread(self, features: Mapping[str, Ragged]) -> None:
+        """Log once which features of the first batch no table reads: a misspelt name, perhaps."""
+        self._has_looked = True
+        known = {name for table in self.tables for name in table.feature_names}
+        unread = sorted(map(str, features.keys() - known - self._read_elsewhere))
+        if unread:
+            _log.warning(
+                "embedding: no table reads %s of the batch; the tables read %s. Name features in TablePolicy's "
+                "features, or leave them out of the batch",
+                _listed(unread),
+                _listed(sorted(known)),
+            )
+
     def _vectors(self, features: "Mapping[str, Ragged] | Prepared") -> tuple[Prepared, list[list[Tensor]]]:
         learns = torch.is_grad_enabled() and self.training
         if isinstance(features, Prepared):
             prepared = features
         else:
+            if not self._has_looked and isinstance(features, Mapping):
+                self._tell_of_unread(features)
             before = features.of(self) if isinstance(features, PreparedFeatures) else None
             prepared = before or self.placed.prepare(features)
         if not learns:
@@ -375,6 +400,7 @@ class EmbeddingCollection(nn.Module):
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         copied._copy_of = weakref.ref(self)
+        copied._has_looked = True  # the original tells
         return copied
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -521,6 +547,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for collection, attributes in before:
+            attributes["_has_looked"] = collection._has_looked
             vars(collection).clear()
             vars(collection).update(attributes)
 
@@ -532,6 +559,12 @@ def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
         for name, module in model.named_modules()
         if isinstance(module, EmbeddingCollection) and not isinstance(module, AbsentCollection)
     }
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the names with commas between, at most ten of them."""
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def _first_twice(names: Iterable[str]) -> str | None:
