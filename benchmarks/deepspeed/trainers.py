@@ -94,7 +94,6 @@ def train(kind: str, stage: int, ranks: int, out: Path) -> None:
         "output_dir": str(out.parent / f"out_{os.environ.get('RANK', '0')}"),
         "deepspeed": keys(stage),
         "use_cpu": stage < 0,
-        # Without it Accelerate takes each rank for a process of its own where there is no accelerator.
         "ddp_backend": "gloo" if ranks > 1 else None,
         "per_device_train_batch_size": 4 // ranks,
         "max_steps": STEPS,
@@ -141,8 +140,12 @@ def train(kind: str, stage: int, ranks: int, out: Path) -> None:
         from trl import GRPOConfig, GRPOTrainer
 
         data = Dataset.from_dict({"prompt": [text(place, 3) for place in places]})
+        # A folder: with a beta the trainer reads its reference model once more.
+        saved = out.parent / f"model_{os.environ.get('RANK', '0')}"
+        llama(len(said)).save_pretrained(saved)
+        said.save_pretrained(saved)
         made = GRPOTrainer(
-            model=llama(len(said)),
+            model=str(saved),
             reward_funcs=lambda completions, **_: [float(len(set(each.split()))) for each in completions],
             args=GRPOConfig(
                 **common,
@@ -164,6 +167,8 @@ def train(kind: str, stage: int, ranks: int, out: Path) -> None:
             model=model,
             args=Seq2SeqTrainingArguments(
                 **common,
+                # T5 weighs no tokens itself; Trainer would multiply its losses by the number of ranks all the same.
+                average_tokens_across_devices=False,
                 predict_with_generate=True,
                 generation_max_length=6,
                 per_device_eval_batch_size=4 // ranks,

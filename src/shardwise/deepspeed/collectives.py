@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.comm import default_group
 from shardwise.comm.world import own_seat
+from shardwise.deepspeed.accelerate_state import name_backend
 from shardwise.deepspeed.device import get_accelerator
 from shardwise.deepspeed.living import living
 
@@ -37,10 +38,12 @@ def init_distributed(
         return
     wait_s = None if timeout is None else timeout.total_seconds()
     default_group.begin(*(() if wait_s is None else (wait_s,)))
+    name_backend()
 
 
 def is_initialized() -> bool:
     """Whether the ranks have met."""
+    name_backend()
     return default_group.is_begun()
 
 
