@@ -19,7 +19,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, state: dict[str, Any]) -> dict[str
 
 @pytest.mark.parametrize("is_met", [False, True])
 def test_a_state_in_the_making_gets_the_backend(is_met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the ranks met before or meet now: as Accelerate asks, first ``is_initialized``, then the meeting."""
+    """Ask as Accelerate does, where the ranks met before and where they meet now."""
     if is_met:
         collectives.init_distributed()
     state = stand_in(monkeypatch, {"_cpu": False, "backend": None, "device": None})

@@ -39,12 +39,12 @@ class RateScheduler:
         self.policy = policy
         self.last_batch_iteration = last_batch_iteration
         self._own = [
-            {key: value for key, value in group.items() if key != "params"}
+            {key: _kept(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
         check_groups(policy, self._own)
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])  # as torch's schedulers mark what they move
+            group.setdefault("initial_lr", _kept(group["lr"]))  # as torch's schedulers mark what they move
         if last_batch_iteration == -1:
             self._write()
 
@@ -86,6 +86,17 @@ class RateScheduler:
                 else:
                     group[key] = now[key]
 
+    def _by_group(self, value: Any) -> list[Any]:
+        """Return ``value`` of each group: a list of one a group, one number of all, or None for each group's rate."""
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        return [float(own["lr"]) if value is None else value for own in self._own]
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of a tensor, which ``step`` writes to in place, and anything else as it is."""
+    return value.clone() if hasattr(value, "fill_") else value
+
 
 def _policy(form: type[Policy], **keys: Any) -> Any:
     """Errors: ConfigError with the first wrong key."""
@@ -121,7 +132,24 @@ class LRRangeTest(RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
-class OneCycle(RateScheduler):
+class _Bounds:
+    """The two ends of the rates by group, under DeepSpeed's names."""
+
+    policy: Any
+    _by_group: Any
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """The lowest rate of each group."""
+        return list(self._by_group(self.policy.min_lr))
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """The highest rate of each group."""
+        return list(self._by_group(self.policy.max_lr))
+
+
+class OneCycle(_Bounds, RateScheduler):
     """Rates up and down once, momenta the other way; the second beta is 0.99 meanwhile. A group without betas keeps
     its momentum."""
 
@@ -162,6 +190,50 @@ class OneCycle(RateScheduler):
         )
         super().__init__(optimizer, policy, last_batch_iteration)
 
+    @property
+    def step_ratio(self) -> float:
+        """The first half as a part of the cycle."""
+        rise, fall = self.policy.rise_steps, self.policy.fall_steps
+        return float(rise / (rise + (rise if fall is None else fall)))
+
+    def get_mom(self) -> list[Any]:
+        """Betas or momentum of each group, for the step that comes.
+
+        Before the first step that of the curve, the highest, as DeepSpeed answers; the groups have the lowest then,
+        as DeepSpeed's have.
+        """
+        found = super().get_mom()
+        if self.last_batch_iteration >= 0 or not self.policy.cycle_momentum:
+            return found
+        tops = self._by_group(self.policy.max_momentum)
+        return [
+            (top, *now[1:]) if isinstance(now, (list, tuple)) else top
+            for top, now in zip(tops, found, strict=True)
+        ]
+
+
+class _Rise:
+    """The rise at the start, under DeepSpeed's names."""
+
+    policy: Any
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """Steps of the rise, 2 at least."""
+        return max(2, int(self.policy.warmup_steps))
+
+    @property
+    def warmup_type(self) -> str:
+        """Shape of the rise."""
+        return str(self.policy.rise)
+
+
+def _steps_of_rise(given: int | None) -> int:
+    """Return ``given``. Raise ConfigError for None, which would be taken for the default."""
+    if given is None:
+        raise ConfigError("scheduler: warmup_num_steps is None; give a number of steps, or leave it out")
+    return given
+
 
 def _warmup(
     form: str, low: PerGroup, top: PerGroup, steps: int, rise: str, total_steps: int | None = None
@@ -171,13 +243,13 @@ def _warmup(
         type=form,
         min_lr=low,
         max_lr=top,
-        warmup_steps=steps,
+        warmup_steps=_steps_of_rise(steps),
         rise=rise,
         total_steps=total_steps,
     )
 
 
-class WarmupLR(RateScheduler):
+class WarmupLR(_Bounds, _Rise, RateScheduler):
     """A rise to the top, which stays; the top left out is each group's own rate."""
 
     def __init__(
@@ -193,7 +265,7 @@ class WarmupLR(RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
-class WarmupDecayLR(RateScheduler):
+class WarmupDecayLR(_Bounds, _Rise, RateScheduler):
     """A rise to the top, then a linear fall to 0 at ``total_num_steps``."""
 
     def __init__(
@@ -211,7 +283,7 @@ class WarmupDecayLR(RateScheduler):
         super().__init__(optimizer, policy, last_batch_iteration)
 
 
-class WarmupCosineLR(RateScheduler):
+class WarmupCosineLR(_Rise, RateScheduler):
     """A rise to each group's own rate, then half a cosine down to a part of it."""
 
     def __init__(
@@ -227,13 +299,17 @@ class WarmupCosineLR(RateScheduler):
         policy = _policy(
             WarmupCosinePolicy,
             type="warmup_cosine",
-            warmup_steps=warmup_num_steps,
+            warmup_steps=_steps_of_rise(warmup_num_steps),
             rise=warmup_type,
             start_ratio=warmup_min_ratio,
             min_ratio=cos_min_ratio,
             total_steps=total_num_steps,
         )
         super().__init__(optimizer, policy, last_batch_iteration)
+
+    def get_lr_ratio(self) -> float:
+        """Return the rates of the step that comes, as a part of each group's own."""
+        return float(rates(self.policy, [{"lr": 1.0}], self.last_batch_iteration + 1)[0]["lr"])
 
 
 _BY_TYPE: dict[str, type[RateScheduler]] = {
