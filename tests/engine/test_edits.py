@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import shardwise
 from shardwise.comm.world import World, join
@@ -198,6 +199,14 @@ def _tie(model: Any) -> None:
     model.blocks[1].up.weight = model.blocks[0].up.weight
 
 
+def _swap(model: Any) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+def _prune(model: Any) -> None:
+    prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.5)
+
+
 CHANGES = {
     "parameters replaced since initialize.* norm.weight, norm.bias": _replace_head,
     "parameters replaced since initialize.* norm.weight": _replace_parameter,
@@ -205,6 +214,8 @@ CHANGES = {
     "parameters that left the model .* blocks.1.norm.weight": _delete,
     "new parameters .* blocks.0.extra.weight": _add,
     "parameters that left the model .* blocks.1.up.weight": _tie,
+    "parameters have other names .* blocks.0.norm.weight is blocks.1.norm.weight now": _swap,
+    "parameters have other names .* blocks.0.up.weight is blocks.0.up.weight_orig now": _prune,
 }
 
 
@@ -235,6 +246,31 @@ def test_a_change_in_a_users_own_loop_is_refused_at_the_step() -> None:
     ):
         engine.step()
     engine.close(whole=False)
+
+
+def set_on_stages(world: World) -> str:
+    config = {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}
+    engine = start(world, seeded(Language), **config)
+    engine.module.forward = lambda *given: 2 * type(engine.module).forward(engine.module, *given)
+    with pytest.raises(UsageError) as error:
+        engine.train_step([piece(0), piece(1)])
+    del engine.module.forward
+    engine.train_step([piece(0), piece(1)])
+    engine.close()
+    return str(error.value)
+
+
+def test_a_forward_that_is_set_on_a_pipelined_model_is_refused(ranks: Any) -> None:
+    """The stages run copies of the root, which did not call it."""
+    for said in ranks(2).run(set_on_stages):
+        assert said.startswith("train_step: forward of the model was set after initialize()")
+
+
+def test_a_block_that_is_compiled_later_keeps_its_names() -> None:
+    engine = start(join(quiet=True))
+    engine.module.blocks[0] = torch.compile(engine.module.blocks[0], backend="eager")
+    assert "blocks.0.up.weight" in engine.state_dict()
+    engine.close()
 
 
 def test_what_has_nothing_to_train_comes_and_goes() -> None:

@@ -28,7 +28,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         factor: Any = 1.0
-        if self.kind == "counter":
+        if self.kind == "in place":
+            x = x.mul_(1.5)
+        elif self.kind == "counter":
             factor = float(self.calls)
         elif self.kind == "tensor":
             factor = 1.0 if self.kept is None else self.kept
@@ -81,3 +83,12 @@ def test_other_state_is_refused_by_name(kind: str) -> None:
     norms(kind, "none")
     with pytest.raises(UsageError, match=r"recompute: block blocks\.2 .* the second time.*register_buffer"):
         norms(kind, "full")
+
+
+@pytest.mark.parametrize("recompute", ["full", {"scope": "selective", "select": "operations"}], ids=str)
+def test_a_block_that_writes_over_its_input_is_named(recompute: Any) -> None:
+    """torch said that a variable was modified by an inplace operation, in the backward pass, without the block."""
+    with pytest.raises(
+        UsageError, match=r"recompute: block blocks.0 writes over a tensor that it is given \(torch"
+    ):
+        norms("in place", recompute)

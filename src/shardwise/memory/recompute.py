@@ -154,9 +154,19 @@ def recomputed(
         if devices not in generators:
             generators[devices] = Generators(devices, own)
         contexts = partial(_contexts, replay, saves, buffers, BlockDraws(generators[devices]), runs)
-        return checkpoint(
+        versions = [(each, each._version) for each in tensors_in((args, kwargs)) if not each.is_inference()]
+        output = checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
         )
+        for given, version in versions:
+            if given._version != version:
+                raise UsageError(
+                    f"recompute: {told} writes over a tensor that it is given ({given.dtype} {tuple(given.shape)}) in "
+                    "its forward pass, so its second run would begin with other numbers. Write into a copy "
+                    "(x = x * 1.5 in the place of x.mul_(1.5)), leave the block out (recompute.blocks), or set "
+                    "recompute: none"
+                )
+        return output
 
     return run
 
