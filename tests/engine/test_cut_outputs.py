@@ -236,3 +236,46 @@ def test_features_of_a_user_s_model(ranks: Any, sequence: bool) -> None:
     for found in ranks(2).run(features, sequence):
         for own, wanted in zip(found, right, strict=True):
             assert own == pytest.approx(wanted, rel=1e-10)
+
+
+def cached(world: World) -> tuple[str, float, float, list[int]]:
+    """Return what a loss on cached keys says, the loss and norm of two passes over one cache, and generated tokens."""
+    engine = shardwise.initialize(
+        made("llama"), {"mesh": {"tp": world.size}, "optimizer": {"type": "sgd", "lr": 1e-12}}, world=world
+    )
+    cache = engine(input_ids=tokens(8), use_cache=True).past_key_values
+    assert cache.get_seq_length() == 8
+    said = []
+    for use in (lambda: cache.layers[0].keys.pow(2).mean(), lambda: cache[0], lambda: list(cache)):
+        with pytest.raises(UsageError) as error:
+            use()
+        said.append(str(error.value))
+    assert len(set(said)) == 1
+    loss = continued(engine)
+    engine.backward(loss)
+    norm = engine.step().grad_norm
+    with engine.full_parameters(), torch.no_grad():
+        words = engine.module.generate(tokens(4), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    engine.close()
+    return said[0], float(loss.detach()), norm, words.flatten().tolist()
+
+
+def continued(call: Callable[..., Any]) -> Tensor:
+    """Return a loss of two passes, the second of which goes on from the cache of the first."""
+    ids = tokens(8)
+    first = call(input_ids=ids[:, :5], use_cache=True)
+    second = call(input_ids=ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    return second.logits.pow(2).mean() + first.logits.pow(3).mean()
+
+
+def test_cached_keys_and_values(ranks: Any) -> None:
+    """A loss on them was one of this rank's heads; given back to the model they are right, and generation works."""
+    model = made("llama")
+    loss = continued(model)
+    loss.backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    words = model.generate(tokens(4), max_new_tokens=4, do_sample=False, pad_token_id=0).flatten().tolist()
+    for said, found, found_norm, found_words in ranks(2).run(cached):
+        assert "past_key_values of LlamaForCausalLM: under tensor parallelism" in said
+        assert (found, found_norm) == pytest.approx((float(loss.detach()), norm), rel=1e-9)
+        assert found_words == words

@@ -56,6 +56,7 @@ from shardwise.models.tiles import tile_foreign, tile_model
 from shardwise.observe.memory import available_bytes
 from shardwise.parallel.expert.apply import surround
 from shardwise.parallel.pipeline.stage_module import parts_of
+from shardwise.parallel.tensor.outputs import is_cache
 from shardwise.plan.errors import PlanError, ShardwiseError, UsageError
 from shardwise.plan.pytree import rebuilt, tensors_by_path
 from shardwise.plan.user_hooks import is_users
@@ -151,6 +152,8 @@ class Check:
         if len(self._running) >= _MOST_OPEN and self._parts.mesh.pp == 1:
             self._unknown = f"more than {_MOST_OPEN} passes with gradients came before a backward pass"
             self._running.clear()
+        if any(is_cache(each) for each in (*args, *kwargs.values())):
+            self._unknown = "a pass with gradients goes on from cached keys and values of a pass before"
         own_args, own_kwargs = tree_map_only(Tensor, _cloned, (args, dict(kwargs)))
         self._running.append(_Pass(own_args, own_kwargs, cast))
 

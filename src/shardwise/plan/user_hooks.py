@@ -12,7 +12,13 @@ from torch import nn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module that hold hooks by number."""
-_NOT_USERS = ("torch.nn.utils", "torch.ao.", "torch._dynamo", "transformers.utils.", "shardwise.")
+_NOT_USERS = (
+    "torch.nn.utils",
+    "torch.ao.",
+    "torch._dynamo",
+    "transformers.utils.output_capturing",  # collects hidden states and attentions; each model gets its own
+    "shardwise.",
+)
 
 
 def is_users(hook: Any) -> bool:

@@ -15,6 +15,10 @@ nearest functions of the cut layers that the tensor was computed from.
 A tensor without a graph is compared over the ranks: where values differ, the shape tells what was cut. The first pass
 of each kind decides; later passes of the kind repeat the decision.
 
+Keys and values in a cache object of transformers (``past_key_values``) are this rank's heads, as the cut layers want
+them again. Of a pass with gradients the cache comes back as a stand-in that the model takes for the cache, and whose
+keys and values nobody else may use. Passes without gradients, generation among them, return the cache itself.
+
 Cost: a walk over some nodes of the graph and one small all-gather for each kind of pass; in later passes the gathers of
 the tensors that are joined. A model that returns a loss or whole logits pays nothing.
 Shapes: B batch, T sequence, H heads, tp ranks.
@@ -32,13 +36,25 @@ from torch import Tensor, nn
 from shardwise.comm import duals
 from shardwise.memory.absent import Absent
 from shardwise.parallel.tensor.region import Region, WithheldValue
-from shardwise.plan.pytree import rebuilt, tensors_by_path
+from shardwise.plan.pytree import part_named, rebuilt, tensors_by_path
 
 _NODES = 4096
 """Graph nodes that a walk looks at; a tensor whose graph is longer is compared over the ranks."""
 _WORDS = 1 << 18
 """Elements of a projection that are multiplied at once."""
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "heads")
+_CACHE = "past_key_values"
+_LENGTHS = frozenset(
+    (
+        "get_seq_length",
+        "get_max_length",
+        "get_max_cache_shape",
+        "get_mask_sizes",
+        "is_compileable",
+        "is_initialized",
+    )
+)
+"""Attributes of a cache that have nothing of its keys and values."""
 _ROUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How far the projections of tensors of two ranks may lie apart, of their norms; 2^-5 for 16 bits."""
 
@@ -72,6 +88,9 @@ class CutOutputs:
         counts = {getattr(config, key, None) for key in _HEAD_COUNTS}
         self._heads = {count for count in counts if isinstance(count, int)}
         self._decided: dict[Any, list[_Decision]] = {}
+        self._has_cut_cache: bool | None = None
+        """True if cached keys and values are cut; None before the first pass that returns some with gradients."""
+        module.register_forward_pre_hook(_with_caches, with_kwargs=True)
         module.register_forward_hook(duals.apart(lambda *given: self._after(*given)))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -80,11 +99,13 @@ class CutOutputs:
             "_has_ended"
         ):  # a stage's output goes to the next stage
             return None
-        found = [
-            (path, each) for path, each in tensors_by_path(output) if each.is_floating_point() and each.dim()
-        ]
+        made: dict[int, Any] = {}
+        cache = part_named(output, _CACHE) if torch.is_grad_enabled() else None
+        if is_cache(cache) and self._is_cut_cache(cache):
+            made[id(cache)] = WithheldCache(cache, self._what)
+        found = [(path, each) for path, each in tensors_by_path(output) if each.is_floating_point() and each.dim()]
         if not found:
-            return None
+            return _replaced(output, made) if made else None
         region = self._region
         mode = (region.cut, region.adds, torch.is_grad_enabled())
         kind = (mode, tuple((path, each.dim(), each.requires_grad) for path, each in found))
@@ -93,11 +114,18 @@ class CutOutputs:
             decisions = self._decide(found)
             if not any(isinstance(each, Absent) for _, each in found):
                 self._decided[kind] = decisions
-        made: dict[int, Any] = {}
         for (path, each), decision in zip(found, decisions, strict=True):
             if decision is not _Decision.KEEP and id(each) not in made:
                 made[id(each)] = self._made(path, each, decision)
         return _replaced(output, made) if made else None
+
+    def _is_cut_cache(self, cache: Any) -> bool:
+        if self._has_cut_cache is None:
+            held = [each for each in _cached(cache) if not isinstance(each, Absent)]
+            if not held:
+                return False
+            self._has_cut_cache = any(_state_of(each) is not _State.WHOLE for each in held)
+        return self._has_cut_cache
 
     # Decisions -------------------------------------------------------------------------------------------------
 
@@ -181,7 +209,54 @@ def _is_attention(path: str) -> bool:
 
 
 def _is_cache(path: str) -> bool:
-    return "past_key_values" in path
+    return _CACHE in path
+
+
+# Caches ------------------------------------------------------------------------------------------------------------
+
+
+class WithheldCache(WithheldValue):
+    """A stand-in for a cache whose keys and values are this rank's heads. The model takes it for the cache."""
+
+    def __init__(self, cache: Any, what: str) -> None:
+        super().__init__(
+            f"{_CACHE} of {what}: under tensor parallelism each rank caches the keys and values of its own heads, so a "
+            "loss on them would be another one on each rank. Give the cache back to the model (past_key_values=...), "
+            "compute what you need from the model's final output or its hidden states, which are given back whole, or "
+            "set mesh.tp: 1"
+        )
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LENGTHS:
+            return getattr(self._cache, name)
+        return super().__getattr__(name)
+
+
+def is_cache(value: Any) -> bool:
+    """Return True for a cache object of transformers, and for the stand-in of one."""
+    return type(value).__name__.endswith("Cache") and not isinstance(value, Tensor)
+
+
+def _cached(cache: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a cache object of transformers holds, those of the caches inside of it among them."""
+    for value in vars(cache).values():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, Tensor):
+                yield each
+            elif type(each).__module__.startswith("transformers.") and hasattr(each, "__dict__"):
+                yield from _cached(each)
+
+
+def _with_caches(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Give the module the caches that stand-ins stand for."""
+
+    def real(value: Any) -> Any:
+        return vars(value)["_cache"] if isinstance(value, WithheldCache) else value
+
+    if not any(isinstance(each, WithheldCache) for each in (*args, *kwargs.values())):
+        return None
+    return tuple(map(real, args)), {name: real(value) for name, value in kwargs.items()}
 
 
 # Graphs ------------------------------------------------------------------------------------------------------------
@@ -249,7 +324,9 @@ def _uncounted(group: Any) -> Iterator[None]:
 
 
 def _replaced(value: Any, made: Mapping[int, Any]) -> Any:
+    if id(value) in made:
+        return made[id(value)]
     if isinstance(value, Tensor):
-        return made.get(id(value), value)
+        return value
     change: Callable[[Any], Any] = lambda inner: _replaced(inner, made)  # noqa: E731
     return rebuilt(value, change)
