@@ -233,7 +233,9 @@ def error_of(program: str) -> str:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             exec(compile(program, "program", "exec"), {"torch": torch, "nn": nn, "shardwise": shardwise})
     except shardwise.ShardwiseError as error:
-        message = re.sub(r"waited \d+ s", "waited 7 s", f"{type(error).__name__}: {error}")  # a time of its own
+        message = re.sub(
+            r"waited \d+ s", "waited 7 s", f"{type(error).__name__}: {error}"
+        )  # a time of its own
         return message if rank == 0 else ""
     return ""
 

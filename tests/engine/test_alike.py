@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import shardwise
 from shardwise.comm.world import World
@@ -60,12 +61,14 @@ def test_a_nan_loss_of_finite_gradients_is_an_error_on_all_ranks(ranks: Any, pre
         assert kept and not skipped and all(math.isfinite(loss) for loss in losses)
 
 
-def sliced_losses(world: World, penalty: float, precision: str, factor: float = 1.0) -> tuple[str, float]:
-    """A penalty on what each rank has for itself."""
+def sliced_losses(
+    world: World, penalty: float, precision: str, factor: float = 1.0, draws: bool = False
+) -> tuple[str, float]:
+    """A penalty on what each rank has for itself. ``draws``: the pass draws random numbers, too."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         result: Tensor = factor * (model(**batch) + penalty * (1 + world.rank))
-        return result
+        return functional.dropout(result, 1e-9) if draws else result
 
     policy = GptPolicy(layers=2, width=16, heads=4, context=8, vocab=19)
     with torch.random.fork_rng():
@@ -90,6 +93,14 @@ def test_a_loss_of_slices_is_an_error(ranks: Any, precision: str) -> None:
     assert said == other and "the ranks of one model (along tp) report losses that differ by" in said
     for quiet, loss in ranks(2).run(sliced_losses, 0.0, precision):
         assert quiet == "" and math.isfinite(loss)
+
+
+def test_a_loss_of_slices_names_random_numbers_where_some_are_drawn(ranks: Any) -> None:
+    """The text led away from functional dropout, whose mask of a slice is no slice of the whole mask."""
+    (said, _), _ = ranks(2).run(sliced_losses, 0.3, "fp64", 1.0, True)
+    assert "draws random numbers" in said and "functional dropout" in said and "use nn.Dropout" in said
+    (said, _), _ = ranks(2).run(sliced_losses, 0.3, "fp64")
+    assert "random numbers" not in said
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])

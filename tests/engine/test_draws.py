@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 import shardwise
 from shardwise.comm.world import World
@@ -113,6 +114,51 @@ def along_tp(world: World) -> None:
         engine.close()
 
 
+def functional_dropout(world: World) -> None:
+    """A mask that is drawn in the shape of a rank's tokens is no slice of the whole mask: refused by that name."""
+    tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(1))
+    layout = Layout(tp=2)
+    model = model_of(layout)
+    model.blocks[1].attention_norm.register_forward_hook(lambda *a: functional.dropout(a[2], 0.5))
+    seed(100 + world.rank)
+    engine = shardwise.initialize(model, config_of(layout), world=world)
+    with pytest.raises(
+        PlanError, match=r"draws random numbers .* use nn.Dropout, or draw in the shape of the"
+    ):
+        engine.train_step([(tokens, tokens)])
+    engine.close()
+
+
+class HeadFirst(Denoiser):
+    """Registers its head in front of its blocks, so that the first stage has what the last one needs."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.head = nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(Block(False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def absent_at_the_top(world: World) -> None:
+    """The error named a line of this package, not the one of the model or the loss."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = model(x)
+        return result + 1.0 if result > 0 else result
+
+    for function in (None, loss):
+        config = {"mesh": {"pp": 2}, "pipeline": {"partition": ["blocks.2"]}}
+        with pytest.raises((PlanError, UsageError)) as error:
+            engine = shardwise.initialize(seeded(HeadFirst), config, world=world, loss=function)
+            engine.train_step([torch.ones(2, 6, dtype=torch.float64)])
+        said = str(error.value)
+        assert "head" in said and "shardwise/plan/" not in said and "test_draws.py:" in said, said
+
+
 class Chain(Denoiser):
     """Uses its input at the beginning alone."""
 
@@ -153,7 +199,9 @@ def rounds_to_fp32(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "story", [in_a_pipeline, along_tp, gradient_penalty, rounds_to_fp32], ids=lambda story: story.__name__
+    "story",
+    [in_a_pipeline, along_tp, functional_dropout, absent_at_the_top, gradient_penalty, rounds_to_fp32],
+    ids=lambda story: story.__name__,
 )
 def test_two_ranks(ranks: Any, story: Any) -> None:
     ranks(2).run(story)

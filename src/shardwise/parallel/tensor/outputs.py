@@ -103,7 +103,9 @@ class CutOutputs:
         cache = part_named(output, _CACHE) if torch.is_grad_enabled() else None
         if is_cache(cache) and self._is_cut_cache(cache):
             made[id(cache)] = WithheldCache(cache, self._what)
-        found = [(path, each) for path, each in tensors_by_path(output) if each.is_floating_point() and each.dim()]
+        found = [
+            (path, each) for path, each in tensors_by_path(output) if each.is_floating_point() and each.dim()
+        ]
         if not found:
             return _replaced(output, made) if made else None
         region = self._region
