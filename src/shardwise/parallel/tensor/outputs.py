@@ -126,7 +126,7 @@ class CutOutputs:
             held = [each for each in _cached(cache) if not isinstance(each, Absent)]
             if not held:
                 return False
-            self._has_cut_cache = any(_state_of(each) is not _State.WHOLE for each in held)
+            self._has_cut_cache = any(_state_of(each) is not _Holding.WHOLE for each in held)
         return self._has_cut_cache
 
     # Decisions -------------------------------------------------------------------------------------------------
