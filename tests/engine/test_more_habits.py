@@ -714,8 +714,8 @@ def verdict_of(world: Any, name: str) -> tuple[str, str]:
 
 
 UNSEEN = {
-    "weights halved through dlpack, bf16": "an alias without a version counter; a sum over the weights before each update "
-    "and after it would find the edit, and take 9 % of an update"
+    "weights halved through dlpack, bf16": "an alias without a version counter; a sum over the weights before each "
+    "update and after it would find the edit, and take 9 % of an update"
 }
 """Habits that still give wrong numbers, with what it would take."""
 
