@@ -170,9 +170,9 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     assert not missing, f"{page.name}: {missing}"
 
 
-@pytest.mark.parametrize("page", READ, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in READ if page.name != "CHANGELOG.md"], ids=name_of)
 def test_keys_that_a_page_names_are_there(page: Path) -> None:
-    """`zero.stage: 3` in a sentence is a key of the configuration."""
+    """`zero.stage: 3` in a sentence is a key of the configuration; the changelog names keys of other systems too."""
     known = {key.path for key in keys.all_keys()}
     blocks_of_keys = "|".join({path.partition(".")[0] for path in known if "." in path})
     named = re.findall(

@@ -10,6 +10,7 @@ import gc
 import os
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,10 @@ def nothing_left() -> Iterator[None]:
     yield
     gc.collect()
     after = held()
-    assert after == before, f"{before} became {after}"
+    # Engines of tests before this one may have been dropped: their descriptors go when the next engine is built.
+    grown = Counter(after["descriptors"]) - Counter(before["descriptors"])
+    assert not grown, f"{before} became {after}"
+    assert after["threads"] == before["threads"] and after["shared maps"] <= before["shared maps"], after
 
 
 def carriers(engine: shardwise.Engine) -> set[type]:

@@ -63,6 +63,8 @@ class Exchanged:
 
     def __init__(self, memo: dict[int, Any]):
         self._memo = memo
+        self._open: set[int] = set()
+        """Functions that are being rebuilt."""
         self._held: list[Any] = []
         """What identities in the memo are of."""
 
@@ -101,6 +103,9 @@ class Exchanged:
         return self._rebuilt(function, takes_containers)
 
     def _rebuilt(self, function: FunctionType, takes_containers: bool) -> Any:
+        if id(function) in self._open:  # functions that call one another by way of their globals
+            return function
+        self._open.add(id(function))
         cells = tuple(CellType() for _ in function.__closure__ or ())
         names = {name for name in _names(function.__code__) if name in function.__globals__}
         values = {name: self._value(function.__globals__[name], takes_containers) for name in names}
@@ -124,6 +129,7 @@ class Exchanged:
             except ValueError:  # nothing is in it yet
                 continue
             new.cell_contents = self._value(held, takes_containers)
+        self._open.discard(id(function))
         return made
 
     def _value(self, value: Any, takes_containers: bool) -> Any:
