@@ -30,6 +30,13 @@ from shardwise.compose.apply import Stages, apply_to_model, check_stages
 from shardwise.compose.plan import exchanges_of
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.agreement import (
+    differing_settings,
+    digest_of,
+    first_difference,
+    stated_program,
+    stated_settings,
+)
 from shardwise.engine.averaging import check_tables
 from shardwise.engine.check import Check
 from shardwise.engine.engine import Engine, OnStep
@@ -68,7 +75,7 @@ from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.parallel.zero.views import absent
-from shardwise.plan.errors import DamagedError, MismatchError, PlanError, UsageError
+from shardwise.plan.errors import ConfigError, DamagedError, MismatchError, PlanError, UsageError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.slices import Slices
 from shardwise.plan.target import load_target
@@ -141,6 +148,19 @@ def _built(
     ``refused`` collects what an engine that cannot be made gives back at once: files, reserved space, locks. They
     would otherwise stay as long as somebody holds the error, whose traceback refers to them.
     """
+    stated = stated_settings(
+        policies,
+        loss=loss is not None,
+        optimizer=_kind(optimizer) if optimizer is not None else None,
+        elementwise=elementwise,
+        initial=sorted(initial or ()),
+    )
+    unlike = differing_settings(world, stated, policies.comm.limit_s)
+    if unlike:
+        raise ConfigError(
+            f"config: {unlike}; every rank would update its part of the weights by another rule. Give all ranks the "
+            "same configuration and the same arguments of initialize"
+        )
     site = site_of(world, policies)
     check_named(model, site.settings)
     precision, notes = resolved(site.settings.precision, model)
@@ -161,11 +181,13 @@ def _built(
         )
     call = None if example is None else lambda root: call_model(root, loss, example, device)
     outline = outline_of(model, site, recipe, call)
-    if not site.groups["world"].all_equal(outline.plan.fingerprint, "the Plan", device):
+    program = stated_program(outline.plan, settings)
+    if not site.groups["world"].all_equal(int(digest_of(program)[:16], 16) >> 1, "the Plan", device):
+        unlike = first_difference(world, program, settings.comm.limit_s)
         raise PlanError(
             "model: the ranks were given different models, or use their parts in different orders (example=), "
-            "so each would run a Plan of its own; build the same model on every rank, and give all the same kind of "
-            "example"
+            f"so each would run a Plan of its own: {unlike}. Build the same model on every rank, and give all the same "
+            "kind of example"
         )
     site = with_tiers(with_groups_of_experts(site, outline.plan), outline.plan)
     if site.tiers is not None:

@@ -8,7 +8,6 @@ there is one for each place on "pp": "pp 0", "pp 1" ... So a Plan for 131,072 ra
 The engine runs it, the simulator prices it, the verifier proves it, the checkpoint stores by it.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -160,19 +159,6 @@ class Plan:
     def actions(self) -> Mapping[str, tuple[Action, ...]]:
         """One list per class of ranks."""
         return {name: each.actions for name, each in self.classes.items()}
-
-    @property
-    def fingerprint(self) -> int:
-        """32 bits of what the ranks must have in common: every parameter with its stages, every Unit with its place."""
-        tensors = [
-            (info.name, info.shape, str(info.dtype), info.stages)
-            for info in self.registry.of_kind("parameter")
-        ]
-        units = [
-            (name, [(unit.name, unit.elements) for unit in each.units], each.unit_stages)
-            for name, each in self.classes.items()
-        ]
-        return zlib.crc32(repr((tensors, units)).encode())
 
     def bytes_per_rank(self, rank: int | None = None, axes: StateAxes | None = None) -> dict[str, int]:
         """Model-state bytes on ``rank`` (default: this one) by row of the ledger, padding included; those of state on
