@@ -2,8 +2,8 @@
 
     n = Σ n_r      mean = Σ Σx / n      var = Σ Σ(x - mean)² / n       sums over ranks r
 
-Statistics of one rank's samples (the default) make the numbers depend on the number of ranks, as they do in DDP;
-synchronized, they are those of the whole global batch. torch's SyncBatchNorm does the same on GPUs alone.
+With statistics of one rank's samples (the default) the numbers depend on the number of ranks, as in DDP. Synchronized
+statistics are computed over the whole global batch. torch's SyncBatchNorm does the same, but only on GPUs.
 
 Paper: Ioffe and Szegedy 2015, arXiv:1502.03167.
 Cost:  two all-reduces of C (+1) elements forward, two backward.
@@ -22,7 +22,10 @@ from shardwise.plan.errors import UsageError
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """y = Σ_r x_r on every rank. Each rank's loss is an addend of the global loss, so the backward is the same sum."""
+    """Sum over ranks: y = Σ_r x_r on every rank.
+
+    Each rank's loss is an addend of the global loss, so the backward is the same sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
@@ -39,9 +42,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _Normalize:
-    """Takes the place of one module's forward. Holds the group, so that no attribute is hung on the module.
+    """Replacement of one module's forward, which holds the group so that no attribute is set on the module.
 
-    No compiled graph contains it: a compiler would trace the collectives with tensors that hold no numbers.
+    No compiled graph contains the call: a compiler would trace the collectives with tensors that have no
+    numbers.
     """
 
     def __init__(self, module: _BatchNorm, group: Group):
@@ -82,12 +86,20 @@ class _Normalize:
             new = found.to(running.dtype)
             if module.momentum is not None:
                 running.lerp_(new, module.momentum)
-            else:  # the mean over all batches; their number stays where it is counted
+            else:  # the mean over all batches; the count stays a tensor, so that the host does not wait for it
                 running.lerp_(new, module.num_batches_tracked.to(running.dtype).reciprocal())
 
 
 def synchronize_batch_norm(model: nn.Module, group: Group) -> None:
-    """Let every batch norm of the model use the statistics of all ranks. Errors: UsageError where there is none."""
+    """Make every batch norm of the model use the statistics of all ranks.
+
+    Args:
+        model: The model; the ``forward`` of its batch norms is replaced.
+        group: The data-parallel ranks.
+
+    Raises:
+        UsageError: If the model has no batch norm.
+    """
     found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if not found:
         raise UsageError("batch_norm: synchronized, but the model has no batch norm; leave the key out")

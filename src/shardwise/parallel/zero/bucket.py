@@ -1,4 +1,4 @@
-"""One bucket of a Unit on this rank: its weight (weight.py) and its gradient (gradient.py), over one layout."""
+"""One bucket of a Unit on this rank: its weight (weight.py) and its gradient (gradient.py), with a common layout."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,15 +18,24 @@ from shardwise.plan.unit import Bucket, Slot
 from shardwise.precision.policy import Dtypes
 
 Fill = Callable[[Slot, int, int, torch.dtype], Tensor]
-"""(slot, first element, end, dtype) -> those elements of the parameter, flat."""
+"""Function (slot, first element, end, dtype) that returns these elements of the parameter as a flat tensor."""
 NUMBERS = ("weight", "master")
 """Kinds of state that are the model's own numbers."""
 _FILL_ELEMENTS = 1 << 22
-"""That are drawn or read at a time, whatever the size of the parameter."""
+"""Number of elements that are drawn or read at a time, whatever the size of the parameter."""
 
 
 class BucketState:
-    """See the module's docstring. ``what`` names the bucket in errors."""
+    """One bucket on this rank: its weight, its gradient and its state on other tiers.
+
+    Args:
+        layout: The bucket.
+        dtypes: The dtypes of the bucket.
+        parameters: The user's parameters, in the order of the bucket's slots.
+        what: Name of the bucket in errors and of its slots.
+        around: The groups, slots and tiers of the bucket's Unit.
+        moments: The optimizer's moments that lie on another tier, by name.
+    """
 
     def __init__(
         self,
@@ -46,9 +55,9 @@ class BucketState:
         views = ParameterViews(layout, parameters, what, dtypes.compute, around.device)
         self.views = views
         self.owned_range = around.owned_range
-        """(index, count): this rank's master is range ``index`` of ``count`` equal ones."""
+        """(index, count): this rank's master is range ``index`` of ``count`` equal ranges."""
         self.state: TierState | None = None
-        """What lies on another tier than the device: master and ``moments``, and the weight perhaps."""
+        """State on another tier than the device (master, ``moments``, perhaps the weight), or None."""
         kinds = self._kinds_on_tier(moments)
         if kinds:
             tier, tiers, pins = around.strategy.tier, around.tiers, around.device.type != "cpu"
@@ -62,12 +71,12 @@ class BucketState:
         self.weight = Weight(layout, dtypes, views, what, around, self.state)
         self.gradient = Gradient(layout, dtypes, views, what, around, self.state)
         self.copy = (around.dp.index // self.owned_range[1], around.dp.size // self.owned_range[1])
-        """(index, count): this rank is number ``index`` of ``count`` that hold the same range of the reduced
-        gradient."""
+        """(index, count): this rank is number ``index`` of ``count`` ranks that store the same range of the
+        reduced gradient."""
         own = around.own_range(layout)
         self.written_range = (own.start, own.stop) if around.replicate.index == 0 else (0, 0)
-        """Elements [start, stop) of the bucket that this rank writes into a checkpoint: of those that several ranks
-        hold, the first one does."""
+        """Elements [start, stop) of the bucket that this rank writes into a checkpoint. Of a range that several
+        ranks store, the first rank writes."""
 
     def _kinds_on_tier(self, moments: Mapping[str, TierTensor]) -> dict[str, TierTensor]:
         strategy, layout, dtypes = self._strategy, self.layout, self.dtypes
@@ -86,16 +95,18 @@ class BucketState:
 
     @property
     def owned_elements(self) -> int:
-        """Elements that this rank updates, padding included."""
+        """Number of elements that this rank updates, padding included."""
         return self.layout.elements // self.owned_range[1]
 
     def holds(self, kind: str) -> bool:
-        """Whether that kind lies on another tier than the device."""
+        """Return True if state of that kind lies on another tier than the device."""
         return self.state is not None and kind in self.state.kinds
 
     def on_device(self) -> dict[str, Tensor]:
-        """What of weight and master lies where the model computes, flat, by kind; one that shares the other's memory is
-        not there a second time."""
+        """Return the parts of weight and master that lie on the device, flat, by kind.
+
+        A master that shares the weight's memory is left out.
+        """
         weight = self.weight
         found = {} if self.holds("weight") else {"weight": weight.shard}
         if weight.master is not None and not weight.shares_master and not self.holds("master"):
@@ -104,18 +115,25 @@ class BucketState:
 
     @property
     def state_is_here(self) -> bool:
-        """Whether master and moments lie where the model computes."""
+        """True if master and moments lie on the device."""
         return self._strategy.tier == "device"
 
     @property
     def slots(self) -> tuple[SlotPool, ...]:
-        """That its whole weight, the shard that it is gathered from and its gradients pass through."""
+        """The pools of slots for the full weight, the shard that it is gathered from and the gradients."""
         return self._slots
 
     @contextmanager
     def opened(self, changes: bool = False, kinds: Collection[str] | None = None) -> Iterator[None]:
-        """Weight, master and moments, or ``kinds`` alone, are in memory inside, the last update done; ``changes``: and
-        what is written stays."""
+        """Keep weight, master and moments in memory inside the context, after the last update has ended.
+
+        Args:
+            changes: True to write changes back to the tier.
+            kinds: Kinds of state to open; None for all.
+
+        Yields:
+            None.
+        """
         self.weight.finish_update()
         if self.state is None:
             yield
@@ -125,13 +143,23 @@ class BucketState:
             yield
 
     def fill(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
-        """Weights from outside, those of ``wanted`` slots: each rank asks for the elements that it owns alone."""
+        """Set weights from outside; each rank requests only the elements that it owns. Collective.
+
+        Args:
+            fill: Function that returns elements of a parameter.
+            wanted: Function that returns True for the slots to set.
+        """
         with self.opened(changes=True, kinds=NUMBERS):
             self._write(fill, wanted)
             self.settle()
 
     def write(self, fill: Fill, wanted: Callable[[Slot], bool] = lambda slot: True) -> None:
-        """The first half of ``fill``: into what this rank updates."""
+        """Set what this rank updates: the first half of ``fill``.
+
+        Args:
+            fill: Function that returns elements of a parameter.
+            wanted: Function that returns True for the slots to set.
+        """
         with self.opened(changes=True, kinds=NUMBERS):
             self._write(fill, wanted)
 
@@ -149,7 +177,7 @@ class BucketState:
                 target[place : place + last - first].copy_(fill(slot, first, last, target.dtype))
 
     def settle(self) -> None:
-        """The second half: the weights are the masters', rounded. Collective."""
+        """Round the masters into the weights and gather the weights: the second half of ``fill``. Collective."""
         weight = self.weight
         if weight.master is None:
             weight.renew()

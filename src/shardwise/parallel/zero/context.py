@@ -1,6 +1,6 @@
-"""What a bucket's state moves over and into: the groups of the axes that it is placed on, and the slots.
+"""The process groups and the memory that a bucket's state uses.
 
-The buckets of one Unit lie on the same axes, those of another Unit perhaps on others; all share the slots.
+The buckets of one Unit lie on the same axes, the buckets of another Unit possibly on others; all share the slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,27 +19,27 @@ from shardwise.plan.unit import Bucket
 
 @dataclass(frozen=True)
 class BucketContext:
-    """See the module's docstring."""
+    """The process groups, slots and tiers that the buckets of one Unit use."""
 
     strategy: Strategy
     shard: Group
-    """The ranks that each keep a range of what is cut."""
+    """The ranks that each store one range of a buffer that is cut."""
     replicate: Group
-    """The ranks that keep the same range."""
+    """The ranks that store the same range."""
     dp: Group
-    """Both together: those that sum one gradient."""
+    """The ranks of both groups together, over which one gradient is summed."""
     weights: SlotPool
     """Slots of unsharded weights."""
     shards: SlotPool
-    """What comes from another tier, until it is gathered."""
+    """Slots of shards that come from another tier, held until the shard is gathered."""
     gradients: SlotPool
-    """Staging memory of gradients."""
+    """Slots of staging memory for gradients."""
     gradient_memory: GradientMemory
-    """Of their buffers."""
+    """Memory of the gradient buffers."""
     ledger: Ledger
     device: torch.device
     tiers: Tiers | None = None
-    """Where state lies off the device."""
+    """The tiers off the device, or None if all state lies on the device."""
 
     @classmethod
     def of(
@@ -54,7 +54,22 @@ class BucketContext:
         device: torch.device,
         tiers: Tiers | None = None,
     ) -> "BucketContext":
-        """That of buckets which lie as ``strategy`` says. ``group_over``: the group of some axes together."""
+        """Make the context of the buckets that ``strategy`` places.
+
+        Args:
+            strategy: The placements and tiers of the Unit.
+            group_over: Function that returns the process group of some axes together.
+            weights: Slots of unsharded weights.
+            shards: Slots of shards that come from another tier.
+            gradients: Slots of staging memory for gradients.
+            gradient_memory: Memory of the gradient buffers.
+            ledger: The ledger that counts bytes.
+            device: The device of the computation.
+            tiers: The tiers off the device, or None.
+
+        Returns:
+            The context.
+        """
         outer, inner = strategy.axes
         shard, replicate, both = (group_over(axes) for axes in ((inner,), (outer,), (outer, inner)))
         slots = (weights, shards, gradients, gradient_memory)
@@ -62,10 +77,10 @@ class BucketContext:
 
     @property
     def owned_range(self) -> tuple[int, int]:
-        """(index, count): this rank's master is range ``index`` of ``count`` equal ones."""
+        """(index, count): this rank's master is range ``index`` of ``count`` equal ranges."""
         return (self.shard.index, self.shard.size) if self.strategy.cuts_master else (0, 1)
 
     def own_range(self, layout: Bucket) -> slice:
-        """This rank's range of what is cut."""
+        """Return this rank's range of a buffer that is cut."""
         piece = layout.shard_elements
         return slice(self.shard.index * piece, (self.shard.index + 1) * piece)

@@ -1,4 +1,4 @@
-"""What a strategy costs, in elements and bytes. Held to the counted traffic and the allocated buffers by tests.
+"""Cost of a strategy in elements and bytes; tests compare the figures with counted traffic and allocated buffers.
 
 With P elements (padding counted, frozen Units gathered but not reduced), N shard ranks, a microbatches:
 
@@ -22,7 +22,17 @@ from shardwise.plan.unit import Unit
 def elements_sent_per_step(
     units: Sequence[Unit], strategies: Sequence[Strategy], mesh: Mesh, accumulation: int
 ) -> int:
-    """Elements of weights and gradients that one rank sends in one optimizer step. ``strategies``: by Unit."""
+    """Return the elements of weights and gradients that one rank sends in one optimizer step.
+
+    Args:
+        units: The Units of the model.
+        strategies: The strategy of each Unit, in the order of ``units``.
+        mesh: The mesh of the job.
+        accumulation: Microbatches per optimizer step.
+
+    Returns:
+        The number of elements, padding included.
+    """
     total = 0
     for unit, strategy in zip(units, strategies, strict=True):
         replicas, shards = (mesh.size(axis) for axis in strategy.axes)
@@ -44,16 +54,16 @@ def elements_sent_per_step(
 
 
 class UnitBytes(NamedTuple):
-    """What one rank sends of a Unit."""
+    """Bytes that one rank sends for one Unit."""
 
     gather: int
-    """For an UNSHARD."""
+    """Bytes of one UNSHARD."""
     reduce: int
-    """For a REDUCE."""
+    """Bytes of one REDUCE."""
 
 
 def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh) -> UnitBytes:
-    """Bytes that one rank sends for each UNSHARD and REDUCE of a Unit."""
+    """Return the bytes that one rank sends for each UNSHARD and each REDUCE of a Unit."""
     gather = reduce = 0
     replicas, shards = (mesh.size(axis) for axis in strategy.axes)
     for bucket in unit.buckets:
@@ -68,6 +78,6 @@ def unit_bytes(unit: Unit, strategy: Strategy, mesh: Mesh) -> UnitBytes:
         else:
             elements = elements_sent(Partial(), Replicate(), bucket.elements, shards * replicas)
         wire = (key.reduce_dtype or key.dtype).itemsize
-        # What is reduced as it comes from autograd has no more bits than autograd gave it.
+        # A gradient that is reduced as autograd made it travels in no more bits than autograd's dtype has.
         reduce += elements * (min(wire, key.dtype.itemsize) if strategy.cuts_grad else wire)
     return UnitBytes(gather, reduce)

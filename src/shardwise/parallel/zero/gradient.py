@@ -1,47 +1,50 @@
 """The gradient of one bucket on this rank: accumulated, reduced, finished, dropped.
 
     stage           0        1             2              3
-    buffer          [P]      [P] or [P/N]  [P/N]          [P/N]      (stage 1: cut where a step has one microbatch)
+    buffer          [P]      [P] or [P/N]  [P/N]          [P/N]      (stage 1: cut if a step has one microbatch)
     staging         the buffer itself, or a slot [P] during the Unit's backward pass
 
     EMPTY          between steps: no memory
-    ACCUMULATING   gradients come, into the buffer or into staging memory
-    REDUCED        the sum over the shard ranks is on its way to where the master lies; a slot is held until it has
-                   arrived there
-    FINISHED       it is there, over the replicas too
+    ACCUMULATING   gradients arrive in the buffer or in staging memory
+    REDUCED        the sum over the shard ranks is in flight to the place of the master; a slot is held until the sum
+                   has arrived
+    FINISHED       the sum has arrived, over the replicas too
 
-             a gradient comes, or reduce               reduce             finish_reduce
+             a gradient arrives, or reduce             reduce             finish_reduce
     EMPTY ------------------------------> ACCUMULATING ------> REDUCED -----------------> FINISHED
       ^                                        ^---------------- ^  a further backward pass   |
       |                                                          +------- of one that has left
-      +---- drop_gradients, from everywhere
+      +---- drop_gradients, from every state
 
 [Note: accumulation]
-Autograd hands each gradient to a hook, which copies it into the flat buffer (the first time since the buffer was last
-reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. What never got a gradient is zeroed just
-before the reduction. From the end of the backward pass to the step ``p.grad`` holds a mark that cannot be read
+Autograd passes each gradient to a hook, which copies it into the flat buffer (the first time since the buffer was last
+reduced) or adds it, and drops ``p.grad``: no zeroing, no read of old values. Ranges without a gradient are zeroed just
+before the reduction. From the end of the backward pass to the step ``p.grad`` holds a sentinel that cannot be read
 (``taken``).
 
 [Note: further backward passes]
-A cut buffer takes sum after sum: that is what happens with every microbatch. A whole one holds the sum over the ranks
-once it was reduced, and a cut one that over the replicas once that was thought to be the last time. Where one more
-backward pass comes in the step all the same (nobody knew that another loss would follow), that sum becomes an addend
-again, one rank's for each element, and the others' are zero; then all is reduced once more.
+A cut buffer accumulates one reduced sum after another, one for every microbatch. A full buffer holds the sum over the
+ranks once it was reduced; a cut buffer holds the sum over the replicas once the last reduction of the step was assumed
+to be over. If one more backward pass follows in the step all the same (the loop did not announce another loss), that
+sum becomes an addend again: one rank keeps each element of the sum, the other ranks set it to zero, and all is reduced
+once more.
 
 [Note: reductions under way]
-``reduce`` only begins. Where a collective runs beside the computation, the Units behind go on
-in other slots, and ``arrive`` is called when the slot is to be used again: with one reduction under way two slots of a
-size serve all Units.
+``reduce`` only begins a reduction. Where a collective runs beside the computation, the Units behind use other slots,
+and ``arrive`` is called before the slot is used again: with one reduction in flight two slots of a size serve all
+Units.
 
 [Note: gradients between steps]
-The gradient buffer lives from the first gradient of a step to its end. When a step's backward pass begins, activations
-stand at their peak and gradients take nothing; as they come, activations go. Where activations are small the memory is
-kept all the same (memory/gradient_memory.py), but not where an update beside the next step still reads it.
+The gradient buffer exists from the first gradient of a step to the step's end. When a step's backward pass begins,
+activations are at their peak and gradients take no memory; as gradients arrive, activations are freed. Where
+activations are small the memory is kept between steps (memory/gradient_memory.py), except if an update that runs beside
+the next step still reads it.
 
 [Note: gradients that leave]
-Where the master lies on another tier the gradient follows it when it is reduced: memory then holds those of a few
-Units. The next microbatch has it back where its own are to be added, from the Unit's first gradient on, so that sums
-have the order that they have in memory. Of the last one the squares are summed first, for the norm.
+If the master lies on another tier, the gradient follows the master when it is reduced: memory then holds the gradients
+of a few Units. The next microbatch brings the gradient back when it begins to add its own, from the Unit's first
+gradient on, so that sums have the same order as in memory. Before the last gradient leaves, its squares are summed for
+the norm.
 
 Shapes: P elements of the bucket with padding, N shard ranks.
 """
@@ -63,7 +66,7 @@ from shardwise.precision.policy import Dtypes
 
 
 class GradientState(Enum):
-    """Where a gradient is in its life: see the module's docstring."""
+    """State of a bucket's gradient; the module's docstring draws the transitions."""
 
     EMPTY = "empty"
     ACCUMULATING = "accumulating"
@@ -84,7 +87,16 @@ _NEXT: dict[GradientState, tuple[GradientState, ...]] = {
 
 
 class Gradient:
-    """See the module's docstring. ``what`` names the bucket in errors."""
+    """The gradient of one bucket on this rank.
+
+    Args:
+        layout: The bucket.
+        dtypes: The dtypes of the bucket.
+        views: The user's parameters of the bucket.
+        what: Name of the bucket in errors and of its slots.
+        around: The groups, slots and ledger of the bucket's Unit.
+        state: The state that lies on another tier than the device, or None.
+    """
 
     def __init__(
         self,
@@ -100,23 +112,26 @@ class Gradient:
         self.what = what
         self.state = _EMPTY
         self.used: list[bool | Tensor] = [False] * len(views.parameters)
-        """Parameters that got a gradient since the last step."""
+        """For each parameter, whether it got a gradient since the last step."""
         self.reduces_alone = True
-        """Whether the running microbatch is the only one of its sum. Every rank must say the same, also one on which
-        nothing has come before: it is what decides how the gradient travels."""
+        """True if the running microbatch is the only one of its sum.
+
+        The value selects the collective, so it must be the same on every rank, also on a rank that has no
+        gradients yet."""
         self._around = around
         self._home = state if state is not None and "grad" in state.kinds else None
-        """Where it goes from its last reduction in a step to the update, if not on the device."""
+        """The tier state that holds the gradient from the last reduction of a step to the update, or None for the
+        device."""
         if layout.key.trained and self._home is None:
             around.ledger.take("gradients", what, self.elements * dtypes.grad.itemsize, "step")
         self._buffer: Tensor | None = None
         self._holds_earlier = False
-        """Whether the buffer holds the sum of earlier microbatches of the step."""
+        """True if the buffer holds the sum of earlier microbatches of the step."""
         self._staging: Tensor | None = None
         self._into: list[Tensor] | None = None
-        """The staging memory, or the buffer, by parameter."""
+        """Views of the staging memory, or of the buffer, by parameter."""
         self._has_come = [False] * len(views.parameters)
-        """Parameters whose gradient stands in the staging memory."""
+        """For each parameter, whether its gradient lies in the staging memory."""
         self._reducing: Pending = DONE
         self._marks = [
             TakenGradient(nothing, slot.name)
@@ -129,30 +144,33 @@ class Gradient:
 
     @property
     def layout(self) -> Bucket:
-        """That of the bucket."""
+        """The layout of the bucket."""
         return self.views.layout
 
     # Memory ----------------------------------------------------------------------------------------------------
 
     @property
     def elements(self) -> int:
-        """Elements of the buffer; 0 where the bucket is frozen."""
+        """Number of elements of the buffer; 0 if the bucket is frozen."""
         if not self.layout.key.trained:
             return 0
         return self.layout.shard_elements if self._around.strategy.cuts_grad else self.layout.elements
 
     @property
     def buffer(self) -> Tensor:
-        """[Note: gradients between steps]"""
+        """The gradient buffer, made on first use. See [Note: gradients between steps]."""
         if self._buffer is None:
             self._begin_buffer()()
             assert self._buffer is not None, "it was just made"
         return self._buffer
 
     def _begin_buffer(self) -> Callable[[], object]:
-        """Make it. What has left begins to come back; the call that is returned waits for it."""
+        """Make the buffer and return the call that waits for its content.
+
+        A gradient that has left for another tier begins to come back.
+        """
         assert self.layout.key.trained, f"{self.what} is frozen"
-        # Not zeroed, but for the padding: pages that nothing comes into never take memory.
+        # Only the padding is zeroed: pages that no gradient is written to never take memory.
         if self._around.strategy.tier == "device":
             self._buffer = self._around.gradient_memory.take(self.what, self.elements, self.dtypes.grad)
         else:
@@ -166,35 +184,43 @@ class Gradient:
 
     @property
     def has_left(self) -> bool:
-        """Whether it lies where the master does, and not here."""
+        """True if the gradient lies on the master's tier and not on the device."""
         return self._home is not None and self._home.has_gradient
 
     @property
     def leaves(self) -> bool:
-        """Whether it goes there, now that it is reduced."""
+        """True if the gradient is reduced and is to move to the master's tier."""
         return self._home is not None and self.state is _REDUCED and not self.has_left
 
     def leave(self) -> None:
-        """It goes where the master lies; whoever asks for it brings it back. [Note: gradients that leave]"""
+        """Move the gradient to the master's tier; any later use brings it back. See [Note: gradients that leave]."""
         assert self._home is not None, f"{self.what}: its master lies on the device"
         self._home.leave(self.owned)
         self._buffer = None
 
     @property
     def owned(self) -> Tensor:
-        """The reduced gradient that belongs to this rank's master."""
+        """The range of the reduced gradient that belongs to this rank's master."""
         whole = self._around.strategy.cuts_master and not self._around.strategy.cuts_grad
         return self.buffer[self._around.own_range(self.layout)] if whole else self.buffer
 
     @property
     def staging(self) -> Tensor | None:
-        """Where the running microbatch's gradients stand, whole; None where there are none."""
+        """The full gradients of the running microbatch, or None if there are none."""
         return self._staging
 
     # Accumulate ------------------------------------------------------------------------------------------------
 
     def accumulate(self, index: int, parameter: nn.Parameter) -> bool:
-        """Take over the gradient of parameter ``index``; True for its first in a sum. [Note: accumulation]"""
+        """Take over the gradient of a parameter and set ``p.grad`` to None. See [Note: accumulation].
+
+        Args:
+            index: Index of the parameter in the bucket.
+            parameter: The parameter.
+
+        Returns:
+            True for the parameter's first gradient in a sum.
+        """
         grad = parameter.grad
         if grad is None:
             return False
@@ -214,15 +240,20 @@ class Gradient:
         return first
 
     def mark(self) -> None:
-        """After a backward pass: ``p.grad`` of what has come since the last step cannot be read."""
-        with torch._C.DisableTorchFunctionSubclass():  # a withheld parameter would answer by way of Python
+        """Put a sentinel that cannot be read into ``p.grad`` of every parameter with a gradient since the last step."""
+        with torch._C.DisableTorchFunctionSubclass():  # else a withheld parameter raises an error
             for parameter, mark, used in zip(self.views.parameters, self._marks, self.used, strict=True):
                 if used:
                     parameter.grad = mark
 
     def unmark(self) -> tuple[list[str], list[str]]:
-        """Before any gradient comes, and in the step. Returns the parameters whose mark was taken away meanwhile, and
-        those that were given a gradient in its place."""
+        """Remove the sentinels from ``p.grad``, before new gradients arrive and in the step.
+
+        Returns:
+            The names of the parameters whose sentinel was removed meanwhile, and the names of those whose
+            ``p.grad`` was
+            replaced.
+        """
         dropped: list[str] = []
         given: list[str] = []
         with torch._C.DisableTorchFunctionSubclass():
@@ -270,7 +301,7 @@ class Gradient:
             self._has_come = [is_further] * len(self._has_come)
 
     def _become_addend(self) -> None:
-        """[Note: further backward passes]"""
+        """Turn a reduced sum into an addend again. See [Note: further backward passes]."""
         around = self._around
         self._reducing.wait()
         self._reducing = DONE
@@ -286,15 +317,21 @@ class Gradient:
 
     @property
     def _wire_dtype(self) -> torch.dtype:
-        """One microbatch's gradient: autograd's own dtype holds it without loss, and the sum over the ranks is taken in
-        the buffer's dtype. A wider wire would carry the same numbers in more bytes."""
+        """Dtype of one microbatch's gradient on the wire.
+
+        Autograd's own dtype holds the gradient without loss, and the sum over the ranks is accumulated in the
+        buffer's dtype. A wider wire would carry the same numbers in more bytes.
+        """
         narrower = self.dtypes.reduce.itemsize <= self.dtypes.compute.itemsize
         return self.dtypes.reduce if narrower else self.dtypes.compute
 
     @property
     def _is_staged(self) -> bool:
-        """A gradient that is reduced before anything is added to it needs no whole buffer of its own: it comes into a
-        slot that is still in a cache when it travels. Where every rank keeps the whole sum that pays for 16 bits alone.
+        """True if gradients arrive in a slot and not in the buffer.
+
+        A gradient that is reduced before anything is added to it needs no full buffer of its own: it arrives in
+        a slot that is still in a cache when it is sent. If every rank stores the full sum, a slot pays only for
+        16-bit gradients.
         """
         around = self._around
         if around.strategy.cuts_grad:
@@ -307,7 +344,7 @@ class Gradient:
     # Reduce ----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """REDUCE: begin to sum the gradients over the ranks, to where the master lies."""
+        """Run REDUCE: begin to sum the gradients over the ranks into the range of the master."""
         if self._into is None:
             self._open()
         assert self._into is not None and self._staging is not None, "the staging memory was just opened"
@@ -315,7 +352,7 @@ class Gradient:
             if not has_come:
                 view.zero_()
         strategy, around, full = self._around.strategy, self._around, self._staging
-        self._reducing.wait()  # for what comes back to be added to
+        self._reducing.wait()  # the buffer may still be filled from its tier, and the reduction adds to it
         if strategy.cuts_grad:
             self._reducing = around.shard.reduce_scatter(
                 self.buffer, full, self.what, accumulate=self._holds_earlier
@@ -334,29 +371,29 @@ class Gradient:
 
     @property
     def _leaves_slot(self) -> bool:
-        """Whether what ``_reducing`` waits for reads a slot, which is closed here. [Note: reductions under way]"""
+        """True if ``_reducing`` reads a slot whose accumulation is closed. See [Note: reductions under way]."""
         return self._staging is None and self._around.gradients.holder_in_the_way(self.what) == self.what
 
     def arrive(self) -> None:
-        """What was reduced out of a slot has left it, and the slot is free. A second call does nothing."""
+        """Wait until the reduction has read its slot, and release the slot; a second call does nothing."""
         if not self._leaves_slot:
             return
         self._reducing.wait()
         around = self._around
         around.gradients.release(self.what)
         self._reducing = DONE
-        if not around.strategy.cuts_grad:  # each rank has summed its range, and every rank keeps the whole
+        if not around.strategy.cuts_grad:  # each rank has summed its range; every rank stores the full sum
             owned = self.buffer[around.own_range(self.layout)]
             self._reducing = around.shard.all_gather(self.buffer, owned, self.what, purpose="gradients")
 
     def settle(self) -> None:
-        """The reduction that is under way is over; another backward pass may still come."""
+        """Wait for the reduction in flight; another backward pass may still follow."""
         self.arrive()
         self._reducing.wait()
         self._reducing = DONE
 
     def finish_reduce(self) -> None:
-        """Before the step: the sum is there, over the replicas too. A second call does nothing."""
+        """Wait for the sum before the step and add the replicas' sums; a second call does nothing."""
         if self.state is not _REDUCED:
             return
         self.settle()
@@ -365,7 +402,7 @@ class Gradient:
         self._enter(_FINISHED)
 
     def drop_gradients(self) -> None:
-        """After the step, or after an error: what comes next is the first of a new sum."""
+        """Drop all gradients, after the step or after an error; the next gradient begins a new sum."""
         self._reducing.wait()  # a reduction under way would go on writing into the buffer
         self._reducing = DONE
         if self._leaves_slot:
@@ -382,7 +419,7 @@ class Gradient:
         self._enter(_EMPTY)
 
     def give_memory_back(self) -> None:
-        """Between steps: none of it waits for the next one."""
+        """Release the gradient memory that is kept between steps."""
         self._around.gradient_memory.empty()
 
     def _close(self) -> None:

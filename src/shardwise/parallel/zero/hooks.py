@@ -1,45 +1,48 @@
-"""The hooks of a stage's Units: the user's Python says what runs next, the walker does what the list has before it.
+"""The hooks of a stage's Units: the user's Python decides what runs next, the walker runs the Actions that precede it.
 
-In a user's own loop the order of Units belongs to the user's Python. So the hooks find the Unit's place in the list:
+In a user's own loop the user's Python sets the order of the Units. So the hooks find the Unit's place in the list:
 
-    forward hook before Unit u      run the list up to F(u)          hook on the outputs of u    ... up to B(u)
-    forward hook after Unit u       run what closes u                last gradient of u landed   run what closes u
-    end of the forward pass         run the rest                     end of the backward pass    run the rest
+    forward hook before Unit u      run the list up to F(u)          hook on the outputs of u       ... up to B(u)
+    forward hook after Unit u       run the Actions that close u     last gradient of u accumulated  run what closes u
+    end of the forward pass         run the rest                     end of the backward pass        run the rest
 
-[step 1] to [step 9] are numbers of the drawing in docs/design.md; the rest of them is in engine/step.py.
+[step 1] to [step 9] are numbers of the drawing in docs/design.md; the other steps are in engine/step.py.
 
 A Unit that this rank skips is gathered and reduced when the cursor passes it, so the ranks issue the same collectives
-in the same order whatever their data made them do. What the list cannot serve (a Unit used a second time, or out of
-order) is gathered on the spot, and stands in the trace as a divergence; the backward pass then mirrors what the forward
-pass did. All ranks must depart alike: the names of their collectives are compared in each step.
+in the same order whatever their data made them do. A Unit that the list does not expect (a Unit used a second time, or
+out of order) is gathered on the spot and recorded in the trace as a divergence; the backward pass then mirrors what the
+forward pass did. All ranks must diverge alike: the names of their collectives are compared in each step.
 
 [Note: forced closing]
-A Unit's backward window is over when all its gradients have landed. Where some never will (unused, frozen), the window
-ends when the next Unit of the list opens: autograd runs later calls first, so everything that needs the Unit has run.
-Units whose weights are always there open so where what they have saved waits elsewhere (RECALL), and not at all else.
-In a graph where that is not so, the version check of [Note: stale memory] or the late gradient below stops the step.
+A Unit's backward window is over when all its gradients have been accumulated. If some gradients never arrive (unused,
+frozen), the window ends when the next Unit of the list opens: autograd runs later calls first, so everything that needs
+the Unit has run. Units whose weights are always in memory open in this way only if their saved activations lie
+elsewhere (RECALL). In a graph that breaks this rule, the version check of [Note: stale memory] or the error about late
+gradients below stops the step.
 
 [Note: recomputing]
-Activation checkpointing runs forward passes inside the backward pass. Such a Unit is gathered for its forward alone and
-opens its backward window like any other. Where one checkpoint spans several Units, the last of them has opened already
-and stands where an earlier one must: it makes way, and comes back when its own turn to recompute comes. autograd's
-version check does not see what a checkpoint saved, so a gradient that lands in between is an error of our own.
+Activation checkpointing runs forward passes inside the backward pass. A recomputed Unit is gathered for its forward
+only and opens its backward window like any other. If one checkpoint spans several Units, the last of them has opened
+already and occupies the slot that an earlier one needs: the later Unit is displaced, and is gathered again when its own
+turn to recompute comes. autograd's version check does not cover what a checkpoint saved, so a gradient that arrives
+while its Unit is displaced is an error of our own.
 
 [Note: side losses]
-A block may keep a tensor for the loss beside what it returns, in an attribute of its own or of a module inside (a
-router's loss). Its gradient may come before that of any output, so it opens the backward window as one of those does.
-Where the tensor went another way (a list that blocks share) nobody opens it: a released weight is used then.
+A block may keep a tensor for the loss beside its return value, in an attribute of its own or of a module inside (a
+router's loss). The gradient of that tensor may arrive before the gradient of any output, so a hook on the tensor opens
+the backward window too. If the tensor left the block another way (a list that blocks share), no hook opens the window,
+and the released weight is used, which is an error.
 
 [Note: foreign backward]
-A loss of another engine may pass through this model (a generator's loss through the discriminator). Its Units are then
-gathered and released as ever, by a list aside, but nothing may land: its parameters must not require gradients
-meanwhile.
+A loss of another engine may pass through this model (a generator's loss through the discriminator). The model's Units
+are then gathered and released as usual, by a separate list, but no gradient may be accumulated: the model's parameters
+must not require gradients meanwhile.
 
 [Note: parts of the root]
-A method of the model may call a part of it by itself: ``generate`` of an encoder-decoder model runs the encoder, whose
-embedding the decoder shares, so that it lies in the root's Unit. Outside of every pass and without gradients, a module
-of the root's Unit that has parameters gathers that Unit around its own forward. With gradients that stays an error: no
-backward window of the root would open.
+A method of the model may call a part of the model directly: ``generate`` of an encoder-decoder model runs the encoder,
+whose embedding the decoder shares, so that the embedding lies in the root's Unit. Outside of every pass and without
+gradients, a module of the root's Unit that has parameters gathers that Unit around its own forward. With gradients such
+a call stays an error: no backward window of the root would open.
 
 Cost: two hooks per Unit and pass, one per parameter, and two per module of the root's Unit with parameters of its own.
 """
@@ -72,13 +75,13 @@ _HOLDERS = (Tensor, tuple, list, dict)
 
 
 class Pass(Enum):
-    """What the stage's module is in the middle of."""
+    """Kind of pass that the stage's module is running."""
 
     NONE = auto()
     FORWARD = auto()
     BACKWARD = auto()
     FOREIGN = auto()
-    """A backward pass that is not the engine's. [Note: foreign backward]"""
+    """A backward pass that the engine did not begin. See [Note: foreign backward]."""
 
     __hash__ = object.__hash__  # Enum's own runs in Python
 
@@ -92,15 +95,15 @@ _NEXT = {
 
 
 class _ForwardUnderWay(NamedTuple):
-    """A pass in whose middle a foreign backward pass runs."""
+    """State of a pass that a foreign backward pass interrupts."""
 
     running: Pass
     calls: list[int]
-    """Of each Unit's forward that are under way."""
+    """Number of running forward calls of each Unit."""
 
 
 class ModuleHook(partial[Any]):
-    """A method of the engine's as a hook on a module, which does nothing in a copy of the module."""
+    """A method of the engine used as a hook on a module, which does nothing in a copy of the module."""
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return unhooked
@@ -119,27 +122,36 @@ class _Method(NamedTuple):
     name: str
 
     def remove(self) -> None:
-        """What the class defines counts again."""
+        """Remove the wrapper, so that the method of the class is used again."""
         vars(self.module).pop(self.name, None)
 
 
 def unhooked(*args: Any, **kwargs: Any) -> None:
-    """What stands in a copied module where the engine's hooks were."""
+    """Do nothing: the replacement of the engine's hooks in a copied module."""
 
 
 @dataclass
 class _Installed:
-    """The hooks on modules and parameters that are to be taken away, and what they need to know."""
+    """The hooks on modules and parameters that ``remove`` takes away, and the data that these hooks need."""
 
     handles: list[Any] = field(default_factory=list)
     landing: list[tuple[nn.Parameter, int]] = field(default_factory=list)
-    """The parameters whose gradients are taken over, with the number of the hook that does it."""
+    """Trained parameters, each with the number of the hook that takes its gradient over."""
     watched: list[BucketState] = field(default_factory=list)
-    """Buckets whose parameters are of their own classes while a pass runs, which a compiler looks at."""
+    """Buckets whose parameters have their plain classes while a pass runs, because a compiler reads the classes."""
 
 
 class UnitHooks:
-    """See the module's docstring. ``is_driven``: a schedule's loop enters the passes of ``stage``; else hooks do."""
+    """The module hooks of a stage's Units.
+
+    Args:
+        windows: The windows of the stage's Units.
+        order: The order of the stage's Units.
+        walker: The walker of the rank's list.
+        stage: Number of the stage.
+        is_driven: True if a schedule's loop enters the passes of the stage, False if the hooks do.
+        is_compiled: True if blocks are compiled.
+    """
 
     def __init__(
         self,
@@ -154,31 +166,32 @@ class UnitHooks:
         self.order = order
         self.marks = Marks([bucket for state in self.states for bucket in state.buckets])
         self.microbatch = -1
-        """The microbatch that runs; in a pipeline others are under way beside it."""
+        """The microbatch that runs; in a pipeline other microbatches are in flight at the same time."""
         self._walker = walker
         self._stage = stage
         self._is_driven = is_driven
         self._pass = Pass.NONE
         self._is_aside = False
-        """Whether the forward pass walks a list of its own."""
+        """True if the forward pass walks a separate list."""
         self._interrupted: _ForwardUnderWay | None = None
         self._is_differentiated_twice = False
-        """[Note: second derivatives]"""
+        """True after a foreign backward pass with a graph. See [Note: second derivatives]."""
         self._root_is_held = False
         self.adopts: Callable[[], bool] | None = None
-        """Takes a backward pass that is not the engine's for one of it, or says that it is none (plain_backward.py)."""
+        """Callback at a backward pass that the engine did not begin; returns True after making it one of the
+        engine's (plain_backward.py)."""
         units = {id(state.module) for state in self.states}
         self._inside = [list(_own_modules(state.module, units)) for state in self.states]
-        """Modules of each Unit, those of Units inside it left out."""
+        """Modules of each Unit, without the modules of Units inside it."""
         self._installed = _Installed(
             watched=[bucket for state in self.states for bucket in state.buckets] if is_compiled else []
         )
-        """Trained parameters, and the key of the hook that takes their gradients over."""
+        """Installed hooks, with the trained parameters and the keys of their accumulation hooks."""
         self._install()
 
     @property
     def has_windows(self) -> bool:
-        """Whether some weights must be gathered before use."""
+        """True if some weights must be gathered before use."""
         return any(state.has_windows for state in self.states)
 
     def _enter(self, to: Pass) -> None:
@@ -188,10 +201,13 @@ class UnitHooks:
             self._pass = to
 
     def recover(self) -> None:
-        """Between passes: an exception that the user caught may have ended one in its middle. The step stays as it was
-        before that pass.
+        """Reset the passes after an exception that the user caught in the middle of a pass.
 
-        Errors: UsageError where that was ``engine.backward``'s own, by Ctrl-C: some of its gradients may have landed.
+        The step stays as it was before that pass.
+
+        Raises:
+            UsageError: If the interrupted pass was ``engine.backward``'s own (Ctrl-C), because some of its
+                gradients may have been accumulated.
         """
         if self._pass is Pass.BACKWARD:
             raise UsageError(
@@ -216,12 +232,12 @@ class UnitHooks:
 
     @cached_property
     def _recalls(self) -> bool:
-        """Whether what some Units save waits elsewhere."""
+        """True if the saved activations of some Units lie on another tier."""
         return any(state.strategy.saved_tier != "device" for state in self.states)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no backward pass runs."""
+        """True if no backward pass runs."""
         return not self._is_backward
 
     @property
@@ -260,7 +276,7 @@ class UnitHooks:
                     bucket.views.unwatch()
 
     def _watch(self, is_on: bool) -> None:
-        """Let the reading of ``p.data`` be seen, or not, where blocks are compiled."""
+        """Begin or stop to detect reads of ``p.data``, if blocks are compiled."""
         for bucket in self._installed.watched:
             if is_on:
                 bucket.weight.watch()
@@ -268,7 +284,10 @@ class UnitHooks:
                 bucket.views.unwatch()
 
     def _before_part(self, module: nn.Module, inputs: Any) -> None:
-        """Gather the root's Unit for a part of the model that is called by itself. [Note: parts of the root]"""
+        """Gather the root's Unit for a part of the model that is called directly.
+
+        See [Note: parts of the root].
+        """
         if self._pass is not Pass.NONE or torch.is_grad_enabled() or self._root_is_held:
             return
         root = self.states[0]
@@ -278,7 +297,10 @@ class UnitHooks:
         root.calls += 1
 
     def _after_part(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Release the root's Unit after the outermost such part. [Note: parts of the root]"""
+        """Release the root's Unit after the outermost directly called part.
+
+        See [Note: parts of the root].
+        """
         root = self.states[0]
         if self._pass is Pass.NONE and not self._root_is_held and not torch.is_grad_enabled() and root.calls:
             root.calls -= 1
@@ -293,7 +315,7 @@ class UnitHooks:
                 self._walker.diverge("a further forward pass, before the backward pass that is next")
             self._walker.turn_aside(self.order.forward())
             self._is_aside = True
-        self.windows.close_all()  # what an exception in the last pass left behind
+        self.windows.close_all()  # windows that an exception in the last pass left open
         self.windows.begin_pass()
         self.order.begin()
         self._enter(Pass.FORWARD)
@@ -330,14 +352,17 @@ class UnitHooks:
         self.order.end(self.microbatch if has_backward else None)
 
     def _watch_output(self, index: int, output: Any) -> None:
-        """Whichever output's gradient comes first opens the Unit's backward window."""
+        """Hook every output, so that the first gradient of any output opens the Unit's backward window."""
         if torch.is_grad_enabled():
             for tensor in (*tensors_in(output), *self._kept(index)):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, index))
 
     def _kept(self, index: int) -> Iterator[Tensor]:
-        """What the Unit's modules hold in attributes and has a graph. [Note: side losses]"""
+        """Yield the tensors with a graph that the Unit's modules hold in attributes.
+
+        See [Note: side losses].
+        """
         for module in self._inside[index]:
             for name, value in vars(module).items():
                 if name not in _MODULE_STATE and isinstance(value, _HOLDERS):
@@ -353,7 +378,16 @@ class UnitHooks:
             self.windows.close(state)
 
     def run_as_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``function`` inside the root's window, as if it were the model's forward (which it may call)."""
+        """Call a function inside the root's window, as if the function were the model's forward.
+
+        Args:
+            function: The function, which may call the model's forward.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            The result of the function.
+        """
         root = self.states[0].module
         self._before_forward(0, root, args)
         self._root_is_held = True
@@ -367,7 +401,11 @@ class UnitHooks:
     # Backward --------------------------------------------------------------------------------------------------
 
     def begin_backward(self, last: bool) -> None:
-        """[step 5] Before autograd runs. ``last``: the last backward pass of the step."""
+        """Begin a backward pass, before autograd runs [step 5].
+
+        Args:
+            last: True for the last backward pass of the step.
+        """
         self.marks.clear()
         self.marks.check_frozen()
         self._land_last()
@@ -383,7 +421,15 @@ class UnitHooks:
         self._enter(Pass.BACKWARD)
 
     def run_backward(self, run: Callable[[], None]) -> None:
-        """``run``, which is autograd's part, and what is left to do after it."""
+        """Run autograd's part of a backward pass and everything that follows it.
+
+        Args:
+            run: Function that calls autograd.
+
+        Raises:
+            UsageError: If a weight was used after its release or edited between forward and backward, or if a
+                block recomputed before the gradient of any of its outputs had arrived.
+        """
         try:
             run()
             self.end_backward()
@@ -407,7 +453,7 @@ class UnitHooks:
             raise
 
     def _begin_foreign(self) -> None:
-        """[Note: foreign backward]"""
+        """Begin a backward pass that the engine did not begin. See [Note: foreign backward]."""
         self._interrupted = _ForwardUnderWay(self._pass, [state.calls for state in self.states])
         self._walker.turn_aside(self.order.foreign(self.order.of_passes(self.microbatch)))
         self._enter(Pass.FOREIGN)
@@ -419,7 +465,7 @@ class UnitHooks:
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """[step 9] After autograd has run: whatever did not close by itself closes now."""
+        """End a backward pass after autograd has run [step 9]: close every window that is still open."""
         self._walker.finish_pass()
         self._watch(True)
         is_foreign = self._pass is Pass.FOREIGN
@@ -447,12 +493,12 @@ class UnitHooks:
                 state.gather()
 
     def end_step(self) -> None:
-        """The optimizer has used the gradients."""
+        """End the step, after the optimizer has used the gradients."""
         self.order.forget()
         self.windows.end_step()
 
     def abandon(self) -> None:
-        """After an exception in the middle of a pass: back to the state between two steps."""
+        """Reset everything to the state between two steps, after an exception in the middle of a pass."""
         self.marks.drop()
         self._pass, self._is_aside, self._interrupted = Pass.NONE, False, None
         self._is_differentiated_twice = False
@@ -464,7 +510,7 @@ class UnitHooks:
         state = self.states[index]
         if state.is_in_backward:
             return
-        if not state.has_windows:  # what it has saved is wanted alone
+        if not state.has_windows:  # only its saved activations are needed (RECALL)
             if self._is_backward:
                 self._walker.run_to(Kind.B, self.windows.first + index)
             return
@@ -480,12 +526,16 @@ class UnitHooks:
         self.windows.need(state)
 
     def passed_by(self, action: Action) -> None:
-        """The cursor goes by a Unit's pass that no hook has announced."""
+        """Handle a Unit's F or B that the cursor passes without a hook having announced it.
+
+        Args:
+            action: The F or B.
+        """
         state, target = self.windows.of(action), self._walker.target
         self.windows.need_if_deferred(state)
         if action.kind is Kind.B:
-            # Hooks on weights that are always there are not needed; nor is there a gradient of a frozen Unit. A Unit
-            # that ran twice in one window opens it once.
+            # Weights that are always in memory need no hooks, and a frozen Unit gets no gradient. A Unit that ran
+            # twice in one window opens the window once.
             is_silent = not state.has_windows or not state.trained_parameters or state.is_in_backward
             # A tensor that is the output of two nested Units calls the inner one's hook first.
             is_around = target is not None and is_inside(self.windows.of(target).unit.name, state.unit.name)
@@ -525,7 +575,7 @@ class UnitHooks:
                 self._walker.run_while(self._may_close)
 
     def _may_close(self, action: Action) -> bool:
-        """What closes Units whose gradients have all landed, as far as the list's order allows."""
+        """Return True if an Action closes a Unit whose gradients have all been accumulated."""
         return action.kind is not Kind.UNSHARD and self.windows.of(action).is_complete
 
     # Hooks -----------------------------------------------------------------------------------------------------
@@ -536,7 +586,7 @@ class UnitHooks:
             index = state.unit.index
             # The lists need a window for the root even where it holds no parameter itself.
             self._installed.handles += [
-                # First of all: a hook of the user's (weight_norm, say) reads the weights.
+                # Before all other hooks: a hook of the user's (weight_norm, say) reads the weights.
                 state.module.register_forward_pre_hook(ModuleHook(before, index), prepend=True),
                 state.module.register_forward_hook(ModuleHook(after, index)),
             ]
@@ -556,15 +606,20 @@ class UnitHooks:
                 ]
 
     def _land_last(self) -> None:
-        """Let gradients be taken over behind the user's own hooks, also those that were registered later."""
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer by way of Python
+        """Move the accumulation hooks behind the user's own hooks, including hooks that were registered later."""
+        with torch._C.DisableTorchFunctionSubclass():  # else a released parameter raises an error
             for parameter, key in self._installed.landing:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if len(hooks) > 1 and next(reversed(hooks)) != key and key in hooks:
                     hooks[key] = hooks.pop(key)
 
     def gather_around(self, index: int, method: str) -> None:
-        """Let ``method`` of a Unit's module be called as its forward is: its weights are there while it runs."""
+        """Gather a Unit's weights around calls of another method than ``forward``.
+
+        Args:
+            index: Index of the Unit in the stage.
+            method: Name of the method of the Unit's module.
+        """
         state, module = self.states[index], self.states[index].module
         function = getattr(module, method)
 
@@ -583,7 +638,7 @@ class UnitHooks:
         self._installed.handles.append(_Method(module, method))
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Remove all hooks and wrapped methods from the model."""
         for handle in self._installed.handles:
             handle.remove()
         self._installed.handles.clear()
@@ -594,8 +649,9 @@ def _accumulation_hook(
 ) -> Callable[[nn.Parameter], None]:
     """Return the hook that a parameter calls after its gradient has been accumulated.
 
-    The hook holds the engine weakly. Python's collector cannot look into a hook that autograd holds in C++: with a
-    strong reference, an engine that is dropped without ``close`` would keep its memory, threads and files until exit.
+    The hook holds the engine weakly. Python's collector cannot look into a hook that autograd holds in C++:
+    with a strong reference, an engine that is dropped without ``close`` would keep its memory, threads and
+    files until exit.
     """
     hooks_of, bucket_of = weakref.ref(hooks), weakref.ref(bucket)
 
@@ -608,7 +664,10 @@ def _accumulation_hook(
 
 
 def _asks_for_gradients(output: Any) -> bool:
-    """Whether a pass that returned ``output`` can have a backward pass; in doubt it can."""
+    """Return True if a pass that returned ``output`` can have a backward pass.
+
+    An output without tensors counts as one that can.
+    """
     tensors = [*tensors_in(output)] if torch.is_grad_enabled() else []
     return torch.is_grad_enabled() and (not tensors or any(tensor.requires_grad for tensor in tensors))
 

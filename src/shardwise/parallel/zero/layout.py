@@ -1,7 +1,8 @@
 """ZeRO 0 to 3 and HSDP as a table of placements.
 
-Each Unit has a weight, a gradient and a master (with the optimizer's moments). Each lies somehow on the two axes of its
-state; the stage is nothing else than this table, written (dp_replicate, dp_shard), for experts (dp_replicate, edp):
+Each Unit has a weight, a gradient and a master (with the optimizer's moments). Each of the three has a placement on the
+two axes of the Unit's state. A ZeRO stage is a row of this table; the axes are (dp_replicate, dp_shard), and for
+experts (dp_replicate, edp):
 
     strategy          weight    gradient between microbatches    master and moments
     0  DDP            R, R      P, P                             R, R
@@ -37,9 +38,19 @@ def strategy_of(
     axes: StateAxes = DENSE,
     windows: bool = False,
 ) -> Strategy:
-    """The row of the table for state on ``axes``. On one shard rank every stage is stage 0: there is nothing to cut.
+    """Return the row of the table for state on ``axes``.
 
-    ``windows``: whether weights are to have windows there too, as cut ones have: memory of their own in between.
+    On one shard rank every stage is stage 0, because there is nothing to cut.
+
+    Args:
+        policy: The ZeRO keys of the run.
+        mesh: The mesh of the job.
+        axes: The outer and the inner data-parallel axis of the state.
+        windows: True gives weights that are not cut windows too: their parameters show memory only during the
+            window, as cut weights do. Used for rows of stage 0 only.
+
+    Returns:
+        The placements of weight, gradient and master.
     """
     if mesh.size(axes[1]) == 1 or policy.stage == 0:
         return Strategy((_WHOLE, _WHOLE), (_ADDEND, _ADDEND), (_WHOLE, _WHOLE), windows, axes=axes)
@@ -53,9 +64,10 @@ def strategy_of(
 
 
 def moved(policy: OffloadPolicy, units: Sequence[Unit]) -> list[bool]:
-    """Whether state of a Unit lies elsewhere than on the device: of ``fraction`` of those that have any to move.
+    """Return for each Unit whether some of its state lies on another tier than the device.
 
-    The first ones stay: in a step's beginning they compute, and the others are still updated.
+    ``policy.fraction`` of the Units that have state to move are moved. The first of these Units stay on the
+    device, because they compute at the beginning of a step, while the updates of the others still run.
     """
     if policy.optimizer == "device":
         return [False] * len(units)
@@ -77,10 +89,19 @@ def strategies_of(
     gradients_leave: bool = False,
     blocks: Collection[str] = (),
 ) -> list[Strategy]:
-    """Of each Unit the row of its state, all on the device where ``offload`` is left out.
+    """Return the strategy of each Unit.
 
-    ``gradients_leave``: whether nothing is added to a gradient that is summed over the data-parallel ranks; ``blocks``:
-    names of Units whose forward may save elsewhere.
+    Args:
+        policy: The ZeRO keys of the run.
+        mesh: The mesh of the job.
+        units: The Units, in order.
+        offload: The tiers of the state; None keeps all state on the device.
+        gradients_leave: True if nothing is added to a gradient after its sum over the data-parallel ranks, so
+            that the gradient may leave the device.
+        blocks: Names of the Units whose forward pass may save activations on another tier.
+
+    Returns:
+        One strategy per Unit, in the order of ``units``.
     """
     offload = offload or OffloadPolicy()
     found = []
@@ -112,11 +133,21 @@ def buffers(
     form: StateForm = "fp32",
     exact: Collection[str] = (),
 ) -> tuple[Buffers, ...]:
-    """The persistent flat buffers of one bucket; ``form``: of the moments, but for the
-    ``exact`` ones, which are kept as the masters.
+    """Return the persistent flat buffers of one bucket.
 
-    A master of the compute dtype on the weight's tier is the weight itself (or a view of it) and takes no bytes of its
-    own.
+    A master of the compute dtype on the weight's tier is the weight itself (or a view of the weight) and takes
+    no bytes of its own.
+
+    Args:
+        strategy: The placements and tiers of the bucket's Unit.
+        dtypes: The dtypes of the bucket.
+        trained: False for a frozen bucket, which has a weight only.
+        moments: Names of the optimizer's moments.
+        form: The form in which moments are stored, except the ``exact`` ones.
+        exact: Names of the moments that are stored in the form of the masters.
+
+    Returns:
+        One row per buffer: kind, element size, placement, tier and form.
     """
 
     def placed(

@@ -1,4 +1,4 @@
-"""What the user's code may not do with gradients between a backward pass and the step, for all buckets of a stage.
+"""Checks of the user's code between a backward pass and the step, for all buckets of a stage.
 
 Cost: see taken.py.
 """
@@ -12,7 +12,7 @@ from shardwise.plan.errors import UsageError
 
 
 class Marks:
-    """Sets and takes away what stands in ``p.grad``; and looks for frozen parameters that are not any more."""
+    """The sentinels in ``p.grad`` of a stage's buckets, and the check that frozen parameters stay frozen."""
 
     def __init__(self, buckets: Sequence[BucketState]):
         self._trained = [bucket for bucket in buckets if bucket.layout.key.trained]
@@ -25,8 +25,12 @@ class Marks:
         self._are_set = False
 
     def check_frozen(self) -> None:
-        """Errors: UsageError where a parameter has been thawed since the engine was made."""
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer by way of Python
+        """Check that no frozen parameter has been thawed since the engine was made.
+
+        Raises:
+            UsageError: If a frozen parameter requires a gradient now.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # else a released parameter raises an error
             thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
             raise UsageError(
@@ -35,15 +39,20 @@ class Marks:
             )
 
     def set(self) -> None:
-        """The user's code goes on: what it reads in ``p.grad`` is an error from here to the step."""
+        """Set the sentinels, so that the user's code cannot read ``p.grad`` until the step."""
         for bucket in self._trained:
             bucket.gradient.mark()
         self._are_set = True
 
     def clear(self, at_step: bool = False) -> None:
-        """Take the marks out of ``p.grad``.
+        """Remove the sentinels from ``p.grad``.
 
-        Errors: UsageError where the user put a gradient of his own in the place of one, or ``at_step`` dropped them.
+        Args:
+            at_step: True in the step, where sentinels that the user dropped are an error.
+
+        Raises:
+            UsageError: If the user replaced a sentinel by a gradient, or dropped sentinels and ``at_step`` is
+                true.
         """
         if not self._are_set:
             return
@@ -63,7 +72,7 @@ class Marks:
             )
 
     def drop(self) -> None:
-        """Take them away, whatever stands there."""
+        """Remove the sentinels without any check."""
         if self._are_set:
             self._take()
 

@@ -1,12 +1,12 @@
-"""Units found in a model: which modules' parameters move together.
+"""The Units of a model: which modules' parameters move together.
 
-By itself: the repeated blocks, that is the children of the outermost ModuleList or Sequential that holds at least two
-modules of one class with parameters. By name: ``zero.units`` patterns. Whatever lies outside every Unit belongs to the
-root, whose window is the whole forward pass.
+``auto`` takes the repeated blocks, that is the children of the outermost ModuleList or Sequential that holds at least
+two modules of one class with parameters. ``zero.units`` names Units by patterns. Parameters outside every Unit belong
+to the root, whose window is the whole forward pass.
 
-A parameter that several modules hold (tied weights) is one slot with several names. Two Parameter objects over one
-memory are no tie: torch updates them one after the other, and the engine, which gives each a place of its own, would
-part them. They are refused.
+A parameter that several modules hold (tied weights) is one slot with several names. Two Parameter objects over the same
+memory are not tied: torch updates one after the other, and the engine, which gives each its own memory, would separate
+them. Such parameters are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from shardwise.plan.unit import Unit
 
 
 class Holding(NamedTuple):
-    """One parameter: its first name, all its names, and itself."""
+    """One parameter: its first name, its other names, and the Parameter object."""
 
     name: str
     aliases: tuple[str, ...]
@@ -30,9 +30,17 @@ class Holding(NamedTuple):
 
 
 def unit_names(model: nn.Module, units: Sequence[str] | str) -> list[str]:
-    """Names of the modules that become Units, the root left out; ``units``: "auto" or patterns.
+    """Return the names of the modules that become Units, without the root.
 
-    Errors: ConfigError where a pattern matches nothing.
+    Args:
+        model: The model.
+        units: "auto", or patterns of module names.
+
+    Returns:
+        Module names in the order of the model.
+
+    Raises:
+        ConfigError: If a pattern matches no module.
     """
     if isinstance(units, str):
         return repeated_blocks(model)
@@ -41,7 +49,15 @@ def unit_names(model: nn.Module, units: Sequence[str] | str) -> list[str]:
 
 
 def check_callable(model: nn.Module, units: Sequence[str]) -> None:
-    """Errors: PlanError where one of ``units`` would hold parameters and has no forward pass whose hooks could run."""
+    """Check that every Unit with parameters has a forward pass, whose hooks gather its weights.
+
+    Args:
+        model: The model.
+        units: Names of the Units.
+
+    Raises:
+        PlanError: If a Unit is a ModuleList or ModuleDict that holds parameters outside of other Units.
+    """
     for name, module in model.named_modules(remove_duplicate=False):
         if name not in units or not isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
@@ -57,9 +73,19 @@ def check_callable(model: nn.Module, units: Sequence[str]) -> None:
 def held(
     model: nn.Module, units: Sequence[Unit], canonical: Mapping[str, str], what: str
 ) -> dict[str, Holding]:
-    """The parameters of ``model``, a stage, by their first names in the whole model; ``what`` names it in errors.
+    """Return the parameters of a stage, keyed by their first names in the whole model.
 
-    Errors: PlanError where it does not hold what its Units say.
+    Args:
+        model: The module of the stage.
+        units: The Units that the Plan has for the stage.
+        canonical: First name in the whole model of each tied name in the stage.
+        what: Name of the stage in errors.
+
+    Returns:
+        The parameters.
+
+    Raises:
+        PlanError: If names, shapes or ``requires_grad`` differ from the Plan's.
     """
     found: dict[str, Holding] = {}
     for holding in holdings(model):
@@ -89,7 +115,7 @@ def held(
 
 
 def holdings(model: nn.Module) -> list[Holding]:
-    """Every parameter once, with all its names."""
+    """Return every parameter of the model once, with all its names."""
     by_identity: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -99,7 +125,14 @@ def holdings(model: nn.Module) -> list[Holding]:
 
 
 def check_memory(model: nn.Module) -> None:
-    """Errors: PlanError where a parameter shares elements with another tensor of the model."""
+    """Check that no parameter shares elements with another tensor of the model.
+
+    Args:
+        model: The model.
+
+    Raises:
+        PlanError: If a parameter overlaps another parameter or buffer in memory.
+    """
     named = list(model.named_parameters()) + list(model.named_buffers())
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
@@ -117,7 +150,7 @@ def check_memory(model: nn.Module) -> None:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Return True if two tensors of one storage have an element in common."""
     spans = []
     for tensor in (one, other):
         start = tensor.storage_offset() * tensor.element_size()
@@ -137,7 +170,15 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def check_renormalized(model: nn.Module, ranks: int) -> None:
-    """Errors: PlanError where a forward pass would edit weights on one rank and not on the others."""
+    """Check that no forward pass edits weights differently on different ranks (``max_norm`` of embeddings).
+
+    Args:
+        model: The model.
+        ranks: Number of ranks that hold copies of the weights.
+
+    Raises:
+        PlanError: If there are several ranks and an embedding has ``max_norm``.
+    """
     if ranks == 1:
         return
     for name, module in model.named_modules():
@@ -151,7 +192,7 @@ def check_renormalized(model: nn.Module, ranks: int) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Names of the children of the outermost containers of repeated modules."""
+    """Return the names of the children of the outermost containers of repeated modules."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name == block or name.startswith(block + ".") for block in found)

@@ -1,8 +1,8 @@
-"""The order in which the Units of a stage run: the agreed one, and what each forward pass shows.
+"""The order in which the Units of a stage run: the agreed order, and the order of each forward pass.
 
-The order starts as the order of registration. Every forward pass writes down its own; when all ranks have seen the same
-one (their hashes travel with the gradient norm) the step's list is made anew from it. The backward pass of a microbatch
-mirrors what its forward passes did, departures included.
+The agreed order starts as the order of registration. Every forward pass records its own order. When all ranks have
+recorded the same order (its hash travels with the gradient norm), the step's list is built again from that order. The
+backward pass of a microbatch mirrors its forward passes, divergences included.
 """
 
 import hashlib
@@ -23,46 +23,61 @@ from shardwise.plan.unit import Unit
 
 
 class Order:
-    """See the module's docstring. ``strategies``: by Unit; ``first``: number of the first Unit in the
-    rank's list."""
+    """The agreed order of a stage's Units, the orders of its forward passes, and the lists made from them.
+
+    Args:
+        units: The Units of the stage, the root first.
+        strategies: The strategy of each Unit, in the order of ``units``.
+        prefetch_bytes: Bytes of weights that the lists gather ahead of their use.
+        first: Number of the stage's first Unit in the rank's list.
+    """
 
     def __init__(
         self, units: Sequence[Unit], strategies: Sequence[Strategy], prefetch_bytes: int, first: int
     ):
         self.agreed: tuple[Boundary, ...] = tuple(registration_boundaries([unit.name for unit in units]))
-        """What the list follows."""
+        """The order that the step's list follows."""
         self.has_departed = False
-        """Whether the running forward pass took another way."""
+        """True if the running forward pass departed from the agreed order."""
         self._prefetch = Prefetch(prefetch_bytes, [unit.weight_bytes for unit in units])
         self._strategies = strategies
         self._first = first
         self._trained = [any(bucket.key.trained for bucket in unit.buckets) for unit in units]
         self._running: list[Boundary] = []
-        """The forward pass that is under way."""
+        """The order of the running forward pass, as far as it has come."""
         self._seen: list[Boundary] = []
-        """The last one that came to its end."""
+        """The order of the last completed forward pass."""
         self._passes: dict[int, list[tuple[Boundary, ...]]] = {}
-        """By microbatch the order of each forward pass whose backward pass has not been."""
+        """The orders of the forward passes that still await their backward pass, by microbatch."""
         self._lists: dict[tuple[tuple[Boundary, ...], str], list[Action]] = {}
         self._fetches: Mapping[int, int] = {}
 
     # A forward pass --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin to record a forward pass."""
         self._running, self.has_departed = [], False
 
     def saw(self, enters: bool, unit: int) -> None:
-        """A Unit's window opened or closed."""
+        """Record that a Unit's forward began or ended.
+
+        Args:
+            enters: True if the forward began, False if it ended.
+            unit: Index of the Unit in the stage.
+        """
         self._running.append(Boundary(enters, unit))
 
     @property
     def last_opened(self) -> int:
-        """The Unit whose forward began last in the running pass; the root where none has."""
+        """The Unit whose forward began last in the running pass, or the root if none has begun."""
         return next((boundary.unit for boundary in reversed(self._running) if boundary.enters), 0)
 
     def end(self, microbatch: int | None) -> None:
-        """The pass is over. ``microbatch``: whose backward pass will come; None where none will."""
+        """End the recording of a forward pass.
+
+        Args:
+            microbatch: The microbatch whose backward pass will follow, or None if no backward pass will.
+        """
         self._seen = self._running
         if microbatch is None:
             return
@@ -72,28 +87,30 @@ class Order:
     # Its backward pass -----------------------------------------------------------------------------------------
 
     def of_passes(self, microbatch: int) -> tuple[Boundary, ...]:
-        """That of the forward passes whose backward pass comes now."""
+        """Return the order of the microbatch's forward passes, or the agreed order if none is recorded."""
         passes = self._passes.get(microbatch, [])
         return tuple(boundary for boundaries in passes for boundary in boundaries) or self.agreed
 
     def done(self, microbatch: int) -> None:
-        """The backward pass is over."""
+        """Forget the forward passes of a microbatch whose backward pass is over."""
         self._passes.pop(microbatch, None)
 
     def forget(self) -> None:
-        """No backward pass will come."""
+        """Forget all recorded forward passes, because no backward pass will follow."""
         self._passes.clear()
 
     # Tables ----------------------------------------------------------------------------------------------------
 
     @property
     def fetches(self) -> Mapping[int, int]:
-        """By collection of embedding tables the Unit behind whose F it is fetched, in the order of FETCHes: both by
-        their numbers on the rank."""
+        """The Unit behind whose F each collection of embedding tables is fetched, in the order of FETCHes.
+
+        Keys are numbers of collections on the rank, values are numbers of Units on the rank.
+        """
         return self._fetches
 
     def follow_fetches(self, fetches: Mapping[int, int]) -> None:
-        """Fetch so from now on."""
+        """Use these places of FETCHes in all further lists."""
         self._fetches = dict(fetches)
         self._lists.clear()
 
@@ -101,15 +118,19 @@ class Order:
 
     @property
     def hash(self) -> int:
-        """A 32-bit number of the order that the last forward pass followed."""
+        """A 32-bit hash of the order that the last forward pass followed."""
         text = repr([tuple(boundary) for boundary in self._seen]).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:4])
 
     def adopt(self) -> bool:
-        """All ranks have seen the same order: follow it from now on. True where it is a new one."""
+        """Follow the last recorded order from now on, after all ranks have recorded the same order.
+
+        Returns:
+            True if the agreed order has changed.
+        """
         if not self._seen:
             return False
-        # With the Units that did not run: a later step may use them on some ranks, and all are reduced.
+        # Units that did not run are included: a later step may use them on some ranks, and every Unit is reduced.
         order = with_absent(self._seen, self.agreed)
         if order == self.agreed:
             return False
@@ -120,15 +141,23 @@ class Order:
     # Lists -----------------------------------------------------------------------------------------------------
 
     def forward(self) -> list[Action]:
-        """One forward pass."""
+        """Return the list of one forward pass."""
         return self._list(self.agreed, "forward")
 
     def backward(self, order: tuple[Boundary, ...], last: bool) -> list[Action]:
-        """The backward pass of ``order``; ``last``: of the step's last microbatch."""
+        """Return the list of the backward pass of ``order``.
+
+        Args:
+            order: The order of the forward passes.
+            last: True for the last microbatch of the step.
+
+        Returns:
+            The Actions of the pass.
+        """
         return self._list(order, "last" if last else "one of several")
 
     def foreign(self, order: tuple[Boundary, ...]) -> list[Action]:
-        """A backward pass in which nothing lands."""
+        """Return the list of a backward pass in which no gradients are accumulated."""
         return self._list(order, "foreign")
 
     def _list(self, order: tuple[Boundary, ...], what: str) -> list[Action]:

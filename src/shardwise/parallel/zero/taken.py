@@ -1,13 +1,14 @@
-"""What stands in ``p.grad`` between a backward pass and the step: a tensor that cannot be read.
+"""The sentinel in ``p.grad`` between a backward pass and the step: a tensor that cannot be read.
 
     engine.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # UsageError: set max_grad_norm, or use engine.gradients()
     engine.step()
 
-The gradients lie in the engine's buffers. Were ``p.grad`` None, everything that people write between the two calls by
-habit (clipping, scaling, logging, noise, an optimizer's or a scaler's own step) would find nothing to do and would say
-nothing. So each parameter that got a gradient holds a mark until the step: of the parameter's shape and dtype, without
-memory, and any operation on it is an error that names the cure, from Python or from autograd.
+The gradients lie in the engine's buffers. If ``p.grad`` were None, code that people habitually write between the two
+calls (clipping, scaling, logging, noise, an optimizer's or a scaler's own step) would find nothing to do and would fail
+silently. So each parameter that got a gradient holds a sentinel until the step. The sentinel has the parameter's shape
+and dtype and takes no memory, and any operation on it, from Python or from autograd, raises an error that names the
+remedy.
 
 Cost: 0.3 microseconds per parameter and backward pass; no memory but one object per parameter.
 """
@@ -22,12 +23,13 @@ from shardwise.plan.errors import UsageError
 
 
 class TakenGradient(Tensor):
-    """The mark of one parameter. Any operation on it raises UsageError."""
+    """The sentinel of one parameter, on which any operation raises UsageError."""
 
     _parameter_name: str
 
     @staticmethod
     def __new__(cls, parameter: Tensor, name: str) -> "TakenGradient":
+        """Make a sentinel without memory, of the shape, dtype and device of ``parameter``."""
         made: TakenGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device
         )
@@ -35,7 +37,7 @@ class TakenGradient(Tensor):
         return made
 
     def __init__(self, parameter: Tensor, name: str) -> None:
-        """``name``: the parameter's in the model."""
+        """Do nothing: ``__new__`` has made the sentinel."""
 
     @classmethod
     def _refuse(cls, operation: Any, values: Any) -> Any:
@@ -69,11 +71,11 @@ _CURES = {
     "clip": "clip_grad_norm_: set max_grad_norm: 1.0 in the configuration instead; engine.step() returns the norm. ",
     "step": "optimizer.step(): call engine.step() instead, which steps the optimizer on its shards. ",
 }
-"""The cure of a caller that is on the stack, which comes first."""
+"""Remedies for callers that are on the stack, which come first in the message."""
 
 
 def _caller() -> str:
-    """Return which habit is on the stack: ``clip``, ``step``, or "" for anything else."""
+    """Return the caller on the stack that needs its own remedy: ``clip``, ``step``, or "" for any other."""
     frame = sys._getframe(2)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -92,7 +94,7 @@ def _flat(values: Any) -> list[Any]:
 
 
 def _title(operation: Any) -> str:
-    """The name of an operation as a reader knows it."""
+    """Return the name of an operation as users write it."""
     name = getattr(operation, "__name__", "") or "this"
     owner = getattr(operation, "__self__", None)  # the getter of a property, say
     if name == "__get__" and owner is not None:

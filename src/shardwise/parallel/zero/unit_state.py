@@ -2,11 +2,11 @@
 
     CLOSED -> FORWARD -> CLOSED -> BACKWARD -> CLOSED     a Unit in a step
     CLOSED -> RECOMPUTING -> CLOSED                      its forward inside the backward pass
-    BACKWARD -> DISPLACED -> BACKWARD                    its memory is another's for a while
+    BACKWARD -> DISPLACED -> BACKWARD                    its memory is used by another Unit for a while
     FORWARD -> BACKWARD -> FORWARD                       autograd.grad inside a forward pass
 
-A window says what the Unit is used for, not where its weights are: that a bucket knows (weights gathered ahead are
-there before the window opens; a step that gathers once keeps them after it closes).
+A window states what the Unit is used for. Whether the weights are in memory is the state of each bucket: weights that
+were gathered ahead are in memory before the window opens, and a step that gathers once keeps them after it closes.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from shardwise.plan.unit import Unit
 
 
 class Window(Enum):
-    """What a Unit's weights are used for now."""
+    """Use of a Unit's weights at the moment."""
 
     CLOSED = auto()
-    """Nothing."""
+    """The weights are not in use."""
     FORWARD = auto()
     BACKWARD = auto()
     RECOMPUTING = auto()
-    """A forward pass inside the backward pass."""
+    """A forward pass runs inside the backward pass."""
     DISPLACED = auto()
-    """BACKWARD, but the memory is lent to a Unit that recomputes."""
+    """The backward window is open, but the memory is lent to a Unit that recomputes."""
 
     __hash__ = object.__hash__  # Enum's own runs in Python
 
@@ -45,7 +45,7 @@ _NEXT = {
 
 @dataclass
 class UnitState:
-    """See the module's docstring."""
+    """A Unit on this rank, with its module, its buckets and the state of its passes."""
 
     unit: Unit
     module: nn.Module
@@ -55,27 +55,27 @@ class UnitState:
     strategy: Strategy
     window: Window = Window.CLOSED
     calls: int = 0
-    """Calls of its forward that are under way: more than one where it calls itself."""
+    """Number of running calls of the Unit's forward: more than 1 if the forward calls itself."""
     missing: int = 0
-    """Gradients that have not landed in this backward pass."""
+    """Number of gradients that have not been accumulated in this backward pass."""
     is_reduced: bool = False
     is_kept: bool = False
-    """The step's list gathered it for more than one pass."""
+    """True if the step's list gathered the Unit for more than one pass."""
 
     @property
     def has_windows(self) -> bool:
-        """Whether its weights must be gathered before use."""
+        """True if the Unit's weights must be gathered before use."""
         return self.strategy.has_windows
 
     def enter(self, window: Window) -> None:
-        """The window changes."""
+        """Change the window, and check that the change is legal."""
         if window is not self.window:
             before = self.window
             assert window in _NEXT[before], f"{self.unit.title}: {before.name} does not become {window.name}"
             self.window = window
 
     def gather(self) -> None:
-        """UNSHARD, finished."""
+        """Gather the weights of all buckets and wait for them."""
         for bucket in self.buckets:
             bucket.weight.start_unshard()
         for bucket in self.buckets:
@@ -83,10 +83,10 @@ class UnitState:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether its backward window is open."""
+        """True while the Unit's backward window is open."""
         return self.window is Window.BACKWARD or self.window is Window.DISPLACED
 
     @property
     def is_complete(self) -> bool:
-        """True when nothing of the Unit's backward pass can be outstanding."""
+        """True if nothing of the Unit's backward pass can be outstanding."""
         return self.missing == 0 and self.trained_parameters > 0 and not self.has_frozen

@@ -1,12 +1,12 @@
-"""The user's parameters of one bucket: the memory that they show.
+"""The user's parameters of one bucket, and the memory that they show.
 
-``p.data = view`` leaves the Parameter object, its hooks and its version counter where they are.
+``p.data = view`` keeps the Parameter object, its hooks and its version counter.
 
 [Note: stale memory]
-While a weight is sharded its parameters are withheld (memory/absent.py): an operation that takes one is an error which
-names it, where shape, dtype and device can be read. Past torch's Python functions they read as NaN of the right shape.
-And their version counters stand one above the value under which autograd saved them; unsharding restores both, so a
-backward pass that reaches a weight which is not there fails in autograd's own check.
+While a weight is sharded its parameters are withheld (memory/absent.py): an operation on one is an error that names the
+parameter, while shape, dtype and device can be read. Past torch's Python functions a withheld parameter reads as NaN of
+the right shape. Its version counter is one above the value under which autograd saved the parameter; unsharding
+restores both. So a backward pass that uses a weight that is not in memory fails in autograd's own check.
 
 Cost: a quarter of a microsecond per parameter and move; no memory but the views.
 """
@@ -27,7 +27,15 @@ _set_versions = torch._C._autograd._unsafe_set_version_counter  # type: ignore[a
 
 
 class ParameterViews:
-    """See the module's docstring. ``what`` names the bucket in errors; ``dtype`` is the compute dtype."""
+    """The user's parameters of one bucket, and the memory that they show.
+
+    Args:
+        layout: The bucket.
+        parameters: The parameters, in the order of the bucket's slots.
+        what: Name of the bucket in errors.
+        dtype: The compute dtype.
+        device: The device of the computation.
+    """
 
     def __init__(
         self,
@@ -40,22 +48,23 @@ class ParameterViews:
         self.layout = layout
         self.parameters = parameters
         self.absent = [absent(slot.shape, dtype, device) for slot in layout.slots]
-        """What each parameter shows while it is withheld."""
+        """The tensor that each parameter shows while it is withheld."""
         self._what = what
         self._cached: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._withheld: dict[type, type] = {}
         self._expected: dict[type, type] = {}
         self.is_away = False
-        """Whether the whole engine's weights are elsewhere (engine/away.py)."""
+        """True while the whole engine's weights are moved off the device (engine/away.py)."""
         self._watched: dict[type, type] = {}
         self._read: dict[int, Tensor | None] = {}
-        """Parameters, by identity, whose ``data`` was read since the values changed last, and what they held then."""
+        """Parameters, by identity, whose ``data`` was read since their values last changed, with a copy from
+        before."""
         self._fresh = [parameter._version for parameter in parameters]
         self._stale = [version + 1 for version in self._fresh]
 
     def of(self, full: Tensor) -> list[Tensor]:
-        """The parameters as views of a whole flat buffer that stays; made once per buffer."""
-        # By the object, which the cache keeps alive: a fake tensor has no address.
+        """Return the parameters as views of a full flat buffer that persists; views are made once per buffer."""
+        # Keyed by the identity of the object, which the cache keeps alive: a fake tensor has no address.
         found = self._cached.get(id(full))
         if found is None:
             with torch.inference_mode(False):
@@ -63,33 +72,42 @@ class ParameterViews:
         return found[1]
 
     def fresh(self, full: Tensor) -> list[Tensor]:
-        """As ``of`` for memory that will not be seen again."""
+        """Return the parameters as views of a full flat buffer, without keeping the views."""
         return [
             full[slot.offset : slot.offset + slot.elements].view(slot.shape) for slot in self.layout.slots
         ]
 
     def forget(self) -> None:
-        """Buffers that were seen may be given back: their views are not kept any more."""
+        """Drop the kept views, so that the memory of their buffers can be released."""
         self._cached.clear()
 
     def point_into(self, full: Tensor) -> None:
-        """The parameters show ``full``, a buffer that stays."""
+        """Let the parameters show ``full``, a buffer that persists."""
         give(self.parameters)
         for parameter, view in zip(self.parameters, self.of(full), strict=True):
             parameter.data = view
 
     def expect(self, arrive: Callable[[], None]) -> None:
-        """What the parameters show is on its way: whoever uses it calls ``arrive`` first, the same in every call here,
-        and that calls ``show``."""
+        """Make every use of the parameters wait, because their values are still in flight.
+
+        Args:
+            arrive: Function that the first use calls; it waits and then calls ``show``. It must be the same in
+                every call of ``expect`` on this object.
+        """
         expect(self.parameters, arrive, self._expected)
 
     def show(self) -> None:
-        """It has come."""
+        """Let the parameters be used again, because their values have arrived."""
         give(self.parameters)
 
     def watch(self, keeps_copies: bool) -> None:
-        """Note from now on whose ``data`` is read; ``keeps_copies``: and what it held before."""
-        of = weakref.ref(self)  # a class is no reason for memory to stay
+        """Record from now on which parameters' ``data`` is read.
+
+        Args:
+            keeps_copies: True to also keep a copy of the values before the read.
+        """
+        # A weak reference: else the class that ``watch_data`` makes would keep this object's memory alive.
+        of = weakref.ref(self)
 
         def seen(parameter: Tensor) -> None:
             views = of()
@@ -100,12 +118,11 @@ class ParameterViews:
         watch_data(self.parameters, seen, self._watched)
 
     def unwatch(self) -> None:
-        """End ``watch``."""
+        """Stop recording reads of ``data``."""
         unwatch_data(self.parameters)
 
     def perhaps_edited(self) -> list[int]:
-        """Return the places of the parameters that were edited, or whose ``data`` was read, since the values changed
-        last."""
+        """Return the indices of the parameters that were edited, or whose ``data`` was read, since the last change."""
         return [
             place
             for place, (parameter, version) in enumerate(zip(self.parameters, self._fresh, strict=True))
@@ -113,11 +130,18 @@ class ParameterViews:
         ]
 
     def restore_versions(self) -> None:
-        """Values are back that autograd may have saved. [Note: stale memory]"""
+        """Restore the version counters, because the values that autograd may have saved are in memory again.
+
+        See [Note: stale memory].
+        """
         _set_versions(self.parameters, self._fresh)
 
     def withhold(self, places: Collection[int] | None = None) -> None:
-        """The parameters at ``places`` (default: all) show nothing. [Note: stale memory]"""
+        """Let parameters show nothing. See [Note: stale memory].
+
+        Args:
+            places: Indices of the parameters in the bucket; None for all.
+        """
         parameters, nothing, stale = self.parameters, self.absent, self._stale
         if places is not None:
             parameters, nothing, stale = ([each[i] for i in places] for each in (parameters, nothing, stale))  # type: ignore[assignment]
@@ -128,17 +152,26 @@ class ParameterViews:
         _set_versions(parameters, stale)
 
     def renew(self, is_shown: bool) -> None:
-        """The values changed: what autograd saved before may not be used any more."""
+        """Advance the version counters, because the values changed and what autograd saved before is stale.
+
+        Args:
+            is_shown: True if the parameters show the values now, False if they are withheld.
+        """
         self._fresh = [version + 2 for version in self._fresh]
         self._stale = [version + 1 for version in self._fresh]
         _set_versions(self.parameters, self._fresh if is_shown else self._stale)
         self._read.clear()
 
     def check(self, full: Tensor, overwritten_by: torch.dtype | None) -> None:
-        """What the user did to a parameter behind the engine's back would be lost in silence.
+        """Check that the user did not replace or edit parameters in a way that would be lost silently.
 
-        ``overwritten_by``: dtype of the master that an edit in place does not reach; None where there is no such one.
-        Errors: UsageError.
+        Args:
+            full: The full flat buffer that the parameters show.
+            overwritten_by: Dtype of the separate master that would overwrite an edit, or None if there is no
+                such master.
+
+        Raises:
+            UsageError: If a parameter lies in other memory, or was edited beside its master.
         """
         for slot, parameter, view, version in zip(
             self.layout.slots, self.parameters, self.of(full), self._fresh, strict=True
@@ -175,12 +208,21 @@ class ParameterViews:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, by which NaN equals itself."""
+    """Return the bytes of a tensor, so that NaN compares equal to itself."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that shape in the memory of one element: NaN, or the lowest number of an integer dtype."""
+    """Return a tensor of the given shape in the memory of one element.
+
+    Args:
+        shape: The shape.
+        dtype: The dtype.
+        device: The device.
+
+    Returns:
+        NaN everywhere; for integers the lowest number of the dtype, for booleans False.
+    """
     value = (
         float("nan") if dtype.is_floating_point else (0 if dtype == torch.bool else torch.iinfo(dtype).min)
     )

@@ -1,18 +1,18 @@
-"""The weight of one bucket on this rank: what is kept, when it is whole, and the master that it is rounded from.
+"""The weight of one bucket on this rank: the stored shard, the gathered weight and the master that updates it.
 
     stage           0        1             2              3
     shard           [P]      [P]           [P]            [P/N] + a slot [P] while unsharded
     master          [P]      [P/N]         [P/N]          [P/N]
 
-A master of the compute dtype on the same tier is the kept weight itself or this rank's range of it. One on a disk is
-empty between updates (memory/tier.py).
+A master of the compute dtype on the same tier is the stored weight itself or this rank's range of it. A master on a
+disk is an empty tensor between updates (memory/tier.py).
 
-    SUMMONED   the parameters show memory outside: the user's before ``attach`` and after ``give_back``, a whole copy
+    SUMMONED   the parameters show memory outside: the user's before ``attach`` and after ``give_back``, a full copy
                between ``summon`` and ``restore``
-    SHARDED    they show nothing; the shard alone is here                      views.py, [Note: stale memory]
-    GATHERING  the slot is taken and the all-gather is under way; they still show nothing. Without a window: the other
-               ranks' ranges are under way after an update; whoever uses the parameters waits first
-    UNSHARDED  they show the whole weight; for ever where the weight has no window
+    SHARDED    the parameters show nothing; only the shard is in memory        views.py, [Note: stale memory]
+    GATHERING  the slot is taken and the all-gather is in flight; the parameters still show nothing. Without a window:
+               the other ranks' ranges are in flight after an update; every use of the parameters waits first
+    UNSHARDED  the parameters show the full weight; without a window this state lasts
 
                  attach, restore              start_unshard              finish_unshard
     SUMMONED <------------------> SHARDED ------------------> GATHERING ---------------> UNSHARDED
@@ -44,14 +44,14 @@ from shardwise.precision.policy import Dtypes
 
 
 class WeightState(Enum):
-    """Where a weight is in its life: see the module's docstring."""
+    """State of a bucket's weight; the module's docstring draws the transitions."""
 
     SUMMONED = "summoned"
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, and every window of a Unit asks four times
+    __hash__ = object.__hash__  # Enum's own runs in Python, four times in every window of a Unit
 
 
 _SUMMONED, _SHARDED, _GATHERING, _UNSHARDED = WeightState
@@ -65,22 +65,31 @@ _NEXT: dict[WeightState, tuple[WeightState, ...]] = {
 
 
 class BroughtShard(NamedTuple):
-    """A shard where the model computes, and the wait for it."""
+    """A shard in a slot of the device, and the call that waits for its arrival from another tier."""
 
     shard: Tensor
     arrive: Callable[[], object]
 
 
 class Shown(NamedTuple):
-    """What a summoned parameter shows."""
+    """The full weight that a summoned parameter shows."""
 
     whole: Tensor
     version: int
-    """The parameter's, before any edit."""
+    """Version counter of the parameter before any edit."""
 
 
 class Weight:
-    """See the module's docstring. ``what`` names the bucket in errors."""
+    """The weight of one bucket on this rank: its shard, its gathered form and its master.
+
+    Args:
+        layout: The bucket.
+        dtypes: The dtypes of the bucket.
+        views: The user's parameters of the bucket.
+        what: Name of the bucket in errors and of its slots.
+        around: The groups, slots and ledger of the bucket's Unit.
+        state: The state that lies on another tier than the device, or None.
+    """
 
     def __init__(
         self,
@@ -97,19 +106,19 @@ class Weight:
         self.what = what
         self.state = _SUMMONED
         self.has_window = around.strategy.has_windows
-        """Whether the parameters show the weight inside its Unit's windows alone."""
+        """True if the parameters show the weight only inside its Unit's windows."""
         self._around = around
         strategy = around.strategy
         piece = layout.shard_elements
         self._elsewhere = state
-        """What lies on another tier."""
+        """State that lies on another tier than the device, or None."""
         if self._held is not None:
             self._shard = self._held.tensors["weight"]
         else:
             elements = piece if strategy.cuts_weight else layout.elements
             self._shard = torch.zeros(elements, dtype=dtypes.compute, device=around.device)
         self.master: Tensor | None = None
-        """What the optimizer updates; None where the bucket is frozen."""
+        """The tensor that the optimizer updates, or None if the bucket is frozen."""
         if state is not None:
             self._follow(state.tensors)
             state.followers.append(self._follow)
@@ -126,38 +135,38 @@ class Weight:
         self._full: Tensor | None = None if self.has_window else self._shard
         self._gathering: Pending = DONE
         self._brought: BroughtShard | None = None
-        """Of a shard that lies on a tier: what the gather sends."""
+        """The shard that was brought from its tier and that the next gather sends."""
         self._updating: Future[None] | None = None
-        """An update on another tier, under way since the step."""
+        """An update on another tier that has run since the step."""
         self._shown: dict[int, Shown] = {}
-        """Parameters that show memory outside, by place."""
+        """Parameters that show memory outside the engine, by index in the bucket."""
 
     @property
     def shares_master(self) -> bool:
-        """True where the weight is its own master: what is written into it stays."""
+        """True if the weight is its own master, so that edits of the weight persist."""
         strategy = self._around.strategy
         together = strategy.tier == strategy.weight_tier
         return not self.layout.key.trained or (together and self.dtypes.master == self.dtypes.compute)
 
     @property
     def _held(self) -> TierState | None:
-        """Where the weight lies between windows, if not on the device."""
+        """The tier state in which the weight lies between windows, or None if the weight lies on the device."""
         there = self._elsewhere
         return there if there is not None and "weight" in there.kinds else None
 
     @property
     def _next(self) -> NextWeight | None:
-        """What it becomes, where updates count one step late."""
+        """The updated weight that is adopted later if updates count one step late, else None."""
         return None if self._elsewhere is None else self._elsewhere.next
 
     @property
     def _own(self) -> slice:
-        """This rank's range of what is cut."""
+        """The range of a cut buffer that belongs to this rank."""
         return self._around.own_range(self.layout)
 
     @property
     def _updates_range(self) -> bool:
-        """Whether the whole weight is kept and this rank updates its range of it alone."""
+        """True if this rank stores the full weight but updates only its own range."""
         return self._around.strategy.cuts_master and not self._around.strategy.cuts_weight
 
     def _follow(self, tensors: Mapping[str, Tensor]) -> None:
@@ -168,23 +177,23 @@ class Weight:
 
     @property
     def shard(self) -> Tensor:
-        """What this rank keeps between windows."""
+        """The part of the weight that this rank stores between windows."""
         self.finish_update()
         return self._shard
 
     @property
     def first(self) -> int:
-        """Element of the bucket with which the shard begins."""
+        """Index in the bucket of the shard's first element."""
         return self._own.start if self._around.strategy.cuts_weight else 0
 
     def _enter(self, state: WeightState) -> None:
         assert state in _NEXT[self.state], f"{self.what}: {self.state.value} does not become {state.value}"
         self.state = state
 
-    # UnitWindows ---------------------------------------------------------------------------------------------------
+    # Windows ---------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """The parameters show the engine's memory from now on; a weight with a window starts sharded."""
+        """Let the parameters show the engine's memory from now on; a weight with a window starts sharded."""
         if self._full is None:
             self._enter(_SHARDED)
             self.views.withhold()
@@ -194,17 +203,17 @@ class Weight:
             self.watch()
 
     def watch(self) -> None:
-        """Let a reading of ``p.data`` be seen, where a master would overwrite what is written there."""
+        """Begin to detect reads of ``p.data`` if a master would overwrite edits of the parameters."""
         if self.state is _UNSHARDED and not self.shares_master and not self.has_window:
             self.views.watch(keeps_copies=self._next is not None)
 
     @property
     def in_the_way(self) -> Hashable | None:
-        """Name of the bucket that stands in this one's slot."""
+        """Name of the bucket that occupies this weight's slot, or None."""
         return self._around.weights.holder_in_the_way(self.what) if self._full is None else None
 
     def bring(self) -> None:
-        """Begin to bring what ``start_unshard`` sends from its tier, behind the update that is under way there."""
+        """Begin to bring the shard that ``start_unshard`` sends, after any update that runs on its tier."""
         if self._held is not None and self._brought is None and self.state is _SHARDED:
             self._brought = self._begin_bring(self._held)
 
@@ -214,20 +223,20 @@ class Weight:
         return BroughtShard(into, held.bring("weight", into, self._updating))
 
     def _let_go(self) -> None:
-        """What was brought is sent, or not wanted."""
+        """Release the slot of a brought shard, after its last use or if nothing will use the shard."""
         if self._brought is not None:
             self._brought.arrive()
             self._brought = None
             self._around.shards.release(self.what)
 
     def start_unshard(self) -> None:
-        """Begin to gather the weight into its slot, where it is sharded."""
+        """Begin to gather a sharded weight into its slot; do nothing in any other state."""
         if self.state is not _SHARDED:
             return
         if self._held is None:
             self.finish_update()
         self._full = self._around.weights.acquire(self.what, self.layout.elements, self.dtypes.compute)
-        # Before the collective, which may fail: ``reshard`` then finds a slot to give back.
+        # Enter the state before the collective, which may fail: else ``reshard`` would not release the slot.
         self._enter(_GATHERING)
         if self._held is None:
             self._gathering = self._around.shard.all_gather(self._full, self._shard, self.what)
@@ -235,7 +244,10 @@ class Weight:
             self._gathering = self._come_from(self._held, self._full)
 
     def _come_from(self, held: TierState, full: Tensor) -> Pending:
-        """From its tier; ranks that hold pieces send each other what each has brought."""
+        """Begin to fill ``full`` from the tier that holds the weight.
+
+        Ranks that hold pieces bring each its own piece and all-gather the pieces.
+        """
         if not self._around.strategy.cuts_weight:
             arrive = held.bring("weight", full, self._updating)
 
@@ -249,7 +261,7 @@ class Weight:
         return self._around.shard.all_gather(full, shard, self.what)
 
     def finish_unshard(self) -> None:
-        """Wait for the weight, where it is under way, and let the parameters show it."""
+        """Wait for a gather in flight, and let the parameters show the full weight."""
         if self.state is not _GATHERING:
             return
         assert self._full is not None, "a weight that is gathered has a slot"
@@ -265,8 +277,14 @@ class Weight:
         self.views.restore_versions()
 
     def finish_update(self) -> None:
-        """Wait for what an update left on its way, elsewhere or between ranks: before anything reads the whole weight,
-        or writes into the range that this rank sends of it. Errors: TierError, DamagedError."""
+        """Wait for the last update, on another tier or between ranks.
+
+        The wait must precede every read of the full weight and every write into the range that this rank sends.
+
+        Raises:
+            TierError: If the tier failed.
+            DamagedError: If bytes read from a disk are not the bytes that were written.
+        """
         if self._updating is not None:
             self._updating.result()
             self._updating = None
@@ -274,7 +292,7 @@ class Weight:
             self.finish_unshard()
 
     def reshard(self) -> None:
-        """Give the slot back, where the weight has one. [Note: stale memory]"""
+        """Release the slot of a weight that has a window. See [Note: stale memory]."""
         if not self.has_window:
             return
         if self._full is None:
@@ -290,8 +308,11 @@ class Weight:
     # Between steps ---------------------------------------------------------------------------------------------
 
     def leave(self, kinds: Collection[str]) -> None:
-        """What it holds of ``kinds`` ("weight", "master") on the device is given back, until ``come``; without the
-        weight the parameters show nothing."""
+        """Release the device memory of ``kinds`` until ``come``; without the weight the parameters show nothing.
+
+        Args:
+            kinds: Kinds of state to release: "weight", "master".
+        """
         self.finish_update()
         self.reshard()
         self.views.forget()
@@ -306,7 +327,11 @@ class Weight:
                 self.master = self._shard
 
     def come(self, tensors: Mapping[str, Tensor]) -> None:
-        """End of ``leave``: what it gave back is in ``tensors``, in memory that it keeps."""
+        """Restore the state that ``leave`` released.
+
+        Args:
+            tensors: The released state by kind; the weight keeps these tensors as its memory.
+        """
         if "master" in tensors:
             self.master = tensors["master"]
         if "weight" not in tensors:
@@ -323,16 +348,23 @@ class Weight:
 
     @property
     def is_summoned(self) -> bool:
-        """True while parameters show memory outside: some of them, or all."""
+        """True while some or all parameters show memory outside the engine."""
         return self.state is _SUMMONED
 
     @property
     def is_whole(self) -> bool:
-        """True while all parameters show memory outside."""
+        """True while all parameters show memory outside the engine."""
         return self.is_summoned and len(self._shown) == len(self.layout.slots)
 
     def gathered_copy(self, source: Tensor | None = None) -> Tensor:
-        """The whole weight (or another tensor that is cut like the master) in new memory; collective."""
+        """Gather the full weight, or another tensor that is cut like the master, into new memory. Collective.
+
+        Args:
+            source: The tensor to gather, or None for the weight.
+
+        Returns:
+            The flat full tensor, or ``source`` itself if it is not cut.
+        """
         source = self._near(source)
         if source.numel() == self.layout.elements:
             return source
@@ -341,13 +373,21 @@ class Weight:
         return full
 
     def _near(self, source: Tensor | None) -> Tensor:
-        """``source``, or the kept weight, where the model computes; a copy of what leaves with its tier."""
+        """Return ``source``, or the stored weight on the device; a weight on another tier is copied."""
         if source is not None:
             return source
         return self.shard if self._held is None else self.shard.to(self._around.device, copy=True)
 
     def gathered_slot(self, place: int, source: Tensor | None = None) -> Tensor:
-        """One parameter of it, whole, in its shape: each rank sends the range that it has. Collective."""
+        """Gather one parameter in its full shape: each rank sends the range that it stores. Collective.
+
+        Args:
+            place: Index of the parameter in the bucket.
+            source: The flat tensor that holds this rank's range, or None for the weight.
+
+        Returns:
+            The full parameter.
+        """
         source, slot = self._near(source), self.layout.slots[place]
         if source.numel() == self.layout.elements:
             return source[slot.offset : slot.offset + slot.elements].view(slot.shape)
@@ -363,8 +403,16 @@ class Weight:
         return full.view(slot.shape)
 
     def summon(self, places: Collection[int]) -> list[int]:
-        """Let the parameters at ``places`` show their whole weights until ``restore``; nothing is unsharded or
-        resharded meanwhile. Returns the places of those that did not show them before. Collective."""
+        """Let parameters show their full weights until ``restore``. Collective.
+
+        The bucket is not unsharded or resharded meanwhile.
+
+        Args:
+            places: Indices of the parameters in the bucket.
+
+        Returns:
+            Indices of the parameters that did not show their full weights before.
+        """
         new = [place for place in places if place not in self._shown]
         if len(new) == len(self.layout.slots):
             whole = self.views.fresh(self.gathered_copy())
@@ -384,10 +432,20 @@ class Weight:
             self._shown[place] = Shown(view, parameter._version)
 
     def restore(self, places: Collection[int], keep: bool) -> list[str]:
-        """End ``summon`` for these parameters; with ``keep`` this rank's range of the edited values becomes shard and
-        master. Where a rounded master is what it was, it stays as precise as it is.
+        """End ``summon`` for some parameters.
 
-        Returns the names of the parameters that were edited.
+        With ``keep`` this rank's range of the edited values becomes shard and master. An element whose rounded
+        master equals the new value keeps its master, which is more precise.
+
+        Args:
+            places: Indices of the parameters in the bucket.
+            keep: True to take over the edited values, False to drop them.
+
+        Returns:
+            The names of the parameters that were edited.
+
+        Raises:
+            UsageError: If a parameter was given another shape.
         """
         assert self.is_summoned, (
             f"{self.what}: {self.state.value} does not become what it was before a summon"
@@ -421,7 +479,7 @@ class Weight:
         return edited
 
     def _take_over(self, slot: Slot, whole: Tensor) -> None:
-        """This rank's part of a parameter's new values."""
+        """Copy this rank's part of a parameter's new values into shard and master."""
         kept_apart = [] if self.master is None or self.shares_master else [self.master]
         for held in (self.shard, *kept_apart):
             first = 0 if held.numel() == self.layout.elements else self._own.start
@@ -432,8 +490,14 @@ class Weight:
                 mine.copy_(torch.where(kept, mine, new.to(mine.dtype)))
 
     def give_back(self, dtypes: Sequence[torch.dtype]) -> None:
-        """The engine ends: the parameters hold their values, whole, in these dtypes, from the master where it is more
-        precise than the weight. Collective where what they are made of is cut."""
+        """Leave the parameters with their full values in memory of their own, because the engine ends.
+
+        The values come from the master if the master is more precise than the weight. Collective if the source
+        is cut.
+
+        Args:
+            dtypes: The dtype that each parameter gets.
+        """
         self.views.unwatch()
         if self.is_summoned:
             return
@@ -451,14 +515,17 @@ class Weight:
 
     @property
     def rounded(self) -> Tensor | None:
-        """Of the kept weight what is rounded from the master; None where it is the master itself."""
+        """The part of the stored weight that is rounded from the master, or None if the weight is its own master."""
         if self.shares_master:
             return None
         return self.shard[self._own] if self._updates_range else self.shard
 
     def edited_places(self) -> list[int]:
-        """Return the places of the parameters that may have been edited beside a master since the last update: where
-        the parameters show the kept weight, which the next update would overwrite."""
+        """Return the indices of the parameters that may have been edited since the last update.
+
+        Only edits that the next update would overwrite count: the parameters show the stored weight beside a
+        separate master.
+        """
         if self.shares_master or self.has_window or self._next is not None or self.state is not _UNSHARDED:
             return []
         return self.views.perhaps_edited()
@@ -468,14 +535,16 @@ class Weight:
         return any(not bool(kept.all()) for kept, _, _ in self._beside_master(places))
 
     def take_up_edits(self, places: Collection[int]) -> None:
-        """Let this rank's part of edited parameters be their masters. An element that stayed as it was keeps its
-        master, which is more precise."""
+        """Copy this rank's part of edited parameters into their masters.
+
+        An element that did not change keeps its master, which is more precise.
+        """
         for kept, master, shown in self._beside_master(places):
             master.copy_(torch.where(kept, master, shown.to(master.dtype)))
         self.renew()
 
     def _beside_master(self, places: Collection[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (which elements are what the master rounds to, the master, the weight beside it) by parameter."""
+        """Yield (which elements equal the rounded master, the master, the weight beside it) by parameter."""
         master, rounded = self.master, self.rounded
         assert master is not None and rounded is not None, "the weight is its own master"
         first = 0 if master.numel() == self.layout.elements else self._own.start
@@ -488,7 +557,11 @@ class Weight:
                 yield mine.to(shown.dtype) == shown, mine, shown
 
     def copy_from_master(self, is_rounded: bool = False) -> None:
-        """After an update of the master: round it into the weight, where that is not done yet."""
+        """Round an updated master into the weight.
+
+        Args:
+            is_rounded: True if the update has written the rounded values already.
+        """
         if self.master is None:
             return
         self.finish_update()
@@ -504,11 +577,11 @@ class Weight:
 
     @property
     def is_late(self) -> bool:
-        """Whether an update is under way, or done, that it has not adopted."""
+        """True if an update runs or has ended that the weight has not adopted."""
         return self._next is not None and self._next.update is not None
 
     def adopt(self) -> None:
-        """ADOPT: become what the update under way makes of it, where that counts one step late."""
+        """Run ADOPT: take over the result of the last update, if updates count one step late."""
         if self._next is None or self._next.update is None:
             return
         self._next.update.result()
@@ -520,9 +593,15 @@ class Weight:
         self.renew()
 
     def begin_update(self, begin: Callable[[Tensor | None], "Future[None]"]) -> None:
-        """Another thread updates the master and rounds it into the tensor that ``begin`` is given, or, for None, into
-        the weight on its tier; ``finish_update``, or any use of the parameters, waits. One that counts a step late
-        leaves the weight as it is."""
+        """Begin an update of the master in another thread, which rounds the master into the weight.
+
+        ``finish_update``, or any use of the parameters, waits for the update. If updates count one step late,
+        the weight stays as it is until ``adopt``.
+
+        Args:
+            begin: Function that starts the update. Its argument is the tensor to round the master into, or None
+                for the weight on its tier.
+        """
         if self._next is not None:
             assert self._next.update is None, f"{self.what}: the update before was not adopted"
             self._next.update = begin(self._next.numbers)
@@ -537,8 +616,15 @@ class Weight:
             self.views.expect(self.finish_update)
 
     def gather_updated(self, beside: bool = False) -> Pending:
-        """After ``copy_from_master``: gather the other ranks' ranges where the weight is kept whole and the master is
-        not. ``beside``: what comes next goes on meanwhile; ``finish_unshard``, or any use of the parameters, waits."""
+        """Gather the other ranks' ranges after ``copy_from_master``, if the stored weight is full and the master cut.
+
+        Args:
+            beside: True to return before the gather ends. ``finish_unshard``, or any use of the parameters,
+                then waits.
+
+        Returns:
+            The gather to wait for, already done if ``beside`` is true.
+        """
         if not self._updates_range:
             return DONE
         self.finish_update()
@@ -551,12 +637,15 @@ class Weight:
         return DONE
 
     def renew(self) -> None:
-        """The values changed: what autograd saved before may not be used any more."""
+        """Invalidate what autograd saved of the parameters, because their values have changed."""
         self.views.renew(is_shown=self._full is not None)
 
 
 def _overlap(slot: Slot, first: int, last: int) -> tuple[int, int, int]:
-    """(start, stop, local): elements of a parameter in the range [first, last) of its bucket, none where stop <= start,
-    and where in the range they begin."""
+    """Return (start, stop, local): the elements of a parameter in the range [first, last) of its bucket.
+
+    ``start`` and ``stop`` count within the parameter, ``local`` within the range. There are no elements if stop
+    <= start.
+    """
     start, stop = max(first, slot.offset), min(last, slot.offset + slot.elements)
     return start - slot.offset, stop - slot.offset, start - first

@@ -1,14 +1,15 @@
-"""The windows of a stage's Units: what BRING, UNSHARD, RESHARD, RECALL and REDUCE do here.
+"""The windows of a stage's Units: the effects of BRING, UNSHARD, RESHARD, RECALL and REDUCE on this rank.
 
 [Note: deferred gathers]
-An UNSHARD ahead of its use finds its memory taken where the order changed since memory was given out. It then waits for
-the F or B of its Unit, or for the cursor to pass that: at a point of the list, again, and so on every rank alike.
+An UNSHARD ahead of its use finds its slot taken if the order has changed since the slots were assigned. The gather then
+waits for the F or B of its Unit, or for the cursor to pass that Action. Both are points of the list, so every rank
+defers the gather alike.
 
 [Note: second derivatives]
 ``autograd.grad(..., create_graph=True)`` before ``engine.backward`` (a gradient penalty, a force) is a foreign backward
 whose own graph is walked again in the step's backward pass. That graph saved weights in the order of a backward pass,
-and no output says when it will be needed. So after it all Units are gathered for the whole of the step's backward pass,
-which needs memory of their own (zero.reuse_buffers: false).
+and no hook on an output announces when the weights are needed. So all Units are gathered for the whole of the step's
+backward pass, which needs separate memory for each Unit (zero.reuse_buffers: false).
 """
 
 from collections import deque
@@ -23,9 +24,16 @@ from shardwise.plan.walker import Walker
 
 
 class UnitWindows:
-    """See the module's docstring. ``first``: number of the first Unit in the rank's list; ``keeps``: whether the list
-    gathers a Unit once for all passes of a step; ``reductions``: of how many Units the gradients may still travel while
-    the backward pass goes on; ``overlaps``: whether gathers after an update run beside the next forward pass."""
+    """The windows of a stage's Units, and the handlers that open and close them.
+
+    Args:
+        states: The Units of the stage, in order of their index.
+        walker: The walker of the rank's list.
+        first: Number of the stage's first Unit in the rank's list.
+        keeps: True if the list gathers a Unit once for all passes of a step.
+        reductions: Number of Units whose gradients may still be in transfer while the backward pass goes on.
+        overlaps: True if gathers after an update run beside the next forward pass.
+    """
 
     def __init__(
         self,
@@ -41,38 +49,40 @@ class UnitWindows:
         self._walker = walker
         self._keeps = keeps
         self.adds_up = False
-        """Whether earlier backward passes of the step wait for the one that runs."""
+        """True if earlier backward passes of the step have left gradients to which the running pass adds."""
         self._is_last = True
         self.on_reduced: Callable[[BucketState, bool], None] = lambda bucket, last: None
-        """Told of a gradient that may leave the device, and whether nothing more comes to it in this step."""
+        """Callback for a gradient that may leave the device; the flag is True if nothing more is added in this
+        step."""
         self.on_recall: Callable[[str], None] = lambda name: None
-        """Told of a Unit whose forward pass has saved elsewhere what its backward pass needs, ahead of that."""
+        """Callback with the name of a Unit whose saved activations lie elsewhere, called ahead of its backward
+        pass."""
         self._is_held = False
-        """[Note: second derivatives]"""
+        """True while all Units stay gathered for one backward pass. [Note: second derivatives]"""
         self._deferred: set[int] = set()
         self._reductions = reductions
         self._overlaps = overlaps
         self._travelling: deque[tuple[UnitState, bool]] = deque()
-        """Units whose gradients have begun to travel, the first of them first, and whether for the last time."""
+        """Units whose reduction has begun, oldest first, each with whether the reduction is the step's last one."""
         self._updates: list[Pending] = []
-        """Gathers of weights that are kept whole, under way since the step."""
+        """Gathers of whole weights that the last step has begun."""
         self._holders: dict[Hashable, UnitState] = {
             bucket.what: state for state in self.states for bucket in state.buckets
         }
 
     def of(self, action: Action) -> UnitState:
-        """The Unit that an Action of the rank's list names."""
+        """Return the Unit that an Action of the rank's list names."""
         return self.states[action.unit - self.first]
 
     # Actions ---------------------------------------------------------------------------------------------------
 
     def bring(self, action: Action) -> None:
-        """BRING: begin to bring what the next gather sends, from the tier where it lies."""
+        """Run BRING: begin to bring the shard that the next gather sends from its tier."""
         for bucket in self.of(action).buckets:
             bucket.weight.bring()
 
     def unshard(self, action: Action) -> None:
-        """UNSHARD: begin to gather what is cut; in the end of the step what was updated in pieces."""
+        """Run UNSHARD: begin to gather cut weights, or, at the end of a step, weights that were updated in pieces."""
         state = self.of(action)
         if not state.has_windows:
             trained = [bucket for bucket in state.buckets if bucket.layout.key.trained]
@@ -86,24 +96,24 @@ class UnitWindows:
             bucket.weight.start_unshard()
 
     def finish_updates(self) -> None:
-        """The gathers of a step's end are over."""
+        """Wait for the gathers of the step's end."""
         for pending in self._updates:
             pending.wait()
         self._updates.clear()
 
     def reshard(self, action: Action) -> None:
-        """RESHARD: give the memory back."""
+        """Run RESHARD: release the gathered memory of a Unit."""
         state = self.of(action)
         if state.is_kept and not self._walker.is_aside:
             state.is_kept = False
         self.close(state)
 
     def recall(self, action: Action) -> None:
-        """RECALL: begin to bring back what its forward has saved."""
+        """Run RECALL: begin to bring back the activations that the Unit's forward pass has saved elsewhere."""
         self.on_recall(self.of(action).unit.name)
 
     def reduce(self, action: Action) -> None:
-        """REDUCE: begin to sum the gradients over the ranks, to where the masters lie."""
+        """Run REDUCE: begin to sum the gradients over the ranks into the buffers beside the masters."""
         state = self.of(action)
         for bucket in state.buckets:
             if bucket.layout.key.trained:
@@ -117,17 +127,23 @@ class UnitWindows:
                 if bucket.gradient.leaves:
                     self.on_reduced(bucket, is_last)
 
-    # UnitWindows ---------------------------------------------------------------------------------------------------
+    # Windows ---------------------------------------------------------------------------------------------------
 
     def need(self, state: UnitState, recomputes: bool = False) -> None:
-        """The Unit's weights are needed now. Who was gathered ahead into its memory makes way."""
+        """Gather the weights of a Unit now; a Unit that was gathered ahead into the same slot is released first.
+
+        Args:
+            state: The Unit.
+            recomputes: True if the Unit's forward runs inside the backward pass; the Unit may then also
+                displace one whose backward window is open.
+        """
         for bucket in state.buckets:
             holder_name = bucket.weight.in_the_way
             if holder_name is None:
                 continue
             holder = self._holders[holder_name]
             if holder.window is Window.FORWARD or (holder.is_in_backward and not recomputes):
-                break  # the slot itself will complain
+                break  # acquiring the slot raises the error
             for other in holder.buckets:
                 other.weight.reshard()
             if holder.is_in_backward:
@@ -138,17 +154,20 @@ class UnitWindows:
         self._deferred.discard(state.unit.index)
 
     def need_if_deferred(self, state: UnitState) -> None:
-        """The cursor goes by the Unit's pass. [Note: deferred gathers]"""
+        """Gather a Unit whose UNSHARD was deferred, because the cursor passes its F or B.
+
+        See [Note: deferred gathers].
+        """
         if state.unit.index in self._deferred:
             self.need(state)
 
     def recompute(self, state: UnitState) -> None:
-        """Its forward runs inside the backward pass."""
+        """Gather a Unit for a forward pass that runs inside the backward pass."""
         self.need(state, recomputes=True)
         state.enter(Window.BACKWARD if state.is_in_backward else Window.RECOMPUTING)
 
     def close(self, state: UnitState) -> None:
-        """The Unit is not used any more: its memory goes back, but for what the step's list keeps."""
+        """End the window of a Unit and release its memory, unless the step's list keeps the weights."""
         if not self._is_held and not state.is_kept:
             for bucket in state.buckets:
                 bucket.weight.reshard()
@@ -156,7 +175,7 @@ class UnitWindows:
         state.calls = 0
 
     def close_all(self) -> None:
-        """What passes have left open, by an exception or by a departure from the list."""
+        """Close every window that an exception or a departure from the list has left open."""
         for state in self.states:
             if state.has_windows:
                 self.close(state)
@@ -164,11 +183,16 @@ class UnitWindows:
     # Passes ----------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A list begins."""
+        """Drop the deferred gathers of the last list, because a new list begins."""
         self._deferred.clear()
 
     def begin_backward(self, last: bool, holds: bool) -> None:
-        """``last``: the last one of the step. ``holds``: [Note: second derivatives]"""
+        """Prepare the windows for a backward pass.
+
+        Args:
+            last: True for the last backward pass of the step.
+            holds: True to gather all Units for the whole pass. [Note: second derivatives]
+        """
         self._deferred.clear()
         self._is_last = last
         for state in self.states:
@@ -182,7 +206,11 @@ class UnitWindows:
             self._hold_all()
 
     def _hold_all(self) -> None:
-        """[Note: second derivatives] Where Units share memory nothing is held, and autograd's version check decides."""
+        """Gather all Units for the whole pass. See [Note: second derivatives].
+
+        If Units share slots, none is held, and autograd's version check decides whether a stale weight was
+        used.
+        """
         try:
             for state in self.states:
                 state.gather()
@@ -192,25 +220,29 @@ class UnitWindows:
             self._is_held = True
 
     def end_backward(self) -> None:
-        """Of the step's own: what was held for it goes, and the next one adds to it."""
+        """End one of the step's own backward passes: stop holding Units, and let the next pass add to the gradients."""
         self._is_held = False
         self.adds_up = True
 
     @property
     def not_reduced(self) -> set[int]:
-        """Numbers in the rank's list of Units whose gradients stay whole and were not reduced, because the step's last
-        backward pass was not known to be it. Cut ones were: a second time would count them twice."""
+        """Numbers in the rank's list of the Units whose gradients still have to be reduced at the step.
+
+        These Units keep whole gradients, and the step's last backward pass did not reduce them because it was
+        not announced as the last. Cut gradients were reduced in every pass; a second reduction would count them
+        twice.
+        """
         if not self.adds_up or self._is_last:
             return set()
         return {self.first + state.unit.index for state in self.states if not state.strategy.reduces_each}
 
     def end_step(self) -> None:
-        """The next backward pass is the first of a step."""
+        """Make the next backward pass the first of a step."""
         self.adds_up = False
         self._travelling.clear()
 
     def drop(self) -> None:
-        """Back to the state between two steps, after whatever happened."""
+        """Reset everything to the state between two steps, whatever happened before."""
         self._deferred.clear()
         self._travelling.clear()
         self._is_held = self.adds_up = False
