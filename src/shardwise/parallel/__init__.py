@@ -1,1 +1,1 @@
-"""Row 3: the parallel techniques, siblings that never import one another."""
+"""Row 3: the parallel techniques, siblings that never import each other."""

@@ -1,7 +1,7 @@
-"""Tensor and sequence parallelism: the matrices of a layer cut along "tp", and what lies between them by tokens.
+"""Tensor and sequence parallelism: the matrices of a layer cut along "tp", the activations between them cut by tokens.
 
-policy   what the user may set            layout  styles, a table of them, places of parameters; pure
-cost     bytes and collectives; pure      tables  tables of models that are not ours; pure
+policy   the keys that users set          layout  styles, a table of them, placements of parameters; pure
+cost     bytes and collectives; pure      tables  tables for models of transformers; pure
 region   the cut sequence of a pass       layers  the cut layers        loss   cross entropy of cut logits
 apply    makes a model parallel
 """

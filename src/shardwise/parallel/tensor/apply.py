@@ -1,7 +1,7 @@
-"""Makes a model parallel: cuts its parameters and puts the cut layers in place of the model's.
+"""Makes a model parallel: cuts its parameters and replaces its layers by cut layers.
 
-The model keeps its structure: names, Parameter objects and ties stay, and so do hooks. A parameter on meta becomes a
-smaller one on meta; a real one becomes this rank's piece of the values that every rank then has.
+The model keeps its structure: names, Parameter objects, ties and hooks stay. A parameter on meta becomes a smaller
+parameter on meta; a real parameter becomes this rank's piece of the values, which every rank then has.
 """
 
 import inspect
@@ -50,10 +50,22 @@ from shardwise.plan.pytree import tensors_in
 
 
 def table_of(model: nn.Module, rows: Mapping[str, str] | None = None, has_stacks: bool = False) -> Table:
-    """The model's table: its own ``tensor_table()``, else that of a known shape, else its Hugging Face plan.
+    """Return the model's table of styles.
 
-    ``rows`` are added and win over the others. Where nothing is known, a model that ``has_stacks`` of experts, which
-    are cut otherwise, stays whole. Errors: PlanError where there is nothing to go by.
+    The first of these applies: the model's own ``tensor_table()``, the table of a known shape, the model's
+    Hugging Face plan.
+
+    Args:
+        model: The model.
+        rows: Rows that are added to the table and replace rows of the same pattern.
+        has_stacks: True if the model has stacks of experts, which are cut otherwise; without any known table
+            such a model stays whole apart from its experts.
+
+    Returns:
+        The table.
+
+    Raises:
+        PlanError: If nothing is known of the model and there are no ``rows``.
     """
     own: Callable[[], Mapping[str, str]] | None = getattr(model, "tensor_table", None)
     table = Table(own()) if own is not None else known_table(model)
@@ -78,10 +90,21 @@ def make_parallel(
     region: Region | None = None,
     replay: Replay | None = None,
 ) -> dict[str, ParameterPlacement]:
-    """Cut ``model`` in place over the ranks of ``group``; return the place of every parameter, by each of its names.
+    """Cut a model in place over the ranks of a group.
 
-    ``sequence`` asks for sequence parallelism, where the table allows it; ``region`` is made here unless given.
-    Errors: PlanError, before anything is changed.
+    Args:
+        model: The model.
+        table: The styles of its modules.
+        group: The "tp" ranks.
+        sequence: True to cut the sequence between the cut layers, if the table allows a cut.
+        region: The region of the model; None makes a new one.
+        replay: The replay of the region that is made; not used if ``region`` is given.
+
+    Returns:
+        The placement of every parameter, by each of its names.
+
+    Raises:
+        PlanError: If the table does not fit the model. Placements are checked before the model is changed.
     """
     placed = places(model, table, group.size, sequence)
     if group.size == 1:
@@ -112,7 +135,7 @@ def make_parallel(
 
 
 def _make_outputs_whole(model: nn.Module, by_module: Mapping[str, Style], region: Region) -> None:
-    """Let the modules around all cut layers return whole tensors."""
+    """Make every module around all cut layers return whole tensors."""
     cut = [
         name.split(".")
         for name, style in by_module.items()
@@ -135,7 +158,14 @@ def _watch(model: nn.Module, region: Region, knows_loss: bool) -> None:
 
 
 def with_known_loss(model: nn.Module) -> nn.Module | None:
-    """The one module in ``model``, itself perhaps, whose head's output goes to a loss that is known here."""
+    """Return the only module in ``model`` (or the model itself) whose head's output goes to a known loss.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The module, or None if there is none or several.
+    """
     found = [each for each in model.modules() if _has_head(each) and has_causal_loss(each)]
     return found[0] if len(found) == 1 else None
 
@@ -145,10 +175,14 @@ def _has_head(module: nn.Module) -> bool:
 
 
 def hold_head(model: nn.Module) -> None:
-    """Let head and loss of an uncut ``model`` (``with_known_loss``) know of each other, as those of a cut one do."""
+    """Replace the head of an uncut model by one that can compute the loss by tiles, as the head of a cut model does.
+
+    Args:
+        model: A module that ``with_known_loss`` returned.
+    """
     owner: Any = model
     if isinstance(owner.lm_head, VocabularyHead):
-        return  # from an engine before
+        return  # an earlier engine has replaced the head
     head, region = owner.lm_head, Region(Group.alone("tp"), False)
     rows = slice(0, head.out_features)
     owner.lm_head = _with_hooks_of(
@@ -159,7 +193,17 @@ def hold_head(model: nn.Module) -> None:
 
 @torch.no_grad()
 def local_piece(full: Tensor, place: ParameterPlacement, index: int, ranks: int) -> Tensor:
-    """Rank ``index``'s piece of a parameter, a copy, filled up with zeros where the ranks do not divide it."""
+    """Return a copy of a rank's piece of a parameter, padded with zeros if the ranks do not divide the parameter.
+
+    Args:
+        full: The whole parameter.
+        place: The placement of the parameter.
+        index: Index of the rank on the "tp" axis.
+        ranks: Size of the "tp" axis.
+
+    Returns:
+        The piece, or ``full`` itself if the parameter is not cut.
+    """
     if not isinstance(place.placement, Shard):
         return full
     where, dim = place.placement, place.placement.dim
@@ -178,7 +222,7 @@ def local_piece(full: Tensor, place: ParameterPlacement, index: int, ranks: int)
 
 
 def _parallel(name: str, module: nn.Module, style: Style, region: Region, inside: bool) -> nn.Module:
-    """The module that stands in ``module``'s place: itself, with attributes and hooks changed, or a cut layer."""
+    """Return the replacement of ``module``: a cut layer, or the module itself with changed attributes and hooks."""
     ranks = region.group.size
     for attribute in style.attributes:
         _divide(name, module, attribute, ranks)
@@ -258,13 +302,16 @@ def _divide(name: str, module: nn.Module, attribute: str, ranks: int) -> None:
 
 
 def _cut_argument(name: str, module: nn.Module, argument: str, heads: int, group: Group) -> None:
-    """Give ``module.forward`` this rank's heads of ``argument``, where it is a tensor that tells heads apart."""
+    """Pass only this rank's heads of ``argument`` to ``module.forward``.
+
+    An argument that is not a tensor, or has one value for all heads, is passed unchanged.
+    """
     signature, held = inspect.signature(module.forward), heads // group.size
 
     def own(value: Tensor) -> Tensor:
         dim = 1 if value.dim() == 4 else 0
         if dim == 1 and value.shape[dim] == 1:
-            return value  # alike for all heads
+            return value  # one value for all heads
         if value.shape[dim] % heads:
             raise PlanError(
                 f"tensor.table: {name}: argument {argument!r} is {list(value.shape)}; expected {heads} heads in dim "
@@ -301,8 +348,11 @@ def _beginning(name: str, region: Region) -> Callable[[Tensor], Tensor]:
 
 
 def _note_alike(model: nn.Module, by_module: Mapping[str, Style], region: Region, alike: Alike) -> None:
-    """Say of what is alike on all ranks wherever the cut itself rests on it: what enters cut layers from a whole
-    sequence, and what modules with whole parameters between them are given, save and give back."""
+    """Report to ``alike`` the activations that are equal on all ranks because of the cut.
+
+    These are whole-sequence inputs of cut layers, and the inputs and outputs of the modules with whole
+    parameters between them. The saved tensors of such modules are reported too.
+    """
 
     def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
         first = args[0] if args else kwargs.get("hidden_states")
@@ -336,7 +386,7 @@ def _note_alike(model: nn.Module, by_module: Mapping[str, Style], region: Region
 
 
 def _on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Change what ``module`` is called with first: its activation."""
+    """Apply ``change`` to the first argument of ``module``, its activation."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
@@ -362,7 +412,10 @@ def _leaving(name: str, region: Region) -> Callable[..., Any]:
 
 
 def _causal_loss(region: Region, uncut: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``transformers``' loss of a causal language model, on cut logits where the pass has them, or by tiles."""
+    """Return transformers' loss of a causal language model for cut logits or logits by tiles.
+
+    With whole logits the loss calls ``uncut``.
+    """
 
     @wraps(uncut)
     def loss(
@@ -397,7 +450,10 @@ def _causal_loss(region: Region, uncut: Callable[..., Tensor]) -> Callable[..., 
 
 
 def _check_dropout(model: nn.Module) -> None:
-    """Dropout on attention weights would draw other numbers than on one process: its heads are cut."""
+    """Check that the model has no dropout on attention weights.
+
+    The heads are cut, so such a dropout would draw other numbers than on one process.
+    """
     given = getattr(model, "config", None)
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(given, key, 0):

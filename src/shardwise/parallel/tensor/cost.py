@@ -1,7 +1,7 @@
-"""What tensor parallelism costs, in collectives, elements and kept activations. Held to counts by tests.
+"""Cost of tensor parallelism in collectives, elements and kept activations; tests compare the figures with counts.
 
-Collectives of one block and of the rest of a language model, forward and backward, and what a rank sends with
-P = B·T·D elements of an activation and N ranks (r gathers, each P (N-1)/N; an all-reduce is two):
+Collectives of one block and of the rest of a language model, forward and backward, and the elements that a rank sends,
+with P = B·T·D elements of an activation and N ranks (r gathers, each P (N-1)/N; an all-reduce is two):
 
                         whole sequence            cut sequence
     block    forward    2 all-reduce              2 all-gather, 2 reduce-scatter
@@ -10,13 +10,13 @@ P = B·T·D elements of an activation and N ranks (r gathers, each P (N-1)/N; an
     head                1 all-reduce              2 all-gather, 1 reduce-scatter        2 r            3 r
     loss                1 all-gather of 3 numbers a token, or 1 for each tile of tokens
 
-The column layers' second gather, of their input in backward, is the price of keeping a shard of it.
+The column layers' second gather, of their input in backward, is the price of keeping only a shard of the input.
 
-Of the activations that one block of our Gpt keeps for its backward pass (``memory.recompute_cost``) a rank keeps those
-of its heads and of its hidden features, of key and value heads at least one; with a cut sequence those of its tokens
-where the block works on all features: residuals and norms.
+Of the activations that one block of our Gpt keeps for its backward pass (``memory.recompute_cost``) a rank keeps the
+part of its heads and of its hidden features, with at least one key and value head. With a cut sequence the rank keeps
+only its tokens of activations that span all features: residuals and norms.
 
-Papers: Korthikanti et al. 2022, arXiv:2205.05198, section 4 (there with dropout masks, in bytes of 16 bits).
+Papers: Korthikanti et al. 2022, arXiv:2205.05198, section 4 (which counts dropout masks, in bytes of 16 bits).
 Shapes: B batch, T sequence, D width, H heads, K head size, F hidden.
 """
 
@@ -29,7 +29,7 @@ from shardwise.plan.placement import Partial, Replicate, Shard, elements_sent
 
 @dataclass(frozen=True)
 class Calls:
-    """Collectives by operation."""
+    """Numbers of collectives, by operation."""
 
     all_reduce: int = 0
     all_gather: int = 0
@@ -43,24 +43,45 @@ class Calls:
         )
 
     def times(self, number: int) -> "Calls":
-        """So many of them."""
+        """Return the counts multiplied by ``number``."""
         return Calls(self.all_reduce * number, self.all_gather * number, self.reduce_scatter * number)
 
 
 def block_calls(sequence: bool) -> Calls:
-    """Of one block, forward and backward."""
+    """Return the collectives of one block, forward and backward, with or without a cut sequence."""
     return Calls(all_gather=6, reduce_scatter=4) if sequence else Calls(all_reduce=4)
 
 
 def rest_calls(sequence: bool) -> Calls:
-    """Of embedding and head, forward and backward; the loss has one all-gather more."""
+    """Return the collectives of embedding and head, forward and backward.
+
+    The all-gather of the loss is not included.
+
+    Args:
+        sequence: True for a cut sequence.
+
+    Returns:
+        The counts.
+    """
     return Calls(all_gather=3, reduce_scatter=2) if sequence else Calls(all_reduce=2)
 
 
 def elements_sent_per_pass(
     layers: int, batch: int, tokens: int, width: int, ranks: int, sequence: bool
 ) -> int:
-    """Elements of activations that one rank sends in one forward and backward pass of a language model."""
+    """Return the elements of activations that one rank sends in one forward and backward pass of a language model.
+
+    Args:
+        layers: Number of blocks.
+        batch: Samples of a microbatch.
+        tokens: Length of the whole sequence.
+        width: Features of an activation.
+        ranks: Size of the "tp" axis.
+        sequence: True for a cut sequence.
+
+    Returns:
+        The number of elements.
+    """
     calls = block_calls(sequence).times(layers) + rest_calls(sequence)
     activation = batch * tokens * width
     return (
@@ -72,9 +93,15 @@ def elements_sent_per_pass(
 
 
 def kept_activation_elements(shape: BlockShape, ranks: int, sequence: bool) -> int:
-    """Elements that one block keeps on one rank from forward to backward, without recomputation and dropout.
+    """Return the elements that one block keeps on one rank from forward to backward, without recomputation and dropout.
 
-    ``shape``: of the block before it is cut.
+    Args:
+        shape: Shape of the block before the cut.
+        ranks: Size of the "tp" axis.
+        sequence: True for a cut sequence.
+
+    Returns:
+        The number of elements.
     """
     here = shape._replace(
         heads=shape.heads // ranks, kv_heads=divided(shape.kv_heads, ranks), hidden=shape.hidden // ranks

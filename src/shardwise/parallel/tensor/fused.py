@@ -1,6 +1,6 @@
-"""Rows of modules whose projections are fused, class by class: what lies behind what in the one matrix. Pure.
+"""Rows of modules whose projections are fused, class by class: the order of the parts in the one matrix. Pure.
 
-    of                 the fused matrix gives, with H heads                    cut into
+    class              output of the fused matrix, with H heads                cut into
     BLOOM, NeoX (ja)   for each head: query, key, value                        heads
     Falcon, BigCode    the same; or H queries, 1 key, 1 value;                 heads; H + 1 + 1, the last 2 everywhere;
                        or for each key head: its queries, key, value           key heads
@@ -8,8 +8,9 @@
     CodeGen            four times: H/4 queries, H/4 values, H/4 keys           12 blocks of H/4, and its output in 4
     Mamba              channels, then their gates                              channels, twice
 
-Biases for each head that a model computes once (ALiBi) are arguments of attention, cut on the way in. A mixer's step,
-input and output matrices (x_proj's) are made of all channels and used on each: summed over the ranks, they enter again.
+Biases for each head that a model computes once (ALiBi) are arguments of attention, which cuts them at its input. A
+mixer's step, input and output matrices (x_proj's) are computed from all channels and used on each channel: they are
+summed over the ranks and enter the cut layers again.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,15 @@ from torch import nn
 
 
 def row_of(name: str, module: nn.Module) -> dict[str, str] | None:
-    """Rows of the module ``name`` and what is in it; None for a class that is not known."""
+    """Return the table rows of a module and of the modules inside it.
+
+    Args:
+        name: Name of the module in the model.
+        module: The module.
+
+    Returns:
+        Words by module name, or None if the module's class is not known.
+    """
     reader = _READERS.get(type(module).__name__)
     known = reader is not None and type(module).__module__.startswith("transformers.models.")
     rows = reader(module) if reader is not None and known else None
@@ -106,4 +115,4 @@ _READERS: dict[str, Callable[[Any], dict[str, str] | None]] = {
     "MambaMixer": _mamba,
     "MptAttention": _mpt,
 }
-"""By class of transformers; each was held to one process."""
+"""Readers by class of transformers; each class was compared with one process."""

@@ -5,10 +5,10 @@
     VocabularyEmbedding, VocabularyHead          the same with rows of the vocabulary
 
 Between a column and a row layer everything is local. Under sequence parallelism a column layer saves the shard of its
-input and gathers it again in its backward pass, while the product for the input's gradient runs.
+input and gathers the input again in its backward pass, while the product for the input's gradient runs.
 
-They take the parameters of the layer that they replace, under its names, and do not sum gradients of parameters over
-"tp": which of them are addends is the layout's to say and the engine's to sum.
+The cut layers take the parameters of the layers that they replace, under the same names. They do not sum gradients of
+parameters over "tp": the layout states which gradients are addends, and the engine sums those.
 
 Papers: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 Cost:   ``cost.py``.
@@ -34,7 +34,7 @@ from shardwise.plan.errors import PlanError
 
 
 class _Cut(nn.Module):
-    """What the cut layers share: the parameters of the layer they replace, and their region."""
+    """Base class of the cut layers: the parameters of the replaced layer, and the region."""
 
     def __init__(self, replaced: nn.Module, name: str, region: Region, sees_whole: bool) -> None:
         super().__init__()
@@ -45,21 +45,36 @@ class _Cut(nn.Module):
         self.region = region
         self.sees_whole = sees_whole
         self.used_by: tuple[nn.Module, ...] = ()
-        """The module around it whose forward uses its parameters too; in a tuple, for it is no part of this one."""
+        """The surrounding module whose forward uses this layer's parameters too.
+
+        In a tuple, so that ``nn.Module`` does not register it as a child."""
 
     @property
     def cut(self) -> bool:
-        """True while this layer's surroundings hold a cut sequence."""
+        """True while the activations around this layer hold a cut sequence."""
         return not self.sees_whole and self.region.cut
 
     def extra_repr(self) -> str:
+        """Return the weight's shape and the number of ranks for ``repr``."""
         weight = self._parameters["weight"]
         assert weight is not None, "a cut layer has a weight"
         return f"{list(weight.shape)}, 1 of {self.region.group.size}"
 
 
 class ColumnLinear(_Cut):
-    """[B, T, D] -> [B, T, F/tp]; ``enters`` is false where a module around it has entered the cut layers already."""
+    """A linear layer with cut outputs.
+
+    Args:
+        replaced: The linear layer, whose parameters are cut already.
+        name: Name of the layer in the model.
+        region: The region of the model.
+        sees_whole: True if the layer works on whole sequences, even if others work on cut sequences.
+        transposed: True if the weight is stored as [inputs, outputs].
+        enters: False if a surrounding module has entered the cut layers already.
+
+    Shape:
+        [B, T, D] -> [B, T, F/tp].
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -77,10 +92,11 @@ class ColumnLinear(_Cut):
         self.transposed = transposed
         self.enters = enters
         self.is_local = False
-        """While a module around it does the exchange: the product alone."""
+        """True while a surrounding module runs the collective, so that the layer computes only the product."""
         self.out_features = self.weight.shape[1 if transposed else 0]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's outputs [B, T, F/tp]."""
         weight = self.weight.mT if self.transposed else self.weight
         if self.is_local or not self.enters:
             return F.linear(x, weight, self.bias)
@@ -88,7 +104,7 @@ class ColumnLinear(_Cut):
         return column(x, weight, self.bias, self.region.group, self.cut, self.name)
 
     def enter(self, x: Tensor) -> Tensor:
-        """What a local product begins with: [B, T, D]."""
+        """Return the input [B, T, D] of a local product: the gathered or copied activation."""
         if not self.enters:
             return x
         x = self.region.inward(x, self.sees_whole)
@@ -96,7 +112,18 @@ class ColumnLinear(_Cut):
 
 
 class RowLinear(_Cut):
-    """[B, T, D/tp] -> [B, T, F], its tokens cut where the sequence is."""
+    """A linear layer with cut inputs, whose output is the sum over the ranks.
+
+    Args:
+        replaced: The linear layer, whose parameters are cut already.
+        name: Name of the layer in the model.
+        region: The region of the model.
+        sees_whole: True if the layer works on whole sequences, even if others work on cut sequences.
+        transposed: True if the weight is stored as [inputs, outputs].
+
+    Shape:
+        [B, T, D/tp] -> [B, T, F], or [B, T/tp, F] with a cut sequence.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -112,10 +139,11 @@ class RowLinear(_Cut):
         super().__init__(replaced, name, region, sees_whole)
         self.transposed = transposed
         self.is_local = False
-        """While a module around it does the exchange: this rank's addend alone."""
+        """True while a surrounding module runs the collective, so that the layer computes only this rank's addend."""
         self.out_features = self.weight.shape[1 if transposed else 0]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks [B, T, F], cut along T with a cut sequence."""
         weight = self.weight.mT if self.transposed else self.weight
         if self.is_local:
             return F.linear(x, weight)
@@ -123,7 +151,7 @@ class RowLinear(_Cut):
         return self._end(y)
 
     def leave(self, addend: Tensor) -> Tensor:
-        """What becomes of the ranks' local products."""
+        """Return the layer's output from this rank's local product: summed or scattered, with the bias."""
         return self._end((duals.scatter if self.cut else duals.reduce)(addend, self.region.group, self.name))
 
     def _end(self, y: Tensor) -> Tensor:
@@ -132,7 +160,19 @@ class RowLinear(_Cut):
 
 
 class VocabularyEmbedding(_Cut):
-    """Rows [first, last) of the vocabulary: tokens [B, T] -> [B, T, D], cut where the sequence is."""
+    """Rows [first, last) of an embedding's vocabulary.
+
+    Args:
+        replaced: The embedding, whose weight is cut already.
+        name: Name of the layer in the model.
+        region: The region of the model.
+        rows: The rank's rows of the vocabulary.
+        vocabulary: Size of the whole vocabulary.
+        sees_whole: True if the output is a whole sequence, even if others are cut.
+
+    Shape:
+        Tokens [B, T] -> [B, T, D], or [B, T/tp, D] with a cut sequence.
+    """
 
     weight: nn.Parameter
 
@@ -154,6 +194,7 @@ class VocabularyEmbedding(_Cut):
             self.padding_idx = replaced.padding_idx - rows.start
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the vectors of the tokens, summed over the ranks or scattered to a cut sequence."""
         rows = own_rows(tokens, self.weight, self.rows, self.vocabulary, self.padding_idx)
         group = self.region.group
         if self.cut:
@@ -162,7 +203,18 @@ class VocabularyEmbedding(_Cut):
 
 
 def own_rows(tokens: Tensor, weight: Tensor, rows: slice, vocabulary: int, padding_idx: int | None) -> Tensor:
-    """Rows of this rank's ``weight``, [first, last) of the vocabulary, and zeros for tokens of other ranks."""
+    """Return this rank's addend of an embedding lookup: its rows, and zeros for tokens of other ranks.
+
+    Args:
+        tokens: Token ids of the whole vocabulary.
+        weight: This rank's rows.
+        rows: The range of the vocabulary that ``weight`` holds.
+        vocabulary: Size of the whole vocabulary.
+        padding_idx: Index in ``weight`` of the row without gradient, or None.
+
+    Returns:
+        One vector per token.
+    """
     foreign = (tokens < rows.start) | (tokens >= rows.stop)
     # A token outside the vocabulary must fail as it does uncut, and on every rank.
     unknown = (tokens < 0) | (tokens >= vocabulary)
@@ -171,11 +223,18 @@ def own_rows(tokens: Tensor, weight: Tensor, rows: slice, vocabulary: int, paddi
 
 
 class OwnLookup(TorchFunctionMode):
-    """Cuts the lookup inside the forward of an embedding whose class adds something of its own, a factor, say.
+    """Cuts the lookup inside an embedding whose class adds computation of its own, for example a factor.
 
-    The module stays in its place, with its hooks, buffers and attributes; while its forward runs, ``F.embedding`` of
-    its weight is the sum of all ranks' rows, whole and alike on all of them, so that whatever comes before and after is
-    computed as it is uncut. Any other use of the weight is refused: a rank holds some of its rows alone.
+    The module keeps its place, hooks, buffers and attributes. While its forward runs, ``F.embedding`` of its
+    weight returns the sum of all ranks' rows, whole and equal on all ranks, so that the rest of the forward
+    computes what it computes uncut. Any other use of the weight is refused, because a rank holds only some of
+    its rows.
+
+    Args:
+        module: The embedding, whose weight is cut already.
+        name: Name of the embedding in the model.
+        region: The region of the model.
+        rows: The rank's rows of the vocabulary.
     """
 
     def __init__(self, module: nn.Embedding, name: str, region: Region, rows: slice) -> None:
@@ -191,7 +250,7 @@ class OwnLookup(TorchFunctionMode):
         self.__enter__()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running:  # else a stand-in on another stage tells its hooks of a pass that it did not run
+        if self._running:  # a stand-in on another stage calls the hooks of a pass that it did not run
             self._running -= 1
             self.__exit__(None, None, None)
 
@@ -220,12 +279,21 @@ _HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Ten
 
 
 def is_harmless(function: Any) -> bool:
-    """True for what reads of a tensor nothing that a cut changes."""
+    """Return True for a function that reads only properties of a tensor that a cut does not change."""
     return function in _HARMLESS
 
 
 class SequenceEmbedding(_Cut):
-    """A whole embedding (of positions, say), looked up for this rank's tokens: ids [..., T] -> [..., T/tp, D]."""
+    """A whole embedding (for example of positions) that is looked up for this rank's tokens.
+
+    Args:
+        replaced: The embedding.
+        name: Name of the layer in the model.
+        region: The region of the model.
+
+    Shape:
+        Ids [..., T] -> [..., T/tp, D].
+    """
 
     weight: nn.Parameter
 
@@ -235,17 +303,27 @@ class SequenceEmbedding(_Cut):
         self.padding_idx = replaced.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors of this rank's tokens, or of all tokens if the sequence is not cut."""
         if self.cut:
             ids = duals.piece_of(ids, self.region.group, dim=-1)
         return F.embedding(ids, self.weight, self.padding_idx)
 
 
 class VocabularyHead(_Cut):
-    """Rows of the output matrix: [B, T, D] -> whole logits [B, T, V], or the mean loss over ``targets`` [B, T].
+    """Rows of the output matrix of a language model.
 
-    While a loss outside waits for cut logits (``region.logits_cut``) it gives this rank's: [B, T, V/tp]. By tiles it
-    gives what that loss calls it with once more, with the targets, ``count``, what the sum is divided by, and
-    ``change``, what the model did to its logits in between.
+    Args:
+        replaced: The head, whose parameters are cut already.
+        name: Name of the layer in the model.
+        region: The region of the model.
+        rows: The rank's rows of the vocabulary.
+        vocabulary: Size of the whole vocabulary.
+        sees_whole: True if the head's input is a whole sequence, even if others are cut.
+
+    Shape:
+        [B, T, D] -> whole logits [B, T, V]; this rank's logits [B, T, V/tp] while ``region.logits_cut``; a
+        scalar loss if
+        ``targets`` [B, T] are given.
     """
 
     weight: nn.Parameter
@@ -264,9 +342,9 @@ class VocabularyHead(_Cut):
         self.rows = rows
         self.vocabulary = vocabulary
         self.gives_loss = "targets" in inspect.signature(replaced.forward).parameters
-        """Whether the layer that it stands for can be called with targets."""
+        """True if the replaced layer can be called with targets."""
         self.tile: Tile | None = None
-        """Set from outside where the loss is to be computed by tiles."""
+        """Size of tiles if the loss is to be computed by tiles, else None; set from outside."""
 
     def forward(
         self,
@@ -275,14 +353,28 @@ class VocabularyHead(_Cut):
         count: Tensor | None = None,
         change: Change | None = None,
     ) -> Tensor | UnmadeLogits:
+        """Return logits, or the mean loss over ``targets``.
+
+        By tiles the head without targets returns ``UnmadeLogits``; the loss then calls the head again with
+        targets.
+
+        Args:
+            x: Input [B, T, D], cut along T with a cut sequence.
+            targets: Token ids [B, T] of the whole vocabulary, or None for logits.
+            count: Divisor of the summed loss, or None for the number of counted targets.
+            change: Function that the model applied to its logits before the loss, or None.
+
+        Returns:
+            Logits, the loss, or ``UnmadeLogits``.
+        """
         group, held = self.region.group, self.rows.stop - self.rows.start
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         padding = len(weight) - held
-        if padding:  # The last ranks' shards are filled up with rows that are no token's.
+        if padding:  # The last ranks' shards are padded with rows that belong to no token.
             weight, bias = weight[:held], None if bias is None else bias[:held]
         if self.tile is not None and (targets is not None or self.region.loss_follows):
-            # By the padded length, so that all ranks decide alike.
+            # Computed from the padded length, so that all ranks decide alike.
             tokens = self.tile.of(x.shape[:-1].numel() * (group.size if self.cut else 1), len(self.weight), x)
             if tokens and targets is None:
                 return UnmadeLogits(x, self, self.region.model)
@@ -308,14 +400,26 @@ class VocabularyHead(_Cut):
 
 
 def column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, cut: bool, what: str) -> Tensor:
-    """f(x) Wᵀ + b, f being ``gather`` for a cut sequence, else ``copy``."""
+    """Return f(x) Wᵀ + b, where f is ``gather`` for a cut sequence and ``copy`` otherwise.
+
+    Args:
+        x: Input [B, T, D], or [B, T/tp, D] if ``cut``.
+        weight: This rank's rows [F/tp, D].
+        bias: This rank's part of the bias, or None.
+        group: The "tp" ranks.
+        cut: True for a cut sequence.
+        what: Name of the layer in errors and traces.
+
+    Returns:
+        Outputs [B, T, F/tp].
+    """
     return _product(_Column, x, weight, bias, group, cut, what)
 
 
 @duals.uncompiled
 @operation("product")
 def _product(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):  # It does not reach into a function of our own.
+    if torch.is_autocast_enabled(x.device.type):  # Autocast does not act inside a custom autograd.Function.
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)

@@ -1,4 +1,4 @@
-"""Which parameter is cut along "tp" and how, from a table of styles by module name. Pure.
+"""The cut of each parameter along "tp", read from a table of styles by module name. Pure.
 
     style        parameters                       forward                                gradient before reduction
     column       rows (outputs) cut               enters the cut layers                  of this shard
@@ -10,25 +10,25 @@
     partial      whole, used on cut heads         as before                              Partial
     replicate    whole, used alike everywhere     as before                              Replicate
 
-A dropout has a row too: sequence where its input holds cut tokens, partial where it holds cut features, replicate
-where it is whole.
+A dropout has a row too: sequence if its input holds cut tokens, partial if its input holds cut features, replicate if
+its input is whole.
 
 A table is {pattern of module names: words}; ``*`` stands for one part of a name, the longest module name wins, then
 the later row. Words after the style:
 
     8+2+2        the cut dim lies in blocks of so many indivisible, equal parts (heads; features of gate and up), each
-                 block cut by itself; where tp is larger than a block's parts, neighbours hold the same part
-    whole        the module sees whole sequences though others see cut ones
+                 block cut by itself; if tp is larger than a block's parts, neighbours hold the same part
+    whole        the module works on whole sequences though others work on cut sequences
     region       everything inside enters once, at this module; column layers in it do not enter themselves
     enter leave  the sequence is cut before this module, joined after it
-    again        what this row layer gives enters cut layers once more
+    again        the output of this row layer enters cut layers once more
     NAME         an attribute (number or tuple) of the module that counts heads or features, divided by tp
     NAME=8/2     ... that is a ratio of two such numbers
     NAME@8       an argument of the module's forward with something for each of 8 heads, in dim 0 (behind samples, if it
-                 has these in it too) or, of four dims, in dim 1: it is given this rank's heads
+                 has these in it too) or, of four dims, in dim 1: forward gets this rank's heads
 
-Why columns, then rows: the pair y = W2 f(W1 x) needs one sum after W2, since f acts on features that one rank holds.
-Rows first would need a sum before f and a gather after W2.
+Columns come before rows because the pair y = W2 f(W1 x) then needs one sum after W2, since f acts on features that one
+rank holds. Rows first would need a sum before f and a gather after W2.
 
 Papers: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -53,52 +53,63 @@ _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(=\d+/\d+)?")
 _ARGUMENT = re.compile(r"([A-Za-z_]\w*)@(\d+)")
 _CONV1D_MODULE = "transformers.pytorch_utils"
 _LIKE_LINEAR = {("transformers.models.falcon.modeling_falcon", "FalconLinear.forward")}
-"""Forwards that spell nn.Linear's in other operations."""
+"""Forwards that compute the same as nn.Linear's in other operations."""
 _PARTS = re.compile(r"\d+(\+\d+)*")
 
 
 @dataclass(frozen=True)
 class Style:
-    """One row's words."""
+    """The words of one row of a table."""
 
     kind: Kind | None = None
     parts: tuple[int, ...] = ()
     flags: frozenset[str] = frozenset()
     attributes: tuple[str, ...] = ()
     arguments: tuple[tuple[str, int], ...] = ()
-    """(name, heads) of arguments of forward."""
+    """(name, heads) of the arguments of forward that are cut by heads."""
 
     @property
     def sees_whole(self) -> bool:
-        """True where the module works on whole sequences whatever the others do."""
+        """True if the module works on whole sequences, even if other modules work on cut sequences."""
         return "whole" in self.flags
 
 
 @dataclass(frozen=True)
 class Table:
-    """Styles by pattern, and what the shape of the model allows."""
+    """Styles by pattern, and the properties of the model that allow further cuts."""
 
     rows: Mapping[str, str] = field(default_factory=dict)
     sequence: bool = True
-    """Whether the sequence may be cut between the cut layers."""
+    """True if the sequence may be cut between the cut layers."""
     note: str = ""
-    """Why not, for the user."""
+    """Reason for the user if the sequence may not be cut."""
     causal_loss: bool = False
-    """Whether the model's ``loss_function`` may be given cut logits of a causal language model."""
+    """True if the model's ``loss_function`` may be called with cut logits of a causal language model."""
 
 
 class ParameterPlacement(NamedTuple):
-    """How one parameter lies on "tp"."""
+    """Placement of one parameter on "tp"."""
 
     placement: Placement
     gradient: Placement
-    """Before reduction."""
+    """Placement of the gradient before reduction."""
     shape: tuple[int, ...]
-    """Global shape, before it is cut."""
+    """Global shape, before the cut."""
 
 
 def parse(where: str, words: str) -> Style:
-    """The style that ``words`` say; ``where`` is the row's pattern."""
+    """Return the style that a row's words describe.
+
+    Args:
+        where: The row's pattern, for errors.
+        words: The words.
+
+    Returns:
+        The style.
+
+    Raises:
+        PlanError: If a word cannot be read or does not fit the style.
+    """
     kind: str | None = None
     parts: tuple[int, ...] = ()
     flags, attributes, arguments = set(), [], []
@@ -127,9 +138,17 @@ def parse(where: str, words: str) -> Style:
 
 
 def styles(model: nn.Module, table: Table) -> dict[str, Style]:
-    """Style by module name, of the modules that a row names.
+    """Return the styles of the modules that a row names, by module name.
 
-    Errors: PlanError where a pattern matches nothing, or an attribute does not exist.
+    Args:
+        model: The model.
+        table: The table.
+
+    Returns:
+        The styles.
+
+    Raises:
+        PlanError: If a pattern matches no module, or an attribute does not exist.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Style] = {}
@@ -154,10 +173,20 @@ def styles(model: nn.Module, table: Table) -> dict[str, Style]:
 
 
 def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[str, ParameterPlacement]:
-    """Place of every parameter of the model that is not yet cut, under each of its names.
+    """Return the placement of every parameter of an uncut model, under each of its names.
 
-    Errors: PlanError where a parameter has no row, where parts do not divide over the ranks, where the names of a
-    tied parameter ask for different places.
+    Args:
+        model: The model.
+        table: The styles of its modules.
+        ranks: Size of the "tp" axis.
+        sequence: True to cut the sequence, if the table allows a cut.
+
+    Returns:
+        The placements.
+
+    Raises:
+        PlanError: If a parameter has no row, if parts do not divide over the ranks, or if the names of a tied
+            parameter have different placements.
     """
     sequence = sequence and table.sequence
     by_module = styles(model, table)
@@ -197,9 +226,21 @@ def places(model: nn.Module, table: Table, ranks: int, sequence: bool) -> dict[s
 def dropout_cuts(
     model: nn.Module, table: Table, index: int, ranks: int, sequence: bool
 ) -> dict[str, EqualPart]:
-    """How the input of each dropout lies on rank ``index``, by module name; those that see it whole are left out.
+    """Return the part of each dropout's input that rank ``index`` holds, by module name.
 
-    Errors: PlanError where a dropout has no row: guessed wrong, ranks would drop the same features of other tokens.
+    Args:
+        model: The model.
+        table: The styles of its modules.
+        index: Index of the rank on the "tp" axis.
+        ranks: Size of the "tp" axis.
+        sequence: True if the sequence is cut, if the table allows a cut.
+
+    Returns:
+        The parts; dropouts with a whole input are left out.
+
+    Raises:
+        PlanError: If a dropout has no row; with a wrong guess, ranks would drop the same features of other
+            tokens.
     """
     by_module = styles(model, table)
     found: dict[str, EqualPart] = {}
@@ -221,8 +262,20 @@ def dropout_cuts(
 
 
 def owners(model: nn.Module, table: Table, placed: Mapping[str, ParameterPlacement]) -> dict[str, str]:
-    """The module in whose forward pass alone a parameter may be used, by each name of one that is cut or whose gradient
-    is an addend: its own, or the one around it that has the row; for channels the outermost such module."""
+    """Return the only module in whose forward pass a parameter may be used, by each name of the parameter.
+
+    The result covers the parameters that are cut or whose gradient is an addend.
+
+    Args:
+        model: The model.
+        table: The styles of its modules.
+        placed: The placements of the parameters.
+
+    Returns:
+        Module names: the parameter's own module, or the surrounding module that has the row; for channels the
+        outermost
+        such module.
+    """
     by_module = styles(model, table)
     found: dict[str, str] = {}
     for name, place in placed.items():
@@ -244,7 +297,16 @@ def _kind(name: str, by_module: Mapping[str, Style]) -> Kind | None:
 
 
 def style_of(name: str, by_module: Mapping[str, Style]) -> Style | None:
-    """Style of the innermost module around ``name``, itself included, that has one for parameters."""
+    """Return the style for parameters of the innermost module around ``name``, itself included.
+
+    Args:
+        name: Name of a module.
+        by_module: Styles by module name.
+
+    Returns:
+        The style, or None if there is none. A style that cuts holds only for its own module, not for modules
+        inside.
+    """
     for around in _around(name):
         style = by_module.get(around)
         if style is not None and style.kind is not None:
@@ -254,25 +316,25 @@ def style_of(name: str, by_module: Mapping[str, Style]) -> Style | None:
 
 
 def in_region(name: str, by_module: Mapping[str, Style]) -> bool:
-    """True where a module around ``name`` enters the cut layers for it."""
+    """Return True if a module around ``name`` (or the module itself) enters the cut layers for it."""
     return any("region" in by_module[around].flags for around in _around(name) if around in by_module)
 
 
 def divided(number: int, ranks: int) -> int:
-    """Parts of ``number`` that one rank holds; with fewer parts than ranks, one."""
+    """Return the parts of ``number`` that one rank holds, which is 1 if there are fewer parts than ranks."""
     return max(number // ranks, 1)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True for a linear layer that stores [inputs, outputs], as GPT-2's in transformers."""
+    """Return True for a linear layer that stores [inputs, outputs], as GPT-2's in transformers."""
     return any(
         kind.__name__ == "Conv1D" and kind.__module__ == _CONV1D_MODULE for kind in type(module).__mro__
     )
 
 
 def has_known_forward(module: nn.Module) -> bool:
-    """True for a linear layer or an embedding that computes what its class of torch (or transformers) does, no more."""
-    if "forward" in vars(module):  # an instance's own, which others put there
+    """Return True if a linear layer or embedding computes exactly what its class of torch (or transformers) does."""
+    if "forward" in vars(module):  # the forward was replaced on the instance
         return False
     forward = type(module).forward
     if type(module).__module__.startswith("shardwise.models."):
@@ -325,7 +387,10 @@ def _place(
 def _check_statistics(
     modules: Mapping[str, nn.Module], by_module: Mapping[str, Style], sequence: bool
 ) -> None:
-    """A norm over the samples must see all tokens and, for what it keeps of them, all features."""
+    """Check that every norm over the samples gets whole inputs.
+
+    Its statistics would otherwise be those of this rank's tokens or features.
+    """
     for name, module in modules.items():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             continue
@@ -369,7 +434,7 @@ def _check_module(name: str, leaf: str, module: nn.Module, style: Style) -> None
 
 
 def _blocks(name: str, size: int, parts: tuple[int, ...], ranks: int, replicas: bool) -> tuple[Block, ...]:
-    """Blocks of a dim of ``size`` that lies in ``parts``, checked; none where it is one block of elements."""
+    """Return the blocks of a dim of ``size`` that lies in ``parts``, or () for a single block of elements."""
     if not parts:
         if size % ranks:
             below, above = size // ranks * ranks, -(-size // ranks) * ranks

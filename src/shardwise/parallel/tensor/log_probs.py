@@ -1,9 +1,10 @@
-"""Log-probabilities of given tokens under a model, from logits that are cut over the vocabulary where they can be.
+"""Log-probabilities of given tokens under a model, from logits that stay cut over the vocabulary if possible.
 
     log p_t = log softmax(logits_t)[target_t]
 
-Where the model hands its head's output to a loss of a causal language model, cut logits may go to this function too,
-and no rank makes the whole. Elsewhere what follows the head is not known, and the whole logits are used.
+If the model passes its head's output to a loss of a causal language model, the logits may stay cut for this function
+too, and no rank computes the full logits. For other models the code after the head is not known, and the full logits
+are used.
 
 Shapes: B batch, T sequence, V vocabulary.
 """
@@ -22,9 +23,18 @@ from shardwise.plan.pytree import part_named
 
 
 def log_probs_of(model: nn.Module, call: Callable[[], Any], targets: Tensor) -> Tensor:
-    """[B, T] of ``targets`` [B, T] from the logits [B, T, V] of ``call()``, which calls ``model``.
+    """Return the log-probabilities of ``targets`` under the logits of a model.
 
-    Errors: UsageError where there are no logits of that shape.
+    Args:
+        model: The model, cut or not.
+        call: Function that calls ``model`` and returns its output.
+        targets: Token ids [B, T].
+
+    Returns:
+        Log-probabilities [B, T].
+
+    Raises:
+        UsageError: If the output has no logits [B, T, V].
     """
     heads = [module for module in model.modules() if isinstance(module, VocabularyHead)]
     head = heads[0] if len(heads) == 1 and heads[0].region.takes_cut_logits else None

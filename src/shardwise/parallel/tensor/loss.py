@@ -1,15 +1,15 @@
 """Mean cross entropy of logits whose vocabulary is cut: no rank ever holds the logits of a whole row.
 
-    m_i = max z_i        s_i = sum exp(z_i - m_i)        t_i = z[target] where rank i holds it, else 0
+    m_i = max z_i        s_i = sum exp(z_i - m_i)        t_i = z[target] if rank i holds it, else 0
     M   = max m_i        lse = M + log sum s_i exp(m_i - M)        loss = mean(lse - sum t_i)
     log p = sum t_i - lse                                d log p/dz = onehot(target) - exp(z - lse)
 
-One all-gather of (m, s, t) a row; every rank then computes the same bits. Rows are cast to fp32 a few at a time, the
-logits themselves are all that is saved, and the gradient is computed straight into its buffer, as in
-``kernels/cross_entropy.py``; together with the head, by tiles of rows, not even they are made whole
-(``kernels/head_loss.py``). Any vocabulary: a rank may hold fewer columns than another, or none.
+One all-gather of (m, s, t) a row; every rank then computes the same bits. Rows are cast to fp32 a few at a time, only
+the logits are saved for the backward pass, and the gradient is computed directly into its buffer, as in
+``kernels/cross_entropy.py``. Together with the head, by tiles of rows, even the rank's logits never exist in full
+(``kernels/head_loss.py``). The vocabulary may have any size: a rank may hold fewer columns than another, or none.
 
-Paper: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (there three all-reduces).
+Paper: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (with three all-reduces).
 Cost:  3·N·(tp-1) elements sent per rank; the logits and their gradient take 2·N·V/tp elements.
 Shapes: N rows, V vocabulary, a rank's logits [..., V/tp].
 """
@@ -31,9 +31,18 @@ from shardwise.kernels.head_loss import Change, RowTotals, TargetRows, numbers_o
 def vocabulary_cross_entropy(
     logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group, count: Tensor | None = None
 ) -> Tensor:
-    """Mean over the targets that are not ``IGNORE``, or their sum over ``count``; fp32 (fp64 for fp64 logits).
+    """Return the mean loss over the targets that are not ``IGNORE``, in fp32 (fp64 for fp64 logits).
 
-    logits   [..., V/tp], columns [first, first + V/tp) of ``vocabulary``;  targets [...] over the whole vocabulary
+    Args:
+        logits: This rank's columns [..., V/tp] of the logits.
+        targets: Token ids [...] of the whole vocabulary.
+        first: Index in the vocabulary of this rank's first column.
+        vocabulary: Size of the whole vocabulary.
+        group: The "tp" ranks.
+        count: Divisor of the summed loss, or None for the number of counted targets.
+
+    Returns:
+        The loss, the same on every rank.
     """
     found = vocabulary_log_probs(logits, targets, first, vocabulary, group).reshape(-1)
     counts = (targets != IGNORE).reshape(-1)
@@ -44,7 +53,18 @@ def vocabulary_cross_entropy(
 def vocabulary_log_probs(
     logits: Tensor, targets: Tensor, first: int, vocabulary: int, group: Group
 ) -> Tensor:
-    """log softmax(logits)[target] of every row, 0 where the target is ``IGNORE``: [...]; dtypes and shapes as above."""
+    """Return log softmax(logits)[target] of every row, and 0 if the target is ``IGNORE``.
+
+    Args:
+        logits: This rank's columns [..., V/tp] of the logits.
+        targets: Token ids [...] of the whole vocabulary.
+        first: Index in the vocabulary of this rank's first column.
+        vocabulary: Size of the whole vocabulary.
+        group: The "tp" ranks.
+
+    Returns:
+        Log-probabilities [...], the same on every rank; fp32 (fp64 for fp64 logits).
+    """
     rows = logits.flatten(0, -2)
     found: Tensor = _VocabularyLogProbs.apply(rows, targets.reshape(-1), first, vocabulary, group)
     return found.view(targets.shape)
@@ -64,10 +84,23 @@ def vocabulary_head_loss(
     count: Tensor | None = None,
     change: Change | None = None,
 ) -> Tensor:
-    """``vocabulary_cross_entropy`` of the logits of ``x`` [..., D], which are made ``tokens`` rows at a time, and go
-    through ``change`` first.
+    """Return ``vocabulary_cross_entropy`` of the head's logits, computed by tiles of rows.
 
-    ``weight`` [V/tp, D]; the gradient of ``x`` is this rank's addend.
+    Args:
+        x: Input of the head [..., D]; its gradient is this rank's addend.
+        weight: This rank's rows [V/tp, D] of the head.
+        bias: This rank's part of the head's bias, or None.
+        targets: Token ids [...] of the whole vocabulary.
+        first: Index in the vocabulary of this rank's first row.
+        vocabulary: Size of the whole vocabulary.
+        group: The "tp" ranks.
+        tokens: Rows of ``x`` in a tile.
+        at_once: True to compute the gradients in the forward pass.
+        count: Divisor of the summed loss, or None for the number of counted targets.
+        change: Function applied to the logits before the loss, or None.
+
+    Returns:
+        The loss, the same on every rank.
     """
     columns, counts, owned = _placed(targets.reshape(-1), first, len(weight), vocabulary)
     counted = counts.sum()
@@ -79,7 +112,11 @@ def vocabulary_head_loss(
 
 
 def _placed(targets: Tensor, first: int, held: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns of the targets [N] among ``held`` ones from ``first`` on, which rows count, which of these lie here."""
+    """Return (columns, counts, owned) for targets [N].
+
+    ``columns`` are the targets' columns among the ``held`` columns from ``first`` on, ``counts`` marks the rows
+    that count in the loss, and ``owned`` marks the counted rows whose target lies on this rank.
+    """
     counts = targets != IGNORE
     # Targets of other ranks are masked; those of no rank must still fail in gather, on every rank.
     columns = targets - first
@@ -90,7 +127,10 @@ def _placed(targets: Tensor, first: int, held: int, vocabulary: int) -> tuple[Te
 
 
 def _of_all_ranks(numbers: Tensor, group: Group) -> Callable[[], RowTotals]:
-    """lse and the logit at the target, of (m, s, t) of every rank, on their way: [3, N] -> [N], [N]."""
+    """Begin to gather (m, s, t) [3, N] of every rank, and return the call that waits and combines them.
+
+    The call returns lse [N] and the logit at the target [N].
+    """
     every = numbers.new_empty(group.size, *numbers.shape)
     pending = group.all_gather(every.view(-1), numbers.view(-1), "the loss", "activations")
 
@@ -110,7 +150,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
     ) -> Tensor:
         columns, counts, owned = _placed(targets, first, logits.shape[1], vocabulary)
         lse, at_target = _of_all_ranks(numbers_of(logits, columns, owned), group)()
-        ctx.counted_rows = counts.sum()  # for who weighs a loss made of it
+        ctx.counted_rows = counts.sum()  # for code that weights a loss made from these log-probabilities
         ctx.gives = "WHOLE"
         ctx.save_for_backward(logits, columns[:, None], lse, counts, owned)
         return (at_target - lse).masked_fill_(~counts, 0)

@@ -1,23 +1,25 @@
-"""Outputs of a cut model, given back whole: hidden states, attentions, and whatever else a forward pass returns.
+"""Outputs of a cut model, returned whole: hidden states, attentions, and all other tensors that a forward pass returns.
 
 Between the cut layers a rank holds part of an activation. A model that returns such a part (``hidden_states`` and
 ``attentions`` of transformers, features of a user's own model) would give each rank a loss of its own tokens or heads.
-So each tensor that leaves the module around all cut layers is looked at. The graph of the tensor tells the state: the
+So each tensor that leaves the module around all cut layers is checked. The graph of the tensor determines its state:
+the
 nearest functions of the cut layers that the tensor was computed from.
 
-    nearest functions                        the tensor holds               given back
+    nearest functions                        the tensor holds               returned
     row layer, scatter, slice of tokens      this rank's tokens             joined along the sequence
     column layer, copy, gather               this rank's heads              joined along the heads, dim 1 of four
                                              this rank's features           withheld: any use is an error
     sum, join                                everything                     as it is
     scale by tp                              everything; gradient: addend   gradient divided by tp (region.py, the note)
 
-A tensor without a graph is compared over the ranks: where values differ, the shape tells what was cut. The first pass
+A tensor without a graph is compared over the ranks: if values differ, the shape determines what was cut. The first pass
 of each kind decides; later passes of the kind repeat the decision.
 
-Keys and values in a cache object of transformers (``past_key_values``) are this rank's heads, as the cut layers want
-them again. Of a pass with gradients the cache comes back as a stand-in that the model takes for the cache, and whose
-keys and values nobody else may use. Passes without gradients, generation among them, return the cache itself.
+Keys and values in a cache object of transformers (``past_key_values``) are this rank's heads, which is what the cut
+layers need in the next pass. A pass with gradients returns a stand-in that the model accepts as the cache; no other
+code
+can use its keys and values. Passes without gradients, generation among them, return the cache itself.
 
 Cost: a walk over some nodes of the graph and one small all-gather for each kind of pass; in later passes the gathers of
 the tensors that are joined. A model that returns a loss or whole logits pays nothing.
@@ -39,7 +41,7 @@ from shardwise.parallel.tensor.region import Region, WithheldValue
 from shardwise.plan.pytree import part_named, rebuilt, tensors_by_path
 
 _NODES = 4096
-"""Graph nodes that a walk looks at; a tensor whose graph is longer is compared over the ranks."""
+"""Graph nodes that a walk visits; a tensor with a longer graph is compared over the ranks."""
 _WORDS = 1 << 18
 """Elements of a projection that are multiplied at once."""
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "heads")
@@ -54,13 +56,13 @@ _LENGTHS = frozenset(
         "is_initialized",
     )
 )
-"""Attributes of a cache that have nothing of its keys and values."""
+"""Attributes of a cache that contain nothing of its keys and values."""
 _ROUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far the projections of tensors of two ranks may lie apart, of their norms; 2^-5 for 16 bits."""
+"""Largest difference of two ranks' projections of equal tensors, relative to the norm; 2^-5 for 16 bits."""
 
 
 class _Holding(Enum):
-    """States of a tensor on a rank: the part of the whole that the tensor holds."""
+    """State of a tensor on a rank: the part of the whole that the tensor holds."""
 
     WHOLE = "everything"
     ADDENDS = "everything, with gradients that are addends"
@@ -78,7 +80,14 @@ class _Decision(Enum):
 
 
 class CutOutputs:
-    """Makes the outputs of one module whole. ``heads_in_order``: rank r holds heads [r·H/tp, (r+1)·H/tp)."""
+    """Makes the outputs of one module whole.
+
+    Args:
+        module: The module, which gets two hooks.
+        name: Name of the module in the model.
+        region: The region of the model.
+        heads_in_order: True if rank r holds heads [r·H/tp, (r+1)·H/tp).
+    """
 
     def __init__(self, module: nn.Module, name: str, region: Region, heads_in_order: bool) -> None:
         self._region = region
@@ -89,12 +98,12 @@ class CutOutputs:
         self._heads = {count for count in counts if isinstance(count, int)}
         self._decided: dict[Any, list[_Decision]] = {}
         self._has_cut_cache: bool | None = None
-        """True if cached keys and values are cut; None before the first pass that returns some with gradients."""
+        """True if cached keys and values are cut; None before the first pass that returns a cache with gradients."""
         module.register_forward_pre_hook(_with_caches, with_kwargs=True)
         module.register_forward_hook(duals.apart(lambda *given: self._after(*given)))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output with whole tensors; None where nothing changes."""
+        """Return the output with whole tensors, or None if nothing changes."""
         if self._region.keeps_cut_logits or vars(module).get(
             "_has_ended"
         ):  # a stage's output goes to the next stage
@@ -142,7 +151,7 @@ class CutOutputs:
         return [each for each in decisions if each is not None]
 
     def _by_graph(self, path: str, tensor: Tensor) -> _Decision | None:
-        """Return the decision that the graph tells; None where the graph tells nothing."""
+        """Return the decision that follows from the graph, or None if the graph does not determine one."""
         if isinstance(tensor, Absent):
             return _Decision.KEEP
         state = _state_of(tensor)
@@ -218,7 +227,12 @@ def _is_cache(path: str) -> bool:
 
 
 class WithheldCache(WithheldValue):
-    """A stand-in for a cache whose keys and values are this rank's heads. The model takes it for the cache."""
+    """A stand-in for a cache whose keys and values are this rank's heads, which the model accepts as the cache.
+
+    Args:
+        cache: The cache.
+        what: Name of the module that returned the cache, in errors.
+    """
 
     def __init__(self, cache: Any, what: str) -> None:
         super().__init__(
@@ -236,12 +250,12 @@ class WithheldCache(WithheldValue):
 
 
 def is_cache(value: Any) -> bool:
-    """Return True for a cache object of transformers, and for the stand-in of one."""
+    """Return True for a cache object of transformers, and for the stand-in of a cache."""
     return type(value).__name__.endswith("Cache") and not isinstance(value, Tensor)
 
 
 def _cached(cache: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a cache object of transformers holds, those of the caches inside of it among them."""
+    """Yield the tensors of a cache object of transformers, including those of the caches inside."""
     for value in vars(cache).values():
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, Tensor):
@@ -251,7 +265,7 @@ def _cached(cache: Any) -> Iterator[Tensor]:
 
 
 def _with_caches(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Give the module the caches that stand-ins stand for."""
+    """Replace stand-ins among the module's arguments by their caches."""
 
     def real(value: Any) -> Any:
         return vars(value)["_cache"] if isinstance(value, WithheldCache) else value
@@ -292,7 +306,7 @@ def _state_of(tensor: Tensor) -> _Holding:
 
 
 def _state_after(node: Any) -> _Holding | None:
-    """Return what a function of the cut layers gives; None for any other node."""
+    """Return the state that a function of the cut layers gives its output, or None for any other node."""
     gives = getattr(node, "gives", None) or getattr(getattr(type(node), "_forward_cls", None), "gives", None)
     return _Holding[gives] if gives else None
 

@@ -1,10 +1,10 @@
-"""Own use: a slice of a weight is used by the layer that owns it, and by nobody else.
+"""Own use: only the layer that owns a slice of a weight may use the slice.
 
-What a cut layer computes from its slice is right because the layer knows the cut. Anything else that reads the slice
-(a penalty over ``model.parameters()``, ``F.linear(x, other.weight)``, the norm of a weight) takes a part for the whole,
-and a use of a whole weight whose gradient is summed over the ranks counts as often as there are ranks. Neither shows in
-the loss where the slices are alike, so it is looked for: in the passes of the first step, and in the first pass without
-gradients, those parameters are withheld (memory/absent.py) but for the time in which their owner's forward runs.
+The output of a cut layer is right because the layer accounts for the cut. Other code that reads the slice (a penalty
+over ``model.parameters()``, ``F.linear(x, other.weight)``, the norm of a weight) takes a part for the whole. A use of a
+whole weight whose gradient is summed over the ranks counts as often as there are ranks. Neither error shows in the loss
+if the slices are alike. So in the passes of the first step, and in the first pass without gradients, those parameters
+are withheld (memory/absent.py) except while their owner's forward runs.
 
 Cost: two hooks per owner in the first step; none afterwards.
 """
@@ -21,7 +21,12 @@ from shardwise.memory.absent import give, withhold
 
 
 class OwnUse:
-    """Of one model. ``owned``: (name, parameter, its owners); ``names`` of the owners."""
+    """The check that cut parameters of one model are used only by their owners.
+
+    Args:
+        owned: (name, parameter, owner) of every parameter that is cut or has a gradient summed over the ranks.
+        names: Names of the owners.
+    """
 
     def __init__(
         self, owned: Sequence[tuple[str, nn.Parameter, nn.Module]], names: Mapping[nn.Module, str]
@@ -38,15 +43,15 @@ class OwnUse:
             {id(each): each for held in self._by_owner.values() for each in held}.values()
         )
         self._running: Counter[int] = Counter()
-        """Forward passes of owners that run now, by parameter."""
+        """Number of running forward passes of owners, by identity of the parameter."""
         self._classes: dict[type, type] = {}
         self._handles: list[Any] = []
         self._seen: set[bool] = set() if owned else {True, False}
-        """Kinds of passes, with gradients or without, that need no look any more."""
+        """Kinds of passes (True with gradients, False without) that need no further check."""
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
-        """Around a pass."""
+        """Check the uses of parameters in the pass that runs inside the context."""
         gradients = torch.is_grad_enabled()
         if gradients in self._seen:
             yield
@@ -60,7 +65,7 @@ class OwnUse:
             self._seen.add(False)
 
     def begin(self) -> None:
-        """From here to ``end`` any other use is a UsageError, unless the first step is over."""
+        """Make any other use of the parameters a UsageError until ``end``, unless this kind of pass was checked."""
         if torch.is_grad_enabled() in self._seen:
             return
         self._running.clear()
@@ -70,14 +75,14 @@ class OwnUse:
         withhold(self._parameters, self._told, self._classes)
 
     def end(self) -> None:
-        """Give the parameters back; a backward pass, say, may read them."""
+        """Remove the hooks and give the parameters back, because a backward pass may read them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._give(self._parameters)
 
     def step_ended(self) -> None:
-        """Passes with gradients need no look any more."""
+        """End the checks of passes with gradients, after the first step."""
         self.end()
         self._seen.add(True)
 
@@ -93,7 +98,7 @@ class OwnUse:
         withhold(over, self._told, self._classes)
 
     def _give(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Those that are withheld here; one that is released at stage 3 stays so."""
+        """Give back the parameters that this object withholds; parameters released at stage 3 stay released."""
         ours = set(self._classes.values())
         give([parameter for parameter in parameters if type(parameter) in ours])
 

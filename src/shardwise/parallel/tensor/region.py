@@ -1,15 +1,15 @@
-"""Region: whether the activations of the running pass hold the whole sequence or this rank's part.
+"""Region: the state of the running pass, whose activations hold the whole sequence or this rank's part.
 
 With sequence parallelism a training pass is cut: between the cut layers each rank holds T/tp tokens. A pass without
-gradients is not: it keeps no activations, so a cut would save little, and it may have any length and a cache. What
-lies inside a backward pass (a block computed again) belongs to the last pass with gradients, or to the pass that its
-``Replay`` brings back. A layer that is called past the root's forward is refused where gradients are asked for: what
-leaves it may be cut. Without gradients it works on the whole.
+gradients is not cut: it keeps no activations, so a cut would save little, and it may have any length and a cache. Code
+that runs inside a backward pass (a block computed again) belongs to the last pass with gradients, or to the pass that
+its ``Replay`` restores. A layer that is called past the root's forward is refused if gradients are enabled, because its
+output may be cut. Without gradients such a layer works on the whole sequence.
 
-[Note: a whole pass of a model that is made to be cut] A training pass whose tokens do not divide over the ranks, or in
-which the model reads single places of the sequence, stays whole. The gradients of norms and row biases are summed over
-"tp" after it all the same, because the registry says so of every pass. So between the cut layers each rank's gradient
-is made an addend, 1/tp of what it would be: a number to multiply by where a cut pass would send something.
+[Note: a whole pass of a model that is made to be cut] A training pass stays whole if its tokens do not divide over the
+ranks or if the model reads single positions of the sequence. The gradients of norms and row biases are summed over "tp"
+after such a pass all the same, because the registry requires the sum in every pass. So between the cut layers each
+rank's gradient is made an addend, 1/tp of its value: a scaling takes the place of every collective of a cut pass.
 
                           cut pass                  whole pass
     into the cut layers   gather                    identity, gradient summed over the ranks and divided by tp
@@ -38,11 +38,18 @@ from shardwise.plan.errors import UsageError
 
 _TOKENS = ("tokens", "input_ids", "inputs_embeds")
 _LATEST_ONLY = ("cache", "past_key_values", "logits_to_keep")
-"""Arguments with which a model reads single places of the sequence, which a cut one may not hold."""
+"""Arguments with which a model reads single positions of the sequence, which a cut sequence may not hold."""
 
 
 class Region:
-    """One per model made parallel; its layers ask it in forward."""
+    """State of the running pass of one parallel model, which the model's cut layers read in their forward.
+
+    Args:
+        group: The "tp" ranks.
+        sequence: True for sequence parallelism.
+        replay: State that a block computed again restores; None makes a new one.
+        alike: Record of the tensors that are equal on all ranks; None if nothing uses the record.
+    """
 
     def __init__(
         self, group: Group, sequence: bool, replay: Replay | None = None, alike: Alike | None = None
@@ -51,30 +58,31 @@ class Region:
         self.sequence = sequence
         self.replay = replay or Replay()
         self.alike = alike
-        """Who is told what the ranks have in common; None where nobody asks."""
+        """Record of the tensors that are equal on all ranks, or None if nothing uses the record."""
         self.model = ""
-        """The root's class."""
+        """Name of the root's class."""
         self.logits_cut = False
-        """True while the head's output goes to a loss that takes this rank's part of the vocabulary."""
+        """True while the head returns this rank's part of the logits, because the loss after it takes cut logits."""
         self.keeps_cut_logits = False
-        """True while a caller asks for a pass whose logits stay cut, without labels."""
+        """True inside ``keep_cut_logits``: the logits of a pass without labels stay cut."""
         self.takes_cut_logits = False
-        """Whether what follows the head works on part of the vocabulary as on all of it."""
+        """True if the loss after the head gives the same result for cut logits."""
         self.knows_loss = False
-        """Whether the head's output goes to a loss that is known, where labels are given."""
+        """True if the head's output goes to a known loss when labels are given."""
         self.loss_follows = False
-        """True in a training pass with labels of a model whose head's output goes to a loss that is known."""
+        """True in a training pass with labels of a model whose head's output goes to a known loss."""
         self.tokens: int | None = None
-        """The length of the whole sequence in the running pass; None where it is not known."""
+        """Length of the whole sequence in the running pass, or None if unknown."""
         self._without_gradients = False
         self._running = 0
-        """Forward passes of the root that run now, one in another perhaps."""
+        """Number of running forward passes of the root, which may be nested."""
 
     @property
     def cut(self) -> bool:
         """True while activations between the cut layers hold this rank's part of the sequence.
 
-        Errors: UsageError in a layer that is called past the root's forward with gradients.
+        Raises:
+            UsageError: If a layer is called past the root's forward with gradients.
         """
         if not self.sequence:
             return False
@@ -95,20 +103,39 @@ class Region:
 
     @property
     def adds(self) -> bool:
-        """True while they hold all of it, but gradients are addends: see the note."""
+        """True while activations hold the whole sequence, but gradients are addends.
+
+        See [Note: a whole pass of a model that is made to be cut].
+        """
         return self.sequence and not self._without_gradients and self.replay.whole_sequence
 
     def inward(self, x: Tensor, sees_whole: bool) -> Tensor:
-        """An activation on its way into cut layers that do not gather it, or behind the end of the cut."""
+        """Return an activation that enters cut layers without a gather, or that follows the end of the cut.
+
+        Args:
+            x: The activation.
+            sees_whole: True if the layer works on whole sequences in every pass.
+
+        Returns:
+            ``x``, in a whole pass with its gradient divided by tp.
+        """
         return duals.scale(x, 1 / self.group.size) if self.adds and not sees_whole else x
 
     def outward(self, y: Tensor, sees_whole: bool) -> Tensor:
-        """One that has left cut layers without being scattered, or in front of the begin of the cut."""
+        """Return an activation that leaves cut layers without a scatter, or that precedes the begin of the cut.
+
+        Args:
+            y: The activation.
+            sees_whole: True if the layer works on whole sequences in every pass.
+
+        Returns:
+            ``y``, in a whole pass with its gradient multiplied by tp.
+        """
         return duals.scale(y, self.group.size) if self.adds and not sees_whole else y
 
     @contextmanager
     def keep_cut_logits(self) -> Iterator[None]:
-        """In passes inside, the head gives this rank's columns, and so does the model."""
+        """Keep logits cut inside the context: the head returns this rank's columns, and so does the model."""
         self.keeps_cut_logits = True
         try:
             yield
@@ -116,8 +143,12 @@ class Region:
             self.keeps_cut_logits = False
 
     def watch(self, model: nn.Module, knows_loss: bool) -> None:
-        """Decide at the start of each pass of ``model``, the root; ``knows_loss``: of what is done with its logits
-        where labels are given."""
+        """Register hooks on the root, which set this state at the start of each pass.
+
+        Args:
+            model: The root.
+            knows_loss: True if the model passes its logits to a known loss when labels are given.
+        """
         signature = inspect.signature(model.forward)
         self.model = type(model).__name__
         self.knows_loss = knows_loss
@@ -140,7 +171,8 @@ class Region:
             if type(logits) is UnmadeLogits:
                 output.logits = WithheldLogits(_BY_TILES)
             elif self.logits_cut and not self.keeps_cut_logits and logits is not None:
-                output.logits = WithheldLogits()  # A part of the vocabulary must not pass for the whole.
+                # Without the stand-in a part of the vocabulary could be taken for the whole.
+                output.logits = WithheldLogits()
             self._without_gradients = self.logits_cut = self.loss_follows = False
             self._running = max(self._running - 1, 0)
 
@@ -162,7 +194,11 @@ _BY_TILES = (
 
 
 class WithheldValue:
-    """A stand-in for an output whose whole value no rank has. Any use is an error that says ``reason``."""
+    """A stand-in for an output whose whole value no rank has; any use raises UsageError.
+
+    Args:
+        reason: Text of the error.
+    """
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -177,7 +213,7 @@ class WithheldValue:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """In a function of torch."""
+        """Raise the error of the stand-in among the arguments of a function of torch."""
         for each in tree_leaves((args, kwargs)):
             if isinstance(each, WithheldValue):
                 each._refuse()
@@ -194,17 +230,27 @@ class WithheldValue:
 
 
 class WithheldLogits(WithheldValue):
-    """A stand-in for the logits of a training pass with labels, which no rank has."""
+    """A stand-in for the logits of a training pass with labels, which no rank has.
+
+    Args:
+        reason: Text of the error.
+    """
 
     def __init__(self, reason: str = _CUT) -> None:
         super().__init__(reason)
 
 
 class UnmadeLogits(WithheldLogits):
-    """What a head by tiles returns to a model that hands it on to its loss, which calls the head with it again.
+    """Logits by tiles, which are not computed yet: the loss calls the head again to compute them.
 
-    Numbers that they are multiplied or divided by on the way, and a tanh, are noted: a factor, a cap. Whatever else the
-    model does with its logits is refused by name.
+    A model may pass the stand-in to its loss after multiplying or dividing by numbers and after a tanh (a
+    factor, a cap), which are recorded. Any other operation on the logits is refused by name.
+
+    Args:
+        x: Input of the head.
+        head: The head.
+        model: Name of the model's class in errors.
+        changes: Operations recorded so far.
     """
 
     def __init__(
@@ -220,7 +266,18 @@ class UnmadeLogits(WithheldLogits):
         self._changes = tuple(changes)
 
     def loss(self, targets: Tensor, count: Tensor | None) -> Tensor:
-        """Mean over the targets [B, T] that count, or their sum over ``count``."""
+        """Return the loss of the logits, computed by tiles.
+
+        Args:
+            targets: Token ids [B, T].
+            count: Divisor of the summed loss, or None for the mean over the counted targets.
+
+        Returns:
+            The loss.
+
+        Raises:
+            UsageError: If there is not one target for each token.
+        """
         if targets.numel() != self.x.shape[:-1].numel() * (
             self.head.region.group.size if self.head.cut else 1
         ):
@@ -252,25 +309,25 @@ class UnmadeLogits(WithheldLogits):
     __rmul__ = __mul__  # type: ignore[assignment]
 
     def tanh(self) -> "UnmadeLogits":
-        """As torch's."""
+        """Record a tanh of the logits."""
         return self._then(torch.tanh)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch's tanh; see ``WithheldValue`` of all others."""
+        """Record torch's tanh, and refuse every other function of torch."""
         if function in (torch.tanh, Tensor.tanh) and len(args) == 1 and not kwargs:
             return args[0].tanh()
         return super().__torch_function__(function, types, args, kwargs)
 
     def contiguous(self) -> "UnmadeLogits":
-        """Itself, as ``float`` does: the loss computes in fp32 anyway."""
+        """Return the stand-in itself, as ``float`` does too: the loss computes in fp32 anyway."""
         return self
 
     float = contiguous
 
 
 def _in_backward() -> bool:
-    """Where a block that is computed again runs."""
+    """Return True inside a backward pass, where a block is computed again."""
     return torch._C._current_graph_task_id() >= 0
 
 

@@ -1,16 +1,16 @@
-"""Tables of models that are not ours, found by the shape of their modules. Pure but for reading the model.
+"""Tables of models that are not ours, found by the shape of their modules. Pure except for reading the model.
 
     shape     modules                                                                      models
     llama     embed_tokens, layers.*.{self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj}   LLaMA, Mistral, Qwen ...
     gpt2      wte, wpe, h.*.{attn.{c_attn,c_proj}, mlp.{c_fc,c_proj}}, ln_f                GPT-2
     bert      embeddings, encoder.layer.*.{attention, intermediate, output}                BERT, RoBERTa ...
-    of known  attention with q_proj, k_proj, v_proj, of classes that are listed             BART, OPT, GPT-J ...
+    known     attention with q_proj, k_proj, v_proj, of classes that are listed             BART, OPT, GPT-J ...
     fused     attention with one projection, state-space mixers, of classes in fused.py     BLOOM, MPT, Falcon ...
     a plan    any, by the model's ``tp_plan`` (transformers)                               Starcoder2, Phi, OLMo ...
 
-These models compute masks and positions from the length of their embeddings, so the sequence is cut before their first
+These models compute masks and positions from the length of their embeddings. So the sequence is cut before their first
 block and not in the embedding, and attention and feed-forward enter once for their separate projections. A plan does
-not say what lies between the cut layers: there the sequence stays whole.
+not describe the modules between the cut layers, so with a plan the sequence stays whole.
 """
 
 import inspect
@@ -29,13 +29,20 @@ _CAUSAL_LOSS = "ForCausalLMLoss"
 
 
 def known_table(model: nn.Module) -> Table | None:
-    """The table of a LLaMA-, GPT-2- or BERT-shaped model, or of one with a plan; None where there is none."""
+    """Return the table of a model of a known shape, or of a model with a plan.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The table, or None if nothing is known of the model.
+    """
     readers: tuple[Callable[[nn.Module], Table | None], ...] = (_llama, _gpt2, _bert, _planned, _projections)
     return next((table for reader in readers if (table := reader(model)) is not None), None)
 
 
 def whole_table(model: nn.Module) -> Table:
-    """All of it on every rank: for a model whose experts are cut, and nothing else is known of."""
+    """Return a table that keeps everything but the experts whole on every rank, for an otherwise unknown model."""
     note = "attention of this class is not known, so all but the experts is whole on every rank"
     return Table(_with_rest(model, {}), sequence=False, note=note)
 
@@ -86,7 +93,7 @@ def _llama_layer(name: str, layer: nn.Module) -> dict[str, str] | None:
     for child_name, child in _with_parameters(attention):
         if child_name not in _LLAMA_ATTENTION:
             if any(parameter.shape != (size,) for parameter in child.parameters()):
-                return None  # A norm over all heads needs those of the other ranks.
+                return None  # A norm over all heads needs the heads of the other ranks.
             rows[f"{name}.self_attn.{child_name}"] = "partial"
     if any(child_name not in _LLAMA_MLP for child_name, _ in _with_parameters(mlp)):
         return None
@@ -118,7 +125,7 @@ def _gpt2(model: nn.Module) -> Table | None:
         if {child for child, _ in _with_parameters(attention)} != {"c_attn", "c_proj"}:
             return None
         if not is_transposed(attention.c_attn):
-            return None  # Of its kind, but with heads of keys laid out otherwise (GPTBigCode).
+            return None  # The same shape, but with another layout of key heads (GPTBigCode).
         heads = attention.num_heads
         rows |= {
             f"{name}.ln_1": "sequence",
@@ -157,7 +164,7 @@ def _bert(model: nn.Module) -> Table | None:
         if getattr(layer, "attention_type", "original_full") != "original_full":
             return None  # BigBird's blocks of attention count heads by the configuration.
         if not (hasattr(attention, "num_attention_heads") and hasattr(attention, "all_head_size")):
-            return None  # Longformer has others' names, and weights for global tokens beside
+            return None  # Longformer has other attribute names, and extra weights for global tokens.
         heads = attention.num_attention_heads
         rows |= {
             f"{name}.attention.self": "region num_attention_heads all_head_size",
@@ -182,7 +189,10 @@ def _bert(model: nn.Module) -> Table | None:
 
 
 def _planned(model: nn.Module) -> Table | None:
-    """From the model's own plan: modules all of whose layers are plain column and row layers are cut."""
+    """Return a table from the model's own plan.
+
+    Modules are cut if all their layers in the plan are plain column and row layers.
+    """
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, dict) or not plan:
         return None
@@ -247,7 +257,7 @@ def _planned_owner(owner: str, modules: dict[str, nn.Module], words: dict[str, s
 
 
 _WHOLE_WORDS = ("replicated_with_grad_allreduce", "replicate", "replicated")
-"""Words of a plan for what every rank holds all of: norms over the features of one head."""
+"""Words of a plan for modules that are whole on every rank: norms over the features of one head."""
 
 
 # Projections -------------------------------------------------------------------------------------------------------
@@ -256,17 +266,17 @@ _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 _LEAVING = ("out_proj", "o_proj", "dense")
 _FEED_FORWARD = (("fc1", "fc2"), ("fc_in", "fc_out"))
 _FEED_FORWARD_ALONE = (("dense_h_to_4h", "dense_4h_to_h"), ("up_proj", "down_proj"), ("c_fc", "c_proj"))
-"""Pairs in modules that hold no other layers."""
+"""Pairs of layers that count as feed-forward only in modules without other layers."""
 _COUNTS = ("num_heads", "num_attention_heads", "embed_dim")
-"""Attributes of an attention module that count its heads, or their features together."""
+"""Attributes of an attention module that count its heads, or the features of all heads together."""
 _BEHIND = "resid_dropout"
-"""A dropout of attention behind its last projection."""
+"""Name of a dropout in attention behind its last projection."""
 
 
 def _projections(model: nn.Module) -> Table | None:
-    """Attention of classes that are known, and feed-forward pairs, in models whose other parts stay whole.
+    """Return a table for known classes of attention and for feed-forward pairs; other parts of the model stay whole.
 
-    Each projection enters for itself, since the keys of a decoder come from its encoder.
+    Each projection enters the cut layers separately, because the keys of a decoder come from its encoder.
     """
     rows: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -306,7 +316,10 @@ def _projecting_rows(name: str, module: nn.Module) -> dict[str, str] | None:
 
 
 def _grouped_rows(name: str, module: Any) -> dict[str, str] | None:
-    """Heads that share keys, norms of one head's features, a sink or a gate for each head."""
+    """Return the rows of an attention module whose heads share keys.
+
+    Norms of one head's features, and a sink or a gate for each head, are included.
+    """
     size = getattr(module, "head_dim", None)
     leaving = next((key for key in _LEAVING if isinstance(getattr(module, key, None), nn.Linear)), None)
     if not isinstance(size, int) or leaving is None or not _has_linears(module, _QUERY_KEY_VALUE):
@@ -328,7 +341,7 @@ def _grouped_rows(name: str, module: Any) -> dict[str, str] | None:
         if f"{name}.{child_name}" in rows:
             continue
         if isinstance(child, nn.Linear) and shapes == [(heads * size, module.q_proj.in_features)]:
-            rows[f"{name}.{child_name}"] = f"column {heads}"  # a gate on what each head gives
+            rows[f"{name}.{child_name}"] = f"column {heads}"  # a gate on each head's output
         elif all(shape == (size,) for shape in shapes):
             rows[f"{name}.{child_name}"] = "partial"
         else:
@@ -337,7 +350,7 @@ def _grouped_rows(name: str, module: Any) -> dict[str, str] | None:
 
 
 _SINKS = "sinks"
-"""A parameter with a number for each head."""
+"""Name of a parameter with a number for each head."""
 _GROUPED = (
     "AfmoeAttention",
     "GptOssAttention",
@@ -352,7 +365,7 @@ _GROUPED = (
     "NemotronHAttention",
     "PhimoeAttention",
 )
-"""Classes of transformers whose heads share keys, held to one process as those below."""
+"""Classes of transformers whose heads share keys; each class was compared with one process."""
 _PROJECTING = (
     "BartAttention",
     "BigBirdPegasusDecoderAttention",
@@ -372,14 +385,14 @@ _PROJECTING = (
     "WhisperAttention",
     "XGLMAttention",
 )
-"""Classes of transformers whose forward was held to one process so."""
+"""Classes of transformers with separate projections; each class was compared with one process."""
 
 
 # Shapes ------------------------------------------------------------------------------------------------------------
 
 
 def _holder(model: nn.Module, *children: str) -> tuple[str, nn.Module | None]:
-    """The outermost module with all of ``children``, and its name with a dot."""
+    """Return the name, with a dot, of the outermost module with all of ``children``, and the module."""
     for name, module in model.named_modules():
         inside = dict(module.named_modules())
         if all(child in inside for child in children):
@@ -388,7 +401,7 @@ def _holder(model: nn.Module, *children: str) -> tuple[str, nn.Module | None]:
 
 
 def _blocks(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """(full name, block) of the list that ends with the same name."""
+    """Yield (full name, block) of the list at ``name``, which may start with names outside ``root``."""
     inside = dict(root.named_modules())
     own = next(key for key in inside if key and (name == key or name.endswith("." + key)))
     for index, block in inside[own].named_children():
@@ -400,9 +413,10 @@ def _enter(rows: dict[str, str], first: str) -> None:
 
 
 def _with_rest(model: nn.Module, rows: dict[str, str]) -> dict[str, str]:
-    """``rows``, and one for every module that they leave out: heads that are tied to the embedding, or whole.
+    """Return ``rows`` with a row for every module that they leave out: heads tied to the embedding, or whole modules.
 
-    Also for every dropout outside the blocks, which sees whole activations; what drops inside attention has no row.
+    Dropouts outside the blocks get a row too, because their inputs are whole; dropouts inside attention get
+    none.
     """
     by_module = {name: parse(name, words) for name, words in rows.items()}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -420,7 +434,7 @@ def _with_rest(model: nn.Module, rows: dict[str, str]) -> dict[str, str]:
             continue
         tied = any(id(parameter) in cut for parameter in own)
         rest[name] = "head whole" if tied and isinstance(module, nn.Linear) else "replicate"
-    # A bias of its own that is also a head's is that head's.
+    # A module whose only parameter is also a head's bias needs no row: the head's row covers the bias.
     biases = {
         id(modules[name]._parameters.get("bias")) for name, words in rest.items() if words == "head whole"
     }
@@ -432,7 +446,7 @@ def _with_rest(model: nn.Module, rows: dict[str, str]) -> dict[str, str]:
 
 
 def _inside(name: str, rows: Mapping[str, str]) -> bool:
-    """True for a module with a row, and inside one whose row is about its heads or its entry."""
+    """Return True for a module with a row, or inside a module whose row does more than cut or join the sequence."""
     around = name
     while around:
         if around in rows and "enter" not in rows[around] and "leave" not in rows[around]:
@@ -454,12 +468,21 @@ def _has_linears(module: nn.Module | None, names: tuple[str, ...]) -> bool:
 
 
 def is_linear(model: nn.Module, name: str) -> bool:
+    """Return True if the model has a linear layer called ``name``."""
     return isinstance(getattr(model, name, None), nn.Linear)
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Whether transformers' causal loss is what its logits go to: a forward that computes a loss of its own from them
-    (Granite Speech) needs whole ones."""
+    """Return True if the model's logits go only to transformers' causal loss.
+
+    A forward that computes a loss of its own from the logits (Granite Speech) needs whole logits.
+
+    Args:
+        model: The model.
+
+    Returns:
+        True if its forward calls ``loss_function``, and that function is the causal loss.
+    """
     calls = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     is_called = calls is not None and "loss_function" in calls.co_names
     return is_called and getattr(getattr(model, "loss_function", None), "__name__", "") == _CAUSAL_LOSS

@@ -352,7 +352,7 @@ class UnitHooks:
         self.order.end(self.microbatch if has_backward else None)
 
     def _watch_output(self, index: int, output: Any) -> None:
-        """Hook every output, so that the first gradient of any output opens the Unit's backward window."""
+        """Register a hook on every output: the first gradient of any output opens the Unit's backward window."""
         if torch.is_grad_enabled():
             for tensor in (*tensors_in(output), *self._kept(index)):
                 if tensor.requires_grad:
